@@ -91,6 +91,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     import torch
 
     import portattn
+    from portattn.api.into import into
 
     def some(*shape: int) -> Any:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -117,6 +118,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "paged_attention": lambda: portattn.paged_attention(several, *pages, table, keys),
         "decode, prepared": lambda: decode.run(one, *cache, long, out=place),
         "paged, prepared": lambda: paged.run(several, *pages, table, keys, out=places),
+        "paged, into a place": lambda: into(places, "paged_attention", several, *pages, table, keys),
         "attention, trained": lambda: portattn.attention(*trained, causal=True),
         "… and its gradients": lambda: gradients(portattn.attention, trained, causal=True),
         "SDPA of a CPU": lambda: sdpa(*small),

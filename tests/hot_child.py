@@ -8,6 +8,7 @@ calls by Python, and what warm-up and monitor do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -16,6 +17,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import fakedriver
@@ -136,6 +138,31 @@ def wrongly_placed(handle: portattn.Prepared, arguments: dict[str, Any], out: An
     return ["", len(fake.launches())]
 
 
+def written_past(op: str, arguments: dict[str, Any], places: list[torch.Tensor]) -> list[str]:
+    """Places that a kernel of into() was given, though they are not as the call would allocate its result."""
+    name = "q_nope" if "q_nope" in arguments else "q"
+    over = arguments[name].clone()  # over its own queries: of the result's shape, but not apart
+    wrong = {what: (out, arguments) for what, (out, _) in wrong_places(*places).items() if what.startswith("out ")}
+    wrong |= {
+        "out over q": (over, {**arguments, name: over}),
+        "out to be negated": (torch._neg_view(places[0]), arguments),
+    }
+    found = []
+    for what, (out, given) in wrong.items():
+        fake.library.fake_clear()
+        chip.allocated.clear()
+        with contextlib.suppress(portattn.ArgumentError):
+            into(out, op, **{**given, "return_lse": False})
+        if out is over:  # whose address is among the launch's in any case
+            taken = not any(t.dtype == over.dtype for t in chip.allocated)
+        else:
+            taken = isinstance(out, torch.Tensor) and out.device.type == "cpu" and any(
+                _holds(one, out) for one in fake.launches()
+            )  # fmt: skip
+        found += [what] * taken
+    return found
+
+
 def compare(name: str, path: str) -> None:
     op, arguments = calls(name, path)
     with portattn.settings(isolate="never", canary="never"):
@@ -185,8 +212,9 @@ def compare(name: str, path: str) -> None:
                 "allocated": [list(t.shape) for t in chip.allocated if t.dtype == placed.dtype],
             })  # fmt: skip
             kind_of(op).hit = kept
+        past = written_past(op, arguments, places)
         found[name if name in VARIANTS else f"{name} {path}"] = {
-            "copied": copied, "into": lone,
+            "copied": copied, "into": lone, "past": past,
             "path": entry.classes[0].plan.path, "hit": hit is not None, "launches": len(by_c[0]),
             "way": entry.classes[0].direct.way, "reason": entry.classes[0].direct.reason, "same": by_c == by_python,
             "first": first, "by C": [[*one[:6], len(one[7])] for one in by_c[0]], "held": held(op, arguments),
@@ -242,6 +270,21 @@ def concurrent() -> None:
     found["threads"] = [len(launches), len(firsts), wrong]
 
 
+def _of_sizes(took: Callable[[], int]) -> list[int]:
+    """Bytes for partial results of batches of 2, 4 and 2, whose sizes are of one class."""
+    found = []
+    with portattn.settings(validate="never"):  # a CPU's lengths would be read, and are kept for their own sizes alone
+        for batch in (2, 4, 2):
+            q = torch.zeros(batch, 8, 1, 64, dtype=torch.float16)
+            keys = torch.zeros(batch, 2, 640, 64, dtype=torch.float16)
+            given = {"seqlens_k": torch.zeros(batch, dtype=torch.int32), "num_splits": 3, "backend": "triton"}
+            for _ in range(2):  # the first one of all by Python
+                portattn.decode_attention(q, keys, keys.clone(), **given)
+            found.append(took())
+    assert len(kind_of("decode_attention").classes) == 1
+    return found
+
+
 def taken() -> None:
     """Partial results in memory that an allocator gives by its address: what is taken is given back, after launches and
     after errors."""
@@ -280,7 +323,9 @@ def taken() -> None:
             seen["before"] = list(given)
             opcalls.perform(op, arguments)
             seen |= {"given": list(given), "tensors": [t.dtype == torch.uint8 for t in chip.allocated]}
+            seen["sizes"] = _of_sizes(lambda: seen["took"][0])
             given.clear()
+            fake.launches()
             fake.library.fake_refuse(1)
             seen["refused"] = [error(lambda: opcalls.perform(op, arguments)), list(given)]
             given.clear()

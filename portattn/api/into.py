@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from portattn.api import ops
-from portattn.api.binding import named_arguments
+from portattn.api.binding import arguments_as_parts, named_arguments
+from portattn.api.operators import RETURNS_LSE
 from portattn.api.perform import found_cached
+from portattn.config import current
 from portattn.errors import ArgumentError
+from portattn.launch.cache import kinds
+from portattn.launch.tensor_memory import reader
 from portattn.schema.ops import ROWS
 from portattn.schema.tensors import POINTER_ALIGNMENT
 from portattn.validate.checks import check_dense
@@ -42,15 +46,19 @@ def into(place: torch.Tensor, op: str, /, *args: Any, **kwargs: Any) -> torch.Te
     """
     if torch.compiler.is_dynamo_compiling():
         return place.copy_(getattr(ops, op)(*args, **kwargs))
+    if not isinstance(place, torch.Tensor):
+        raise ArgumentError(op, "place", type(place).__name__, "must be a torch.Tensor")
     check_dense(op, "place", place)
-    given = named_arguments(op)(*args, **kwargs)
-    if given["return_lse"]:
-        raise ArgumentError(op, "return_lse", given["return_lse"], "must be False: there is a place for out alone")
+    tensors, values, lengths = arguments_as_parts(op)(*args, **kwargs)
+    if values[RETURNS_LSE[op]]:
+        given = values[RETURNS_LSE[op]]
+        raise ArgumentError(op, "return_lse", given, "must be False: there is a place for out alone")
     if place.requires_grad:
         raise ArgumentError(op, "place.requires_grad", True, "must be False: results in given memory have no gradient")
-    row, named = ROWS[op], given
+    if _launched(op, tensors, values, lengths, place):
+        return place
+    row, named = ROWS[op], named_arguments(op)(*args, **kwargs)
     if row.arguments:
-        named = dict(given)
         row.load("arguments")(named)
     tensors = tuple([named[name] for name in row.parameters])
     if _as_allocated(place, tensors, row.latent):
@@ -66,6 +74,33 @@ def into(place: torch.Tensor, op: str, /, *args: Any, **kwargs: Any) -> torch.Te
         is_, must = (f"{tuple(t.shape)}, {t.dtype}, {t.device}" for t in (place, result))
         raise ArgumentError(op, "place", is_, f"must be as the result: {must}")
     return place.copy_(result)
+
+
+def _launched(op: str, tensors: Any, values: Any, lengths: Any, place: torch.Tensor) -> bool:
+    """Whether native.c knew the call, found `place` to be what it would allocate, and launched the kernels.
+
+    It reads the shape, the strides, the dtype, the device and the address, for less than Python takes for one of them.
+    """
+    if reader() is None or torch._C._is_any_autocast_enabled() or place.is_neg():
+        return False
+    known, settings = kinds(op, values), current()
+    if not known or not _apart(place, tensors):
+        return False
+    for kind in known:
+        if kind.hit is not None:
+            found = kind.hit(tensors, values, lengths, settings, place, None, None)
+            if found is not None and found is not NotImplemented:
+                return True
+    return False
+
+
+def _apart(place: torch.Tensor, tensors: Sequence[Any]) -> bool:
+    """Whether q, k and v are tensors of other memory. Of sparse ones, which have none, the operation says so."""
+    memory = place.untyped_storage().data_ptr()
+    return all(
+        isinstance(t, torch.Tensor) and t.layout is torch.strided and t.untyped_storage().data_ptr() != memory
+        for t in tensors[:3]
+    )
 
 
 def _as_allocated(place: torch.Tensor, tensors: Sequence[Any], latent: bool) -> bool:
@@ -85,5 +120,4 @@ def _as_allocated(place: torch.Tensor, tensors: Sequence[Any], latent: bool) -> 
         return False
     if not place.numel() or place.data_ptr() % POINTER_ALIGNMENT:
         return False
-    memory = place.untyped_storage().data_ptr()
-    return all(t.untyped_storage().data_ptr() != memory for t in (q, k, v))
+    return _apart(place, tensors)

@@ -4,6 +4,8 @@ tiles.py     named primitives that take the choices
 blockptr.py, descriptor.py, dependent.py   constructs that not every toolchain has
 attend.py    the loop over key tiles that the kernels with matrix products share
 dense.py     dense_forward: dense and packed tensors
+words.py     that loop over a quantised cache's rows as 16-bit words: keyplaces.py finds and loads them,
+             unpack.py makes numbers of them
 decode.py    decode_split: contiguous, paged and latent caches
 sparse.py    sparse_split: chosen tokens
 combine.py   combine: merges what was split

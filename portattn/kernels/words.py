@@ -2,319 +2,33 @@
 
 A word holds two numbers of a byte, or four of int4 or nvfp4. Each of these places has tiles of its own: a score is the
 sum of their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers
-are, and numbers are widened by themselves, to float16, in which every number of every format is exact.
+are, and numbers are widened by themselves, to float16, in which every number of every format is exact (unpack.py).
 """
 
 import triton
 import triton.language as tl
 
-from portattn.kernels.stored import MIDDLE, NV_BLOCK, ZERO_BITS, widened, without_zero
+from portattn.kernels.keyplaces import key_places, key_pointers, load_scales, load_words, pages_from, step_of
+from portattn.kernels.stored import MIDDLE, ZERO_BITS, without_zero
 from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step
+from portattn.kernels.unpack import (
+    NV_RAISED,
+    NV_WORDS,
+    four_differences,
+    four_places,
+    four_scaled,
+    halves_of_words,
+    scales_of_words,
+    two_places,
+    zero_numbers,
+)
 
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32
 EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)  # bits of a float32
 LARGEST_EXPONENT: tl.constexpr = tl.constexpr(0x7E800000)  # of a power of two whose reciprocal is normal too
-BITS_OF_2_23: tl.constexpr = tl.constexpr(0x4B000000)  # of a float32
 STEP_OF_LOGS: tl.constexpr = tl.constexpr(2.0**-23)  # see value_logs
 BIAS_OF_LOGS: tl.constexpr = tl.constexpr(127.0)
 LEAST_LOG: tl.constexpr = tl.constexpr(-100.0)
-NV_RAISED: tl.constexpr = tl.constexpr(16384.0)  # 2^14: by what nvfp4 numbers in float16's bits are too small
-NV_WORDS: tl.constexpr = tl.constexpr(NV_BLOCK.value // 2)  # words of a row whose two scales are one word
-
-
-@triton.jit
-def key_places(table, start, end, pages,
-               BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
-               READS: tl.constexpr):  # fmt: skip
-    """(page, row in it) of the keys from `start` on, of which those from `end` on are not looked up.
-
-    As tile_place has them, but once for all that is read of a key. Without pages a key's row counts from `start`, and
-    the page is of no meaning. Where a tile is whole pages, `start` is a page's first key: only the number of its page
-    changes from step to step.
-    """
-    r = tl.arange(0, BLOCK_N)
-    if PAGE_SIZE == 0:
-        page, row = start, r
-    elif PAGE_LOOP == "per_page":
-        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE_SIZE), 0), pages - 1)
-        row = start % PAGE_SIZE + r
-    else:
-        if READS == "inside":
-            page = tl.load(table + tl.minimum(start + r, end - 1) // PAGE_SIZE)
-            row = (start + r) % PAGE_SIZE
-        elif BLOCK_N % PAGE_SIZE == 0:
-            numbers = table + start // PAGE_SIZE + r // PAGE_SIZE
-            if BOUNDED:
-                page = tl.load(numbers, mask=start + r < end, other=0)
-            else:
-                page = tl.load(numbers)
-            row = r % PAGE_SIZE
-        else:
-            page = tl.load(table + (start + r) // PAGE_SIZE, mask=start + r < end, other=0)
-            row = (start + r) % PAGE_SIZE
-        page = tl.minimum(tl.maximum(page, 0), pages - 1)
-    return page, row
-
-
-@triton.jit
-def step_of(i, first_step, full_begin, full_end, EDGE: tl.constexpr, WINDOW: tl.constexpr):
-    """Which tile of keys the i-th step of a pass attends: see attend_words."""
-    if EDGE == 0:
-        step = full_begin + i
-    elif WINDOW:
-        step = first_step + i + tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
-    else:
-        step = full_end + i
-    return step
-
-
-@triton.jit
-def page_from(table, start, end, pages, PART: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The number of the page that holds the key `start + PART * PAGE_SIZE`; of none from `end` on, or past the tile."""
-    page = start - start
-    if PART * PAGE_SIZE < BLOCK_N:
-        page = tl.load(table + start // PAGE_SIZE + PART, mask=start + PART * PAGE_SIZE < end, other=0)
-        page = tl.minimum(tl.maximum(page, 0), pages - 1)
-    return page
-
-
-@triton.jit
-def pages_from(table, start, end, pages, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The numbers of the up to four pages of the tile whose keys begin at `start`, one by one."""
-    first = page_from(table, start, end, pages, 0, BLOCK_N, PAGE_SIZE)
-    second = page_from(table, start, end, pages, 1, BLOCK_N, PAGE_SIZE)
-    third = page_from(table, start, end, pages, 2, BLOCK_N, PAGE_SIZE)
-    fourth = page_from(table, start, end, pages, 3, BLOCK_N, PAGE_SIZE)
-    return first, second, third, fourth
-
-
-@triton.jit
-def key_pointers(source, start, page, row, stride_page, stride_row, PAGE_SIZE: tl.constexpr):
-    """A pointer [BLOCK_N] for each key, of the places that key_places found."""
-    if PAGE_SIZE == 0:
-        pointers = source + start.to(tl.int64) * stride_row + row * stride_row
-    else:
-        pointers = source + page.to(tl.int64) * stride_page + row * stride_row
-    return pointers
-
-
-@triton.jit
-def load_words(rows, there, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
-               ALIGNED: tl.constexpr):  # fmt: skip
-    """Tile [BLOCK_N, BLOCK_COLS] of the 16-bit words of keys' rows; of those that are not there 0 when BOUNDED.
-
-    rows     a byte pointer for each key [BLOCK_N]
-    COLS     words of a row
-    ALIGNED  what rows' addresses are multiples of, in bytes
-    """
-    c = tl.arange(0, BLOCK_COLS)
-    firsts = tl.multiple_of(rows[:, None].to(tl.pointer_type(tl.int16)), [ALIGNED, ALIGNED])
-    pointers = firsts + c[None, :]
-    if BOUNDED and COLS != BLOCK_COLS:
-        words = tl.load(pointers, mask=there[:, None] & (c < COLS)[None, :], other=0)
-    elif BOUNDED:
-        words = tl.load(pointers, mask=there[:, None], other=0)
-    elif COLS != BLOCK_COLS:
-        words = tl.load(pointers, mask=(c < COLS)[None, :], other=0)
-    else:
-        words = tl.load(pointers)
-    return words
-
-
-@triton.jit
-def load_scales(pointers, there, BOUNDED: tl.constexpr):
-    """A scale for each key [BLOCK_N]; 0 for those that are not there when BOUNDED."""
-    if BOUNDED:
-        scales = tl.load(pointers, mask=there, other=0.0)
-    else:
-        scales = tl.load(pointers)
-    return scales
-
-
-@triton.jit
-def two_places(words, KV_FORMAT: tl.constexpr, UNPACK: tl.constexpr):
-    """The first and the second numbers of words of two, float16 of the words' shape."""
-    if UNPACK == "ptx" and KV_FORMAT == "e4m3":
-        first, second = tl.inline_asm_elementwise(
-            """{ .reg .b32 sorted; .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high; }""",
-            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif UNPACK == "ptx" and KV_FORMAT == "e5m2":
-        first, second = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
-            "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif UNPACK == "ptx" and KV_FORMAT == "int8":
-        # A number plus 128 as the lowest bits of a float16 between 1024 and 1280.
-        first, second = tl.inline_asm_elementwise(
-            """{ .reg .b32 raised, one, two, middle;
-            xor.b32 raised, $2, 0x80808080;
-            mov.b32 middle, 0x64806480;
-            prmt.b32 one, raised, 0x64646464, 0x4240;
-            prmt.b32 two, raised, 0x64646464, 0x4341;
-            sub.rn.f16x2 $0, one, middle;
-            sub.rn.f16x2 $1, two, middle; }""",
-            "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        like = tl.full([1], 0.0, tl.float16)
-        first = widened(words.to(tl.int8), like, KV_FORMAT)
-        second = widened((words >> 8).to(tl.int8), like, KV_FORMAT)
-    return first, second
-
-
-@triton.jit
-def four_places(words, UNPACK: tl.constexpr):
-    """The four numbers of words of int4, 0 to 15, float16 of the words' shape.
-
-    With `ptx` they stay where they are in the bits, as numbers below float16's normal ones: the first and the third are
-    times 2^-24, the others times 2^-20. Products of matrices hold such numbers exactly, and nothing is subtracted.
-    """
-    if UNPACK == "ptx":
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            """{ .reg .b32 high;
-            shr.u32 high, $4, 8;
-            and.b32 $0, $4, 0x000f000f;
-            and.b32 $1, $4, 0x00f000f0;
-            and.b32 $2, high, 0x000f000f;
-            and.b32 $3, high, 0x00f000f0; }""",
-            "=&r,=&r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        first = (words & 15).to(tl.float16)
-        second = ((words >> 4) & 15).to(tl.float16)
-        third = ((words >> 8) & 15).to(tl.float16)
-        fourth = ((words >> 12) & 15).to(tl.float16)
-    return first, second, third, fourth
-
-
-@triton.jit
-def four_differences(words, zeros, UNPACK: tl.constexpr):
-    """The four numbers of words of int4 less what stands for 0, float16 of the words' shape.
-
-    zeros  what stands for 0, int16 of a shape that broadcasts with the words'
-    """
-    if UNPACK == "ptx":
-        # A number as the lowest bits of 1024, or 16 times it, less 1024, or 64 once it is a 16th, and the zero.
-        zeros, words = tl.broadcast(zeros, words)
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            """{ .reg .b32 one, two, three, four, zero, zero64, high, part;
-            or.b32 zero, $5, 0x64006400;
-            shl.b32 zero64, $5, 4;
-            add.u32 zero64, zero64, 0xd400d400;
-            mov.b32 part, 0x2c002c00;
-            shr.u32 high, $4, 8;
-            lop3.b32 one, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 two, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 three, high, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 four, high, 0x00f000f0, 0x64006400, 0xea;
-            sub.rn.f16x2 $0, one, zero;
-            fma.rn.f16x2 $1, two, part, zero64;
-            sub.rn.f16x2 $2, three, zero;
-            fma.rn.f16x2 $3, four, part, zero64; }""",
-            "=&r,=&r,=&r,=r,r,r", [words, zeros], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        first = ((words & 15) - zeros).to(tl.float16)
-        second = (((words >> 4) & 15) - zeros).to(tl.float16)
-        third = (((words >> 8) & 15) - zeros).to(tl.float16)
-        fourth = (((words >> 12) & 15) - zeros).to(tl.float16)
-    return first, second, third, fourth
-
-
-@triton.jit
-def halves_of_words(source, WORDS: tl.constexpr, UNPACK: tl.constexpr):
-    """Which half of its word the scale of each word of a row is in [WORDS * NV_WORDS], int16: 0 or 1.
-
-    With `ptx` they are what stands for a load that is never made. Triton 3.6.0 brings what a product's operand is made
-    of into the operand's layout as it was loaded, before it is widened; but nothing of an operand that is made of a
-    range, which takes 5 times the instructions for shared memory.
-
-    source  any pointer: nothing is read there
-    """
-    halves = (tl.arange(0, WORDS * NV_WORDS) * 2 // NV_WORDS % 2).to(tl.int16)
-    if UNPACK == "ptx":
-        pointers = source.to(tl.pointer_type(tl.int16)) + tl.arange(0, WORDS * NV_WORDS)
-        halves = tl.load(pointers, mask=halves < 0, other=halves)
-    return halves
-
-
-@triton.jit
-def scales_of_words(scales, halves, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, UNPACK: tl.constexpr):
-    """The scale of each word [BLOCK_N, WORDS * NV_WORDS] of a row of nvfp4, float16, of words of two scales of blocks.
-
-    Scales are read as words too: where what goes into a product was read in bytes, compilers lay all of it out for
-    bytes.
-    """
-    COLS: tl.constexpr = WORDS * NV_WORDS
-    pairs = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, WORDS, NV_WORDS]), [BLOCK_N, COLS])
-    places = halves[None, :]
-    if UNPACK == "ptx":
-        pairs, places = tl.broadcast(pairs, places)
-        factors = tl.inline_asm_elementwise(
-            """{ .reg .b32 which, both; .reg .b16 pair, rest;
-            shr.u32 which, $2, 12;
-            lop3.b32 which, which, $2, 0x20, 0xfe;
-            prmt.b32 both, $1, 0, which;
-            mov.b32 {pair, rest}, both;
-            cvt.rn.f16x2.e4m3x2 $0, pair; }""",
-            "=r,r,r", [pairs, places], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        factors = widened(pairs >> (places * 8), tl.full([1], 0.0, tl.float16), "e4m3")
-    return factors
-
-
-@triton.jit
-def e2m1(codes):
-    """Numbers of nvfp4 codes, of which other bits are ignored, 2^-14 times as large as they are, float16."""
-    # The exponent's two bits become the lowest of a float16's five.
-    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def four_scaled(words, factors, UNPACK: tl.constexpr):
-    """The four numbers of words of nvfp4 times their words' factors, float16 of the words' shape.
-
-    A product has 6 bits, from 2^-10 to 2688. With `ptx` all are times 2^-14, so that a number is its bits in other
-    places: the smallest is then float16's smallest, and products of matrices hold it exactly.
-    """
-    if UNPACK == "ptx":
-        # First the upper bytes of the float16 numbers, of all four upper halves of bytes together, and all four lower.
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            """{ .reg .b32 part, raised, upper, lower, one, two, three, four;
-            shr.u32 part, $4, 3;
-            and.b32 part, part, 0x0e0e0e0e;
-            lop3.b32 upper, $4, 0x80808080, part, 0xea;
-            shl.b32 raised, $4, 4;
-            shl.b32 part, $4, 1;
-            and.b32 part, part, 0x0e0e0e0e;
-            lop3.b32 lower, raised, 0x80808080, part, 0xea;
-            prmt.b32 one, lower, 0, 0x2404;
-            prmt.b32 two, upper, 0, 0x2404;
-            and.b32 three, lower, 0xff00ff00;
-            and.b32 four, upper, 0xff00ff00;
-            mul.rn.f16x2 $0, one, $5;
-            mul.rn.f16x2 $1, two, $5;
-            mul.rn.f16x2 $2, three, $5;
-            mul.rn.f16x2 $3, four, $5; }""",
-            "=&r,=&r,=&r,=r,r,r", [words, factors], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        codes = words.to(tl.int32)
-        wide = factors.to(tl.float32) * NV_RAISED
-        first = (e2m1(codes).to(tl.float32) * wide).to(tl.float16)
-        second = (e2m1(codes >> 4).to(tl.float32) * wide).to(tl.float16)
-        third = (e2m1(codes >> 8).to(tl.float32) * wide).to(tl.float16)
-        fourth = (e2m1(codes >> 12).to(tl.float32) * wide).to(tl.float16)
-    return first, second, third, fourth
 
 
 @triton.jit
@@ -322,13 +36,6 @@ def largest_finite(tile):
     """The largest finite |number| of each row of a tile, float32."""
     size = tl.abs(tile.to(tl.float32))
     return tl.max(tl.where(size < float("inf"), size, 0.0), 1)
-
-
-@triton.jit
-def zero_numbers(scales):
-    """What stands for 0, float32, of tokens' scales of int4 numbers: as the lowest bits of 2^23, less that."""
-    word = (scales.to(tl.int32, bitcast=True) & ZERO_BITS) | BITS_OF_2_23
-    return word.to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit

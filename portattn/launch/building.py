@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _SAID = 64 << 10  # bytes of a program's output that are read
+_ROOM = 4096  # bytes of it that the disk has in any case
 _LINE = 300  # characters of a reason
 
 
@@ -44,7 +46,13 @@ def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
 
     Whoever interrupts this process ends the program with all that it started; the interrupt passes through.
     """
-    with tempfile.TemporaryFile(dir=folder) as output:
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as output:
+        try:
+            if output.write(bytes(_ROOM)) != _ROOM:  # for the program: of a full disk it could not say so there
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            output.seek(0)
+        except OSError as error:
+            raise BuildFailed(f"{what}: no file can be written in {folder}: {error.strerror}") from None
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -59,8 +67,9 @@ def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
             raise BuildFailed(f"{what}: {command[0]!r} has not ended after {seconds:g} s") from None
         finally:
             _end(process)
+        written = output.tell()  # the program's own place: it shares the file's
         output.seek(0)
-        said = output.read(_SAID).decode(errors="replace")
+        said = (output.read(min(written, _SAID)) or b"").decode(errors="replace")
     if status == 0:
         return said
     how = f"exit status {status}"

@@ -105,7 +105,8 @@ def lines(path: Path, data: bytes, resumed: bool = False) -> Iterator[tuple[int,
         found = _SUM.search(line)
         if found is None:
             if resumed:
-                raise DataError(path, number, "has no checksum: an older portattn wrote it; run without --resume")
+                text = "has no checksum: it is damaged, or an older portattn wrote it; run without --resume"
+                raise DataError(path, number, text)
             yield number, line
             continue
         plain = line[: found.start()] + b"}"

@@ -104,7 +104,7 @@ class Step:
             compilation_config=SimpleNamespace(static_forward_context={}),
             parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
         )  # fmt: skip
-        spec = SimpleNamespace(dcp_sharded=False)
+        spec = SimpleNamespace(dcp_sharded=False, kv_quant_mode=SimpleNamespace(is_nvfp4=False))
         self.builder = PortattnBackend.get_builder_cls()(spec, ["layer.0"], config, device)
         self.cache = self._filled()
         self.common = CommonAttentionMetadata(

@@ -95,6 +95,15 @@ def test_what_cannot_be_is_said_and_nothing_is_written(place: torch.Tensor, more
     assert place.detach().isnan().all()
 
 
+@pytest.mark.parametrize(("place", "q", "text"), [
+    ([NAN], Q, "place is 'list', but must be a torch.Tensor"),
+    (torch.full_like(Q, NAN), Q.to_sparse(), "q is 'a torch.sparse_coo tensor', but must be a dense"),
+], ids=["no tensor", "sparse queries"])  # fmt: skip
+def test_what_has_no_memory(place: Any, q: torch.Tensor, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        into(place, "attention", q, Q, Q)
+
+
 def test_no_gradients() -> None:
     place, q = torch.full_like(Q, NAN), Q.clone().requires_grad_()
     with pytest.raises(ArgumentError, match="have no gradient"):

@@ -14,13 +14,12 @@ TRITONS = triton_folders()
 VARIANTS = ("attention gluon", "attention gluon, causal", "varlen gluon", "paged gluon", "mla gluon")
 # A process each.
 GROUPS = {
-    "growing cache": ("growing cache", "decode, odd width"),
-    "caches": ("decode", "decode, several queries"),
-    "dense": ("attention", "attention bshd, causal"),
-    "dense features": ("attention, slices", "attention, bias", "varlen"),
-    "chosen": ("paged", "paged, packed", "sparse"),
+    "caches": (
+        "growing cache", "decode", "decode, odd width", "decode, several queries", "paged", "paged, packed", "sparse",
+    ),
+    "dense": ("attention", "attention bshd, causal", "attention, slices", "attention, bias", "varlen"),
     "variants": VARIANTS,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=GROUPS)

@@ -136,6 +136,19 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     assert left(tmp_path / "cache") == []
 
 
+def _no_file_over_a_page(folder: Path) -> tuple[bool, str]:
+    no_file_over(1024)  # as on a full disk: what a compiler says has no place either
+    return _load(folder)
+
+
+def test_a_disk_that_takes_no_word_of_the_compiler(tmp_path: Path) -> None:
+    found, why = forked(_no_file_over_a_page, tmp_path)
+    assert not found
+    assert why.startswith(f"native.c was not compiled: no file can be written in {tmp_path}")
+    assert why.endswith(": No space left on device")
+    assert left(tmp_path) == []
+
+
 def test_a_cache_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     loaded, why = forked(_load, tmp_path / "file" / "cache")

@@ -1,14 +1,12 @@
 """Shapes without a device: CPU tensors count as an H100's, and launches are recorded, not run.
 
-Kernels are compiled with empty bodies, in a tenth of a second and not in two or ten: what is launched follows from
-their signatures. Without bodies none asks for shared memory, or for memory to build descriptors in.
+Kernels are compiled with empty bodies (fakechip.py).
 
 For a process that was started with `environment`. What of portattn and Triton has to be replaced for it is here alone.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,22 +40,16 @@ class Recorder:
         self._describe_kernels()
         import fakechip  # imports Triton, which the library comes before
 
+        fakechip.leave_bodies_out()
         fakechip.pretend()
 
     def _describe_kernels(self) -> None:
-        """Tell the library what parameters a kernel has as it is loaded; leave out its body, and the assembler."""
-        from triton.backends.nvidia.compiler import CUDABackend
+        """Tell the library what parameters a kernel has as it is loaded."""
         from triton.compiler import CompiledKernel
-        from triton.runtime.jit import JITFunction
 
         from portattn.launch import triton_compat
 
-        load, parse = CompiledKernel._init_handles, JITFunction.parse
-
-        def parsed(function: Any) -> ast.Module:
-            module = parse(function)
-            module.body[0].body = [ast.copy_location(ast.Pass(), module.body[0].body[-1])]
-            return module
+        load = CompiledKernel._init_handles
 
         def loaded(compiled: Any) -> None:
             load(compiled)
@@ -66,8 +58,7 @@ class Recorder:
                 self._kernels[compiled.function] = (f"{compiled.metadata.name} {compiled.hash}", sizes)
                 self.fake.describe(compiled.function, sizes)
 
-        CompiledKernel._init_handles, JITFunction.parse = loaded, parsed
-        CUDABackend.make_cubin = lambda self, src, metadata, options, capability: b"none"
+        CompiledKernel._init_handles = loaded
 
     def launches(self, given: Sequence[tuple[str, Any]], results: Sequence[Any]) -> list[list[Any]]:
         """Launches since the last time: kernel, grid, threads, shared memory, attributes, stream, parameters.

@@ -1,9 +1,10 @@
-"""What vLLM is told of portattn's own settings, without vLLM: stand-ins of the three modules that are asked."""
+"""What vLLM is told of portattn's own settings, without vLLM: stand-ins of the modules that are asked."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,12 @@ class Asked:
 @pytest.fixture
 def capabilities(monkeypatch: pytest.MonkeyPatch) -> Any:
     parts: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.33.0"},
+        "vllm": {"__version__": "0.33.0", "envs": SimpleNamespace(VLLM_KV_CACHE_LAYOUT=None)},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda=lambda: True)},
         "vllm.v1.attention.backend": {"AttentionBackend": Asked, "MultipleOf": int},
+        "vllm.v1.kv_cache_layout": {"KVCacheLayout": Enum("KVCacheLayout", {"LBHNC": 0})},
     }
-    for name in ("vllm", "vllm.platforms", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend"):
+    for name in (*parts, "vllm.v1", "vllm.v1.attention"):
         module = ModuleType(name)
         vars(module).update(parts.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

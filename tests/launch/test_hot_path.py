@@ -95,6 +95,7 @@ def test_kernels_write_into_memory_that_the_caller_brings(seen: dict[str, Any]) 
     for name, found in made.items():
         assert found["copied"], name
         assert found["into"] == [{"returned": True, "held": True, "allocated": []}] * 2, name
+        assert found["past"] == [], name
 
 
 @pytest.mark.compiles
@@ -104,9 +105,11 @@ def test_partial_results_lie_in_memory_that_is_given_back(seen: dict[str, Any]) 
     assert taken["before"] == [], "by Python it is a tensor"
     assert taken["took"][0] > 0
     assert taken["took"][1] == 7, "the stream that is launched on"
+    two, four, again = taken["sizes"]
+    assert two == again < four, "as much as the call's sizes need"
     assert taken["given"] == [[2, True]], "after both launches, which have its address"
     assert taken["tensors"] == [False] * len(taken["tensors"]), "results alone are tensors"
-    assert taken["refused"][0].startswith("RuntimeError: CUDA's driver refused a launch")
+    assert taken["refused"][0].startswith("RuntimeError: CUDA's driver refused a launch: ")
     assert taken["refused"][1] == [[0, True]]
     assert taken["full"] == ["MemoryError: no more", [], 0]
     assert taken["prepared"] == [[], 2], "a handle has memory of its own"

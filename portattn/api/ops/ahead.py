@@ -92,10 +92,12 @@ def _planned(asker: str, op: str | Problem, args: tuple[Any, ...], kwargs: dict[
     if isinstance(op, Problem):
         target = args[0] if args else kwargs.pop("target", None)
         if not isinstance(target, Target) or len(args) > 1 or kwargs:
-            raise ArgumentError(
-                asker, "arguments", (*args, *kwargs), f"{asker}(problem, target) takes a Problem and a Target"
-            )
+            limit = f"{asker}(problem, target) takes a Problem and a Target, as portattn.target('cuda:sm_90') makes one"
+            raise ArgumentError(asker, "arguments", (*args, *kwargs), limit)
         return plan_problem(op, target, settings=current())
+    if "target" in kwargs:
+        limit = f"goes with a Problem, {asker}(problem, target): a call is planned for its tensors' device"
+        raise ArgumentError(asker, "target", kwargs["target"], limit)
     return plan_request(make_request(asker, op, args, kwargs))
 
 

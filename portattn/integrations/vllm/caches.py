@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
+from portattn.integrations.vllm import NAME
 from portattn.schema.problem_limits import NV_BLOCK
 
 # cache_dtype of vLLM -> how its numbers are read; None where they are of the dtype that the tensor has.
@@ -117,6 +120,33 @@ def with_scales(spec: Any) -> Any:
     if not spec.kv_quant_mode.is_per_token_head:
         return spec
     return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * SCALE_BYTES)
+
+
+def layout_asked_for() -> str | None:
+    """The layout that VLLM_KV_CACHE_LAYOUT names, which vLLM then takes or refuses; None where it chooses itself."""
+    return envs.VLLM_KV_CACHE_LAYOUT
+
+
+def wrong_layout(cache_dtype: str, name: str | None) -> str | None:
+    """The layouts that a cache of the dtype needs, where the one of this name is none of them; None where it is."""
+    layout = KVCacheLayout.__members__.get(name or "")  # no member: NHD and HND, which are LBNHC and LBHNC
+    if cache_dtype not in BLOCK_SCALES or layout is None or layout.is_block_compact:
+        return None
+    fit = ", ".join(one.name for one in KVCacheLayout if one.is_block_compact)
+    return f"a layout that keeps a block's heads together (VLLM_KV_CACHE_LAYOUT: {fit})"
+
+
+def refuse_layout(spec: Any, vllm_config: Any) -> None:
+    """Refuse the layout that vLLM took for a cache, before the cache is made.
+
+    Raises ArgumentError with the layout's name and those that would do.
+    """
+    if not spec.kv_quant_mode.is_nvfp4:
+        return
+    layout = vllm_config.cache_config.kv_cache_layout
+    needed = wrong_layout("nvfp4", layout)
+    if needed is not None:
+        raise ArgumentError(NAME, "cache_config.kv_cache_layout", layout, f"must be {needed}, for nvfp4")
 
 
 def write(key: torch.Tensor, value: torch.Tensor, to: Views, slots: torch.Tensor, layer: Any) -> None:

@@ -73,6 +73,10 @@ class Capabilities(AttentionBackend):
             return f"a {cache} cache needs a head size that is a multiple of {caches.SCALE_BYTES}, not {head_size}"
         if cache in caches.BLOCK_SCALES and head_size % NV_BLOCK:
             return f"a {cache} cache needs a head size that is a multiple of {NV_BLOCK}, not {head_size}"
+        asked = caches.layout_asked_for()
+        needed = caches.wrong_layout(cache, asked)
+        if needed is not None:
+            return f"a {cache} cache needs {needed}, not {asked}"
         return None
 
     @classmethod

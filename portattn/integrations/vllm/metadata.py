@@ -14,7 +14,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from portattn.errors import ArgumentError
-from portattn.integrations.vllm import NAME, prefixes, shards
+from portattn.integrations.vllm import NAME, caches, prefixes, shards
 
 
 @dataclass
@@ -92,6 +92,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        caches.refuse_layout(kv_cache_spec, vllm_config)
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)

@@ -147,6 +147,20 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+@contextlib.contextmanager
+def collected_once() -> Iterator[None]:
+    """What is there already is no garbage of the lines inside, each of which collects its own before its times.
+
+    To look through everything that is imported would take longer than a line's calls.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def run(
     device: str, seconds: float, sizes: Sizes, libraries: dict[str, str], calls: int = CALLS,
     warm: int = WARM, told: Callable[[str], None] = lambda line: None,
@@ -159,15 +173,16 @@ def run(
     todo = list(_lines(workloads(device, sizes)))
     lines: list[HostCost] = []
     left_out: list[str] = []
-    for index, (workload, contender) in enumerate(todo):
-        left = seconds - (time.monotonic() - begun)
-        if left <= 0:
-            left_out.append(f"{workload.part} {workload.name}: {contender}")
-            continue
-        share = max(left / (len(todo) - index), LEAST_S)
-        lines.append(_line(workload, contender, calls, warm, share))
-        last = lines[-1]
-        told(f"{last.part} {last.name:34} {last.contender:26} {last.failed or f'{last.median_us:9.1f} µs'}")
+    with collected_once():
+        for index, (workload, contender) in enumerate(todo):
+            left = seconds - (time.monotonic() - begun)
+            if left <= 0:
+                left_out.append(f"{workload.part} {workload.name}: {contender}")
+                continue
+            share = max(left / (len(todo) - index), LEAST_S)
+            lines.append(_line(workload, contender, calls, warm, share))
+            last = lines[-1]
+            told(f"{last.part} {last.name:34} {last.contender:26} {last.failed or f'{last.median_us:9.1f} µs'}")
     return HostRun(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command(sys.argv).replace("portattn", "python -m portattn.tools.bench.hostcost", 1),

@@ -13,7 +13,7 @@ import datetime
 import difflib
 import fnmatch
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ import msgspec
 from portattn.errors import DataError, PathUnavailable, PortattnError, QuirkConflict
 from portattn.planning.backend import Backend
 from portattn.planning.data_files import load_arches, load_tunings
-from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.planning.kernel_specs import CORES, KERNEL_NAMES
 from portattn.planning.planner import plan
 from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import check_file
@@ -33,7 +33,7 @@ from portattn.schema.lowering import CHOICES
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import Dtype
-from portattn.schema.quirk import Quirk, launch_holds
+from portattn.schema.quirk import Quirk, concerning, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks import breadth, evidence, examples
@@ -91,7 +91,7 @@ def beside_shipped(folder: Path) -> list[Finding]:
         broken=shipped.broken,
     )
     met = dict(_conflicts_by_condition(list(both.quirks.values()), both))
-    met |= {pair: finding for pair, finding in _conflicts_by_planning(both) if pair not in met}
+    met |= {pair: finding for pair, finding in _conflicts_by_planning(both, mine) if pair not in met}
     # Pairs of the folder's own are `run`'s to tell, and pairs of the registry's own the audit's of the registry.
     return findings + [finding for pair, finding in met.items() if pair & set(mine) and not pair <= set(mine)]
 
@@ -330,10 +330,18 @@ def _reachable(first: Mapping[str, Any], second: Mapping[str, Any], moved: Mappi
     return True
 
 
-def _conflicts_by_planning(registry: Registry) -> _Pairs:
-    """Pairs that contradict each other in a plan of some common problem on some known target and release."""
+def _conflicts_by_planning(registry: Registry, of: Container[str] | None = None) -> _Pairs:
+    """Pairs that contradict each other in a plan of some common problem on some known target and release.
+
+    Only where some two entries of a kernel on a target differ, one of them among `of` where that is given, is anything
+    planned: no other plan can contradict itself.
+    """
+    problems = _problems()
     for target in _targets(registry):
-        for problem in _problems():
+        differing = {kernel.name for kernel in CORES.values() if _differ(kernel.name, target, registry, of)}
+        for problem in problems:
+            if CORES[problem.op].name not in differing:
+                continue
             try:
                 plan(problem, target, registry)
             except PathUnavailable:
@@ -343,6 +351,17 @@ def _conflicts_by_planning(registry: Registry) -> _Pairs:
                 one = registry.quirks[conflict.quirks[0]]
                 message = f"{problem} on {target}: {conflict}"
                 yield frozenset(conflict.quirks), _at(one, ("effect", one.effect.kind), message)
+
+
+def _differ(kernel: str, target: Target, registry: Registry, of: Container[str] | None) -> bool:
+    """Whether two entries of a kernel on a target set one thing differently, whatever else they ask for."""
+    found: dict[tuple[str, str], dict[Any, bool]] = {}  # value by value, whether an entry among `of` sets it
+    for quirk in concerning(registry.quirks.values(), kernel, target):
+        asked = of is None or quirk.id in of
+        for name, value in quirk.effect.sets.items():
+            values = found.setdefault((quirk.effect.kind, name), {})
+            values[value] = values.get(value, False) or asked
+    return any(len(values) > 1 and any(values.values()) for values in found.values())
 
 
 def _targets(registry: Registry) -> list[Target]:

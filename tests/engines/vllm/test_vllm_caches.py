@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from vllm.config import VllmConfig
+from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import nvfp4_split_data_scale
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_batches import BLOCK, DECODE, DIM, KV_HEADS, MIXED, Batch, Layer, check
 
 import portattn
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import caches
+from portattn.integrations.vllm.backend import PortattnBackend
 
 works = pytest.mark.engine_feature
 # cache dtype -> the numbers' dtype, and the least number of correct bits that a value keeps
@@ -143,6 +149,39 @@ def test_kernels_over_scales_of_blocks() -> None:
         out = layer.run(batch)
     read_blocks_back(layer, batch)
     check(out, batch)
+
+
+LAYOUTS = r"a layout that keeps a block's heads together \(VLLM_KV_CACHE_LAYOUT: LBHNC, LBNHC, BLHNC, BLNHC\)"
+
+
+class LaidOut(Layer):
+    """A layer whose cache's layout vLLM has decided, as it does before builders are made."""
+
+    def configured(self, config: VllmConfig) -> VllmConfig:
+        config.cache_config.kv_cache_layout = self.layout
+        return config
+
+
+@pytest.mark.parametrize("layout", [one.name for one in KVCacheLayout])
+def test_a_layout_is_refused_before_the_cache_is_made(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that the caller named when vLLM builds the layer; any other, as a connector's, with the builder."""
+    refused = layout in ("LHBNC", "BHLNC")
+    if refused:
+        named = rf"cache_config.kv_cache_layout is '{layout}', but must be {LAYOUTS}, for nvfp4"
+        with pytest.raises(ArgumentError, match=named):
+            LaidOut(cache_dtype="nvfp4", layout=layout)
+    else:
+        LaidOut(cache_dtype="nvfp4", layout=layout)
+    LaidOut(cache_dtype="fp8", layout=layout)
+    asked = {"head_size": DIM, "dtype": torch.bfloat16, "block_size": BLOCK}
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    for cache_dtype in ("nvfp4", "fp8", "auto"):
+        selector = AttentionSelectorConfig(**asked, kv_cache_dtype=cache_dtype)
+        reasons = PortattnBackend.validate_configuration(device_capability=DeviceCapability(9, 0), **selector._asdict())
+        assert len(reasons) == (refused and cache_dtype == "nvfp4")
+        assert all(re.fullmatch(f"a nvfp4 cache needs {LAYOUTS}, not {layout}", one) for one in reasons), reasons
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")  # vLLM's older name of LBHNC
+    assert caches.wrong_layout("nvfp4", caches.layout_asked_for()) is None
 
 
 def test_caches_in_blocks_of_another_shape_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import warnings
 from typing import Any
 
@@ -165,16 +167,22 @@ def test_a_training_call_is_a_forward_and_a_backward(monkeypatch: pytest.MonkeyP
 
 
 def test_gradients_are_recorded_in_training_calls_alone() -> None:
-    for workload in hostshapes.workloads("cpu", dataclasses.replace(Sizes.small(), turns=(4,))):
-        seen = []
+    seen: list[bool] = []
 
-        def prepare(index: int, seen: list[bool] = seen) -> Any:
-            return lambda: seen.append(torch.is_grad_enabled())
+    def prepare(index: int) -> Any:
+        return lambda: seen.append(torch.is_grad_enabled())
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hostcost, "_ours", lambda workload, prepare=prepare: prepare)
+    with hostcost.collected_once(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hostcost, "_ours", lambda workload: prepare)
+        for workload in hostshapes.workloads("cpu", dataclasses.replace(Sizes.small(), turns=(4,))):
+            seen.clear()
             hostcost._line(workload, OURS, 1, 0, 5.0)
-        assert set(seen) == {workload.trains}
+            assert set(seen) == {workload.trains}
+
+
+def test_a_run_leaves_the_collector_as_it_was(small_run: hostcost.HostRun) -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_table(small_run: hostcost.HostRun) -> None:
@@ -198,7 +206,7 @@ def test_a_failure_is_told_and_the_rest_timed(monkeypatch: pytest.MonkeyPatch, t
         raise RuntimeError("no device\nmore")
 
     monkeypatch.setattr(portattn, "decode_attention", broken)
-    monkeypatch.setattr(hostcost, "CALLS", 1)
+    monkeypatch.setattr(hostcost, "run", functools.partial(hostcost.run, calls=1, warm=0))
     place = tmp_path / "host.json"
     words = ["--device", "cpu", "--seconds", "120", "--out", str(place), "--markdown", str(tmp_path / "host.md")]
     before = torch.is_grad_enabled()

@@ -14,6 +14,7 @@ from asmkit import ARCH_NAMES
 from emulated_slice import SLICE
 
 from portattn import Problem, Target
+from portattn.backends.rocm.emulator.amdgpu import ARCHES
 from portattn.backends.rocm.emulator.amdgpu.coverage import used
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.launch import KernelCall
@@ -75,6 +76,13 @@ def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, na
     else:
         assert seen.error > 0.0  # rounded results are never exact: something was computed and compared
     coverage.check_used(arch, model.mnemonics)
+
+
+@pytest.mark.parametrize("arch", [name for name, arch in ARCHES.items() if arch.same_as])
+def test_a_chip_with_the_instructions_of_another(workers: tuple[Worker, Worker], arch: str) -> None:
+    seen = emulated(arch, SLICE["sparse_attention 0"], workers)
+    assert seen.outcome == "pass", seen.reason
+    assert f"a model of {arch}" in seen.where
 
 
 # Tiles with rows that are not real, and values of NaN that are hidden from those that are.
