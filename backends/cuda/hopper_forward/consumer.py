@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portattn.backends.cuda.gluon_names import store
 from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
+from portattn.backends.cuda.hopper_forward.exponentials import reference, rescaled_where_needed
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
 from portattn.backends.cuda.hopper_forward.narrow import (
@@ -116,7 +117,7 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    p = weights(s, factor, base, form)
+    p = weights(s, factor, base, masked, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
     return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form))
@@ -132,7 +133,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         sync(TURN + group, 256)
     s = score_product(q, shared, ring, form)
     acc = state.acc
-    if form.LATE and not form.FP8:
+    if form.LATE and form.LAZY:
+        acc = rescaled_where_needed(acc, state.alpha, form)
+    elif form.LATE and not form.FP8:
         acc = rescaled(acc, here(state.alpha), form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
@@ -147,7 +150,10 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)
-    row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
+    if form.LAZY:
+        row_max = reference(state.row_max, row_maximum(s, form) * factor)
+    else:
+        row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
@@ -155,9 +161,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         alpha = gl.exp2(state.row_max - base)
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        p = weights(s, factor, base, form)
+        p = weights(s, factor, base, masked, form)
     else:
-        p = weights(s, factor, base, form)
+        p = weights(s, factor, base, masked, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
     sums = lane_sum(p, form)
@@ -168,7 +174,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
     acc = added(acc, fresh, state.alpha, form)
-    if not form.LATE and not form.FP8:
+    if not form.LATE and form.LAZY:
+        acc = rescaled_where_needed(acc, alpha, form)
+    elif not form.LATE and not form.FP8:
         acc = rescaled(acc, alpha, form)
     return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)
 

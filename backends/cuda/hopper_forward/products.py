@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from portattn.backends.cuda.hopper_forward.exponentials import powers
 from portattn.backends.cuda.hopper_forward.form import Ring
 from portattn.backends.cuda.hopper_forward.narrow import SHIFT, hold_bytes, narrow_values, stored
 from portattn.backends.cuda.hopper_forward.parts import following, hold, operand, rescaled
@@ -45,10 +46,12 @@ def value_product(state, shared, ring, form):
 
 
 @gluon.jit
-def weights(s, factor, base, form):
-    """Probabilities from scores, the largest 1, or with FP8 2^SHIFT."""
+def weights(s, factor, base, masked: gl.constexpr, form):
+    """Probabilities from scores, the largest 1, or with FP8 2^SHIFT, with LAZY at most 2^LAZIEST."""
     if form.FP8:
         p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
+    elif form.FMA > 0 and not masked:
+        p = powers(s * factor - gl.expand_dims(base, 1), form)
     else:
         p = gl.exp2(s * factor - gl.expand_dims(base, 1))
     return p
