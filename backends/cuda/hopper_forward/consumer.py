@@ -92,6 +92,8 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     if form.REG_Q:
         q = q.load(form.QROWS)
         mbarrier.arrive(shared.q_free.index(place), count=1)
+    if form.Q_PART > 0:
+        q = (q.slice(0, form.Q_PART, dim=1).load(form.QROWS), q)
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     if form.TURNS:
         sync(TURN + group, 256)

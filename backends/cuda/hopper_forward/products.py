@@ -29,6 +29,13 @@ def score_product(q, shared, ring, form):
         rest: gl.constexpr = form.USED - half
         found = warpgroup_mma(q.slice(0, half, dim=1), k.slice(0, half, dim=0), zeros, use_acc=False, is_async=True)
         found = warpgroup_mma(q.slice(half, rest, dim=1), k.slice(half, rest, dim=0), found, is_async=True)
+    elif form.Q_PART > 0:
+        part: gl.constexpr = form.Q_PART
+        found = warpgroup_mma(q[0], k.slice(0, part, dim=0), zeros, use_acc=False, is_async=True)
+        if 2 * part < form.DIM:
+            found = warpgroup_mma(q[1].slice(part, part, dim=1), k.slice(part, part, dim=0), found, is_async=True)
+        half: gl.constexpr = form.DIM // 2
+        found = warpgroup_mma(q[1].slice(half, half, dim=1), k.slice(half, half, dim=0), found, is_async=True)
     else:
         found = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     return found

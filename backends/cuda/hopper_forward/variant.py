@@ -86,6 +86,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in_turn: bool = True
     lazy: bool = False
     fma: int = 0
+    q_part: int = 0
 
     def __post_init__(self) -> None:
         if not self.own_out and (self.reg_q or self.parts > 1):
@@ -360,5 +361,5 @@ class Launcher(StepLauncher):
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
-            "LAZY": s.lazy, "FMA": s.fma,
+            "LAZY": s.lazy, "FMA": s.fma, "Q_PART": s.q_part,
         }  # fmt: skip
