@@ -146,7 +146,7 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    p = weights(s, factor, base, masked, form)
+    p = weights(s, factor, base, form)
     alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
     row_sum = row_sum + lane_sum(p, form)

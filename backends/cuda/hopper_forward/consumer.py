@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portattn.backends.cuda.gluon_names import store
 from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
-from portattn.backends.cuda.hopper_forward.exponentials import reference, rescaled_where_needed
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
 from portattn.backends.cuda.hopper_forward.narrow import (
@@ -47,6 +46,7 @@ from portattn.backends.cuda.hopper_forward.products import (
     value_product,
     weights,
 )
+from portattn.backends.cuda.hopper_forward.rescaling import reference, rescaled_where_needed
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -92,8 +92,6 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     if form.REG_Q:
         q = q.load(form.QROWS)
         mbarrier.arrive(shared.q_free.index(place), count=1)
-    if form.Q_PART > 0:
-        q = (q.slice(0, form.Q_PART, dim=1).load(form.QROWS), q)
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     if form.TURNS:
         sync(TURN + group, 256)
@@ -119,7 +117,7 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    p = weights(s, factor, base, masked, form)
+    p = weights(s, factor, base, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
     return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form))
@@ -163,9 +161,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         alpha = gl.exp2(state.row_max - base)
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        p = weights(s, factor, base, masked, form)
+        p = weights(s, factor, base, form)
     else:
-        p = weights(s, factor, base, masked, form)
+        p = weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
     sums = lane_sum(p, form)

@@ -163,5 +163,4 @@ class NarrowLauncher(Launcher):
         return super().constants() | {
             "FP8": True, "KEPT": self.schedule.kept, "COLUMNS": columns or dim,
             "USED": ceil_div(max(p.head_dim, p.head_dim_v), columns) * columns if columns else dim,
-            "LAZY": False, "FMA": 0, "Q_PART": 0,
         }  # fmt: skip

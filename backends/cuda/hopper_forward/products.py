@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from portattn.backends.cuda.hopper_forward.exponentials import powers
 from portattn.backends.cuda.hopper_forward.form import Ring
 from portattn.backends.cuda.hopper_forward.narrow import SHIFT, hold_bytes, narrow_values, stored
 from portattn.backends.cuda.hopper_forward.parts import following, hold, operand, rescaled
@@ -29,13 +28,6 @@ def score_product(q, shared, ring, form):
         rest: gl.constexpr = form.USED - half
         found = warpgroup_mma(q.slice(0, half, dim=1), k.slice(0, half, dim=0), zeros, use_acc=False, is_async=True)
         found = warpgroup_mma(q.slice(half, rest, dim=1), k.slice(half, rest, dim=0), found, is_async=True)
-    elif form.Q_PART > 0:
-        part: gl.constexpr = form.Q_PART
-        found = warpgroup_mma(q[0], k.slice(0, part, dim=0), zeros, use_acc=False, is_async=True)
-        if 2 * part < form.DIM:
-            found = warpgroup_mma(q[1].slice(part, part, dim=1), k.slice(part, part, dim=0), found, is_async=True)
-        half: gl.constexpr = form.DIM // 2
-        found = warpgroup_mma(q[1].slice(half, half, dim=1), k.slice(half, half, dim=0), found, is_async=True)
     else:
         found = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     return found
@@ -53,12 +45,10 @@ def value_product(state, shared, ring, form):
 
 
 @gluon.jit
-def weights(s, factor, base, masked: gl.constexpr, form):
-    """Probabilities from scores, the largest 1, or with FP8 2^SHIFT, with LAZY at most 2^LAZIEST."""
+def weights(s, factor, base, form):
+    """Probabilities from scores: the largest is 1, with FP8 2^SHIFT, with LAZY at most 2^GROWTH."""
     if form.FP8:
         p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
-    elif form.FMA > 0 and not masked:
-        p = powers(s * factor - gl.expand_dims(base, 1), form)
     else:
         p = gl.exp2(s * factor - gl.expand_dims(base, 1))
     return p
