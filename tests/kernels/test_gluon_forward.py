@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 from typing import Any
 
 import msgspec
@@ -271,6 +272,44 @@ def test_queries_in_registers(chip: Device, head_dim: int, causal: str, queries:
             msgspec.structs.replace(chosen.schedule, groups=2, own_out=True, queries=queries, reg_q=True),
             random_call(p, 3, device=chip.name),
         )
+
+
+LAZY: dict[str, dict[str, Any]] = {
+    "many keys": {"seq_k": 1111},
+    "fp16": {"seq_k": 1111, "dtype": "fp16"},
+    "lengths": {"seq_k": 1111, "seqlens_q": True, "seqlens_k": True, "batch": 5},
+    "window": {"seq_k": 1111, "window_left": 300},
+    "cap and sinks": {"seq_k": 1111, "softcap": True, "sinks": True, "seqlens_k": True},
+    "split": {"batch": 1, "heads_q": 2, "heads_k": 1, "seq_q": 100, "seq_k": 5000},
+}
+
+
+def grown(call: Call, growth: float) -> None:
+    """Let maxima grow by so many powers of 2 from a tile of 128 keys to the next, which is before it: of some rows. Of
+    others they fall, grow slowly, or stay."""
+    dim, keys = call.q.shape[-1], call.k.shape[2]
+    kinds = torch.tensor([8.0, -8.0, 2.0, 0.0], device=call.q.device)
+    of_rows = kinds[torch.arange(call.q.shape[2], device=call.q.device) * 7 // 3 % 4]
+    call.q[..., 0] = call.q[..., 0] * 0 + of_rows  # padding that is NaN stays so
+    steps = growth / 128 * torch.arange(keys - 1, -1, -1, device=call.q.device)
+    call.k[..., 0] = call.k[..., 0] * 0 + steps * dim**0.5 / 8 * math.log(2)
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.7, 3.0, 12.0])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_accumulator_is_rescaled_where_it_must_be(
+    chip: Device, head_dim: int, name: str, late: bool, growth: float
+) -> None:
+    for causal in ("none", "bottom_right"):
+        p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal, **LAZY[name])
+        chosen = choice(p)
+        assert chosen is not None
+        call = random_call(p, 2, device=chip.name, extremes=True)
+        if growth:
+            grown(call, growth)
+        assert_schedule_right(msgspec.structs.replace(chosen.schedule, lazy=True, late=late), call)
 
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1

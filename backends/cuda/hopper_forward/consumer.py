@@ -46,6 +46,7 @@ from portattn.backends.cuda.hopper_forward.products import (
     value_product,
     weights,
 )
+from portattn.backends.cuda.hopper_forward.rescaling import reference, rescaled_where_needed
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -132,7 +133,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         sync(TURN + group, 256)
     s = score_product(q, shared, ring, form)
     acc = state.acc
-    if form.LATE and not form.FP8:
+    if form.LATE and form.LAZY:
+        acc = rescaled_where_needed(acc, state.alpha, form)
+    elif form.LATE and not form.FP8:
         acc = rescaled(acc, here(state.alpha), form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
@@ -147,7 +150,10 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)
-    row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
+    if form.LAZY:
+        row_max = reference(state.row_max, row_maximum(s, form) * factor)
+    else:
+        row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
@@ -168,7 +174,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
     acc = added(acc, fresh, state.alpha, form)
-    if not form.LATE and not form.FP8:
+    if not form.LATE and form.LAZY:
+        acc = rescaled_where_needed(acc, alpha, form)
+    elif not form.LATE and not form.FP8:
         acc = rescaled(acc, alpha, form)
     return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)
 

@@ -38,6 +38,7 @@ class Form:
     KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores (narrow.returned)
     COLUMNS       with FP8: columns of a product of values; fewer than DIM where sums of all do not fit (columns.py)
     USED          with fewer COLUMNS: those that are not all padding; else DIM
+    LAZY          the accumulator is rescaled only where a row's maximum has grown much (rescaling.py); not with FP8
     """
 
     GROUPS: gl.constexpr
@@ -69,6 +70,7 @@ class Form:
     KEPT: gl.constexpr
     COLUMNS: gl.constexpr
     USED: gl.constexpr
+    LAZY: gl.constexpr
     BYTES: gl.constexpr  # of a number of q, k and v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
     LINES: gl.constexpr  # queries of a warp group: its rows, by HEADS
@@ -85,7 +87,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, KEPT, COLUMNS, USED):  # fmt: skip
+                 FP8, SCALED, KEPT, COLUMNS, USED, LAZY):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -95,7 +97,7 @@ class Form:
         self.PACKED, self.LINES = gl.constexpr(VARYING in ("packed", "packed_q")), gl.constexpr(GROUP_ROWS // HEADS)
         self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
         self.FP8, self.SCALED, self.KEPT = map(gl.constexpr, (FP8, SCALED, KEPT))
-        self.COLUMNS, self.USED = map(gl.constexpr, (COLUMNS, USED))
+        self.COLUMNS, self.USED, self.LAZY = map(gl.constexpr, (COLUMNS, USED, LAZY))
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES = gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, deep])

@@ -46,7 +46,7 @@ def value_product(state, shared, ring, form):
 
 @gluon.jit
 def weights(s, factor, base, form):
-    """Probabilities from scores, the largest 1, or with FP8 2^SHIFT."""
+    """Probabilities from scores: the largest is 1, with FP8 2^SHIFT, with LAZY at most 2^GROWTH."""
     if form.FP8:
         p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
     else:

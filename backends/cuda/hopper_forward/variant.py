@@ -66,6 +66,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kept, columns  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
+    lazy     not of e4m3 operands
 
     Raises ValueError for reg_q or parts without own_out, and for other columns than 0 and 64.
     """
@@ -84,6 +85,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reg_q: bool = False
     parts: int = 1
     in_turn: bool = True
+    lazy: bool = False
 
     def __post_init__(self) -> None:
         if not self.own_out and (self.reg_q or self.parts > 1):
@@ -358,4 +360,5 @@ class Launcher(StepLauncher):
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
+            "LAZY": s.lazy,
         }  # fmt: skip

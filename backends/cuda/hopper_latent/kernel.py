@@ -91,7 +91,7 @@ class Work:
     head: gl.tensor  # the first of the block's heads
     query: gl.tensor  # the first of its queries
     length: gl.tensor  # keys of the sequence
-    unmasked: gl.tensor  # how many of them every row sees
+    unmasked: gl.tensor  # how many of them every row of the block sees
     first: gl.tensor  # tile of the sequence with which the share begins
     tiles: gl.tensor  # tiles of the share
 
@@ -360,13 +360,15 @@ def _consume(out_desc, partial, lse, heads, seq_q, batches, scale, work, shared,
 def _work(seqlens_k, capacity, head_tiles, seq_q, HEADS: gl.constexpr, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
     row_tile, split, batch = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     length = gl.minimum(gl.maximum(gl.load(seqlens_k + batch), 0), capacity)
-    unmasked = length
-    if CAUSAL:  # what the first query sees
-        unmasked = length - (seq_q - 1)
-    tiles = gl.cdiv(length, _KEYS)
+    head, query = row_tile % head_tiles * HEADS, row_tile // head_tiles * QUERIES
+    unmasked, end = length, length
+    if CAUSAL:  # what the block's first query sees, and its last; blocks with the most keys begin first
+        query = (gl.num_programs(0) // head_tiles - 1 - row_tile // head_tiles) * QUERIES
+        unmasked = length - (seq_q - 1) + query
+        end = gl.minimum(length, gl.maximum(unmasked + QUERIES - 1, 0))
+    tiles = gl.cdiv(end, _KEYS)
     share = gl.cdiv(tiles, gl.num_programs(1))
     first = gl.minimum(split * share, tiles)
-    head, query = row_tile % head_tiles * HEADS, row_tile // head_tiles * QUERIES
     return Work(batch, head, query, length, unmasked, first, gl.minimum(share, tiles - first))
 
 

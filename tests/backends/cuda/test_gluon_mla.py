@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from portattn import Problem
 from portattn.backends.cuda.hopper_latent.variant import KEYS, LatentVariant, row_tile, split_count
 from portattn.config import Settings
 from portattn.launch.variant import run_variant
+from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
@@ -86,6 +88,48 @@ def test_rows_and_splits() -> None:
     assert split_count(1, 1, 0, 132) == 1
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("seq_q", [1, 2, 3, 64, 80, 300])
+def test_blocks_bring_what_their_rows_see_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, seq_q: int, splits: int, causal: bool
+) -> None:
+    """The kernel's own division of the work, on plain numbers."""
+    kernel = pytest.importorskip("portattn.backends.cuda.hopper_latent.kernel")
+    heads, queries = row_tile(seq_q)
+    head_tiles, query_tiles = ceil_div(5, heads), ceil_div(seq_q, queries)
+    monkeypatch.setattr(kernel, "_KEYS", KEYS)
+    monkeypatch.setattr(kernel, "Work", lambda *fields: SimpleNamespace(**dict(zip(WORK, fields, strict=True))))
+    for length in (0, 1, 63, 64, 65, 299, 300, 704):
+        rows = []
+        for tile in range(head_tiles * query_tiles):
+            seen, shares = 0, []
+            for split in range(splits):
+                at, of = (tile, split, 1), (head_tiles * query_tiles, splits, 2)
+                numbers = SimpleNamespace(
+                    program_id=at.__getitem__, num_programs=of.__getitem__, minimum=min, maximum=max, cdiv=ceil_div,
+                    load=lambda lengths: lengths,
+                )  # fmt: skip
+                monkeypatch.setattr(kernel, "gl", numbers)
+                work = kernel._work.fn(length - 1, 4096, head_tiles, seq_q, heads, queries, causal)
+                assert (work.batch, work.length) == (1, length)
+                assert work.tiles >= 0
+                assert work.first == seen or work.tiles == 0
+                seen += work.tiles
+                shares.append(work.tiles)
+            rows.append((work.head, work.query))
+            ends = [length - (seq_q - 1) + query if causal else length
+                    for query in range(work.query, min(work.query + queries, seq_q))]  # fmt: skip
+            ends = [min(max(end, 0), length) for end in ends]
+            assert seen * KEYS >= ends[-1]
+            assert max(work.unmasked, 0) <= ends[0]
+            if len(ends) == queries:
+                assert (seen - 1) * KEYS < max(ends[-1], 1), "a tile that no row sees"
+            assert max(shares) <= ceil_div(seen, splits)
+        assert sorted(rows) == sorted((h * heads, q * queries) for h in range(head_tiles) for q in range(query_tiles))
+
+
+WORK = ("batch", "head", "query", "length", "unmasked", "first", "tiles")
 FORMS: dict[str, dict[str, Any]] = {
     "split": {"num_splits": 2},
     "whole": {"num_splits": 1},
@@ -127,6 +171,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "two queries, causal": {"seq_q": 2, "causal": "bottom_right", "heads_q": 40},
     "three queries": {"seq_q": 3, "causal": "bottom_right"},
     "a chunk of prefill": {"seq_q": 80, "causal": "bottom_right", "heads_q": 2, "batch": 2},
+    "a long chunk of prefill": {"seq_q": 300, "seq_k": 704, "causal": "bottom_right", "heads_q": 3, "batch": 2},
     "pages of 128": {"page_size": 128, "seq_k": 384},
     "pages of 256": {"page_size": 256, "seq_k": 512, "dtype": "fp16"},
     "bshd": {"layout": "bshd", "seq_q": 2, "causal": "bottom_right"},
