@@ -1,7 +1,8 @@
 """attend_few: attend_words for at most 8 query rows, with keys where matrix products have their rows.
 
-A product on a tensor core has 16 rows and 8 columns at least. Where queries are the rows, 4 of them leave three quarters
-of each product, score and accumulator unused; where they are the columns, half of that.
+A product on a tensor core has at least 16 rows, and 8 columns. Where 4 queries are its rows, three quarters of each
+product, score and accumulator are of no use; where they are its columns, one half. A thread holds half as many
+accumulators, so that more programs share a core.
 """
 
 import triton
@@ -13,7 +14,6 @@ from portattn.kernels.words import (
     EXPONENT,
     LARGEST_EXPONENT,
     SMALLEST_NORMAL,
-    four_differences,
     four_places,
     key_places,
     key_pointers,
@@ -46,10 +46,9 @@ def load_columns_of_words(rows, there, COLS: tl.constexpr, BLOCK_COLS: tl.conste
 
 
 @triton.jit
-def add_columns(acc, correction, high, low, values, TERMS: tl.constexpr):
-    """acc [columns of the values, rows] times the correction, plus values [columns, keys] times probabilities [keys, rows],
-    all of float16; with TERMS 2 probabilities are two."""
-    acc = acc * correction[None, :]
+def add_columns(acc, high, low, values, TERMS: tl.constexpr):
+    """acc [columns of the values, rows] plus values [columns, keys] times probabilities [keys, rows], all of float16;
+    with TERMS 2 probabilities are two."""
     if TERMS == 2:
         acc = tl.dot(values, low, acc, input_precision="ieee")
     return tl.dot(values, high, acc, input_precision="ieee")
@@ -109,11 +108,14 @@ def attend_few(
     if PLACES == 4:
         q_3, q_4 = tl.trans(q_3), tl.trans(q_4)
 
+    # A row's sum in 8 parts, as products lay keys out: so no step adds over threads. There is none before the loop.
+    sums = tl.full([8, BLOCK_M], 0.0, tl.float32)
     acc_1 = tl.full([WIDE_V, BLOCK_M], 0.0, tl.float32)
     acc_2 = tl.full([WIDE_V, BLOCK_M], 0.0, tl.float32)
     if PLACES == 4:
         acc_3 = tl.full([WIDE_V, BLOCK_M], 0.0, tl.float32)
         acc_4 = tl.full([WIDE_V, BLOCK_M], 0.0, tl.float32)
+        nothing = tl.full([WIDE_V, BLOCK_M], 0.0, tl.float32)
     # Two passes: key tiles that every row attends whole, then those at the edges, which follow them without a window.
     for edge in tl.static_range(2):
         if edge == 0:
@@ -186,7 +188,7 @@ def attend_few(
                 p = tl.where(keep, p, 0.0)
             correction = exponential(row_max - base, EXP, False)
             row_max = new_max
-            row_sum = row_sum * correction + tl.sum(p, 0)
+            sums = sums * correction[None, :] + tl.sum(tl.reshape(p, [BLOCK_N // 8, 8, BLOCK_M]), 0)
             if TOKENS:
                 if edge == 1:
                     p = tl.where(p == 0.0, 0.0, p * of_values[:, None])  # a masked key's scale may be NaN
@@ -197,22 +199,34 @@ def attend_few(
             if TERMS == 2:
                 low = (p - high.to(tl.float32)).to(tl.float16)
             if PLACES == 4:
-                middle = tl.full([1, 1], MIDDLE, tl.int16)
+                middle = tl.full([1, BLOCK_N], MIDDLE, tl.int16)
                 if TOKENS:
                     middle = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[None, :]
-                v_1, v_2, v_3, v_4 = four_differences(values, middle, UNPACK)
-                acc_1 = add_columns(acc_1, correction, high, low, v_1, TERMS)
-                acc_2 = add_columns(acc_2, correction, high, low, v_2, TERMS)
-                acc_3 = add_columns(acc_3, correction, high, low, v_3, TERMS)
-                acc_4 = add_columns(acc_4, correction, high, low, v_4, TERMS)
+                v_1, v_2, v_3, v_4 = four_places(values, UNPACK)
+                # What stands for 0, in units of the first numbers, is a product of its own, the same in all rows. It
+                # is subtracted before the step's numbers are added: sums of a step alone cancel, as what they are of
+                # has both signs. Over all steps they would have lost the result's last bits.
+                if UNPACK == "ptx":
+                    zeros = middle.to(tl.float16, bitcast=True)
+                else:
+                    zeros = middle.to(tl.float16)
+                below_1 = add_columns(nothing, high, low, tl.broadcast_to(zeros, [WIDE_V, BLOCK_N]), TERMS)
+                below_2 = below_1 * ABOVE
+                acc_1 = add_columns(acc_1 * correction[None, :] - below_1, high, low, v_1, TERMS)
+                acc_2 = add_columns(acc_2 * correction[None, :] - below_2, high, low, v_2, TERMS)
+                acc_3 = add_columns(acc_3 * correction[None, :] - below_1, high, low, v_3, TERMS)
+                acc_4 = add_columns(acc_4 * correction[None, :] - below_2, high, low, v_4, TERMS)
             else:
                 v_1, v_2 = two_places(values, KV_FORMAT, UNPACK)
-                acc_1 = add_columns(acc_1, correction, high, low, v_1, TERMS)
-                acc_2 = add_columns(acc_2, correction, high, low, v_2, TERMS)
+                acc_1 = add_columns(acc_1 * correction[None, :], high, low, v_1, TERMS)
+                acc_2 = add_columns(acc_2 * correction[None, :], high, low, v_2, TERMS)
     if PLACES == 4:
+        if UNPACK == "ptx":
+            acc_1, acc_3 = acc_1 * (ABOVE * BITS), acc_3 * (ABOVE * BITS)
+            acc_2, acc_4 = acc_2 * BITS, acc_4 * BITS
         acc = tl.interleave(
             tl.interleave(tl.trans(acc_1), tl.trans(acc_3)), tl.interleave(tl.trans(acc_2), tl.trans(acc_4))
         )
     else:
         acc = tl.interleave(tl.trans(acc_1), tl.trans(acc_2))
-    return acc, row_max, row_sum
+    return acc, row_max, tl.sum(sums, 0)

@@ -393,4 +393,5 @@ def write_cache(
             store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
                        k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M, BLOCK_D)  # fmt: skip
             store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
-                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M, BLOCK_DV)  # fmt: skip
+                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
+                       BLOCK_DV)  # fmt: skip

@@ -36,9 +36,13 @@ def without_pages(call: Call) -> Call:
     return call
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("kind", "scales"), SCALED)
-def test_few_rows_are_right(device: Device, kind: str, scales: str, case: str) -> None:
+# Each case with three formats and kinds of scales; int4 with both of its kinds everywhere.
+SOME = [(case, *stored) for i, case in enumerate(CASES) for j, stored in enumerate(SCALED)
+        if (i + j) % 4 == 0 or stored[0] == "int4"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "kind", "scales"), SOME, ids="-".join)
+def test_few_rows_are_right(device: Device, case: str, kind: str, scales: str) -> None:
     """NaN, or a scale that is none, is wherever a token is not attended."""
     p = problem(**SMALL | {"kv_format": kind, "kv_scales": scales} | CASES[case])
     call = without_pages(random_call(p, seed=5, strides="" if p.aligned else "spare", device=device.name))
@@ -54,13 +58,16 @@ def test_few_rows_are_right(device: Device, kind: str, scales: str, case: str) -
 def test_what_few_rows_leave_to_words(device: Device, fields: dict[str, Any]) -> None:
     base = {"op": "decode_attention", "seq_k": 50, "seqlens_k": True, "head_dim": 32}
     scales = "head" if "kv_format" in fields else "token"
-    call = random_call(problem(**SMALL | base | {"kv_format": "int4", "kv_scales": scales} | fields), device=device.name)
+    call = random_call(
+        problem(**SMALL | base | {"kv_format": "int4", "kv_scales": scales} | fields), device=device.name
+    )
     for unpack in unpackings(device):
         assert_right(call, *run_core(device, call, {"unpack": unpack}, FEW))
 
 
-@pytest.mark.parametrize("scales", ["head", "token"])
-@pytest.mark.parametrize(("kind", "dtype"), [("e4m3", "bf16"), ("int8", "fp16"), ("int4", "bf16"), ("int4", "fp16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "scales"), [("e4m3", "bf16", "head"), ("int8", "fp16", "token"), ("int4", "bf16", "token")]
+)
 @pytest.mark.parametrize("what", INPUTS)
 def test_nothing_is_lost_beside_the_results_rounding(
     device: Device, what: str, kind: str, dtype: str, scales: str, monkeypatch: pytest.MonkeyPatch
