@@ -238,9 +238,9 @@ def decode_split(
                 KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
             )  # fmt: skip
         elif FEW:
-            row_max, row_sum = first_state(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
+            row_max, _ = first_state(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
             acc, row_max, row_sum = attend_few(
-                row_max, row_sum, q_pointers, row_valid, q_stride_d,
+                row_max, q_pointers, row_valid, q_stride_d,
                 k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
                 k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
                 k_first, first_step, full_begin, full_end, last_step, far, row_end, score_scale,

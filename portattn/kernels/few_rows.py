@@ -56,7 +56,7 @@ def add_columns(acc, high, low, values, TERMS: tl.constexpr):
 
 @triton.jit
 def attend_few(
-    row_max, row_sum, q_pointers, row_valid, q_stride_d,
+    row_max, q_pointers, row_valid, q_stride_d,
     k_rows, v_rows, table, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s,
     k_scales, k_scale_stride_p, k_scale_stride_s, v_scales, v_scale_stride_p, v_scale_stride_s,
     origin, first_step, full_begin, full_end, last_step, end, row_end, scale,

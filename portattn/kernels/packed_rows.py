@@ -112,16 +112,12 @@ def by_largest(widest, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def scaled_rows(tile, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A tile of 16-bit numbers [ROWS, COLS] divided by its rows' scales, float32, and the scales [ROWS].
-
-    As store_rows has them with `bytes`, to the last bit once they are 8 bits wide. A scale is the row's largest finite
-    number by the format's; in front of the division infinities become that number, so that no quotient needs a limit.
-    """
-    widest = largest_finite(tile, ROWS, COLS)
+def token_scales(widest, like, LARGEST: tl.constexpr):
+    """Of rows' largest finite numbers [M] the rows' scales, and what `divided` takes: the limit of a row's numbers, the
+    power of two that they are multiplied with, and what divides them then. like: a tile of the numbers' dtype."""
     scale = by_largest(widest, LARGEST)
     scale = tl.where(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
-    if tile.dtype == tl.bfloat16:
+    if like.dtype == tl.bfloat16:
         # Numbers that the smallest scale divides may all be smaller than the format's largest; an infinity is not.
         limit = tl.maximum(widest, LARGEST * SMALLEST_SCALE)
         power = tl.where(scale < SMALL_SCALE, RAISED, 1.0)
@@ -131,9 +127,19 @@ def scaled_rows(tile, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.c
         limit = tl.maximum(widest, LEAST_FLOAT16)
         power = limit
         divisor = by_largest(limit, LARGEST)
-    near = held(tile, limit.to(tile.dtype), power.to(tile.dtype), KV_FORMAT == "int8").to(tl.float32)
+    return scale, limit.to(like.dtype), power.to(like.dtype), divisor
+
+
+@triton.jit
+def divided(tile, limit, power, divisor, KV_FORMAT: tl.constexpr):
+    """A tile of 16-bit numbers divided by its rows' scales, float32.
+
+    As store_rows has them with `bytes`, to the last bit once they are 8 bits wide. In front of the division infinities
+    become the row's largest number, so that no quotient needs a limit.
+    """
+    near = held(tile, limit, power, KV_FORMAT == "int8").to(tl.float32)
     inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [divisor], dtype=tl.float32, is_pure=True, pack=1)
-    found = tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(
         """{ .reg .f32 about, turned, rest;
         mul.rn.f32 about, $1, $3;
         neg.f32 turned, $1;
@@ -142,7 +148,23 @@ def scaled_rows(tile, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.c
         fma.rn.f32 $0, rest, $3, about; }""",
         "=r,r,r,r", [near, divisor[:, None], inverse[:, None]], dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
-    return found, scale
+
+
+@triton.jit
+def turned_halves(source, stride_d, there, cos, sin, angles, stride_cos, stride_sin, limit, HALF: tl.constexpr):
+    """Both halves [M, HALF] of rows of K, rotated as `turned` (write.py) does with neox's pairs, each read once.
+
+    source, limit  as `turned` has them
+    """
+    columns = tl.arange(0, HALF)[None, :]
+    there = there[:, None]
+    angle = tl.minimum(tl.maximum(angles, 0), limit - 1)[:, None]
+    first = tl.load(source[:, None] + columns * stride_d, mask=there, other=0.0)
+    second = tl.load(source[:, None] + (columns + HALF) * stride_d, mask=there, other=0.0)
+    c = tl.load(cos + angle * stride_cos + columns, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle * stride_sin + columns, mask=there, other=0.0).to(tl.float32)
+    one, two = first.to(tl.float32), second.to(tl.float32)
+    return (one * c - two * s).to(first.dtype), (two * c + one * s).to(first.dtype)
 
 
 @triton.jit

@@ -6,7 +6,14 @@ A row is one head's key or value of one token. Each program writes BLOCK_M rows 
 import triton
 import triton.language as tl
 
-from portattn.kernels.packed_rows import SMALLEST_SCALE, scaled_rows, whole_bytes
+from portattn.kernels.packed_rows import (
+    SMALLEST_SCALE,
+    divided,
+    largest_finite,
+    token_scales,
+    turned_halves,
+    whole_bytes,
+)
 from portattn.kernels.stored import MIDDLE, NV_BLOCK, widened
 
 
@@ -254,6 +261,30 @@ def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos
 
 
 @triton.jit
+def packed_bytes(tile, limit, power, divisor, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
+    """A tile of 16-bit numbers in the cache's format; limit, power, divisor: see token_scales."""
+    numbers = divided(tile, limit, power, divisor, KV_FORMAT)
+    if KV_FORMAT == "int8":
+        code = whole_bytes(numbers)
+    else:
+        code = as_eight_bits(numbers, KV_FORMAT, LARGEST, "ptx")
+    return code
+
+
+@triton.jit
+def store_halves(first, second, cache, offsets, stride_d, scale, scale_offsets, there, KV_FORMAT: tl.constexpr,
+                 LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """store_rows of rows in two halves, by `ptx`, with a scale for each token."""
+    widest = tl.maximum(largest_finite(first, BLOCK_ROWS, HALF), largest_finite(second, BLOCK_ROWS, HALF))
+    factor, limit, power, divisor = token_scales(widest, first, LARGEST)
+    tl.store(scale + scale_offsets, factor, mask=there)
+    target = cache + offsets[:, None] + tl.arange(0, HALF)[None, :] * stride_d
+    tl.store(target, packed_bytes(first, limit, power, divisor, KV_FORMAT, LARGEST), mask=there[:, None])
+    target += HALF * stride_d
+    tl.store(target, packed_bytes(second, limit, power, divisor, KV_FORMAT, LARGEST), mask=there[:, None])
+
+
+@triton.jit
 def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_offsets, there,
                KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr, UNPACK: tl.constexpr,
                BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):  # fmt: skip
@@ -268,12 +299,10 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
         else:
             tl.store(target, tile.to(tl.float32).to(cache.dtype.element_ty), mask=inside)
     elif UNPACK == "ptx" and KV_SCALES == "token" and tile.dtype.primitive_bitwidth == 16:
-        numbers, factor = scaled_rows(tile, KV_FORMAT, LARGEST, BLOCK_ROWS, BLOCK_COLS)
+        widest = largest_finite(tile, BLOCK_ROWS, BLOCK_COLS)
+        factor, limit, power, divisor = token_scales(widest, tile, LARGEST)
         tl.store(scale + scale_offsets, factor, mask=there)
-        if KV_FORMAT == "int8":
-            tl.store(target, whole_bytes(numbers), mask=inside)
-        else:
-            tl.store(target, as_eight_bits(numbers, KV_FORMAT, LARGEST, UNPACK), mask=inside)
+        tl.store(target, packed_bytes(tile, limit, power, divisor, KV_FORMAT, LARGEST), mask=inside)
     else:
         numbers = tile.to(tl.float32)
         if KV_SCALES == "head":
@@ -357,12 +386,18 @@ def write_cache(
         columns = tl.arange(0, BLOCK_D)
         inside = there[:, None] & (columns < HEAD_DIM)[None, :]
         source = q + sequence * q_stride_b + head * q_stride_h + place * q_stride_s
-        keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
+        # Rows that are rotated whole, in halves that a power of two numbers wide: each is read once.
+        HALVES: tl.constexpr = (
+            UNPACK == "ptx" and KV_SCALES == "token" and KV_FORMAT != "int4" and ROTARY == "neox"
+            and ROTARY_DIM == BLOCK_D and BLOCK_D >= 32 and q.dtype.element_ty.primitive_bitwidth == 16
+        )  # fmt: skip
+        if not HALVES:
+            keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
         columns_v = tl.arange(0, BLOCK_DV)
         inside_v = there[:, None] & (columns_v < HEAD_DIM_V)[None, :]
         source_v = new_v + sequence * new_v_stride_b + head * new_v_stride_h + place * new_v_stride_s
         values = tl.load(source_v[:, None] + columns_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
-        if ROTARY != "none":
+        if ROTARY != "none" and not HALVES:
             keys = turned(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride, angles,
                           ROTARY, ROTARY_DIM, UNPACK)  # fmt: skip
         k_scales = at
@@ -390,8 +425,15 @@ def write_cache(
             store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
                         v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES, UNPACK)  # fmt: skip
         else:
-            store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
-                       k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M, BLOCK_D)  # fmt: skip
+            if HALVES:
+                first, second = turned_halves(source, q_stride_d, there, cos, sin, angle, cos_stride, sin_stride,
+                                              angles, BLOCK_D // 2)  # fmt: skip
+                store_halves(first, second, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d,
+                             k_scale, k_scales, there, KV_FORMAT, LARGEST, BLOCK_M, BLOCK_D // 2)  # fmt: skip
+            else:
+                store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns,
+                           inside, k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
+                           BLOCK_D)  # fmt: skip
             store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
                        inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
                        BLOCK_DV)  # fmt: skip
