@@ -167,7 +167,8 @@ def on_a_chip(device: Device) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_formats_and_scales_by_ptx(device: Device, op: str, stored: tuple[str, str], dtype: str) -> None:
     on_a_chip(device)
-    for seed, rotary in enumerate(({}, ROTARY[0])):
+    whole = {"rotary": "neox", "rotary_dim": 64, "head_dim": 64}  # rotated whole: in halves
+    for seed, rotary in enumerate(({}, ROTARY[0], whole)):
         p = Problem(**OPS[op] | rotary | {"dtype": dtype, "kv_format": stored[0], "kv_scales": stored[1]})
         call = random_writing(p, seed, device=device.name)
         run_core(device, call, {"unpack": "ptx"}, {"block_m": 16})
