@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import attend, key_steps
+from portattn.kernels.few_rows import attend_few
 from portattn.kernels.stored import DS_GROUP, head_scale
 from portattn.kernels.tiles import (
     first_state,
@@ -80,6 +81,11 @@ def decode_split(
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     PER: tl.constexpr = 2 if KV_FORMAT == "int4" or KV_FORMAT == "nvfp4" else 1  # numbers of a byte
+    # Words of at most 8 rows and nothing but lengths: keys are the rows of products (kernels/few_rows.py).
+    FEW: tl.constexpr = (
+        BLOCK_M < 16 and UNPACK != "bytes" and KV_FORMAT != "nvfp4" and not WINDOW and not SOFTCAP
+        and alibi_slopes is None and bias is None and mask is None and tree_mask is None
+    )  # fmt: skip
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
@@ -231,6 +237,18 @@ def decode_split(
                 DOT_PRECISION, PAGE_LOOP, Q_OPERAND, PIPELINE, READS, CLAMPED, True, "scores", KV_FORMAT, None,
                 KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
             )  # fmt: skip
+        elif FEW:
+            row_max, _ = first_state(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
+            acc, row_max, row_sum = attend_few(
+                row_max, q_pointers, row_valid, q_stride_d,
+                k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+                k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
+                k_first, first_step, full_begin, full_end, last_step, far, row_end, score_scale,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NEGATED, PAGE_SIZE, EXP, MASK_VALUE,
+                PAGE_LOOP, READS, KV_FORMAT, ALIGNED, UNPACK,
+            )  # fmt: skip
+            if sinks is not None:
+                acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sinks, head, split == 0, EXP, NATURAL)
         else:
             row_max, row_sum = first_state(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
             acc, row_max, row_sum = attend_words(

@@ -6,9 +6,15 @@ A row is one head's key or value of one token. Each program writes BLOCK_M rows 
 import triton
 import triton.language as tl
 
+from portattn.kernels.packed_rows import (
+    SMALLEST_SCALE,
+    divided,
+    largest_finite,
+    token_scales,
+    turned_halves,
+    whole_bytes,
+)
 from portattn.kernels.stored import MIDDLE, NV_BLOCK, widened
-
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32's smallest normal number
 
 
 @triton.jit
@@ -219,7 +225,7 @@ def finite(numbers, inside, sign):
 
 @triton.jit
 def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos, stride_sin, limit,
-           ROTARY: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+           ROTARY: tl.constexpr, ROTARY_DIM: tl.constexpr, UNPACK: tl.constexpr):  # fmt: skip
     """Rows of K, rotated by the angles of their positions, in the dtype that they have (RoFormer, arXiv 2104.09864).
 
     source  pointers to the rows' first elements; columns that belong together are read once more, from a cache
@@ -236,8 +242,13 @@ def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos
         pair = columns >> 1
         other = columns ^ 1
     # Columns that are not rotated are masked, and what a compiler reads of them all the same is their own.
-    pair = tl.where(rotated, pair, 0)
     other = tl.where(rotated, other, columns)
+    if UNPACK == "ptx" and ROTARY == "neox" and HALF % 16 == 0:
+        # What compilers do not see by themselves: 16 neighbours have 16 neighbours for partners and angles.
+        pair = tl.max_contiguous(tl.multiple_of(tl.where(rotated, pair, columns), 16), 16)
+        other = tl.max_contiguous(tl.multiple_of(other, 16), 16)
+    else:
+        pair = tl.where(rotated, pair, 0)
     there = inside & rotated[None, :]
     angle = tl.minimum(tl.maximum(angles, 0), limit - 1)[:, None]  # nothing is read outside of the tables
     c = tl.load(cos + angle * stride_cos + pair[None, :], mask=there, other=0.0).to(tl.float32)
@@ -250,9 +261,33 @@ def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos
 
 
 @triton.jit
+def packed_bytes(tile, limit, power, divisor, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
+    """A tile of 16-bit numbers in the cache's format; limit, power, divisor: see token_scales."""
+    numbers = divided(tile, limit, power, divisor, KV_FORMAT)
+    if KV_FORMAT == "int8":
+        code = whole_bytes(numbers)
+    else:
+        code = as_eight_bits(numbers, KV_FORMAT, LARGEST, "ptx")
+    return code
+
+
+@triton.jit
+def store_halves(first, second, cache, offsets, stride_d, scale, scale_offsets, there, KV_FORMAT: tl.constexpr,
+                 LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """store_rows of rows in two halves, by `ptx`, with a scale for each token."""
+    widest = tl.maximum(largest_finite(first, BLOCK_ROWS, HALF), largest_finite(second, BLOCK_ROWS, HALF))
+    factor, limit, power, divisor = token_scales(widest, first, LARGEST)
+    tl.store(scale + scale_offsets, factor, mask=there)
+    target = cache + offsets[:, None] + tl.arange(0, HALF)[None, :] * stride_d
+    tl.store(target, packed_bytes(first, limit, power, divisor, KV_FORMAT, LARGEST), mask=there[:, None])
+    target += HALF * stride_d
+    tl.store(target, packed_bytes(second, limit, power, divisor, KV_FORMAT, LARGEST), mask=there[:, None])
+
+
+@triton.jit
 def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_offsets, there,
-               KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr,
-               UNPACK: tl.constexpr):  # fmt: skip
+               KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr, UNPACK: tl.constexpr,
+               BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):  # fmt: skip
     """Store rows in the cache's format. A scale for each token is computed of its row, and stored, too.
 
     scale  pointer to the scales, and by offsets each row's
@@ -263,6 +298,11 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
             tl.store(target, tile, mask=inside)
         else:
             tl.store(target, tile.to(tl.float32).to(cache.dtype.element_ty), mask=inside)
+    elif UNPACK == "ptx" and KV_SCALES == "token" and tile.dtype.primitive_bitwidth == 16:
+        widest = largest_finite(tile, BLOCK_ROWS, BLOCK_COLS)
+        factor, limit, power, divisor = token_scales(widest, tile, LARGEST)
+        tl.store(scale + scale_offsets, factor, mask=there)
+        tl.store(target, packed_bytes(tile, limit, power, divisor, KV_FORMAT, LARGEST), mask=inside)
     else:
         numbers = tile.to(tl.float32)
         if KV_SCALES == "head":
@@ -318,8 +358,12 @@ def write_cache(
         )  # compilers that read a tile whole, and mask it then, read inside of the tensors
         head = (row % heads_k).to(tl.int64)
         token = row // heads_k
-        sequence = (token // seq_q).to(tl.int64)
-        place = (token % seq_q).to(tl.int64)
+        if UNPACK == "ptx" and PAGE_SIZE != 0:  # one sequence
+            sequence = tl.full([BLOCK_M], 0, tl.int64)
+            place = token.to(tl.int64)
+        else:
+            sequence = (token // seq_q).to(tl.int64)
+            place = (token % seq_q).to(tl.int64)
         if PAGE_SIZE == 0:
             at = tl.load(seqlens_k + sequence, mask=valid, other=-1).to(tl.int64)
             there = valid & (at >= 0)
@@ -331,6 +375,8 @@ def write_cache(
             slot = tl.load(slots + place, mask=valid, other=-1).to(tl.int64)
             there = valid & (slot >= 0) & (slot < seq_k)
             slot = tl.where(there, slot, 0)
+            if UNPACK == "ptx":
+                slot = slot.to(tl.int32)  # below seq_k
             block = slot // PAGE_SIZE
             at = slot % PAGE_SIZE
             angle = at
@@ -340,14 +386,20 @@ def write_cache(
         columns = tl.arange(0, BLOCK_D)
         inside = there[:, None] & (columns < HEAD_DIM)[None, :]
         source = q + sequence * q_stride_b + head * q_stride_h + place * q_stride_s
-        keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
+        # Rows that are rotated whole, in halves that a power of two numbers wide: each is read once.
+        HALVES: tl.constexpr = (
+            UNPACK == "ptx" and KV_SCALES == "token" and KV_FORMAT != "int4" and ROTARY == "neox"
+            and ROTARY_DIM == BLOCK_D and BLOCK_D >= 32 and q.dtype.element_ty.primitive_bitwidth == 16
+        )  # fmt: skip
+        if not HALVES:
+            keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
         columns_v = tl.arange(0, BLOCK_DV)
         inside_v = there[:, None] & (columns_v < HEAD_DIM_V)[None, :]
         source_v = new_v + sequence * new_v_stride_b + head * new_v_stride_h + place * new_v_stride_s
         values = tl.load(source_v[:, None] + columns_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
-        if ROTARY != "none":
+        if ROTARY != "none" and not HALVES:
             keys = turned(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride, angles,
-                          ROTARY, ROTARY_DIM)  # fmt: skip
+                          ROTARY, ROTARY_DIM, UNPACK)  # fmt: skip
         k_scales = at
         v_scales = at
         if KV_SCALES != "none":
@@ -373,7 +425,15 @@ def write_cache(
             store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
                         v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES, UNPACK)  # fmt: skip
         else:
-            store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
-                       k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK)  # fmt: skip
+            if HALVES:
+                first, second = turned_halves(source, q_stride_d, there, cos, sin, angle, cos_stride, sin_stride,
+                                              angles, BLOCK_D // 2)  # fmt: skip
+                store_halves(first, second, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d,
+                             k_scale, k_scales, there, KV_FORMAT, LARGEST, BLOCK_M, BLOCK_D // 2)  # fmt: skip
+            else:
+                store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns,
+                           inside, k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
+                           BLOCK_D)  # fmt: skip
             store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
-                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK)  # fmt: skip
+                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
+                       BLOCK_DV)  # fmt: skip

@@ -5,6 +5,7 @@ What the instructions do is modelled here in float64, for machines without the c
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -89,6 +90,60 @@ def test_a_remainder_that_is_added_loses_the_sign_of_zero() -> None:
     assert torch.equal(writing.eight_bits(quotient(numbers, scale), "e4m3"), right)
 
 
+def rows_of_every_size(dtype: torch.dtype) -> torch.Tensor:
+    """Rows of 256 numbers (N, 256) around each of a dtype's exponents, some of them 0, infinite or NaN; and rows that
+    hold nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    finite = torch.finfo(dtype)
+    exponents = torch.arange(math.log2(finite.smallest_normal) - 7, math.log2(finite.max) + 1).repeat_interleave(3)
+    found = torch.randn(len(exponents), 256, generator=generator).double() * torch.exp2(exponents.double())[:, None]
+    found[:, 0::7] *= torch.rand(found[:, 0::7].shape, generator=generator) ** 8  # to the format's small numbers
+    found = found.clamp(finite.min, finite.max)
+    found[0::3, 5], found[1::3, 100], found[1::3, 17], found[2::3, 200] = torch.inf, -torch.inf, torch.nan, -0.0
+    alone = torch.zeros(6, 256, dtype=torch.float64)
+    alone[1, 3], alone[2, 4], alone[3], alone[4], alone[5, ::2] = torch.inf, torch.nan, torch.nan, -torch.inf, -0.0
+    return torch.cat((found, alone)).to(dtype)
+
+
+def by_largest(widest: torch.Tensor, largest: float) -> torch.Tensor:
+    inverse = torch.tensor(1 / largest)
+    near = widest * inverse
+    return fused(fused(-near, torch.tensor(largest), widest), inverse, near)
+
+
+def scaled(rows: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As kernels/packed_rows.py's scaled_rows."""
+    size = rows.float().abs()
+    widest, largest = torch.where(size < torch.inf, size, 0.0).amax(-1), KV_LARGEST[kind]
+    scale = by_largest(widest, largest).clamp_min(2.0**-126)
+    if rows.dtype == torch.bfloat16:
+        limit = widest.clamp_min(largest * 2.0**-126)
+        power = torch.where(scale < 2.0**-32, 2.0**96, 1.0)
+        divisor = scale * power
+    else:
+        limit = widest.clamp_min(2.0**-24)
+        power, divisor = torch.ones(()), by_largest(limit, largest)
+    limit, power = (held.to(rows.dtype) for held in (limit, power))
+    near = torch.where(rows.abs() > limit[:, None], rows.sign() * limit[:, None], rows)  # NaN stays
+    near = (near * power[..., None]).float()
+    inverse = 1.0 / divisor[:, None]
+    about = near * inverse
+    return fused(-fused(about, divisor[:, None], -near), inverse, about), scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KV_LARGEST)
+def test_rows_by_their_largest_number_store_what_division_does(kind: str, dtype: torch.dtype) -> None:
+    sizes = every(dtype).abs()
+    sizes = sizes[sizes < torch.inf]
+    exact = sizes / torch.full_like(sizes, KV_LARGEST[kind])
+    assert torch.equal(by_largest(sizes, KV_LARGEST[kind]).clamp_min(2.0**-126), exact.clamp_min(2.0**-126))
+    rows = rows_of_every_size(dtype)
+    ours, scale = scaled(rows, kind)
+    assert torch.equal(scale, writing.token_scale(rows.float(), kind))
+    assert torch.equal(writing.eight_bits(ours, kind), writing.eight_bits(rows.float() / scale[:, None], kind))
+
+
 def test_ptx_is_for_what_is_quantised() -> None:
     kernel = CORES["write_pages"]
 
@@ -112,7 +167,8 @@ def on_a_chip(device: Device) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_formats_and_scales_by_ptx(device: Device, op: str, stored: tuple[str, str], dtype: str) -> None:
     on_a_chip(device)
-    for seed, rotary in enumerate(({}, ROTARY[0])):
+    whole = {"rotary": "neox", "rotary_dim": 64, "head_dim": 64}  # rotated whole: in halves
+    for seed, rotary in enumerate(({}, ROTARY[0], whole)):
         p = Problem(**OPS[op] | rotary | {"dtype": dtype, "kv_format": stored[0], "kv_scales": stored[1]})
         call = random_writing(p, seed, device=device.name)
         run_core(device, call, {"unpack": "ptx"}, {"block_m": 16})
@@ -140,3 +196,23 @@ def test_every_number_by_every_size_of_scale(device: Device, kind: str, dtype: s
             found.append(call.k.clone())
         differing = (found[0] != found[1]).sum().item()
         assert differing == 0, f"{differing} of {found[0].numel()} bytes differ"
+
+
+@pytest.mark.parametrize("kind", KV_FORMAT.values())
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_rows_of_every_size_by_ptx(device: Device, kind: str, dtype: str) -> None:
+    """A scale for each token, against the kernel that divides and counts by itself: bytes and scales."""
+    on_a_chip(device)
+    rows = rows_of_every_size({"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
+    sizes = {"heads_q": 1, "heads_k": 1, "head_dim": 256, "head_dim_v": 256, "dtype": dtype}
+    p = Problem(**PAGES | sizes | {"seq_q": len(rows), "seq_k": 512, "kv_format": kind, "kv_scales": "token"})
+    found = []
+    for unpack in ("bytes", "ptx"):
+        call = random_writing(p, device=device.name)
+        call.q = call.new_v = rows.to(device.name)[None, None]
+        call.slots = torch.arange(len(rows), device=device.name)
+        run_core(device, call, {"unpack": unpack}, {"block_m": 16})
+        assert call.k_scale is not None
+        found.append((call.k.clone(), call.v.clone(), call.k_scale.clone()))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)

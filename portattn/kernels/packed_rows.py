@@ -1,0 +1,184 @@
+"""Rows of 16-bit numbers with a scale for each token, two numbers an instruction: `unpack = ptx` of write_cache.
+
+Each row's largest number is found, and infinities are held to it, while numbers are 16 bits wide. What is left for each
+number by itself is the division.
+"""
+
+import triton
+import triton.language as tl
+
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32's smallest normal number
+NEIGHBOURS: tl.constexpr = tl.constexpr(16)  # numbers of a row that one thread holds: 16 bytes of the cache
+SMALL_SCALE: tl.constexpr = tl.constexpr(2.3283064365386963e-10)  # 2^-32: below it remainders leave float32
+RAISED: tl.constexpr = tl.constexpr(7.922816251426434e28)  # 2^96
+LEAST_FLOAT16: tl.constexpr = tl.constexpr(5.960464477539063e-08)  # 2^-24
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first and the second halves of each WIDTH neighbours [ROWS, GROUPS, WIDTH / 2]; no number changes registers
+    where a thread holds the neighbours."""
+    parts = tl.reshape(tile, [ROWS, GROUPS, 2, WIDTH // 2])
+    return tl.split(tl.permute(parts, [0, 1, 3, 2]))
+
+
+@triton.jit
+def larger_finite(first, second):
+    """The larger size of two tiles' numbers, without what is infinite or NaN; NaN where neither is finite.
+
+    A number times 0 and itself again is itself, or NaN where it is infinite; max takes the number beside a NaN.
+    """
+    if first.dtype == tl.bfloat16:
+        found = tl.inline_asm_elementwise(
+            """{ .reg .b32 one, two, none;
+            mov.b32 none, 0;
+            fma.rn.bf16x2 one, $1, none, $1;
+            fma.rn.bf16x2 two, $2, none, $2;
+            abs.bf16x2 one, one;
+            abs.bf16x2 two, two;
+            max.bf16x2 $0, one, two; }""",
+            "=r,r,r", [first, second], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = tl.inline_asm_elementwise(
+            """{ .reg .b32 one, two, none;
+            mov.b32 none, 0;
+            fma.rn.f16x2 one, $1, none, $1;
+            fma.rn.f16x2 two, $2, none, $2;
+            abs.f16x2 one, one;
+            abs.f16x2 two, two;
+            max.f16x2 $0, one, two; }""",
+            "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def larger(first, second):
+    """The larger of two tiles' numbers; the number beside a NaN."""
+    if first.dtype == tl.bfloat16:
+        found = tl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            "max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return found
+
+
+@triton.jit
+def largest_finite(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The largest finite |number| of each row of a tile [ROWS, COLS], float32; 0 where none is finite."""
+    GROUPS: tl.constexpr = COLS // NEIGHBOURS
+    first, second = halves(tile, ROWS, GROUPS, NEIGHBOURS)
+    first, second = halves(larger_finite(first, second), ROWS, GROUPS, NEIGHBOURS // 2)
+    first, second = halves(larger(first, second), ROWS, GROUPS, NEIGHBOURS // 4)
+    pairs = tl.reshape(larger(first, second), [ROWS, GROUPS * 2])
+    return tl.maximum(tl.max(pairs.to(tl.float32), 1), 0.0)
+
+
+@triton.jit
+def held(tile, limit, power, NAN_IS_ZERO: tl.constexpr):
+    """Numbers whose size is at most their row's limit, times their row's power; NaN stays, or becomes 0.
+
+    limit, power  of the tile's dtype [M]. A float16 tile's power is 1, and not looked at
+    """
+    limit, power = limit[:, None], power[:, None]
+    if tile.dtype == tl.bfloat16:
+        FIRST: tl.constexpr = "max.xorsign.abs.bf16x2 number, $1, none;" if NAN_IS_ZERO else "mov.b32 number, $1;"
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 number, inside, none, rest; mov.b32 none, 0; mov.b32 rest, 0x80008000; "
+            + FIRST
+            + "min.NaN.xorsign.abs.bf16x2 inside, number, $2; fma.rn.bf16x2 $0, inside, $3, rest; }",
+            "=r,r,r,r", [tile, limit, power], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        FIRST: tl.constexpr = "max.xorsign.abs.f16x2 number, $1, none;" if NAN_IS_ZERO else "mov.b32 number, $1;"
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 number, none; mov.b32 none, 0; " + FIRST + "min.NaN.xorsign.abs.f16x2 $0, number, $2; }",
+            "=r,r,r", [tile, limit], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def by_largest(widest, LARGEST: tl.constexpr):
+    """widest / LARGEST, as IEEE float32 division rounds where the quotient is a normal number: formula in `quotient`
+    (write.py), with a reciprocal that is a constant."""
+    INVERSE: tl.constexpr = 1.0 / LARGEST
+    near = widest * INVERSE
+    return tl.fma(tl.fma(-near, LARGEST, widest), INVERSE, near)
+
+
+@triton.jit
+def token_scales(widest, like, LARGEST: tl.constexpr):
+    """Of rows' largest finite numbers [M] the rows' scales, and what `divided` takes: the limit of a row's numbers, the
+    power of two that they are multiplied with, and what divides them then. like: a tile of the numbers' dtype."""
+    scale = by_largest(widest, LARGEST)
+    scale = tl.where(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
+    if like.dtype == tl.bfloat16:
+        # Numbers that the smallest scale divides may all be smaller than the format's largest; an infinity is not.
+        limit = tl.maximum(widest, LARGEST * SMALLEST_SCALE)
+        power = tl.where(scale < SMALL_SCALE, RAISED, 1.0)
+        divisor = scale * power
+    else:
+        # Float16 has nothing between 0 and 2^-24: with that for 0, a row of zeros needs no limit beside its infinities.
+        limit = tl.maximum(widest, LEAST_FLOAT16)
+        power = limit
+        divisor = by_largest(limit, LARGEST)
+    return scale, limit.to(like.dtype), power.to(like.dtype), divisor
+
+
+@triton.jit
+def divided(tile, limit, power, divisor, KV_FORMAT: tl.constexpr):
+    """A tile of 16-bit numbers divided by its rows' scales, float32.
+
+    As store_rows has them with `bytes`, to the last bit once they are 8 bits wide. In front of the division infinities
+    become the row's largest number, so that no quotient needs a limit.
+    """
+    near = held(tile, limit, power, KV_FORMAT == "int8").to(tl.float32)
+    inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [divisor], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        """{ .reg .f32 about, turned, rest;
+        mul.rn.f32 about, $1, $3;
+        neg.f32 turned, $1;
+        fma.rn.f32 rest, about, $2, turned;
+        neg.f32 rest, rest;
+        fma.rn.f32 $0, rest, $3, about; }""",
+        "=r,r,r,r", [near, divisor[:, None], inverse[:, None]], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def turned_halves(source, stride_d, there, cos, sin, angles, stride_cos, stride_sin, limit, HALF: tl.constexpr):
+    """Both halves [M, HALF] of rows of K, rotated as `turned` (write.py) does with neox's pairs, each read once.
+
+    source, limit  as `turned` has them
+    """
+    columns = tl.arange(0, HALF)[None, :]
+    there = there[:, None]
+    angle = tl.minimum(tl.maximum(angles, 0), limit - 1)[:, None]
+    first = tl.load(source[:, None] + columns * stride_d, mask=there, other=0.0)
+    second = tl.load(source[:, None] + (columns + HALF) * stride_d, mask=there, other=0.0)
+    c = tl.load(cos + angle * stride_cos + columns, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle * stride_sin + columns, mask=there, other=0.0).to(tl.float32)
+    one, two = first.to(tl.float32), second.to(tl.float32)
+    return (one * c - two * s).to(first.dtype), (two * c + one * s).to(first.dtype)
+
+
+@triton.jit
+def whole_bytes(numbers):
+    """float32 numbers from -127 to 127 as int8: to the nearest, ties to even. Beside 1.5·2²³ the lowest byte of a
+    float32's bits counts ones."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 one, two, three, four;
+        add.rn.f32 one, $1, 0f4B400000;
+        add.rn.f32 two, $2, 0f4B400000;
+        add.rn.f32 three, $3, 0f4B400000;
+        add.rn.f32 four, $4, 0f4B400000;
+        prmt.b32 one, one, two, 0x0040;
+        prmt.b32 three, three, four, 0x0040;
+        prmt.b32 $0, one, three, 0x5410; }""",
+        "=r,r,r,r,r", [numbers], dtype=tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
