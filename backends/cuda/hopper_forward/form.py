@@ -69,6 +69,13 @@ class Form:
     KEPT: gl.constexpr
     COLUMNS: gl.constexpr
     USED: gl.constexpr
+    HOT: gl.constexpr
+    POLY: gl.constexpr
+    AHEAD: gl.constexpr
+    INT8: gl.constexpr
+    STEP: gl.constexpr
+    V_BYTES: gl.constexpr  # of a number of v
+    SHARED_TURNS: gl.constexpr
     BYTES: gl.constexpr  # of a number of q, k and v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
     LINES: gl.constexpr  # queries of a warp group: its rows, by HEADS
@@ -85,7 +92,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, KEPT, COLUMNS, USED):  # fmt: skip
+                 FP8, SCALED, KEPT, COLUMNS, USED, HOT, POLY, AHEAD, INT8, STEP):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -96,14 +103,17 @@ class Form:
         self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
         self.FP8, self.SCALED, self.KEPT = map(gl.constexpr, (FP8, SCALED, KEPT))
         self.COLUMNS, self.USED = map(gl.constexpr, (COLUMNS, USED))
+        self.STEP = gl.constexpr(STEP)
+        self.HOT, self.POLY, self.AHEAD, self.INT8 = map(gl.constexpr, (HOT, POLY, AHEAD, INT8))
+        self.SHARED_TURNS = gl.constexpr(TURNS and not HOT)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
-        self.BYTES = gl.constexpr(size)
-        scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, deep])
+        self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
+        scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, deep])
         part = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, deep])
         self.PARTY = gl.constexpr(GROUPS * 128 + 32)
         self.SCORES, self.OUTPUT, self.PART = map(gl.constexpr, (scores, output, part))
-        self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=wide))
+        self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=4 if INT8 else wide))
         self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=part, k_width=wide))
         self.ROW = gl.constexpr(gl.SliceLayout(1, scores))
         self.TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))

@@ -91,7 +91,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     tile = _draw(counter, tiles)
                 sync(FREE + form.STAGES + slot, form.PARTY)
                 v_full = shared.v_full.index(slot)
-                mbarrier.expect(v_full, form.KEYS * form.DIM * form.BYTES)
+                mbarrier.expect(v_full, form.KEYS * form.DIM * form.V_BYTES)
                 if form.PAGE:
                     bring(v_desc, pages, n, work.k_length, kv_head, v_full, shared.v, slot, form)
                 elif form.FP8:
@@ -112,19 +112,21 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
         "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h",
-        "v_scale_b", "v_scale_h",
+        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s",
     ]
 )  # fmt: skip
 def scheduled_forward(
     q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, page_table, counter,
     scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
     splits, table_stride, q_scale, k_scale, v_scale, q_scale_b, q_scale_h, k_scale_b, k_scale_h, v_scale_b, v_scale_h,
+    q_scale_s, k_scale_s,
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, KEPT: gl.constexpr,
-    COLUMNS: gl.constexpr, USED: gl.constexpr,
+    COLUMNS: gl.constexpr, USED: gl.constexpr, HOT: gl.constexpr, POLY: gl.constexpr, AHEAD: gl.constexpr,
+    INT8: gl.constexpr, STEP: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
@@ -149,9 +151,9 @@ def scheduled_forward(
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED)  # fmt: skip
+                k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED, HOT, POLY, AHEAD, INT8, STEP)  # fmt: skip
     gl.static_assert(not FP8 or (OWN_OUT and PAGE == 0))
-    gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM == 4 * COLUMNS and USED >= 3 * COLUMNS))
+    gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM <= 4 * COLUMNS and USED > DIM // 2))
     gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -167,6 +169,8 @@ def scheduled_forward(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     if FP8:
         v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, DIM, KEYS], v_desc.layout)
+    elif INT8:
+        v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, DIM], v_desc.layout)
     else:
         v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     shared = Shared(
@@ -197,7 +201,8 @@ def scheduled_forward(
     if lengths_k is None:
         lengths_k = counter
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
-    scales = (q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h)
+    scales = (q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
+              k_scale_s)  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [

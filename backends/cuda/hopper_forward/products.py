@@ -21,7 +21,8 @@ def score_product(q, shared, ring, form):
     if form.FP8:
         k = stored(k, [form.KEYS, form.DIM])
     k = k.permute((1, 0))
-    zeros = gl.zeros([_ROWS, form.KEYS], gl.float32, form.SCORES)
+    kind: gl.constexpr = gl.int32 if form.INT8 else gl.float32
+    zeros = gl.zeros([_ROWS, form.KEYS], kind, form.SCORES)
     if form.USED < form.DIM:  # three quarters: a half, and half of the other
         gl.static_assert(not form.REG_Q)
         half: gl.constexpr = form.DIM // 2
@@ -49,6 +50,8 @@ def weights(s, factor, base, form):
     """Probabilities from scores, the largest 1, or with FP8 2^SHIFT."""
     if form.FP8:
         p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
+    elif form.INT8:
+        p = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(base, 1))
     else:
         p = gl.exp2(s * factor - gl.expand_dims(base, 1))
     return p

@@ -80,6 +80,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own_out: bool
     kept: bool = False
     columns: int = 0
+    hot: bool = False
+    poly: int = 0
+    ahead: int = 0
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -315,7 +318,7 @@ class Launcher(StepLauncher):
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
-            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")),
+            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")), "q_scale_s": None, "k_scale_s": None,
             **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
@@ -358,4 +361,5 @@ class Launcher(StepLauncher):
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
+            "HOT": s.hot, "POLY": s.poly, "AHEAD": s.ahead, "INT8": False, "STEP": 1,
         }  # fmt: skip
