@@ -199,8 +199,14 @@ def _float8(
 def _sage(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, smooth: bool, rows_first: bool, begin: Beginnings
 ) -> Quantized:
-    if begin[0] is None and _by_kernel(q, k, block):
+    if begin[0] is None and _kernel_takes(q, k, block):
         return _sage_by_kernel(q, k, v, block, smooth, rows_first)
+    return _sage_by_torch(q, k, v, block, smooth, rows_first, begin)
+
+
+def _sage_by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, smooth: bool, rows_first: bool, begin: Beginnings
+) -> Quantized:
     queries, keys = _heads_first(q, rows_first).float(), _heads_first(k, rows_first).float()
     shift = None
     if smooth:
@@ -227,7 +233,7 @@ def _sage(
     return Quantized(**found, v=v, v_scale=None, lse_shift=shift)
 
 
-def _by_kernel(q: torch.Tensor, k: torch.Tensor, block: int) -> bool:
+def _kernel_takes(q: torch.Tensor, k: torch.Tensor, block: int) -> bool:
     """Whether the kernel makes SAGE's numbers: on NVIDIA's GPUs, where it was tried."""
     blocks = block in BLOCKS and 0 < q.shape[-1] <= WIDEST and bool(q.numel()) and bool(k.numel())
     beside = all(t.stride(-1) == 1 and type(t) in (torch.Tensor, torch.nn.Parameter) for t in (q, k))

@@ -13,15 +13,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from portattn.backends.cuda.hopper_forward.exponentials import packed, shares
 from portattn.backends.cuda.hopper_forward.form import State
 from portattn.backends.cuda.hopper_forward.narrow import operand_bytes, stored
-from portattn.backends.cuda.hopper_forward.parts import capped, masked_scores, row_maximum
+from portattn.backends.cuda.hopper_forward.parts import capped, lane_sum, masked_scores, row_maximum
 from portattn.backends.cuda.hopper_forward.products import (
     FREE,
     TURN,
     advanced,
+    held_weights,
     score_product,
+    weights,
 )
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -78,29 +79,7 @@ def _added(acc, fresh, alpha, form):
 
 
 @gluon.jit
-def _two_products(state, shared, slot, form):
-    """The accumulator's halves, the first with a tile's values, and the last columns' product, which is complete."""
-    a, b = _halves(state.acc, form.DIM)
-    a, b = gl.convert_layout(a, form.PART), gl.convert_layout(b, form.PART)
-    p = operand_bytes(state.held, form)
-    first = _begun(p, shared, slot, 0, form)
-    last = _begun(p, shared, slot, 1, form)
-    first = warpgroup_mma_wait(1, deps=[first])
-    a = _added(a, first, state.alpha, form)
-    return a, b, a, b, warpgroup_mma_wait(0, deps=[last])
-
-
-@gluon.jit
 def _products(state, shared, slot, form):
-    if form.DIM == 2 * form.COLUMNS:
-        found = _two_products(state, shared, slot, form)
-    else:
-        found = _four_products(state, shared, slot, form)
-    return found
-
-
-@gluon.jit
-def _four_products(state, shared, slot, form):
     """The accumulator's quarters with a tile's values but for the last columns', and those, which are complete.
 
     Columns that are padding have no product.
@@ -125,15 +104,11 @@ def _four_products(state, shared, slot, form):
 @gluon.jit
 def _complete(a, b, c, d, last, alpha, form):
     """The accumulator with the last columns' values too, whose product is there."""
-    if form.DIM == 2 * form.COLUMNS:
-        found = gl.convert_layout(_whole(a, _added(b, last, alpha, form), form.DIM), form.OUTPUT)
+    if form.USED == form.DIM:
+        d = _added(d, last, alpha, form)
     else:
-        if form.USED == form.DIM:
-            d = _added(d, last, alpha, form)
-        else:
-            c = _added(c, last, alpha, form)
-        found = _joined(a, b, c, d, form)
-    return found
+        c = _added(c, last, alpha, form)
+    return _joined(a, b, c, d, form)
 
 
 @gluon.jit
@@ -150,13 +125,13 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
                     group: gl.constexpr, form):  # fmt: skip
     """One more key tile: the values of the tile before, then its scores and softmax."""
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-    if form.SHARED_TURNS:
+    if form.TURNS:
         sync(TURN + group, 256)
     a, b, c, d, last = _products(state, shared, ring.v_slot, form)
     arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     s = score_product(q, shared, ring, form)
-    if form.SHARED_TURNS:
+    if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
     acc = _complete(a, b, c, d, last, state.alpha, form)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -171,7 +146,8 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
+    p = weights(s, factor, base, form)
     alpha = gl.exp2(state.row_max - base)
-    p, sums = shares(s, factor, base, group, form)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    return State(acc, packed(p, form), alpha, row_max, row_sum + sums), advanced(ring, form)
+    row_sum = row_sum + lane_sum(p, form)
+    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)

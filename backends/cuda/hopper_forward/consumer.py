@@ -15,9 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portattn.backends.cuda.gluon_names import store
-from portattn.backends.cuda.hopper_forward.ahead import rest_ahead
 from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
-from portattn.backends.cuda.hopper_forward.exponentials import packed, shares
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
 from portattn.backends.cuda.hopper_forward.narrow import (
@@ -48,7 +46,7 @@ from portattn.backends.cuda.hopper_forward.products import (
     value_product,
     weights,
 )
-from portattn.backends.cuda.hopper_forward.whole import key_scales, scores_of, whole_factor
+from portattn.backends.cuda.hopper_forward.whole import key_scales, row_factors, scores_of
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -95,10 +93,10 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
         q = q.load(form.QROWS)
         mbarrier.arrive(shared.q_free.index(place), count=1)
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
-    if form.SHARED_TURNS:
+    if form.TURNS:
         sync(TURN + group, 256)
     s = score_product(q, shared, ring, form)
-    if form.SHARED_TURNS:
+    if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
     arrive(FREE + ring.slot, form.PARTY)
@@ -106,10 +104,10 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
 
 
 @gluon.jit
-def _first_state(s, row_start, row_end, n, scale, softcap, shared, group: gl.constexpr, form):
+def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     """The state after the first key tile, whose values are not added yet."""
     masked: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.SPLIT or form.VARYING != "none"
-    s, factor = scores_of(s, key_scales(scale, n, False, form), scale, form)
+    s, factor = scores_of(s, key_scales(scale, n, True, form), scale, form)
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
         factor = 1.0
@@ -119,15 +117,10 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, group: gl.con
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
+    p = weights(s, factor, base, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
-    if form.FP8:
-        p, sums = shares(s, factor, base, group, form)
-        held = packed(p, form)
-    else:
-        p = weights(s, factor, base, form)
-        held, sums = held_weights(p, shared, form), lane_sum(p, form)
-    return State(acc, held, alpha, row_max, sums)
+    return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form))
 
 
 @gluon.jit
@@ -136,7 +129,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     """One more key tile: its scores and softmax, while the values of the tile before are added."""
     # The order of these statements is the schedule: moving one costs up to 8 %.
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
-    if form.SHARED_TURNS:
+    if form.TURNS:
         sync(TURN + group, 256)
     s = score_product(q, shared, ring, form)
     acc = state.acc
@@ -144,9 +137,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         acc = rescaled(acc, here(state.alpha), form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
-    if form.SHARED_TURNS:
+    if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
-    keys = key_scales(scale, n, not masked, form)
+    keys = key_scales(scale, n, masked, form)
     s = warpgroup_mma_wait(1, deps=[s])
     if not form.KEPT:
         arrive(FREE + ring.slot, form.PARTY)
@@ -160,13 +153,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    if form.FP8:
-        alpha = gl.exp2(state.row_max - base)
-        if form.EARLY:
-            fresh = warpgroup_mma_wait(0, deps=[fresh])
-            arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        p, sums = shares(s, factor, base, group, form)
-    elif form.EARLY:
+    if form.EARLY:
         alpha = gl.exp2(state.row_max - base)
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
@@ -175,8 +162,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         p = weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    if not form.FP8:
-        sums = lane_sum(p, form)
+    sums = lane_sum(p, form)
     if form.KEPT:
         returned(FREE + ring.slot, sums, form)
     row_sum = row_sum + sums
@@ -186,11 +172,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     acc = added(acc, fresh, state.alpha, form)
     if not form.LATE and not form.FP8:
         acc = rescaled(acc, alpha, form)
-    if form.FP8:
-        held = packed(p, form)
-    else:
-        held = held_weights(p, shared, form)
-    return State(acc, held, alpha, row_max, row_sum), advanced(ring, form)
+    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)
 
 
 @gluon.jit
@@ -348,21 +330,16 @@ def consume(
         factor = scale
         if form.FP8:
             factor = score_factor(scale, scales, sizes, work, form)
-        else:
-            factor = whole_factor(scale, scales, sizes, work, group, form)
-        state = _first_state(s, row_start, row_end, keys.end - 1, factor, softcap, shared, group, form)
+        elif form.INT8:
+            factor = row_factors(scale, scales, sizes, work, group, form)
+        state = _first_state(s, row_start, row_end, keys.end - 1, factor, softcap, shared, form)
         if form.UNSEEN and not form.FP8:
             if keys.end * form.KEYS > seen:
                 mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
                 v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
                 clear(v, 0, seen - (keys.end - 1) * form.KEYS, form)
         ring = advanced(ring, form)
-        if form.AHEAD > 0:
-            state, ring = rest_ahead(
-                state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form
-            )
-        else:
-            state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
+        state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
         if form.LEFT and not form.FP8:
             first = gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
             if first > 0:

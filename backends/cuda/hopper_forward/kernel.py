@@ -125,8 +125,7 @@ def scheduled_forward(
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, KEPT: gl.constexpr,
-    COLUMNS: gl.constexpr, USED: gl.constexpr, HOT: gl.constexpr, POLY: gl.constexpr, AHEAD: gl.constexpr,
-    INT8: gl.constexpr, STEP: gl.constexpr,
+    COLUMNS: gl.constexpr, USED: gl.constexpr, SPARED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
@@ -143,7 +142,8 @@ def scheduled_forward(
     page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
           not reach is not read
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
-          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of transposed.py
+          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of transposed.py. With INT8
+          q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T)
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
@@ -151,9 +151,11 @@ def scheduled_forward(
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED, HOT, POLY, AHEAD, INT8, STEP)  # fmt: skip
-    gl.static_assert(not FP8 or (OWN_OUT and PAGE == 0))
-    gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM <= 4 * COLUMNS and USED > DIM // 2))
+                k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED, SPARED, INT8,
+                SIDE)  # fmt: skip
+    gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
+    gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
+    gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM == 4 * COLUMNS and USED >= 3 * COLUMNS))
     gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -201,8 +203,9 @@ def scheduled_forward(
     if lengths_k is None:
         lengths_k = counter
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
-    scales = (q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
-              k_scale_s)  # fmt: skip
+    scales = (
+        q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s, k_scale_s,
+    )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [

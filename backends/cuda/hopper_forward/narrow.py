@@ -60,11 +60,7 @@ def operand_bytes(held, form):
     """Those as an operand in registers [64, KEYS]."""
     # Each of the four numbers gets the whole word, and the word of four such numbers is one of them: a lane's registers
     # are the operand as they are.
-    if form.POLY == 0:
-        words = gl.expand_dims(held, 3)
-    else:
-        words = gl.reshape(held, [_ROWS, form.KEYS // 16, 4, 1])
-    words = words.broadcast_to([_ROWS, form.KEYS // 16, 4, 4])
+    words = gl.expand_dims(held, 3).broadcast_to([_ROWS, form.KEYS // 16, 4, 4])
     words = gl.convert_layout(gl.reshape(words, [_ROWS, form.KEYS]), form.PROBS)
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.float8e4nv, is_pure=True, pack=4

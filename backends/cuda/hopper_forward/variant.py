@@ -63,7 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
-    kept, columns  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
+    kept, columns, spared  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
@@ -80,9 +80,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own_out: bool
     kept: bool = False
     columns: int = 0
-    hot: bool = False
-    poly: int = 0
-    ahead: int = 0
+    spared: bool = False
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -361,5 +359,5 @@ class Launcher(StepLauncher):
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
-            "HOT": s.hot, "POLY": s.poly, "AHEAD": s.ahead, "INT8": False, "STEP": 1,
+            "SPARED": False, "INT8": False, "SIDE": False,
         }  # fmt: skip

@@ -75,7 +75,7 @@ class WholeLauncher(Launcher):
             b, h, s = tensors[name].stride()
             roles[name] = name
             arguments |= {name: tensors[name], f"{name}_b": b, f"{name}_h": h, f"{name}_s": s}
-        arguments["STEP"] = 1 if arguments["k_scale_s"] == 1 else 2  # 2: whatever the stride is
+        arguments["SIDE"] = arguments["k_scale_s"] == 1
         return [Step(forward.kernel, forward.grid, arguments, forward.options, roles), *merging]
 
     def constants(self) -> dict[str, Any]:
