@@ -290,6 +290,8 @@ def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, grou
     if form.LEFT:
         stop = gl.minimum(gl.maximum(keys.clean, keys.begin), n)
     for _ in range(n - stop):
+        if form.INT8:  # its keys have scales; else which tile it is plays no part
+            n -= 1
         state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, False, group, form)
     if form.LEFT:
         n = stop
