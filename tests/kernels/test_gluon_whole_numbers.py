@@ -1,4 +1,4 @@
-"""The Hopper forward of int8 queries and keys on such a chip: its numbers, what it must not see, and how exact it is."""
+"""The Hopper forward of int8 queries and keys on such a chip: its numbers, and what it must not see."""
 
 from __future__ import annotations
 

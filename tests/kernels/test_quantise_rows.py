@@ -28,7 +28,9 @@ def tensors(name: str, layout: str, device: str) -> list[torch.Tensor]:
     return found
 
 
-def made_both_ways(given: list[torch.Tensor], block: int, smooth: bool, layout: str):  # noqa: ANN201
+def made_both_ways(
+    given: list[torch.Tensor], block: int, smooth: bool, layout: str
+) -> tuple[quantize.Quantized, quantize.Quantized]:
     rows_first = layout == "bshd"
     return (
         quantize._sage_by_kernel(*given, block, smooth, rows_first),
@@ -42,7 +44,7 @@ def made_both_ways(given: list[torch.Tensor], block: int, smooth: bool, layout: 
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_makes_what_torch_makes(device: Device, name: str, layout: str, smooth: bool) -> None:
     given = tensors(name, layout, device.name)
-    for block in (16, 64):
+    for block in (32, 64) if name == "ragged" else (16,):
         ours, theirs = made_both_ways(given, block, smooth, layout)
         for field in NAMES:
             found, expected = getattr(ours, field), getattr(theirs, field)

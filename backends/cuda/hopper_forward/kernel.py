@@ -204,7 +204,8 @@ def scheduled_forward(
         lengths_k = counter
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
     scales = (
-        q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s, k_scale_s,
+        q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
+        k_scale_s,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(

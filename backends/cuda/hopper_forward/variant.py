@@ -316,7 +316,8 @@ class Launcher(StepLauncher):
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
-            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")), "q_scale_s": None, "k_scale_s": None,
+            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")),
+            "q_scale_s": None, "k_scale_s": None,
             **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
