@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.backends.cuda.hopper_forward.narrow_variant import NarrowVariant
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.backends.cuda.hopper_forward.whole_variant import WholeVariant
 from portattn.backends.cuda.hopper_latent.variant import LatentVariant
 from portattn.backends.cuda.ptxas import ptxas_version
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
@@ -41,7 +42,7 @@ class CudaBackend(Backend):
     options = MappingProxyType({"maxnreg": int, "launch_pdl": bool})
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
-    variants = (ForwardVariant(), NarrowVariant(), BackwardVariant(), LatentVariant())
+    variants = (ForwardVariant(), NarrowVariant(), WholeVariant(), BackwardVariant(), LatentVariant())
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch of NVIDIA device `index`; None without one, and for a compute capability that has no arch here."""

@@ -15,6 +15,7 @@ _LATENT: dict[str, Any] = {
 }  # fmt: skip
 
 _NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
+_WHOLE: dict[str, Any] = {"kv_format": "int8", "kv_scales": "token"}
 _PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": True}
 
 # Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks; over
@@ -38,6 +39,13 @@ NARROW_FORWARD = (
     Problem(**_COMMON, **_NARROW, **_PACKED, head_dim=128, dtype="bf16", causal="bottom_right", sinks=True),
     Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=256, dtype="bf16", causal="bottom_right"),
     Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=192, dtype="bf16", window_left=70),
+)
+# The forms that differ with int8 queries and keys: scales of each row and key, of a batch and of packed sequences.
+WHOLE_FORWARD = (
+    Problem(**_COMMON, **_WHOLE, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_COMMON, **_WHOLE, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
+    Problem(**_COMMON, **_WHOLE, seq_q=77, seq_k=1541, head_dim=128, dtype="bf16"),
+    Problem(**_COMMON, **_WHOLE, **_PACKED, head_dim=128, dtype="bf16", causal="bottom_right", sinks=True),
 )
 LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),

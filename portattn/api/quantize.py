@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from portattn.config import current
 from portattn.errors import ArgumentError
+from portattn.launch.run import device_guard
+from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.tensors import KV_DTYPE
 from portattn.validate.checks import check_dense, check_equal, check_flag, check_like, check_number, check_tensor
 from portattn.validate.dense import AXES, check_layout
@@ -23,6 +26,8 @@ METHODS = ("e4m3", "e5m2", "e4m3fnuz", SAGE)
 SCALES = ("head", "tensor")
 BLOCK = 64  # tokens that share a scale. Source: SageAttention's blocks of keys
 INT8_LARGEST = 127.0  # symmetric: -128 is never made
+# Blocks and widths that the kernel takes (kernels/quantise.py); of others torch makes the same numbers.
+BLOCKS, WIDEST = (16, 32, 64, 128), 256
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,14 @@ def _float8(
 def _sage(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, smooth: bool, rows_first: bool, begin: Beginnings
 ) -> Quantized:
+    if begin[0] is None and _kernel_takes(q, k, block):
+        return _sage_by_kernel(q, k, v, block, smooth, rows_first)
+    return _sage_by_torch(q, k, v, block, smooth, rows_first, begin)
+
+
+def _sage_by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, smooth: bool, rows_first: bool, begin: Beginnings
+) -> Quantized:
     queries, keys = _heads_first(q, rows_first).float(), _heads_first(k, rows_first).float()
     shift = None
     if smooth:
@@ -217,6 +230,44 @@ def _sage(
         numbers = (rows / scale[..., None]).round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
         scale = _as_given(scale[..., None], given, rows_first)[..., 0]
         found |= {name: _as_given(numbers, given, rows_first), f"{name}_scale": scale.contiguous()}
+    return Quantized(**found, v=v, v_scale=None, lse_shift=shift)
+
+
+def _kernel_takes(q: torch.Tensor, k: torch.Tensor, block: int) -> bool:
+    """Whether the kernel makes SAGE's numbers: on NVIDIA's GPUs, where it was tried."""
+    blocks = block in BLOCKS and 0 < q.shape[-1] <= WIDEST and bool(q.numel()) and bool(k.numel())
+    beside = all(t.stride(-1) == 1 and type(t) in (torch.Tensor, torch.nn.Parameter) for t in (q, k))
+    return (
+        q.is_cuda and torch.version.hip is None and blocks and beside and not torch.compiler.is_compiling()
+        and importlib.util.find_spec("triton") is not None
+    )  # fmt: skip
+
+
+def _sage_by_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, smooth: bool, rows_first: bool
+) -> Quantized:
+    """What _sage makes of tensors that are not packed, in a launch for q and one for k."""
+    from portattn.kernels.quantise import quantise_rows
+
+    queries, keys = _heads_first(q, rows_first), _heads_first(k, rows_first)
+    mean = shift = None
+    if smooth:
+        mean = keys.sum(2, dtype=torch.float32) / keys.shape[2]
+        shift = torch.empty(queries.shape[:3], dtype=torch.float32, device=q.device)
+    found: dict[str, Any] = {}
+    for name, given, rows in (("q", q, queries), ("k", k, keys)):
+        numbers = torch.empty(given.shape, dtype=torch.int8, device=q.device)
+        scales = torch.empty(given.shape[:-1], dtype=torch.float32, device=q.device)
+        placed, each = _heads_first(numbers, rows_first), scales.transpose(1, 2) if rows_first else scales
+        batch, heads, count, columns = rows.shape
+        grid = (ceil_div(count, block), batch * heads)
+        with device_guard(q):
+            quantise_rows[grid](
+                rows, placed, each, mean, shift if name == "q" else None, heads, heads // keys.shape[1], count,
+                columns, *rows.stride()[:3], *placed.stride()[:3], *each.stride(), BLOCK=block,
+                COLUMNS=max(16, 1 << (columns - 1).bit_length()), SUBTRACT=name == "k", num_warps=4,
+            )  # fmt: skip
+        found |= {name: numbers, f"{name}_scale": scales}
     return Quantized(**found, v=v, v_scale=None, lse_shift=shift)
 
 

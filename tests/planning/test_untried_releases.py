@@ -29,8 +29,13 @@ BACKWARD = Problem(
 )
 LATENT = next(v for v in CudaBackend.variants if v.name == "gluon_mla").canaries[0]
 NARROW = msgspec.structs.replace(P, kv_format="e4m3", kv_scales="head")
-PROBLEMS = {"gluon_forward": P, "gluon_forward_fp8": NARROW, "gluon_backward": BACKWARD, "gluon_mla": LATENT}
-ASKED = {"gluon_forward_fp8": Settings(backend="gluon_forward_fp8")}  # the core is taken unless it is asked for
+WHOLE = msgspec.structs.replace(P, kv_format="int8", kv_scales="token")
+PROBLEMS = {
+    "gluon_forward": P, "gluon_forward_fp8": NARROW, "gluon_forward_int8": WHOLE, "gluon_backward": BACKWARD,
+    "gluon_mla": LATENT,
+}  # fmt: skip
+# The core is taken unless they are asked for.
+ASKED = {name: Settings(backend=name) for name in ("gluon_forward_fp8", "gluon_forward_int8")}
 UNTRIED = (
     "triton==3.7.0",
     "triton==3.7.1",

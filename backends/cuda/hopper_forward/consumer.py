@@ -47,6 +47,7 @@ from portattn.backends.cuda.hopper_forward.products import (
     weights,
 )
 from portattn.backends.cuda.hopper_forward.rescaling import reference, rescaled_where_needed
+from portattn.backends.cuda.hopper_forward.whole import key_scales, row_factors, scores_of
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -107,7 +108,7 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
 def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     """The state after the first key tile, whose values are not added yet."""
     masked: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.SPLIT or form.VARYING != "none"
-    factor = scale
+    s, factor = scores_of(s, key_scales(scale, n, True, form), scale, form)
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
         factor = 1.0
@@ -141,10 +142,11 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
+    keys = key_scales(scale, n, masked, form)
     s = warpgroup_mma_wait(1, deps=[s])
     if not form.KEPT:
         arrive(FREE + ring.slot, form.PARTY)
-    factor = scale
+    s, factor = scores_of(s, keys, scale, form)
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
         factor = 1.0
@@ -296,6 +298,8 @@ def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, grou
     if form.LEFT:
         stop = gl.minimum(gl.maximum(keys.clean, keys.begin), n)
     for _ in range(n - stop):
+        if form.INT8:  # its keys have scales; else which tile it is plays no part
+            n -= 1
         state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, False, group, form)
     if form.LEFT:
         n = stop
@@ -336,6 +340,8 @@ def consume(
         factor = scale
         if form.FP8:
             factor = score_factor(scale, scales, sizes, work, form)
+        elif form.INT8:
+            factor = row_factors(scale, scales, sizes, work, group, form)
         state = _first_state(s, row_start, row_end, keys.end - 1, factor, softcap, shared, form)
         if form.UNSEEN and not form.FP8:
             if keys.end * form.KEYS > seen:

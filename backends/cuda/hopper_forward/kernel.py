@@ -91,7 +91,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     tile = _draw(counter, tiles)
                 sync(FREE + form.STAGES + slot, form.PARTY)
                 v_full = shared.v_full.index(slot)
-                mbarrier.expect(v_full, form.KEYS * form.DIM * form.BYTES)
+                mbarrier.expect(v_full, form.KEYS * form.DIM * form.V_BYTES)
                 if form.PAGE:
                     bring(v_desc, pages, n, work.k_length, kv_head, v_full, shared.v, slot, form)
                 elif form.FP8:
@@ -112,19 +112,21 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
         "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h",
-        "v_scale_b", "v_scale_h",
+        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s",
     ]
 )  # fmt: skip
 def scheduled_forward(
     q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, page_table, counter,
     scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
     splits, table_stride, q_scale, k_scale, v_scale, q_scale_b, q_scale_h, k_scale_b, k_scale_h, v_scale_b, v_scale_h,
+    q_scale_s, k_scale_s,
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, KEPT: gl.constexpr,
-    COLUMNS: gl.constexpr, USED: gl.constexpr, LAZY: gl.constexpr,
+    COLUMNS: gl.constexpr, USED: gl.constexpr, SPARED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr,
+    LAZY: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
@@ -141,7 +143,8 @@ def scheduled_forward(
     page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
           not reach is not read
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
-          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of transposed.py
+          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of transposed.py. With INT8
+          q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T)
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
@@ -149,8 +152,10 @@ def scheduled_forward(
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED, LAZY)  # fmt: skip
-    gl.static_assert(not FP8 or (OWN_OUT and PAGE == 0))
+                k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED, SPARED, INT8,
+                SIDE, LAZY)  # fmt: skip
+    gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
+    gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
     gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM == 4 * COLUMNS and USED >= 3 * COLUMNS))
     gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
@@ -168,6 +173,8 @@ def scheduled_forward(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     if FP8:
         v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, DIM, KEYS], v_desc.layout)
+    elif INT8:
+        v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, DIM], v_desc.layout)
     else:
         v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     shared = Shared(
@@ -198,7 +205,10 @@ def scheduled_forward(
     if lengths_k is None:
         lengths_k = counter
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
-    scales = (q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h)
+    scales = (
+        q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
+        k_scale_s,
+    )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from portattn.backends.cuda.hopper_forward.form import Ring
 from portattn.backends.cuda.hopper_forward.narrow import SHIFT, hold_bytes, narrow_values, stored
 from portattn.backends.cuda.hopper_forward.parts import following, hold, operand, rescaled
+from portattn.backends.cuda.hopper_forward.powers import powers
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 TURN: gl.constexpr = gl.constexpr(5)  # 5..7   named barriers: consumer w may issue its products: TURN + w
@@ -21,7 +22,8 @@ def score_product(q, shared, ring, form):
     if form.FP8:
         k = stored(k, [form.KEYS, form.DIM])
     k = k.permute((1, 0))
-    zeros = gl.zeros([_ROWS, form.KEYS], gl.float32, form.SCORES)
+    kind: gl.constexpr = gl.int32 if form.INT8 else gl.float32
+    zeros = gl.zeros([_ROWS, form.KEYS], kind, form.SCORES)
     if form.USED < form.DIM:  # three quarters: a half, and half of the other
         gl.static_assert(not form.REG_Q)
         half: gl.constexpr = form.DIM // 2
@@ -48,7 +50,9 @@ def value_product(state, shared, ring, form):
 def weights(s, factor, base, form):
     """Probabilities from scores: the largest is 1, with FP8 2^SHIFT, with LAZY at most 2^GROWTH."""
     if form.FP8:
-        p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
+        p = powers(s * factor - gl.expand_dims(base - SHIFT, 1), form)
+    elif form.INT8:
+        p = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(base, 1))
     else:
         p = gl.exp2(s * factor - gl.expand_dims(base, 1))
     return p

@@ -63,7 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
-    kept, columns  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
+    kept, columns, spared  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
     lazy     not of e4m3 operands
@@ -81,6 +81,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own_out: bool
     kept: bool = False
     columns: int = 0
+    spared: bool = False
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -318,6 +319,7 @@ class Launcher(StepLauncher):
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
             **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")),
+            "q_scale_s": None, "k_scale_s": None,
             **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
@@ -360,5 +362,5 @@ class Launcher(StepLauncher):
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
-            "LAZY": s.lazy,
+            "SPARED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
         }  # fmt: skip

@@ -27,11 +27,11 @@ VARIANT = NarrowVariant()
 NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
 FORMS: dict[str, dict[str, Any]] = {
     name: NARROW | fields for name, fields in wide.FORMS.items() if "page_size" not in fields
-} | {"no scales": {"kv_format": "e4m3"}}
+} | {"no scales": {"kv_format": "e4m3"}, "many tiles": NARROW | {"batch": 4, "seq_q": 384, "seq_k": 512}}
 FEW = (
     ("plain", 128, "none"), ("ragged", 64, "top_left"), ("plain", 128, "bottom_right"),
     ("packed", 128, "bottom_right"), ("padded, window", 128, "none"), ("no scales", 64, "none"),
-    ("plain", 256, "none"), ("plain", 192, "bottom_right"),
+    ("plain", 256, "none"), ("plain", 192, "bottom_right"), ("many tiles", 64, "none"),
 )  # fmt: skip
 ALL = [
     (form, head_dim, causal)
