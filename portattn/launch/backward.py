@@ -13,7 +13,7 @@ from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, DenseBackward, ceil_div, heads_together, packed_keys, packed_tiles
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
-from portattn.schema.lowering import Lowering
+from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
 from portattn.schema.sizes import least, most
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -29,6 +29,7 @@ DELTA_ROWS = 32  # a program of backward_delta
 # Constants that backward_delta has.
 _DELTA = ("HEAD_DIM_V", "BLOCK_DV", "GRID")
 _ALIGNED = POINTER_ALIGNMENT // 4  # float32
+_BUFFERED = 128 // 4
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -95,7 +96,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
             "heads_q": problem.heads_q, "heads_k": problem.heads_k, **sizes, "key_tiles": key_tiles,
             "together": together, "tiles": tiles, **rest,
         },
-        constants | {"NUMBERS": _numbers_by(call, lowering, constants["CAUSAL"])}, launch, UNSPECIALISED,
+        constants | {"NUMBERS": _numbers_by(call, lowering, launch, constants["CAUSAL"])}, launch, UNSPECIALISED,
     )  # fmt: skip
 
     tiles = kernel.row_tiles(problem, launch)
@@ -115,15 +116,18 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     return launches, delta, None
 
 
-def _numbers_by(call: Call, lowering: Lowering, causal: str) -> str:
+def _numbers_by(call: Call, lowering: Lowering, launch: Launch, causal: str) -> str:
     """How backward_keys reads the LSE and delta of a full tile of rows. A descriptor's memory, and each tile that is
-    read through it, begins at a multiple of 16 bytes. With a bias or a mask no tile counts as full.
+    read through it, begins at a multiple of 16 bytes. With a bias or a mask no tile counts as full. Each of a
+    pipeline's buffers must begin at a multiple of 128: tiles of 16 rows ended in "misaligned address" on an H200.
     """
     problem = call.problem
     if call.bias is not None or call.mask is not None:
         return "pointer"
     lengths = (call.seqlens_q, call.seqlens_k, call.leftpad_q, call.leftpad_k)
-    if lowering.load != "descriptor" or not problem.aligned or problem.packed or lengths != (None,) * 4:
+    if lowering.load != "descriptor" or launch.block_n < _BUFFERED:
+        return "pointer"
+    if not problem.aligned or problem.packed or lengths != (None,) * 4:
         return "pointer"
     first = 0  # row that sees a key, which the first tile begins at
     if causal not in ("none", "top_left"):
