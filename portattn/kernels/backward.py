@@ -20,6 +20,7 @@ from portattn.kernels.gradients import (
     score_gradients,
     score_tile,
 )
+from portattn.kernels.parts import bfloat16_parts, product_of_parts
 from portattn.kernels.tiles import (
     heads_in_turn,
     load_query_rows,
@@ -157,6 +158,9 @@ def backward_keys(
         )  # fmt: skip
         k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
         v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        if DOT_PRECISION == "bf16x6":
+            k_1, k_2, k_3 = bfloat16_parts(k_tile)
+            v_1, v_2, v_3 = bfloat16_parts(v_tile)
         dk = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
         dv = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         for member in range(group):
@@ -225,8 +229,14 @@ def backward_keys(
                                            mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
                     # Both products first: a compiler that starts them asynchronously computes the
                     # probabilities during the second.
-                    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        q_1, q_2, q_3 = bfloat16_parts(q_tile)
+                        do_1, do_2, do_3 = bfloat16_parts(do_tile)
+                        products = product_of_parts(k_1, k_2, k_3, tl.trans(q_1), tl.trans(q_2), tl.trans(q_3), True)
+                        dp = product_of_parts(v_1, v_2, v_3, tl.trans(do_1), tl.trans(do_2), tl.trans(do_3), True)
+                    else:
+                        products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
                     p, bend, keep = score_gradients(
                         products, lse[None, :], positions[None, :], keys[:, None],
                         row_start[None, :], row_end[None, :], slope, added, shown, scale, softcap,
@@ -238,12 +248,19 @@ def backward_keys(
                         seen = (tl.max(p, 0) != 0.0)[:, None]
                         q_tile = tl.where(seen, q_tile, 0.0).to(q_tile.dtype)
                         do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
+                        if DOT_PRECISION == "bf16x6":
+                            q_1, q_2, q_3 = bfloat16_parts(q_tile)
+                            do_1, do_2, do_3 = bfloat16_parts(do_tile)
                     p_kept = p
                     if dropout_seed is not None:
                         kept = kept_scores(drop_word, keys[:, None] - drop_key, (rows - drop_row ^ drop_turn)[None, :],
                                            threshold, MULHI)  # fmt: skip
                         p_kept = tl.where(kept, p * keep_scale, 0.0)
-                    dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        p_1, p_2, p_3 = bfloat16_parts(p_kept)
+                        dv += product_of_parts(p_1, p_2, p_3, do_1, do_2, do_3, False)
+                    else:
+                        dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
                     if dropout_seed is not None:
                         dp = tl.where(kept, dp * keep_scale, 0.0)
                     ds = p * (dp - row_delta[None, :])
@@ -252,7 +269,11 @@ def backward_keys(
                     if edge == 1 or (bias is not None or mask is not None):
                         # A NaN in a key that this row does not see comes by dP.
                         ds = tl.where(keep, ds, 0.0)
-                    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        ds_1, ds_2, ds_3 = bfloat16_parts(ds)
+                        dk += product_of_parts(ds_1, ds_2, ds_3, q_1, q_2, q_3, False)
+                    else:
+                        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=DOT_PRECISION)
 
         stored = keys < stored_end
         dk = tl.where(inside[:, None], dk * scale, 0.0)
@@ -369,6 +390,9 @@ def backward_rows(
         )  # fmt: skip
         q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
         do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        if DOT_PRECISION == "bf16x6":
+            q_1, q_2, q_3 = bfloat16_parts(q_tile)
+            do_1, do_2, do_3 = bfloat16_parts(do_tile)
         numbers = (slot * heads_q + head).to(tl.int64) * seq_q
         lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
         slope = None
@@ -412,8 +436,14 @@ def backward_rows(
                 if mask is not None:
                     shown = score_tile(mask, batch, head, rows[:, None], keys[None, :], there, 0, mask_stride_b,
                                        mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
-                products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
+                if DOT_PRECISION == "bf16x6":
+                    k_1, k_2, k_3 = bfloat16_parts(k_tile)
+                    v_1, v_2, v_3 = bfloat16_parts(v_tile)
+                    products = product_of_parts(q_1, q_2, q_3, tl.trans(k_1), tl.trans(k_2), tl.trans(k_3), True)
+                    dp = product_of_parts(do_1, do_2, do_3, tl.trans(v_1), tl.trans(v_2), tl.trans(v_3), True)
+                else:
+                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
                 p, bend, keep = score_gradients(
                     products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None],
                     slope, added, shown, scale, softcap, edge == 1, WINDOW, SOFTCAP, EXP,
@@ -433,7 +463,13 @@ def backward_rows(
                 if (bias is not None or mask is not None) or (WINDOW and edge == 1):
                     # A key that no row of the tile sees may be NaN, and 0·NaN is NaN.
                     k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
-                dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        k_1, k_2, k_3 = bfloat16_parts(k_tile)
+                if DOT_PRECISION == "bf16x6":
+                    ds_1, ds_2, ds_3 = bfloat16_parts(ds)
+                    dq += product_of_parts(ds_1, ds_2, ds_3, k_1, k_2, k_3, False)
+                else:
+                    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
 
         stored = rows < stored_end
         dq = tl.where(row_valid[:, None], dq * scale, 0.0)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-DotPrecision = Literal["ieee", "tf32", "tf32x3", "hf32"]
+DotPrecision = Literal["ieee", "tf32", "tf32x3", "bf16x6", "hf32"]
 
 
 class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
