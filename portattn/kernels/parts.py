@@ -8,6 +8,8 @@ exponents: no number is too large for it, and parts of those over 2^-110 are not
 import triton
 import triton.language as tl
 
+from portattn.kernels.tiles import load_query_rows, load_rows, row_source
+
 # The bits of a float32 that bfloat16 has too.
 UPPER: tl.constexpr = tl.constexpr(-65536)
 
@@ -67,3 +69,88 @@ def add_dot(a, b, acc, DOT_PRECISION: tl.constexpr):
     else:
         acc = tl.dot(a, b, acc, input_precision=DOT_PRECISION)
     return acc
+
+
+@triton.jit
+def held_parts(pointers, valid, stride_col, apart, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+               PARTS: tl.constexpr):  # fmt: skip
+    """Parts of a tile [BLOCK_M, BLOCK_COLS] that a program holds, its rows as load_query_rows takes them.
+
+    PARTS  `memory`: `pointers` are the first parts' rows, the second and third parts' lie `apart` and twice as far on;
+           `registers`: they are rows of float32
+    """
+    if PARTS == "memory":
+        first = load_query_rows(pointers, valid, stride_col, COLS, BLOCK_COLS, False)
+        second = load_query_rows(pointers + apart, valid, stride_col, COLS, BLOCK_COLS, False)
+        third = load_query_rows(pointers + 2 * apart, valid, stride_col, COLS, BLOCK_COLS, False)
+    else:
+        first, second, third = bfloat16_parts(load_query_rows(pointers, valid, stride_col, COLS, BLOCK_COLS, False))
+    return first, second, third
+
+
+@triton.jit
+def part_sources(base, apart, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+                 LOAD: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """What tiles of parts are read through: row_source of each, or that of float32 rows three times."""
+    first = row_source(base, rows, stride_row, COLS, BLOCK_ROWS, BLOCK_COLS, LOAD)
+    second, third = first, first
+    if PARTS == "memory":
+        second = row_source(base + apart, rows, stride_row, COLS, BLOCK_ROWS, BLOCK_COLS, LOAD)
+        third = row_source(base + 2 * apart, rows, stride_row, COLS, BLOCK_ROWS, BLOCK_COLS, LOAD)
+    return first, second, third
+
+
+@triton.jit
+def load_parts(first, second, third, start, end, stride_row, stride_col, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+               BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr, LOAD: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Parts of a tile [BLOCK_ROWS, BLOCK_COLS], by part_sources; rows and columns as load_rows has them."""
+    tile = load_rows(first, None, start, end, 0, 0, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED, LOAD,
+                     0, "per_page", "masked")  # fmt: skip
+    if PARTS == "memory":
+        a = tile
+        b = load_rows(second, None, start, end, 0, 0, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED,
+                      LOAD, 0, "per_page", "masked")  # fmt: skip
+        c = load_rows(third, None, start, end, 0, 0, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED,
+                      LOAD, 0, "per_page", "masked")  # fmt: skip
+    else:
+        a, b, c = bfloat16_parts(tile)
+    return a, b, c
+
+
+@triton.jit
+def parts_where(seen, first, second, third):
+    """The parts where `seen` holds, and 0 elsewhere."""
+    return (
+        tl.where(seen, first, 0.0).to(first.dtype),
+        tl.where(seen, second, 0.0).to(second.dtype),
+        tl.where(seen, third, 0.0).to(third.dtype),
+    )
+
+
+@triton.jit(do_not_specialize=["heads", "rows", "row_tiles", "tiles"])
+def store_parts(
+    source, parts,
+    stride_b, stride_h, stride_s, stride_d,
+    heads, rows, row_tiles, tiles,
+    COLS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_M: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """The parts (B, H, 3, S, WIDTH) of a float32 tensor (B, H, S, COLS), BLOCK_M rows at a time."""
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        slot_head = (tile // row_tiles).to(tl.int64)
+        slot, head = slot_head // heads, slot_head % heads
+        row = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = row < rows
+        from_rows = source + slot * stride_b + head * stride_h + row.to(tl.int64) * stride_s
+        first, second, third = bfloat16_parts(load_query_rows(from_rows, valid, stride_d, COLS, BLOCK_COLS, False))
+        columns = tl.arange(0, BLOCK_COLS)
+        there = valid[:, None] & (columns < WIDTH)[None, :]
+        apart = rows.to(tl.int64) * WIDTH
+        to = parts + slot_head * 3 * apart + row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        tl.store(to, first, mask=there)
+        tl.store(to + apart, second, mask=there)
+        tl.store(to + 2 * apart, third, mask=there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from portattn.launch.arguments import alibi_stride, features, outer_strides, sco
 from portattn.launch.bias_gradient import bias_call
 from portattn.launch.dropping import dropping
 from portattn.launch.kernelcall import KernelCall
-from portattn.planning.kernel_specs import CORES, DenseBackward, ceil_div, heads_together, packed_keys, packed_tiles
+from portattn.planning.kernel_specs import (
+    CORES,
+    DenseBackward,
+    ceil_div,
+    heads_together,
+    packed_keys,
+    packed_tiles,
+    tile_width,
+)
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
@@ -30,6 +39,8 @@ DELTA_ROWS = 32  # a program of backward_delta
 _DELTA = ("HEAD_DIM_V", "BLOCK_DV", "GRID")
 _ALIGNED = POINTER_ALIGNMENT // 4  # float32
 _BUFFERED = 128 // 4
+_PART_COLUMNS = POINTER_ALIGNMENT // 2  # bfloat16
+PART_ROWS = 32  # of a program of store_parts
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -62,9 +73,19 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         {name: constants[name] for name in _DELTA} | {"BLOCK_M": DELTA_ROWS}, launch, UNSPECIALISED,
     )  # fmt: skip
 
+    operands = {"q": call.q, "k": call.k, "v": call.v, "do": call.grad_out}
+    inputs: dict[str, int] = {}
+    made: list[KernelCall] = []
+    for name, tensor in operands.items():
+        if lowering.parts == "memory":
+            one, operands[name], own = _in_parts(name, call, tensor, launch, grid, lowering)
+            made.append(one)
+            inputs |= own
+        else:
+            inputs |= strides(name, tensor, "bhsd")
     tensors = {
-        "q": call.q, "k": call.k, "v": call.v, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
-        "delta": delta,
+        "q": operands["q"], "k": operands["k"], "v": operands["v"], "grad_out": operands["do"],
+        "forward_lse": call.forward_lse, "delta": delta,
     }  # fmt: skip
     options = {
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k, "leftpad_q": call.leftpad_q,
@@ -74,10 +95,6 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     threshold, keep_scale = dropping(call)
     options["keep_scale"] = keep_scale
-    inputs = {
-        **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
-        **strides("do", call.grad_out, "bhsd"),
-    }  # fmt: skip
     absent = strides("bias", None, "bhqk") | strides("mask", None, "bhqk")  # packed rows have neither
     scores: dict[str, Any] = {**alibi_stride(call), **absent, **score_strides(call)}
     sizes = {
@@ -110,10 +127,42 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         },
         kernel.constexprs(problem, lowering, of_rows), of_rows, UNSPECIALISED,
     )  # fmt: skip
-    launches = [first, by_keys, by_rows]
+    launches = [first, *made, by_keys, by_rows]
     if call.grad_bias is not None:
         launches.append(bias_call(plan, call, delta, constants, lowering, launch, cores))
     return launches, delta, None
+
+
+def _in_parts(
+    name: str, call: Call, tensor: Any, launch: Launch, grid: Callable[[Any], tuple[int, ...]], lowering: Lowering
+) -> tuple[KernelCall, torch.Tensor, dict[str, int]]:
+    """What stores the parts of a float32 tensor (B, H, S, D), and those, (B, H, 3, S, D), with their strides as the
+    kernels take them. Rows are as long as copies by TMA want them.
+    """
+    batch, heads, rows, columns = tensor.shape
+    width = ceil_div(columns, _PART_COLUMNS) * _PART_COLUMNS
+    parts = call.empty(batch, heads, 3, rows, width, dtype=torch.bfloat16)
+    row_tiles = ceil_div(rows, PART_ROWS)
+    tiles = batch * heads * row_tiles
+    stored = KernelCall(
+        "portattn.kernels.parts", "store_parts", grid(tiles),
+        {
+            "source": tensor, "parts": parts, **_without_name(strides(name, tensor, "bhsd")), "heads": heads,
+            "rows": rows, "row_tiles": row_tiles, "tiles": tiles,
+        },
+        {
+            "COLS": columns, "WIDTH": width, "BLOCK_COLS": tile_width(width, False), "BLOCK_M": PART_ROWS,
+            "GRID": lowering.grid,
+        },
+        launch, frozenset({"heads", "rows", "row_tiles", "tiles"}),
+    )  # fmt: skip
+    apart = rows * width
+    own = {f"{name}_stride_b": 3 * heads * apart, f"{name}_stride_h": 3 * apart, f"{name}_stride_s": width}
+    return stored, parts, own | {f"{name}_stride_d": 1}
+
+
+def _without_name(values: dict[str, int]) -> dict[str, int]:
+    return {name.partition("_")[2]: value for name, value in values.items()}
 
 
 def _numbers_by(call: Call, lowering: Lowering, launch: Launch, causal: str) -> str:
