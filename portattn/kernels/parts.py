@@ -129,12 +129,23 @@ def parts_where(seen, first, second, third):
 
 @triton.jit(do_not_specialize=["heads", "rows", "row_tiles", "tiles"])
 def store_parts(
-    source, parts,
+    q, k, v, grad_out, parts,
     stride_b, stride_h, stride_s, stride_d,
     heads, rows, row_tiles, tiles,
     COLS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_M: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """The parts (B, H, 3, S, WIDTH) of a float32 tensor (B, H, S, COLS), BLOCK_M rows at a time."""
+    """The parts (B, H, 3, S, WIDTH) of a float32 tensor (B, H, S, COLS), BLOCK_M rows at a time.
+
+    It is the one of q, k, v and grad_out that is not None: a launch's tensors are known by their names.
+    """
+    if q is not None:
+        source = q
+    elif k is not None:
+        source = k
+    elif v is not None:
+        source = v
+    else:
+        source = grad_out
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:

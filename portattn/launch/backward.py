@@ -40,6 +40,7 @@ _DELTA = ("HEAD_DIM_V", "BLOCK_DV", "GRID")
 _ALIGNED = POINTER_ALIGNMENT // 4  # float32
 _BUFFERED = 128 // 4
 _PART_COLUMNS = POINTER_ALIGNMENT // 2  # bfloat16
+_OPERANDS = {"q": "q", "k": "k", "v": "v", "do": "grad_out"}  # as their strides are named, and as they are
 PART_ROWS = 32  # of a program of store_parts
 
 
@@ -73,7 +74,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         {name: constants[name] for name in _DELTA} | {"BLOCK_M": DELTA_ROWS}, launch, UNSPECIALISED,
     )  # fmt: skip
 
-    operands = {"q": call.q, "k": call.k, "v": call.v, "do": call.grad_out}
+    operands = {name: getattr(call, field) for name, field in _OPERANDS.items()}
     inputs: dict[str, int] = {}
     made: list[KernelCall] = []
     for name, tensor in operands.items():
@@ -83,10 +84,8 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
             inputs |= own
         else:
             inputs |= strides(name, tensor, "bhsd")
-    tensors = {
-        "q": operands["q"], "k": operands["k"], "v": operands["v"], "grad_out": operands["do"],
-        "forward_lse": call.forward_lse, "delta": delta,
-    }  # fmt: skip
+    tensors = {field: operands[name] for name, field in _OPERANDS.items()}
+    tensors |= {"forward_lse": call.forward_lse, "delta": delta}
     options = {
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k, "leftpad_q": call.leftpad_q,
         "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
@@ -147,7 +146,8 @@ def _in_parts(
     stored = KernelCall(
         "portattn.kernels.parts", "store_parts", grid(tiles),
         {
-            "source": tensor, "parts": parts, **_without_name(strides(name, tensor, "bhsd")), "heads": heads,
+            **dict.fromkeys(_OPERANDS.values()), _OPERANDS[name]: tensor, "parts": parts,
+            **_without_name(strides(name, tensor, "bhsd")), "heads": heads,
             "rows": rows, "row_tiles": row_tiles, "tiles": tiles,
         },
         {

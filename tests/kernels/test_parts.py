@@ -3,6 +3,7 @@ them, with parts made in registers or read from memory."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import msgspec
@@ -11,10 +12,11 @@ import torch
 from gradient_cases import DENSE, PACKED, check, random
 from support import Device, core_plan, problem, random_call, run_core
 
-from portattn.launch import kernel_calls
+from portattn.launch import cached_launch, kernel_calls
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.lowering import Launch, Lowering
 
+OPERANDS = ("q", "k", "v", "grad_out")
 PARTS = {"dot_precision": "bf16x6"}
 FIELDS: dict[str, dict[str, Any]] = {
     "causal, groups": {"causal": "bottom_right", "heads_q": 4, "grad_lse": True},
@@ -45,10 +47,28 @@ def test_a_kernel_of_their_own_stores_them_once(device: Device) -> None:
     call = random(device, base=DENSE, head_dim=20)
     launches, _, _ = kernel_calls(core_plan(device, call.problem, PARTS | {"parts": "memory"}), call, 3)
     made = [launch for launch in launches if launch.function == "store_parts"]
-    assert [launch.arguments["source"] for launch in made] == [call.q, call.k, call.v, call.grad_out]
+    sources = [next(x for name in OPERANDS if (x := launch.arguments[name]) is not None) for launch in made]
+    assert list(map(id, sources)) == [id(getattr(call, name)) for name in OPERANDS]
     assert made[0].arguments["parts"].shape == (2, 2, 3, 19, 24)  # rows are a multiple of 16 bytes
     launches, _, _ = kernel_calls(core_plan(device, call.problem, PARTS), call, 3)
     assert [launch.function for launch in launches] == ["backward_delta", "backward_keys", "backward_rows"]
+
+
+def test_a_cached_call_has_the_parts_in_its_operands_places(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are read from memory, a launch's `q` is no tensor that the caller brings."""
+    monkeypatch.setattr(cached_launch, "load_kernels", lambda module, interpreted: importlib.import_module(module))
+    call = random(device, base=DENSE)
+    launches, delta, _ = kernel_calls(core_plan(device, call.problem, PARTS | {"parts": "memory"}), call, 3)
+    steps, buffers = cached_launch.core_steps(launches, delta, None)
+    first, *made, keys, rows = (step.roles for step in steps)
+    assert first["grad_out"] == "grad_out"
+    assert [role for one in made for role in one.values() if not role.startswith("buffer")] == list(OPERANDS)
+    stored = [one["parts"] for one in made]
+    assert len(set(stored)) == 4
+    assert list(buffers) == stored
+    for one in (keys, rows):
+        assert [one[name] for name in OPERANDS] == stored
+        assert one["forward_lse"] == "forward_lse"
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bf16", "bf16x6"), ("fp32", "tf32x3")])
