@@ -13,7 +13,7 @@ from portattn.api import dispatch
 from portattn.api.operators import SIGNATURES, Signature, arguments_of
 from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import request_from
-from portattn.config import Settings, current
+from portattn.config import current
 from portattn.planning.gradients import own_path
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.ops import BACKWARD, ROWS
@@ -51,9 +51,9 @@ def gradients(
     whose gradient is asked for another one in float32.
     """
     way = _WAYS[op]
-    if any(tensors[place] is not None for place in way.unknown):
+    if way.unknown and any(tensors[place] is not None for place in way.unknown):
         return None
-    fixed = way.values(tuple(values), tensors[0].device.type, current(), otherwise)
+    fixed = way.values(tuple(values), tensors[0].device.type, current().backend, otherwise)
     if fixed is None:
         return None
     if grad_out is None:
@@ -66,10 +66,10 @@ def gradients(
     if grad_lse is not None:
         given[at["grad_lse"]] = grad_lse.contiguous().resolve_neg()
     found: Gradients = {}
-    for name, source in way.qkv:
+    for name, source, place in way.qkv:
         tensor = tensors[source]
-        memory = torch.empty_like(tensor, requires_grad=False)
-        found[name] = given[at[f"grad_{name}"]] = memory if memory.stride(-1) == 1 else tensor.new_empty(tensor.shape)
+        memory = torch.empty_like(tensor)
+        found[name] = given[place] = memory if memory.stride(-1) == 1 else tensor.new_empty(tensor.shape)
     for name, own in way.summed:
         if name in asked:
             given[at[own]] = _memory(name, tensors[way.source[name]], lse)
@@ -92,7 +92,7 @@ def gradients(
         found["alibi_slopes"] = _slopes(tensors[own_place["alibi_slopes"]], given[at["grad_slopes"]], beginnings)
     if "sinks" in asked:
         found["sinks"] = _sinks(tensors[own_place["sinks"]], lse, delta)
-    return {name: tensor for name, tensor in found.items() if name in asked}
+    return found if len(found) == len(asked) else {name: tensor for name, tensor in found.items() if name in asked}
 
 
 class _Way:
@@ -102,7 +102,7 @@ class _Way:
     count   its tensors
     at      their places, by name
     copied  (place, place among the forward's) of those that are the forward's own
-    qkv     (name, place among the forward's) of those whose gradients it writes
+    qkv     (name, place among the forward's, place of its gradient) of those whose gradients it writes
     summed  (name, what takes their gradient's parts) of those whose gradients are asked for one by one
     source  places of the forward's tensors
     unknown places among the forward's of tensors that it has none of: where one is given, it computes another gradient
@@ -115,28 +115,38 @@ class _Way:
         self.count, self.at = len(names), {name: place for place, name in enumerate(names)}
         self.copied = [(place, self.source[name]) for place, name in enumerate(names) if name in self.source]
         self.unknown = [self.source[name] for name in before.tensors if name not in self.at]
-        self.qkv = [(name, self.source[name]) for name in ("q", "k", "v")]
+        self.qkv = [(name, self.source[name], self.at[f"grad_{name}"]) for name in ("q", "k", "v")]
         summed = (("alibi_slopes", "grad_slopes"), ("bias", "grad_bias"))
         self.summed = [(name, own) for name, own in summed if own in self.at]
         self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
         self._known: dict[Any, Any] = {}
+        self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of a key, and what was found for them
 
     def values(
-        self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None
+        self, values: tuple[Any, ...], device_type: str, backend: Any, otherwise: str | None = None
     ) -> tuple[Any, ...] | None:
-        """Its values for those of the forward; without `otherwise` None where these name a path that has no kernel."""
+        """Its values for those of the forward; without `otherwise` None where these name a path that has no kernel.
+
+        backend  of the settings in force
+        """
         deterministic = torch.are_deterministic_algorithms_enabled()
-        key = (values, tuple(map(type, values)), device_type, settings.backend, deterministic, otherwise)
+        rest = device_type, backend, deterministic, otherwise
+        last = self._last
+        if last[0] is values and last[1] == rest:  # a kind of call has one tuple of values
+            known: tuple[Any, ...] | None = last[2]
+            return known
+        key = (values, tuple(map(type, values)), *rest)
         found = self._known.get(key, self)
         if found is self:
             named = dict(zip(self._forward, values, strict=True))
             named |= {"deterministic": deterministic, "return_lse": False, "validate": False}
-            named["backend"] = own_path(named["backend"] or settings.backend, device_type) or otherwise
+            named["backend"] = own_path(named["backend"] or backend, device_type) or otherwise
             found = tuple(named[name] for name in (*self._fixed, "backend", "validate"))
             found = None if named["backend"] is None else found
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = found
+        self._last = values, rest, found
         return found
 
 

@@ -5,9 +5,8 @@ What torch records or transforms goes through the operators (gradients.py); thes
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from portattn.api import backward, dispatch
 from portattn.api.perform import Trained, carried_out, found_cached
 from portattn.api.request import Request, request_from
 from portattn.api.tracing import transformed_or_traced
-from portattn.config import Settings, current, using
+from portattn.config import current, using
 from portattn.launch.guards import in_mode
 from portattn.schema.ops import BACKWARD, ROWS
 from portattn.schema.tensors import are_mapped
@@ -27,9 +26,43 @@ _SEED = {op: tuple(ROWS[op].tensors).index("dropout_seed") for op in BACKWARD}
 _DROPPED = {op: ROWS[op].fixed.index("dropout_p") for op in BACKWARD}
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _MOST_KNOWN = 1024
+
+
+class _Kind:
+    """What calls of one kind have in common: everything but their tensors and lengths.
+
+    values    of the call; `asked` are those by which it is computed, with the LSE whether or not the call asks for it:
+              the backward pass takes it
+    settings  in force as it was made
+    places    of the tensors that are given, among the operation's; `names` are theirs
+    """
+
+    __slots__ = ("_absent", "asked", "names", "op", "places", "returns_lse", "settings", "values")
+
+    def __init__(self, op: str, tensors: Sequence[Any], values: tuple[Any, ...]) -> None:
+        self.op, self.values, self.settings = op, values, current()
+        self.places = tuple(place for place, tensor in enumerate(tensors) if tensor is not None)
+        every, lse = tuple(ROWS[op].tensors), _LSE[op]
+        self.names = tuple(every[place] for place in self.places)
+        self.returns_lse = bool(values[lse])
+        self.asked = values if values[lse] is True else (*values[:lse], True, *values[lse + 1 :])
+        # Where the first ones alone are given, as Q, K and V are, there is nothing to sort.
+        first = self.places == tuple(range(len(self.places)))
+        self._absent = (None,) * (len(every) - len(self.places)) if first else None
+
+    def tensors(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """As a Request has them, None for those that are not given."""
+        if self._absent is not None:
+            return given + self._absent
+        found: list[Any] = [None] * len(ROWS[self.op].tensors)
+        for place, tensor in zip(self.places, given, strict=True):
+            found[place] = tensor
+        return tuple(found)
+
+
 # Calls whose gradients kernels were planned for, by everything that plans differ by but sizes. A plan that differs by
 # other sizes costs time alone: what no kernel computes is computed by other means.
-_known: dict[Any, bool] = {}
+_known: dict[Any, _Kind] = {}
 
 
 def forget() -> None:
@@ -44,11 +77,12 @@ def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: t
     if not _PLAIN.issuperset(map(type, tensors)) or True not in [t.requires_grad for t in tensors if t is not None]:
         return None
     try:
-        if not _known.get(_key(op, tensors, values)) or (values[_DROPPED[op]] and tensors[_SEED[op]] is None):
+        kind = _known.get(_key(op, tensors, values))
+        if kind is None or (values[_DROPPED[op]] and tensors[_SEED[op]] is None):
             return None
     except (TypeError, RuntimeError, IndexError):  # an unhashable argument, no sizes, no axes: validation names it
         return None
-    return call(op, tensors, values, lengths)
+    return _applied(kind, tensors, lengths)
 
 
 def planned(request: Request) -> bool:
@@ -65,17 +99,16 @@ def planned(request: Request) -> bool:
         return False
     key = _key(op, tensors, request.fixed_values)
     try:
-        found = _known.get(key)
+        if key in _known:
+            return True
     except TypeError:
         return False
-    if found is None:
-        found = bool(dispatch.plan_call(request.build(), request.settings).key)
-        if not found:  # a call with other sizes may have kernels: to find out costs time, not to would lose its graph
-            return False
-        while len(_known) >= _MOST_KNOWN:
-            _known.pop(next(iter(_known)))
-        _known[key] = found
-    return found
+    if not dispatch.plan_call(request.build(), request.settings).key:
+        return False  # a call with other sizes may have kernels: to find out costs time, not to would lose its graph
+    while len(_known) >= _MOST_KNOWN:
+        _known.pop(next(iter(_known)))
+    _known[key] = _Kind(op, tensors, request.fixed_values)
+    return True
 
 
 def _key(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
@@ -87,45 +120,26 @@ def _key(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
 
 def call(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained:
     """(out, lse), with the LSE whether or not it is asked for: the backward pass takes it."""
-    places = [place for place, tensor in enumerate(tensors) if tensor is not None]
-    given = [tensors[place] for place in places]
-    found: Trained = _Call.apply(_About(op, values, lengths, places, current()), *given)
+    return _applied(_Kind(op, tensors, values), tensors, lengths)
+
+
+def _applied(kind: _Kind, tensors: Sequence[Any], lengths: tuple[Any, ...]) -> Trained:
+    # torch handles each argument of a node by itself: what is no tensor is one argument, and tensors that are not given
+    # are none.
+    found: Trained = _Call.apply((kind, lengths), *[tensors[place] for place in kind.places])
     return found
 
 
-class _About(NamedTuple):
-    """A call but for its tensors. torch handles each argument of a node by itself: what is no tensor is one argument,
-    and tensors that are not given are none.
-
-    places    of the tensors that are given, among the operation's
-    settings  in force as it was made
-    """
-
-    op: str
-    values: tuple[Any, ...]
-    lengths: tuple[Any, ...]
-    places: list[int]
-    settings: Settings
-
-    def tensors(self, given: Iterable[Any]) -> tuple[Any, ...]:
-        """As a Request has them, None for those that are not given."""
-        found: list[Any] = [None] * len(ROWS[self.op].tensors)
-        for place, tensor in zip(self.places, given, strict=True):
-            found[place] = tensor
-        return tuple(found)
-
-
 class _Call(torch.autograd.Function):
-    """What a call is, and the tensors that are given -> (out, lse)."""
+    """(kind, lengths) of a call, and the tensors that are given -> (out, lse)."""
 
     @staticmethod
-    def forward(ctx: Any, about: _About, *given: Any) -> Any:
-        op, values, lengths = about.op, about.values, about.lengths
-        place, tensors = _LSE[op], about.tensors(given)
-        asked = values if values[place] is True else (*values[:place], True, *values[place + 1 :])
-        found = found_cached(op, tensors, asked, lengths)
+    def forward(ctx: Any, about: tuple[_Kind, tuple[Any, ...]], *given: Any) -> Any:
+        kind, lengths = about
+        tensors = kind.tensors(given)
+        found = found_cached(kind.op, tensors, kind.asked, lengths)
         if found is None:
-            found = carried_out(request_from(op, tensors, asked, lengths))
+            found = carried_out(request_from(kind.op, tensors, kind.asked, lengths))
         ctx.save_for_backward(*given, *found)
         ctx.about = about
         ctx.set_materialize_grads(False)
@@ -133,21 +147,22 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
-        about: _About = ctx.about
-        *given, out, lse = ctx.saved_tensors
-        op, values = about.op, about.values
-        if not values[_LSE[op]]:
+        kind, lengths = ctx.about
+        saved, names = ctx.saved_tensors, kind.names
+        if not kind.returns_lse:
             grad_lse = None
         if grad_out is None and grad_lse is None:
-            return (None,) * (1 + len(given))
-        every = tuple(ROWS[op].tensors)
-        names = [every[place] for place in about.places]
+            return (None,) * (1 + len(names))
+        given, out, lse = saved[:-2], saved[-2], saved[-1]
         asked = [name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed]
-        # torch runs a backward pass in threads of its own, where no block of settings is open.
-        with contextlib.nullcontext() if current() is about.settings else using(about.settings):
-            # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
-            # calls an operator for each gradient, which no kernel could tell apart.
-            record = torch.is_grad_enabled() or are_mapped(grad_out, grad_lse)
-            compute = backward.recorded if record else backward.computed
-            made = compute(op, about.tensors(given), values, about.lengths, out, lse, grad_out, grad_lse, asked)
+        # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
+        # calls an operator for each gradient, which no kernel could tell apart.
+        record = torch.is_grad_enabled() or are_mapped(grad_out, grad_lse)
+        compute = backward.recorded if record else backward.computed
+        parts = kind.op, kind.tensors(given), kind.values, lengths, out, lse, grad_out, grad_lse, asked
+        if current() is kind.settings:
+            made = compute(*parts)
+        else:  # torch runs a backward pass in threads of its own, where no block of settings is open
+            with using(kind.settings):
+                made = compute(*parts)
         return (None, *map(made.get, names))

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.operands import operand, products, query_tile, split_product
+from portattn.kernels.parts import add_dot, dot
 from portattn.kernels.stored import (
     NV_BLOCK,
     token_scales,
@@ -42,7 +43,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                                   BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         else:
             rows = widened(rows, q_tile, KV_FORMAT)
-        scores = tl.dot(q_tile, tl.trans(rows), input_precision=DOT_PRECISION)
+        scores = dot(q_tile, tl.trans(rows), DOT_PRECISION)
     elif KV_FORMAT == "int4":
         raw = None
         if scales is not None:
@@ -50,21 +51,21 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                                PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         pairs = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN // 2, BLOCK_N,
                           BLOCK_D // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        scores = tl.dot(q_tile, tl.trans(widened_pairs(pairs, q_tile, raw)), input_precision=DOT_PRECISION)
+        scores = dot(q_tile, tl.trans(widened_pairs(pairs, q_tile, raw)), DOT_PRECISION)
         rows = scores  # never used, as below
     elif KV_FORMAT == "nvfp4":
         pairs = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN // 2, BLOCK_N,
                           BLOCK_D // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         wide = widened_blocks(pairs, q_tile, scales, table, start, end, pages, scale_stride_page, scale_stride_row,
                               MAIN, BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        scores = tl.dot(q_tile, tl.trans(wide), input_precision=DOT_PRECISION)
+        scores = dot(q_tile, tl.trans(wide), DOT_PRECISION)
         rows = scores  # never used, as below
     else:
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
                               BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         if Q_FORMAT == "as_q":
             k_tile = widened(k_tile, q_tile, KV_FORMAT)
-            scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
+            scores = dot(q_tile, k_tile, DOT_PRECISION)
         else:
             scores = products(q_tile, operand(k_tile, KV_FORMAT, OPERANDS), row_scales, NEGATED, KV_FORMAT, OPERANDS)
         rows = scores  # never used: a tuple that holds None fails to compile
@@ -73,13 +74,13 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
             k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page // 2, stride_row // 2, 1,
                                   HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
                                   PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-            scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+            scores = add_dot(q_tail, k_tail, scores, DOT_PRECISION)
         elif KV_FORMAT == "int4":
             pairs = load_rows(k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
                               (HEAD_DIM - MAIN) // 2, BLOCK_N, BLOCK_TAIL // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP,
                               READS)  # fmt: skip
             tail = tl.trans(widened_pairs(pairs, q_tail, raw))
-            scores = tl.dot(q_tail, tail, scores, input_precision=DOT_PRECISION)
+            scores = add_dot(q_tail, tail, scores, DOT_PRECISION)
         elif KV_FORMAT == "nvfp4":
             pairs = load_rows(k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
                               (HEAD_DIM - MAIN) // 2, BLOCK_N, BLOCK_TAIL // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP,
@@ -87,14 +88,14 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
             tail = widened_blocks(pairs, q_tail, scales + MAIN // NV_BLOCK, table, start, end, pages,
                                   scale_stride_page, scale_stride_row, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED,
                                   PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-            scores = tl.dot(q_tail, tl.trans(tail), scores, input_precision=DOT_PRECISION)
+            scores = add_dot(q_tail, tl.trans(tail), scores, DOT_PRECISION)
         else:
             k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
                                   stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE,
                                   BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
             if Q_FORMAT == "as_q":
                 k_tail = widened(k_tail, q_tail, KV_FORMAT)
-                scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+                scores = add_dot(q_tail, k_tail, scores, DOT_PRECISION)
             else:
                 k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
                 scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
@@ -174,7 +175,7 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
         if UNUSED_ZERO:
             v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
         if Q_FORMAT == "as_q":
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
+            acc = add_dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], DOT_PRECISION)
         else:
             acc = split_product(p, v_tile, acc * correction[:, None], P_TERMS)
     return acc

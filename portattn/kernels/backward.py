@@ -20,6 +20,14 @@ from portattn.kernels.gradients import (
     score_gradients,
     score_tile,
 )
+from portattn.kernels.parts import (
+    bfloat16_parts,
+    held_parts,
+    load_parts,
+    part_sources,
+    parts_where,
+    product_of_parts,
+)
 from portattn.kernels.tiles import (
     heads_in_turn,
     load_query_rows,
@@ -89,7 +97,7 @@ def backward_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
-    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, NUMBERS: tl.constexpr,
+    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """One program computes dK and dV of BLOCK_M keys of one key/value head, or of several such tiles in turn.
 
@@ -155,16 +163,30 @@ def backward_keys(
             v + slot.to(tl.int64) * v_stride_b + kv_head.to(tl.int64) * v_stride_h + key_0.to(tl.int64) * v_stride_s
             + tl.arange(0, BLOCK_M) * v_stride_s
         )  # fmt: skip
-        k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
-        v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        if DOT_PRECISION == "bf16x6":
+            q_apart, k_apart = seq_q.to(tl.int64) * q_stride_s, seq_k.to(tl.int64) * k_stride_s
+            do_apart, v_apart = seq_q.to(tl.int64) * do_stride_s, seq_k.to(tl.int64) * v_stride_s
+            k_1, k_2, k_3 = held_parts(k_pointers, inside, k_stride_d, k_apart, HEAD_DIM, BLOCK_D, PARTS)
+            v_1, v_2, v_3 = held_parts(v_pointers, inside, v_stride_d, v_apart, HEAD_DIM_V, BLOCK_DV, PARTS)
+        else:
+            k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
+            v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
         dk = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
         dv = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         for member in range(group):
             head = kv_head * group + member
             q_base = q + slot.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
             do_base = grad_out + slot.to(tl.int64) * do_stride_b + head.to(tl.int64) * do_stride_h
-            q_rows = row_source(q_base, far, q_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
-            do_rows = row_source(do_base, far, do_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+            if DOT_PRECISION == "bf16x6":
+                q_rows, q_rows_2, q_rows_3 = part_sources(
+                    q_base, q_apart, far, q_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD, PARTS
+                )
+                do_rows, do_rows_2, do_rows_3 = part_sources(
+                    do_base, do_apart, far, do_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD, PARTS
+                )
+            else:
+                q_rows = row_source(q_base, far, q_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
+                do_rows = row_source(do_base, far, do_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
             numbers = (slot * heads_q + head).to(tl.int64) * seq_q
             lse_source = number_source(forward_lse, numbers, far, BLOCK_N, NUMBERS)
             delta_source = number_source(delta, numbers, far, BLOCK_N, NUMBERS)
@@ -190,15 +212,22 @@ def backward_keys(
                         start = q_first + (first_step + i + skipped) * BLOCK_N
                     else:
                         start = q_first + (full_end + i) * BLOCK_N
-                    if Q_OPERAND == "reload":
+                    if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
                         k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
                         v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
                     rows = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
                     row_valid = rows < far
-                    q_tile = load_rows(q_rows, None, start, far, 0, 0, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_N,
-                                       BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                    do_tile = load_rows(do_rows, None, start, far, 0, 0, do_stride_s, do_stride_d, HEAD_DIM_V,
-                                        BLOCK_N, BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                    if DOT_PRECISION == "bf16x6":
+                        q_1, q_2, q_3 = load_parts(q_rows, q_rows_2, q_rows_3, start, far, q_stride_s, q_stride_d,
+                                                   HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1, LOAD, PARTS)  # fmt: skip
+                        do_1, do_2, do_3 = load_parts(do_rows, do_rows_2, do_rows_3, start, far, do_stride_s,
+                                                      do_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LOAD,
+                                                      PARTS)  # fmt: skip
+                    else:
+                        q_tile = load_rows(q_rows, None, start, far, 0, 0, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_N,
+                                           BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                        do_tile = load_rows(do_rows, None, start, far, 0, 0, do_stride_s, do_stride_d, HEAD_DIM_V,
+                                            BLOCK_N, BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
                     if edge == 1 or (bias is not None or mask is not None):
                         lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
                     else:
@@ -225,8 +254,12 @@ def backward_keys(
                                            mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
                     # Both products first: a compiler that starts them asynchronously computes the
                     # probabilities during the second.
-                    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        products = product_of_parts(k_1, k_2, k_3, tl.trans(q_1), tl.trans(q_2), tl.trans(q_3), True)
+                        dp = product_of_parts(v_1, v_2, v_3, tl.trans(do_1), tl.trans(do_2), tl.trans(do_3), True)
+                    else:
+                        products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
                     p, bend, keep = score_gradients(
                         products, lse[None, :], positions[None, :], keys[:, None],
                         row_start[None, :], row_end[None, :], slope, added, shown, scale, softcap,
@@ -236,14 +269,22 @@ def backward_keys(
                         # A row that sees no key of the tile may be hidden from all, and hold NaN: 0·NaN is NaN. Its LSE
                         # does not tell: with a sink it is finite.
                         seen = (tl.max(p, 0) != 0.0)[:, None]
-                        q_tile = tl.where(seen, q_tile, 0.0).to(q_tile.dtype)
-                        do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
+                        if DOT_PRECISION == "bf16x6":
+                            q_1, q_2, q_3 = parts_where(seen, q_1, q_2, q_3)
+                            do_1, do_2, do_3 = parts_where(seen, do_1, do_2, do_3)
+                        else:
+                            q_tile = tl.where(seen, q_tile, 0.0).to(q_tile.dtype)
+                            do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
                     p_kept = p
                     if dropout_seed is not None:
                         kept = kept_tile(drop_word, drop_turn, key_0 - drop_key, start - drop_row, threshold, BLOCK_M,
                                          BLOCK_N, True, DROPS)  # fmt: skip
                         p_kept = tl.where(kept, p * keep_scale, 0.0)
-                    dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        p_1, p_2, p_3 = bfloat16_parts(p_kept)
+                        dv += product_of_parts(p_1, p_2, p_3, do_1, do_2, do_3, False)
+                    else:
+                        dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
                     if dropout_seed is not None:
                         dp = tl.where(kept, dp * keep_scale, 0.0)
                     ds = p * (dp - row_delta[None, :])
@@ -252,7 +293,11 @@ def backward_keys(
                     if edge == 1 or (bias is not None or mask is not None):
                         # A NaN in a key that this row does not see comes by dP.
                         ds = tl.where(keep, ds, 0.0)
-                    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        ds_1, ds_2, ds_3 = bfloat16_parts(ds)
+                        dk += product_of_parts(ds_1, ds_2, ds_3, q_1, q_2, q_3, False)
+                    else:
+                        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=DOT_PRECISION)
 
         stored = keys < stored_end
         dk = tl.where(inside[:, None], dk * scale, 0.0)
@@ -294,7 +339,7 @@ def backward_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
-    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr,
+    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program computes dQ of BLOCK_M query rows of one head, or of several such tiles in turn.
 
@@ -356,8 +401,17 @@ def backward_rows(
         kv_head = (head // group).to(tl.int64)
         k_base = k + slot.to(tl.int64) * k_stride_b + kv_head * k_stride_h
         v_base = v + slot.to(tl.int64) * v_stride_b + kv_head * v_stride_h
-        k_rows = row_source(k_base, far, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
-        v_rows = row_source(v_base, far, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+        if DOT_PRECISION == "bf16x6":
+            k_apart, v_apart = seq_k.to(tl.int64) * k_stride_s, seq_k.to(tl.int64) * v_stride_s
+            k_rows, k_rows_2, k_rows_3 = part_sources(
+                k_base, k_apart, far, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD, PARTS
+            )
+            v_rows, v_rows_2, v_rows_3 = part_sources(
+                v_base, v_apart, far, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD, PARTS
+            )
+        else:
+            k_rows = row_source(k_base, far, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
+            v_rows = row_source(v_base, far, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
         offset = row_0.to(tl.int64)
         q_pointers = (
             q + slot.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h + offset * q_stride_s
@@ -367,8 +421,13 @@ def backward_rows(
             grad_out + slot.to(tl.int64) * do_stride_b + head.to(tl.int64) * do_stride_h + offset * do_stride_s
             + tl.arange(0, BLOCK_M) * do_stride_s
         )  # fmt: skip
-        q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
-        do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        if DOT_PRECISION == "bf16x6":
+            q_apart, do_apart = seq_q.to(tl.int64) * q_stride_s, seq_q.to(tl.int64) * do_stride_s
+            q_1, q_2, q_3 = held_parts(q_pointers, row_valid, q_stride_d, q_apart, HEAD_DIM, BLOCK_D, PARTS)
+            do_1, do_2, do_3 = held_parts(do_pointers, row_valid, do_stride_d, do_apart, HEAD_DIM_V, BLOCK_DV, PARTS)
+        else:
+            q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
+            do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
         numbers = (slot * heads_q + head).to(tl.int64) * seq_q
         lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
         slope = None
@@ -394,14 +453,20 @@ def backward_rows(
                     start = k_first + (first_step + i + skipped) * BLOCK_N
                 else:
                     start = k_first + (full_end + i) * BLOCK_N
-                if Q_OPERAND == "reload":
+                if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
                     q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
                     do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
                 keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-                k_tile = load_rows(k_rows, None, start, far, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D,
-                                   edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                v_tile = load_rows(v_rows, None, start, far, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
-                                   BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                if DOT_PRECISION == "bf16x6":
+                    k_1, k_2, k_3 = load_parts(k_rows, k_rows_2, k_rows_3, start, far, k_stride_s, k_stride_d,
+                                               HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1, LOAD, PARTS)  # fmt: skip
+                    v_1, v_2, v_3 = load_parts(v_rows, v_rows_2, v_rows_3, start, far, v_stride_s, v_stride_d,
+                                               HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LOAD, PARTS)  # fmt: skip
+                else:
+                    k_tile = load_rows(k_rows, None, start, far, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
+                                       BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                    v_tile = load_rows(v_rows, None, start, far, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
+                                       BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
                 added = None
                 shown = None
                 there = row_valid[:, None] & (keys < far)[None, :]
@@ -412,8 +477,12 @@ def backward_rows(
                 if mask is not None:
                     shown = score_tile(mask, batch, head, rows[:, None], keys[None, :], there, 0, mask_stride_b,
                                        mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
-                products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
+                if DOT_PRECISION == "bf16x6":
+                    products = product_of_parts(q_1, q_2, q_3, tl.trans(k_1), tl.trans(k_2), tl.trans(k_3), True)
+                    dp = product_of_parts(do_1, do_2, do_3, tl.trans(v_1), tl.trans(v_2), tl.trans(v_3), True)
+                else:
+                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
                 p, bend, keep = score_gradients(
                     products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None],
                     slope, added, shown, scale, softcap, edge == 1, WINDOW, SOFTCAP, EXP,
@@ -432,8 +501,15 @@ def backward_rows(
                     ds = tl.where(ds == 0.0, 0.0, ds * bend)
                 if (bias is not None or mask is not None) or (WINDOW and edge == 1):
                     # A key that no row of the tile sees may be NaN, and 0·NaN is NaN.
-                    k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
-                dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
+                    if DOT_PRECISION == "bf16x6":
+                        k_1, k_2, k_3 = parts_where((tl.max(p, 0) != 0.0)[:, None], k_1, k_2, k_3)
+                    else:
+                        k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
+                if DOT_PRECISION == "bf16x6":
+                    ds_1, ds_2, ds_3 = bfloat16_parts(ds)
+                    dq += product_of_parts(ds_1, ds_2, ds_3, k_1, k_2, k_3, False)
+                else:
+                    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
 
         stored = rows < stored_end
         dq = tl.where(row_valid[:, None], dq * scale, 0.0)

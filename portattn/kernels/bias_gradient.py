@@ -9,6 +9,7 @@ import triton.language as tl
 
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
+from portattn.kernels.parts import dot
 from portattn.kernels.tiles import load_query_rows, sequence_bounds
 
 
@@ -99,8 +100,8 @@ def backward_bias(
             slope = None
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + slot * alibi_stride_b + head)
-            products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)
-            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
+            products = dot(q_tile, tl.trans(k_tile), DOT_PRECISION)
+            dp = dot(do_tile, tl.trans(v_tile), DOT_PRECISION)
             p, _, keep = score_gradients(
                 products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None], slope,
                 added, shown, scale, softcap, True, WINDOW, SOFTCAP, EXP,

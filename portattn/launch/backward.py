@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +11,18 @@ from portattn.launch.arguments import alibi_stride, features, outer_strides, sco
 from portattn.launch.bias_gradient import bias_call
 from portattn.launch.dropping import dropping
 from portattn.launch.kernelcall import KernelCall
-from portattn.planning.kernel_specs import CORES, DenseBackward, ceil_div, heads_together, packed_keys, packed_tiles
+from portattn.planning.kernel_specs import (
+    CORES,
+    DenseBackward,
+    ceil_div,
+    heads_together,
+    packed_keys,
+    packed_tiles,
+    tile_width,
+)
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
-from portattn.schema.lowering import Lowering
+from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
 from portattn.schema.sizes import least, most
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -29,6 +38,10 @@ DELTA_ROWS = 32  # a program of backward_delta
 # Constants that backward_delta has.
 _DELTA = ("HEAD_DIM_V", "BLOCK_DV", "GRID")
 _ALIGNED = POINTER_ALIGNMENT // 4  # float32
+_BUFFERED = 128 // 4
+_PART_COLUMNS = POINTER_ALIGNMENT // 2  # bfloat16
+_OPERANDS = {"q": "q", "k": "k", "v": "v", "do": "grad_out"}  # as their strides are named, and as they are
+PART_ROWS = 32  # of a program of store_parts
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -61,10 +74,18 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         {name: constants[name] for name in _DELTA} | {"BLOCK_M": DELTA_ROWS}, launch, UNSPECIALISED,
     )  # fmt: skip
 
-    tensors = {
-        "q": call.q, "k": call.k, "v": call.v, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
-        "delta": delta,
-    }  # fmt: skip
+    operands = {name: getattr(call, field) for name, field in _OPERANDS.items()}
+    inputs: dict[str, int] = {}
+    made: list[KernelCall] = []
+    for name, tensor in operands.items():
+        if lowering.parts == "memory":
+            one, operands[name], own = _in_parts(name, call, tensor, launch, grid, lowering)
+            made.append(one)
+            inputs |= own
+        else:
+            inputs |= strides(name, tensor, "bhsd")
+    tensors = {field: operands[name] for name, field in _OPERANDS.items()}
+    tensors |= {"forward_lse": call.forward_lse, "delta": delta}
     options = {
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k, "leftpad_q": call.leftpad_q,
         "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
@@ -73,10 +94,6 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     threshold, keep_scale = dropping(call)
     options["keep_scale"] = keep_scale
-    inputs = {
-        **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
-        **strides("do", call.grad_out, "bhsd"),
-    }  # fmt: skip
     absent = strides("bias", None, "bhqk") | strides("mask", None, "bhqk")  # packed rows have neither
     scores: dict[str, Any] = {**alibi_stride(call), **absent, **score_strides(call)}
     sizes = {
@@ -97,7 +114,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         },
         constants
         | {
-            "NUMBERS": _numbers_by(call, lowering, constants["CAUSAL"]),
+            "NUMBERS": _numbers_by(call, lowering, launch, constants["CAUSAL"]),
             "DROPS": kernel.drops_by_keys(problem, lowering),
         },
         launch, UNSPECIALISED,
@@ -114,21 +131,57 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         },
         kernel.constexprs(problem, lowering, of_rows), of_rows, UNSPECIALISED,
     )  # fmt: skip
-    launches = [first, by_keys, by_rows]
+    launches = [first, *made, by_keys, by_rows]
     if call.grad_bias is not None:
         launches.append(bias_call(plan, call, delta, constants, lowering, launch, cores))
     return launches, delta, None
 
 
-def _numbers_by(call: Call, lowering: Lowering, causal: str) -> str:
+def _in_parts(
+    name: str, call: Call, tensor: Any, launch: Launch, grid: Callable[[Any], tuple[int, ...]], lowering: Lowering
+) -> tuple[KernelCall, torch.Tensor, dict[str, int]]:
+    """What stores the parts of a float32 tensor (B, H, S, D), and those, (B, H, 3, S, D), with their strides as the
+    kernels take them. Rows are as long as copies by TMA want them.
+    """
+    batch, heads, rows, columns = tensor.shape
+    width = ceil_div(columns, _PART_COLUMNS) * _PART_COLUMNS
+    parts = call.empty(batch, heads, 3, rows, width, dtype=torch.bfloat16)
+    row_tiles = ceil_div(rows, PART_ROWS)
+    tiles = batch * heads * row_tiles
+    stored = KernelCall(
+        "portattn.kernels.parts", "store_parts", grid(tiles),
+        {
+            **dict.fromkeys(_OPERANDS.values()), _OPERANDS[name]: tensor, "parts": parts,
+            **_without_name(strides(name, tensor, "bhsd")), "heads": heads,
+            "rows": rows, "row_tiles": row_tiles, "tiles": tiles,
+        },
+        {
+            "COLS": columns, "WIDTH": width, "BLOCK_COLS": tile_width(width, False), "BLOCK_M": PART_ROWS,
+            "GRID": lowering.grid,
+        },
+        launch, frozenset({"heads", "rows", "row_tiles", "tiles"}),
+    )  # fmt: skip
+    apart = rows * width
+    own = {f"{name}_stride_b": 3 * heads * apart, f"{name}_stride_h": 3 * apart, f"{name}_stride_s": width}
+    return stored, parts, own | {f"{name}_stride_d": 1}
+
+
+def _without_name(values: dict[str, int]) -> dict[str, int]:
+    return {name.partition("_")[2]: value for name, value in values.items()}
+
+
+def _numbers_by(call: Call, lowering: Lowering, launch: Launch, causal: str) -> str:
     """How backward_keys reads the LSE and delta of a full tile of rows. A descriptor's memory, and each tile that is
-    read through it, begins at a multiple of 16 bytes. With a bias or a mask no tile counts as full.
+    read through it, begins at a multiple of 16 bytes. With a bias or a mask no tile counts as full. Each of a
+    pipeline's buffers must begin at a multiple of 128: tiles of 16 rows ended in "misaligned address" on an H200.
     """
     problem = call.problem
     if call.bias is not None or call.mask is not None:
         return "pointer"
     lengths = (call.seqlens_q, call.seqlens_k, call.leftpad_q, call.leftpad_k)
-    if lowering.load != "descriptor" or not problem.aligned or problem.packed or lengths != (None,) * 4:
+    if lowering.load != "descriptor" or launch.block_n < _BUFFERED:
+        return "pointer"
+    if not problem.aligned or problem.packed or lengths != (None,) * 4:
         return "pointer"
     first = 0  # row that sees a key, which the first tile begins at
     if causal not in ("none", "top_left"):

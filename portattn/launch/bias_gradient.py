@@ -24,7 +24,7 @@ UNSPECIALISED = frozenset(
     }
 )  # fmt: skip
 LARGEST_TILE = 64  # rows, and keys: beside a tile of scores it holds one of sums
-_NOT_READ = ("LOAD", "SEARCH", "Q_OPERAND")
+_NOT_READ = ("LOAD", "SEARCH", "Q_OPERAND", "PARTS")
 
 
 def bias_call(

@@ -240,7 +240,8 @@ def core_steps(
 ) -> tuple[list[Step], Buffers]:
     """A core plan's launches as Steps, and what passes between them.
 
-    In a kernel's arguments an input goes by its own name; any other tensor is an output, or a buffer between kernels.
+    In a kernel's arguments an input goes by its own name; any other tensor is an output, or a buffer between kernels,
+    which a later kernel may have in an input's place.
     The caller's own tensors take the places of the views that validation made of them: a kernel gets their address.
     """
     names, buffers, steps = {id(out): "out", id(lse): "lse"}, {}, []
@@ -250,7 +251,11 @@ def core_steps(
         for argument, value in launch.arguments.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            role = argument if argument in TENSORS else names.setdefault(id(value), f"buffer {len(names)}")
+            role = names.get(id(value), "")
+            if argument in TENSORS and not role.startswith("buffer"):
+                role = argument
+            elif not role:
+                role = names[id(value)] = f"buffer {len(names)}"
             roles[argument] = role
             if role.startswith("buffer"):
                 buffers[role] = (tuple(value.shape), value.dtype)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-DotPrecision = Literal["ieee", "tf32", "tf32x3", "hf32"]
+DotPrecision = Literal["ieee", "tf32", "tf32x3", "bf16x6", "hf32"]
 
 
 class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +40,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                    head, which takes tiles that are no power of two
     operands       of Q·Kᵀ over quantised queries and keys: `widened` to float16, whose products are exact, or as they
                    are `stored`, by the chip's own 8-bit products
+    parts          where the bfloat16 parts of float32 operands (`bf16x6`) come from: made in `registers`, of each tile
+                   that is read, or once, by a kernel of their own, and read from `memory`: 6 bytes a number
     unpack         numbers of a quantised cache: read as `bytes` and widened to queries' dtype, one by one; or read as
                    16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions. What
                    writes a cache divides and narrows each number by operations that every chip has, or by `ptx`
@@ -63,6 +65,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reads: Literal["masked", "inside"] = "masked"
     drops: Literal["tiles", "scores", "halves"] = "tiles"
     operands: Literal["widened", "stored"] = "widened"
+    parts: Literal["registers", "memory"] = "registers"
     unpack: Literal["bytes", "words", "ptx"] = "bytes"
 
 

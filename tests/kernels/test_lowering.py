@@ -17,7 +17,7 @@ from portattn.schema.lowering import CHOICES, Launch, Lowering
 from portattn.schema.ops import PUBLIC, ROWS, WRITERS
 from portattn.schema.problem import Problem
 
-CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3")  # Triton's interpreter knows the same three; hf32 is Ascend's alone
+CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16x6")  # hf32 is Ascend's alone
 DEFAULTS = msgspec.structs.asdict(Lowering())
 # Of Ascend; instructions of NVIDIA's, and pages of words: test_quantised_words.py has these.
 NOT_HERE = ("hf32", "ptx", "by_page")

@@ -165,10 +165,10 @@ def test_which_entries_may_have_values_for_rows(pattern: str, expected: bool) ->
     ("fields", "keys", "rows"),
     [
         ({"head_dim": 64}, (128, 32, 4, 3), (64, 64, 4, 2)),
-        ({"head_dim": 64, "dropout": True}, (64, 32, 4, 3), (64, 32, 4, 2)),
+        ({"head_dim": 64, "dropout": True}, (64, 64, 4, 2), (64, 32, 4, 3)),
         ({"head_dim": 64, "aligned": False}, (64, 64, 4, 1), (64, 64, 4, 1)),
         ({"head_dim": 128}, (64, 64, 4, 2), (128, 64, 8, 3)),
-        ({"head_dim": 128, "dropout": True}, (64, 32, 4, 2), (64, 64, 4, 2)),
+        ({"head_dim": 128, "dropout": True}, (64, 32, 4, 3), (64, 64, 4, 2)),
         ({"head_dim": 256}, (64, 64, 8, 2), (128, 32, 8, 3)),
         ({"head_dim": 256, "softcap": True}, (32, 16, 4, 1), (32, 16, 4, 1)),
     ],
@@ -180,3 +180,32 @@ def test_the_shipped_tiles_of_sm_90(problem: Problem, fields: Any, keys: Any, ro
     made = plan(asked, target, Registry.load(), settings=Settings(backend="triton"))
     assert made.launch is not None
     assert (values(made.launch), values(made.launch.of_rows())) == (keys, rows)
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys", "rows", "parts"),
+    [
+        ({"head_dim": 64, "seq": 2048}, (128, 64, 8, 2), (128, 64, 8, 2), "memory"),
+        ({"head_dim": 128, "seq": 2048}, (64, 32, 4, 2), (64, 32, 4, 2), "memory"),
+        ({"head_dim": 64, "seq": 512}, (64, 64, 4, 1), (128, 64, 8, 2), "registers"),
+        ({"head_dim": 128, "seq": 512}, (64, 64, 4, 1), (64, 64, 4, 1), "registers"),
+    ],
+    ids=str,
+)
+def test_the_shipped_products_of_float32(fields: Any, keys: Any, rows: Any, parts: str) -> None:
+    """Tensors without a feature have six products of bfloat16 parts, which long sequences store once; others three of
+    TF32.
+    """
+    width, seq = fields["head_dim"], fields["seq"]
+    asked = msgspec.structs.replace(DENSE, dtype="fp32", head_dim=width, head_dim_v=width, seq_q=seq, seq_k=seq)
+    target = Registry.load().target("cuda:sm_90", "triton==3.6.0")
+    made, featured = (
+        plan(p, target, Registry.load(), settings=Settings(backend="triton"))
+        for p in (asked, msgspec.structs.replace(asked, softcap=True))
+    )
+    assert made.launch is not None
+    assert (values(made.launch), values(made.launch.of_rows())) == (keys, rows)
+    assert made.lowering is not None
+    assert (made.lowering.dot_precision, made.lowering.parts) == ("bf16x6", parts)
+    assert featured.lowering is not None
+    assert (featured.lowering.dot_precision, featured.lowering.parts) == ("tf32x3", "registers")

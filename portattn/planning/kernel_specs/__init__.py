@@ -15,6 +15,7 @@ from portattn.planning.kernel_specs.base import (
     head_columns,
     heads_together,
     packed_tiles,
+    tile_width,
 )
 from portattn.planning.kernel_specs.decode import DecodeSplit, MlaSplit, PagedSplit
 from portattn.planning.kernel_specs.forward import DenseForward, VarlenForward
@@ -35,6 +36,7 @@ __all__ = [
     "of_gradients",
     "packed_keys",
     "packed_tiles",
+    "tile_width",
 ]
 
 CORES: dict[str, CoreKernel] = {

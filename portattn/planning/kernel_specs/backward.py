@@ -31,7 +31,7 @@ class DenseBackward(CoreKernel):
     takes = TAKES | SCORED | MASKED | {
         "seqlens_q", "leftpad_q", "leftpad_k", "dropout", "grad_lse", "grad_bias", "grad_slopes", "deterministic",
     }  # fmt: skip
-    choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "drops")
+    choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "drops", "parts")
     max_head_dim = 256  # both accumulators of a tile of keys stay in registers
     max_head_dim_v = 256
 
@@ -49,6 +49,12 @@ class DenseBackward(CoreKernel):
 
     def rows(self, problem: Problem) -> int:
         return most(super().rows(problem), problem.seq_k)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if lowering.parts == "memory" and (problem.dtype != "fp32" or lowering.dot_precision != "bf16x6"):
+            return (*found, ("parts", "registers", "products are not made of parts"))
+        return found
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         common = super().constexprs(problem, lowering, launch)

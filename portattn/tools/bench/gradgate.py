@@ -118,8 +118,16 @@ class GradientGate:
             return math.inf
         return worst
 
+    def expect(self, masks: list[torch.Tensor]) -> None:
+        """Expect results under dropout's masks, (Sq, Sk) for each place of `sample`: of those whose mask is known."""
+        places = sample(self.case)
+        parts = [_part(self.case, self.t, *place, kept=mask) for place, mask in zip(places, masks, strict=True)]
+        self._expected = Expected.of(parts, self.t.q.dtype)
+
     def shares(self, results: Compared) -> tuple[float, float]:
-        """Of results by NAMES, without dropout: the largest error in parts of its budget, and the segments' mean."""
+        """Of results by NAMES, with dropout after `expect`: the largest error in parts of its budget, and the segments'
+        mean.
+        """
         assert self._expected is not None
         return self._shares(results, self._expected)
 

@@ -13,17 +13,19 @@ import torch
 
 import portattn
 from portattn.planning.gradients import backward_problem
+from portattn.reference.dropout import keep_mask
 from portattn.schema.call import Call
 from portattn.schema.lowering import OF_ROWS, Launch, OptionValue
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import arguments
 from portattn.tools.bench.gate import as_call
-from portattn.tools.bench.gradgate import NAMES, GradientGate
+from portattn.tools.bench.gradgate import NAMES, GradientGate, sample
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.choice import Choice
 
 JOINED = 3  # of each sweep, the best so many are joined with those of the other
 WRITTEN = ("grad_q", "grad_k", "grad_v")
+DROPOUT_SEED = 7
 
 
 def call_of(case: Case, t: Tensors) -> Call:
@@ -38,6 +40,8 @@ def call_of(case: Case, t: Tensors) -> Call:
     if t.q.device.type == "meta":
         return call
     args, options = arguments(case, t)
+    if case.dropout:  # what is dropped must be the same in both
+        call.dropout_seed = options["dropout_seed"] = torch.tensor([DROPOUT_SEED], device=t.q.device)
     with torch.no_grad():
         out, lse = getattr(portattn, case.op)(*args, **options, return_lse=True)
     assert t.grad_out is not None
@@ -57,6 +61,16 @@ class Shares:
 
     def __init__(self, case: Case, t: Tensors, call: Call) -> None:
         self.case, self.call, self.gate = case, call, GradientGate(case, t)
+        if case.dropout:
+            self.gate.expect([self._kept(sequence * case.heads_q + head) for sequence, head in sample(case)])
+
+    def _kept(self, number: int) -> torch.Tensor:
+        """Dropout's mask of one head of one sequence, (Sq, Sk), by the reference's generator."""
+        seed = self.call.dropout_seed
+        assert seed is not None
+        rows, keys = (torch.arange(size, device=seed.device) for size in (self.case.seq_q, self.case.seq_k))
+        head = torch.tensor(number, device=seed.device)
+        return keep_mask(seed, self.case.dropout, head, rows[:, None], keys[None])
 
     def of(self) -> tuple[float, float]:
         """Largest and mean share of what lies in the call's memory; infinite where something is not finite."""

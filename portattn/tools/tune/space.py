@@ -60,13 +60,14 @@ _OPTIONS = (
     Axis("matrix_instr_nonkdim", (None, 16), ("matrix_shapes",), (HALF,)),
 )
 _LOADS = (
-    Axis("load", ("pointer", "descriptor"), ("descriptors",), (HALF, "aligned")),
+    Axis("load", ("pointer", "descriptor"), ("descriptors",), ("aligned",)),
+    Axis("dot_precision", ("ieee", "tf32x3", "bf16x6"), when=(FLOAT,)),
     Axis("dot_precision", ("ieee", "tf32x3"), when=(FLOAT,)),
 )
 
 _FORWARD = (
     Axis("block_m", (16, 32, 64), when=(WIDE,)),
-    Axis("block_m", (16, 32, 64), when=(FLOAT,)),
+    Axis("block_m", (16, 32, 64, 128), when=(FLOAT,)),
     Axis("block_m", (16, 32, 64, 128), NO_WARPS),
     Axis("block_m", (16, 32, 64), SMALL),
     Axis("block_m", (64, 128)),
@@ -111,7 +112,7 @@ _SPLIT = (
 # Of gradients: the kernel that holds keys, and, by names of their own, the kernel that holds rows.
 _HOLDS = (
     Axis("block_m", (16, 32, 64), SMALL),
-    Axis("block_m", (16, 32, 64), when=(FLOAT,)),
+    Axis("block_m", (16, 32, 64, 128), when=(FLOAT,)),
     Axis("block_m", (32, 64, 128)),
     Axis("block_n", (16, 32, 64)),
     Axis("num_warps", (1,), NO_WARPS),

@@ -39,16 +39,14 @@ def tunable_sets() -> list[str]:
 
 
 def _tuned(case: Case) -> bool:
-    """Whether there is something to tune for it: dropout's gradients are judged by no candidate's own memory, and the
-    core's are the same where they have to be deterministic.
-    """
-    return not case.dropout and not case.deterministic
+    """Whether there is something to tune for it: the core's gradients are deterministic whatever is asked for."""
+    return not case.deterministic
 
 
 def from_sets(names: tuple[str, ...], only: str | None) -> list[Case]:
     """The cases of named sets whose names hold a text. Raises ArgumentError on an unknown set or text.
 
-    Gradients with dropout and deterministic ones are left out.
+    Deterministic gradients are left out.
     """
     known = tunable_sets()
     wanted = known if "all" in names else list(dict.fromkeys(names))
@@ -66,7 +64,7 @@ _NUMBERS = ("head_dim_v", "page_size", "tokens")
 _WORDS: dict[str, tuple[str, ...]] = {"kv_format": get_args(KvFormat), "kv_scales": get_args(KvScales)}
 _FORM = (
     "must be an op and NAME=VALUE words, as in 'attention q=4,16,4096,128 kv=4,16,4096,128 dtype=bf16 causal'; "
-    f"words: q, kv (B,H,S,D), dtype, causal[=top_left], window=L,R, {', '.join(_NUMBERS)}, "
+    f"words: q, kv (B,H,S,D), dtype, causal[=top_left], window=L,R, dropout=P, {', '.join(_NUMBERS)}, "
     f"{', '.join(_WORDS)}"
 )
 
@@ -97,6 +95,7 @@ def parse(text: str) -> Case:
         batch, heads_q, seq_q, dim = (int(part) for part in given.pop("q").split(","))
         batch_k, heads_k, seq_k, dim_k = (int(part) for part in given.pop("kv").split(","))
         fields |= {name: int(given.pop(name)) for name in _NUMBERS if name in given}
+        fields["dropout"] = float(given.pop("dropout", "0"))
         if "window" in given:
             left, right = (None if int(side) < 0 else int(side) for side in given.pop("window").split(","))
             fields["window"] = (left, right)
@@ -116,6 +115,8 @@ def parse(text: str) -> Case:
         raise bad("kv_scales goes with a kv_format other than as_q")
     if stored != "as_q" and op not in STORED_OPS:
         raise bad(f"kv_format goes with {' and '.join(STORED_OPS)}")
+    if fields["dropout"] and (op != "attention_backward" or heads_q != heads_k or not 0 < fields["dropout"] < 1):
+        raise bad("dropout must be from 0 to below 1, of attention_backward with as many heads in q as in kv")
     if given:
         raise bad(f"it has the unknown word {next(iter(given))!r}; {_FORM}")
     if (batch, dim) != (batch_k, dim_k) or min(batch, heads_q, seq_q, dim, heads_k, seq_k) < 1:

@@ -10,10 +10,11 @@ from portattn.planning.registry import parse_target
 from portattn.reference import gradients as by_reference
 from portattn.schema.lowering import OF_ROWS, Launch
 from portattn.schema.ops import BACKWARD
+from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
 from portattn.tools.tune.facts import compile_all, verdict
-from portattn.tools.tune.gradients import joined, swept
+from portattn.tools.tune.gradients import Shares, call_of, joined, swept
 from portattn.tools.tune.search import Stage, facts_of, witnesses
 from portattn.tools.tune.tunable import Built, Compiled, Started
 from portattn.tools.tune.tunables import tunables
@@ -52,8 +53,22 @@ def test_the_problem_is_that_of_the_gradients() -> None:
         problem = workload(parse(text)).problem
         assert (problem.op, problem.causal, problem.needs_grad) == (BACKWARD[op], "bottom_right", False)
     names = [case.name for case in from_sets(("backward18", "backward_more"), None)]
-    assert len(names) == 18 + 8
-    assert not any("dropout" in name or "deterministic" in name for name in names)
+    assert len(names) == 18 + 9
+    assert [name for name in names if "dropout" in name]
+    assert not any("deterministic" in name for name in names)
+
+
+def test_gradients_under_dropout_are_judged_with_the_mask_of_their_seed() -> None:
+    case = parse("attention_backward q=2,2,160,16 kv=2,2,160,16 dtype=fp32 causal dropout=0.25")
+    t = Tensors.random(case, CPU)
+    call = call_of(case, t)
+    assert call.problem.dropout
+    judge = Shares(case, t, call)
+    by_reference.run(call)
+    assert judge.of()[0] <= 1.0
+    call.dropout_seed = call.dropout_seed + 1
+    by_reference.run(call)
+    assert judge.of()[0] > 100.0
 
 
 def test_a_sweep_changes_one_kernel() -> None:

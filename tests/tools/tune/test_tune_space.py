@@ -100,7 +100,7 @@ def test_of_axes_with_one_name_the_first_that_applies_counts():
 
     assert tiles(128, "bf16") == (64, 128)
     assert tiles(512, "bf16") == (16, 32, 64)
-    assert tiles(64, "fp32") == (16, 32, 64)
+    assert tiles(64, "fp32") == (16, 32, 64, 128)
 
 
 def test_a_quantised_cache_has_small_tiles_and_buffers_of_bytes():
