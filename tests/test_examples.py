@@ -36,6 +36,7 @@ def test_every_example_is_run_and_on_the_page() -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_example_runs(name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"  # as in this process: threads of tests side by side wait for each other
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
         env=environment,
