@@ -81,10 +81,13 @@ def decode_split(
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     PER: tl.constexpr = 2 if KV_FORMAT == "int4" or KV_FORMAT == "nvfp4" else 1  # numbers of a byte
-    # Words of at most 8 rows and nothing but lengths: keys are the rows of products (kernels/few_rows.py).
+    # Words of at most 8 rows and nothing but lengths: keys are the rows of products (kernels/few_rows.py). Of int4 rows
+    # of 40 numbers in tiles of 16 keys that loop gave wrong results on an H200 (Triton 3.6.0, 2026-11-26), which nobody
+    # has explained: it takes what was seen to be right, whole tiles of columns and at least 32 keys.
     FEW: tl.constexpr = (
-        BLOCK_M < 16 and UNPACK != "bytes" and KV_FORMAT != "nvfp4" and not WINDOW and not SOFTCAP
-        and alibi_slopes is None and bias is None and mask is None and tree_mask is None
+        BLOCK_M < 16 and BLOCK_N >= 32 and HEAD_DIM % 64 == 0 and HEAD_DIM_V % 64 == 0 and UNPACK != "bytes"
+        and KV_FORMAT != "nvfp4" and not WINDOW and not SOFTCAP and alibi_slopes is None and bias is None
+        and mask is None and tree_mask is None
     )  # fmt: skip
     heads_q = heads_k * GROUP
     for turn in range(rounds):

@@ -92,7 +92,7 @@ def attend_few(
         size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
         if PLACES == 4:
             size = tl.maximum(size, tl.maximum(largest_finite(q_3), largest_finite(q_4)))
-        size = tl.maximum(size, SMALLEST_NORMAL)
+        size = tl.maximum(size, SMALLEST_NORMAL * ABOVE)  # times ABOVE, its reciprocal is finite
         unit = (tl.minimum(size.to(tl.int32, bitcast=True), LARGEST_EXPONENT) & EXPONENT).to(tl.float32, bitcast=True)
         inverse = (1.0 / unit)[:, None]
         q_1 = (q_1.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
