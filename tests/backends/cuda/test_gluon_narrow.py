@@ -41,7 +41,8 @@ ALL = [
     if causal == "none" or "window_right" not in fields
 ]
 WIDE = {"head_dim": 256, "head_dim_v": 256}
-FEW_SPILLED = 704  # of FEW's form of 256 columns, which spills 624
+# Of FEW's forms: of 256 columns, which spills 624, and of three consumers, which spills 96.
+FEW_SPILLED = {("plain", 256): 704, ("many tiles", 64): 128}
 MOST_SPILLED = {64: 256, 128: 256, 192: 256, 256: 2048}  # bytes a thread; of 256 columns 16 to 33 registers a tile
 
 
@@ -76,7 +77,7 @@ def test_it_compiles_clean(
     if str(gluon_target.toolchain) == str(SM_90.toolchain):
         most = MOST_SPILLED[head_dim]
         if (form, head_dim, causal) in FEW:
-            most = FEW_SPILLED if head_dim == 256 else 0
+            most = FEW_SPILLED.get((form, head_dim), 0)
         assert main.facts["spills"] <= most
         assert transposing.facts["spills"] == 0
     assert "serialized_wgmma" not in main.facts
