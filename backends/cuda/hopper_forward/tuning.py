@@ -40,7 +40,12 @@ TILES = {
     128: ((2, 128, 2, 2, 1), (2, 64, 4, 2, 1), (2, 128, 2, 1, 1)),
     256: ((2, 64, 2, 1, 1), (2, 64, 2, 1, 2)),
 }
-FLAGS = tuple(field.name for field in msgspec.structs.fields(variant.Schedule) if field.type in (bool, "bool"))
+_OF_NARROW = ("spared",)  # of e4m3 operands alone, whose schedules are not searched
+FLAGS = tuple(
+    field.name
+    for field in msgspec.structs.fields(variant.Schedule)
+    if field.type in (bool, "bool") and field.name not in _OF_NARROW
+)
 
 
 class ForwardTunable:

@@ -27,6 +27,7 @@ import test_gluon_backward as backward
 import test_gluon_forms as forward
 import test_gluon_mla as latent
 import test_gluon_narrow as narrow
+import test_gluon_whole as whole
 import tomlkit
 
 from portattn import Problem
@@ -81,6 +82,10 @@ def forms() -> list[Form]:
     found += [
         Form(f"{narrow.VARIANT.name}: {form} D={dim} {causal}", narrow.VARIANT, narrow.problem(form, dim, causal))
         for form, dim, causal in narrow.ALL
+    ]
+    found += [
+        Form(f"{whole.VARIANT.name}: {form} D={dim} {causal}", whole.VARIANT, whole.problem(form, dim, causal))
+        for form, dim, causal in whole.ALL
     ]
     found += [Form(f"gluon_backward: {name}", backward.VARIANT, p) for name, p in backward.FORMS.items()]
     return found + [
