@@ -78,7 +78,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     inputs: dict[str, int] = {}
     made: list[KernelCall] = []
     for name, tensor in operands.items():
-        if lowering.parts == "memory":
+        if lowering.parts == "memory" and lowering.dot_precision == "bf16x6":
             one, operands[name], own = _in_parts(name, call, tensor, launch, grid, lowering)
             made.append(one)
             inputs |= own

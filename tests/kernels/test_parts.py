@@ -50,8 +50,9 @@ def test_a_kernel_of_their_own_stores_them_once(device: Device) -> None:
     sources = [next(x for name in OPERANDS if (x := launch.arguments[name]) is not None) for launch in made]
     assert list(map(id, sources)) == [id(getattr(call, name)) for name in OPERANDS]
     assert made[0].arguments["parts"].shape == (2, 2, 3, 19, 24)  # rows are a multiple of 16 bytes
-    launches, _, _ = kernel_calls(core_plan(device, call.problem, PARTS), call, 3)
-    assert [launch.function for launch in launches] == ["backward_delta", "backward_keys", "backward_rows"]
+    for others in (PARTS, {"dot_precision": "ieee", "parts": "memory"}):
+        launches, _, _ = kernel_calls(core_plan(device, call.problem, others), call, 3)
+        assert [launch.function for launch in launches] == ["backward_delta", "backward_keys", "backward_rows"]
 
 
 def test_a_cached_call_has_the_parts_in_its_operands_places(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
