@@ -54,7 +54,7 @@ def chip(device: Device) -> Device:
 @pytest.mark.parametrize("name", SIZES)
 def test_numbers(chip: Device, name: str, causal: str, head_dim: int) -> None:
     for dtype in ("fp16", "bf16"):
-        p = problem(causal=causal, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **SIZES[name])
+        p = problem(**{"causal": causal, "head_dim": head_dim, "head_dim_v": head_dim, "dtype": dtype} | SIZES[name])
         assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
 
 
