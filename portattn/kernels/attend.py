@@ -275,7 +275,7 @@ def attend(
         acc = add_values(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
-            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
+            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, (MASKS or EDGE_UNUSED) or (NONE and LOAD == "descriptor"), LOAD,
             DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
         )  # fmt: skip
     elif PIPELINE == "rotated":

@@ -84,11 +84,11 @@ def decode_split(
     # Words of at most 8 rows and nothing but lengths: keys are the rows of products (kernels/few_rows.py). Of int4 rows
     # of 40 numbers in tiles of 16 keys that loop gave wrong results on an H200 (Triton 3.6.0, 2026-11-26), which nobody
     # has explained: it takes what was seen to be right, whole tiles of columns and at least 32 keys.
-    FEW: tl.constexpr = (
-        BLOCK_M < 16 and BLOCK_N >= 32 and HEAD_DIM % 64 == 0 and HEAD_DIM_V % 64 == 0 and UNPACK != "bytes"
-        and KV_FORMAT != "nvfp4" and not WINDOW and not SOFTCAP and alibi_slopes is None and bias is None
-        and mask is None and tree_mask is None
-    )  # fmt: skip
+    # Triton 3.2 takes two conditions at a time.
+    WHOLE: tl.constexpr = (BLOCK_M < 16 and BLOCK_N >= 32) and (HEAD_DIM % 64 == 0 and HEAD_DIM_V % 64 == 0)
+    LENGTHS: tl.constexpr = (not WINDOW and not SOFTCAP) and (alibi_slopes is None and bias is None)
+    ALL: tl.constexpr = (mask is None and tree_mask is None) and (UNPACK != "bytes" and KV_FORMAT != "nvfp4")
+    FEW: tl.constexpr = (WHOLE and LENGTHS) and ALL
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
