@@ -243,7 +243,7 @@ def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos
         other = columns ^ 1
     # Columns that are not rotated are masked, and what a compiler reads of them all the same is their own.
     other = tl.where(rotated, other, columns)
-    if UNPACK == "ptx" and ROTARY == "neox" and HALF % 16 == 0:
+    if UNPACK == "ptx" and (ROTARY == "neox" and HALF % 16 == 0):
         # What compilers do not see by themselves: 16 neighbours have 16 neighbours for partners and angles.
         pair = tl.max_contiguous(tl.multiple_of(tl.where(rotated, pair, columns), 16), 16)
         other = tl.max_contiguous(tl.multiple_of(other, 16), 16)
@@ -298,7 +298,7 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
             tl.store(target, tile, mask=inside)
         else:
             tl.store(target, tile.to(tl.float32).to(cache.dtype.element_ty), mask=inside)
-    elif UNPACK == "ptx" and KV_SCALES == "token" and tile.dtype.primitive_bitwidth == 16:
+    elif UNPACK == "ptx" and (KV_SCALES == "token" and tile.dtype.primitive_bitwidth == 16):
         widest = largest_finite(tile, BLOCK_ROWS, BLOCK_COLS)
         factor, limit, power, divisor = token_scales(widest, tile, LARGEST)
         tl.store(scale + scale_offsets, factor, mask=there)
@@ -387,10 +387,9 @@ def write_cache(
         inside = there[:, None] & (columns < HEAD_DIM)[None, :]
         source = q + sequence * q_stride_b + head * q_stride_h + place * q_stride_s
         # Rows that are rotated whole, in halves that a power of two numbers wide: each is read once.
-        HALVES: tl.constexpr = (
-            UNPACK == "ptx" and KV_SCALES == "token" and KV_FORMAT != "int4" and ROTARY == "neox"
-            and ROTARY_DIM == BLOCK_D and BLOCK_D >= 32 and q.dtype.element_ty.primitive_bitwidth == 16
-        )  # fmt: skip
+        SCALED: tl.constexpr = UNPACK == "ptx" and (KV_SCALES == "token" and KV_FORMAT != "int4")
+        WHOLE: tl.constexpr = ROTARY == "neox" and (ROTARY_DIM == BLOCK_D and BLOCK_D >= 32)
+        HALVES: tl.constexpr = SCALED and (WHOLE and q.dtype.element_ty.primitive_bitwidth == 16)
         if not HALVES:
             keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
         columns_v = tl.arange(0, BLOCK_DV)
