@@ -22,19 +22,20 @@ def with_copies(launch: Launch, call: Call, described: Sequence[str], queries: S
     """
     if call.scale != 0.0 and not any(_broadcast(getattr(call, name)) for name in described):
         return launch
-    return functools.partial(_launch, launch, tuple(described), tuple(queries) if call.scale == 0.0 else ())
+    unscaled = dict.fromkeys(queries, call.problem.q_format) if call.scale == 0.0 else {}
+    return functools.partial(_launch, launch, tuple(described), unscaled)
 
 
-def _launch(launch: Launch, described: Sequence[str], unscaled: Sequence[str], tensors: Mapping[str, Any]) -> None:
+def _launch(launch: Launch, described: Sequence[str], unscaled: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
     copies = {name: t.contiguous() if _broadcast(t := tensors[name]) else t for name in described}
-    launch({**tensors, **copies, **{name: _unscaled(copies[name]) for name in unscaled}})
+    launch({**tensors, **copies, **{name: _unscaled(copies[name], kind) for name, kind in unscaled.items()}})
 
 
-def _unscaled(x: torch.Tensor) -> torch.Tensor:
-    """0, and NaN where a number times 0 is that. Bytes are of e4m3, which has no infinity."""
+def _unscaled(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """0, and NaN where a number times 0 is that. Bytes are int8, or e4m3, which has no infinity."""
     if x.is_floating_point():
         return x * 0.0
-    return x.where((x & 127) == 127, 0)
+    return x * 0 if kind == "int8" else x.where((x & 127) == 127, 0)
 
 
 def _broadcast(x: torch.Tensor | None) -> bool:

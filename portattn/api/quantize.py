@@ -260,7 +260,7 @@ def _sage_by_kernel(
         scales = torch.empty(given.shape[:-1], dtype=torch.float32, device=q.device)
         placed, each = _heads_first(numbers, rows_first), scales.transpose(1, 2) if rows_first else scales
         batch, heads, count, columns = rows.shape
-        grid = (ceil_div(count, block), batch * heads)
+        grid = (ceil_div(count, block) * batch * heads,)  # one axis: a second one would end at 65,535
         with device_guard(q):
             quantise_rows[grid](
                 rows, placed, each, mean, shift if name == "q" else None, heads, heads // keys.shape[1], count,

@@ -24,7 +24,8 @@ def quantise_rows(
     mean     float32 (B, H / share, D), contiguous, or None: with SUBTRACT taken off the rows
     shift    float32 (B, H, S), contiguous, or None: each row times the mean
     """
-    block, pair = tl.program_id(0), tl.program_id(1)
+    blocks = tl.cdiv(rows, BLOCK)
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     slot, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     row = block * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLUMNS)

@@ -377,8 +377,9 @@ def write_cache(
             slot = tl.where(there, slot, 0)
             if UNPACK == "ptx":
                 slot = slot.to(tl.int32)  # below seq_k
-            block = slot // PAGE_SIZE
-            at = slot % PAGE_SIZE
+            # Of 64 bits again: strides of pages may come as 32, and a product of two such numbers wraps.
+            block = (slot // PAGE_SIZE).to(tl.int64)
+            at = (slot % PAGE_SIZE).to(tl.int64)
             angle = at
             if ROTARY != "none":
                 angle = tl.load(positions + place, mask=there, other=0).to(tl.int64)

@@ -145,6 +145,8 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
         notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
     if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
         lowering = msgspec.structs.replace(lowering, dot_precision=target.arch.dot_precisions[0])
+    if problem.dtype != "fp32" and lowering.dot_precision == "bf16x6":
+        lowering = msgspec.structs.replace(lowering, dot_precision="ieee")  # parts are of float32 alone
     return _Base(lowering, launch, occupancy, split_threshold, notes)
 
 

@@ -53,6 +53,16 @@ class WholeVariant(ForwardVariant):
             f"backend={self.name!r} asks for that"
         )
 
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's tensors, and the results', as a Call has them."""
+        seen = super().views(problem, tensors)
+        for name in ("q_scale", "k_scale"):
+            if problem.packed:
+                seen[name] = tensors[name].transpose(0, 1)[None]
+            elif problem.layout == "bshd":
+                seen[name] = tensors[name].transpose(1, 2)
+        return seen
+
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
         return with_copies(self.described(call), call, ("q", "k", "v"), ("q",))

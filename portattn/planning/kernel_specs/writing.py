@@ -11,11 +11,12 @@ from portattn.planning.kernel_specs.base import CoreKernel, ceil_div
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import NVFP4
-from portattn.schema.sizes import most, next_power_of_two
+from portattn.schema.sizes import least, most, next_power_of_two
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
 INT32_MAX = 2**31 - 1
+NARROW = 8  # columns of a tile that has no 16 numbers beside each other
 WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a thread of four warps
 # The largest numbers of a cache's formats (schema/tensors.py, which has torch).
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
@@ -40,6 +41,9 @@ class CacheWrite(CoreKernel):
         return super().cannot(problem)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        narrow = least(problem.head_dim, problem.head_dim_v) <= NARROW and problem.kv_scales == "token"
+        if lowering.unpack == "ptx" and narrow:
+            return (("unpack", "bytes", "ptx takes rows with a scale for each token 16 numbers at a time"),)
         if lowering.unpack == "bytes" or (lowering.unpack == "ptx" and problem.kv_format not in ("as_q", NVFP4)):
             return ()
         why = f"a cache is written as numbers, and ptx narrows those of a quantised one alone, {NVFP4} left out"

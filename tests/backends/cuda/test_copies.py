@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -52,7 +53,16 @@ def test_of_bytes_a_scale_of_nothing_leaves_what_is_no_number() -> None:
     """Bytes are of e4m3, in which 0x7f and 0xff are NaN: 0 times that is NaN."""
     seen: dict[str, Any] = {}
     given = {name: torch.tensor([5, -3, 127, -1, 0], dtype=torch.int8) for name in ("q", "k", "v")}
-    call = Call(problem=PROBLEM, scale=0.0, **given)
+    narrow = msgspec.structs.replace(PROBLEM, kv_format="e4m3", kv_scales="head")
+    call = Call(problem=narrow, scale=0.0, **given)
     with_copies(seen.update, call, ("q", "k"), ("q",))(given)
     assert seen["q"].tolist() == [0, 0, 127, -1, 0]
     assert seen["k"] is given["k"]
+
+
+def test_whole_numbers_times_nothing_are_nothing() -> None:
+    seen: dict[str, Any] = {}
+    given = {name: torch.tensor([5, -3, 127, -1, 0], dtype=torch.int8) for name in ("q", "k", "v")}
+    call = Call(problem=msgspec.structs.replace(PROBLEM, kv_format="int8", kv_scales="token"), scale=0.0, **given)
+    with_copies(seen.update, call, ("q", "k"), ("q",))(given)
+    assert seen["q"].tolist() == [0, 0, 0, 0, 0]

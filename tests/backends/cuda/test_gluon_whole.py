@@ -131,3 +131,20 @@ def test_it_is_planned_where_it_is_asked_for_and_on_its_chip_alone() -> None:
     assert "it rounds probabilities to bf16" in made.explain()
     other = parse_target("cuda:sm_100", "triton==3.6.0")
     assert plan(p, other, settings=Settings()).path == "triton"
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+def test_a_caller_s_scales_are_turned_as_the_queries_are(layout: str) -> None:
+    p = problem("packed" if layout == "packed" else "plain")
+    if layout == "bshd":
+        p = msgspec.structs.replace(p, layout="bshd")
+    call = meta_call(p)
+    given = {"q": call.q, "k": call.k, "v": call.v, "q_scale": call.q_scale, "k_scale": call.k_scale}
+    if layout == "packed":  # (T, H, …)
+        given = {name: tensor[0].transpose(0, 1) for name, tensor in given.items()}
+    elif layout == "bshd":
+        given = {name: tensor.transpose(1, 2) for name, tensor in given.items()}
+    seen = VARIANT.views(p, given | {"out": given["q"], "lse": None})
+    for name in ("q_scale", "k_scale"):
+        assert seen[name].shape == seen[name[0]].shape[:3]
+        assert seen[name].shape == getattr(call, name).shape
