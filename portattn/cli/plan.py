@@ -10,7 +10,7 @@ from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option
 from portattn.schema.problem_limits import OPS
 from portattn.tools import shell_values
-from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from
+from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from, trained
 
 
 @click.command(cls=CausalCommand)
@@ -29,6 +29,9 @@ from portattn.tools.problem_text import CausalCommand, problem_from, problem_opt
     help="The compiler, such as triton==3.6.0; the installed one by default.",
 )
 @problem_options
+@click.option("--grad", is_flag=True, help="Gradients of the tensors will be asked for.")
+@click.option("--dropout", is_flag=True, help="Probabilities are dropped, by a seed.")
+@click.option("--deterministic", is_flag=True, help="Of gradients: repeatable bit by bit.")
 @click.option(
     "--backend",
     type=shell_values.PATH,
@@ -43,14 +46,18 @@ def plan(
     toolchain: str | None,
     backend: str | None,
     quirks: str | None,
+    grad: bool,
+    dropout: bool,
+    deterministic: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Plan OP on a target: its path, lowering and quirks, and why no other path.
 
-    OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, mla_attention, append_kv or
-    write_pages. Nothing is run or compiled, and the target need not be here. With a named target the plan does not
-    depend on this machine; without one, what failed to compile here before is taken into account.
+    OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, mla_attention, append_kv,
+    write_pages, or the gradients of the first two: attention_backward, varlen_attention_backward. There --lse says that
+    the LSE has a gradient, too. Nothing is run or compiled, and the target need not be here. With a named target the
+    plan does not depend on this machine; without one, what failed to compile here before is taken into account.
 
     Exit status 1: the path named by --backend cannot run this.
 
@@ -71,7 +78,7 @@ def plan(
 
     if op not in OPS:
         raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")
-    problem = problem_from(op, **options)
+    problem = trained(problem_from(op, **options), grad, dropout, deterministic)
     members = Registry.load().family(target or "")
     places = [target_from(name, toolchain) for name in members] or [target_from(target, toolchain)]
     tell_unknown([places[0].toolchain] if toolchain else [])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
 import click
+import msgspec
 
 from portattn.errors import ArgumentError
 from portattn.schema.features import FEATURES
@@ -237,6 +238,23 @@ def problem_from(
         **counts,
         **given,
     )
+
+
+def trained(problem: Problem, grad: bool, dropout: bool, deterministic: bool) -> Problem:
+    """The problem of a training call: what its forward is asked for, or its gradients. Raises ArgumentError."""
+    p, backward = problem, problem.backward
+    forward = p.op in ("attention", "varlen_attention")
+    if grad and not forward:
+        raise ArgumentError(p.op, "--grad", True, "goes with attention and varlen_attention, which have gradients")
+    if dropout and not (forward or backward):
+        raise ArgumentError(p.op, "--dropout", True, "goes with attention, varlen_attention and their gradients")
+    if deterministic and not backward:
+        limit = "goes with attention_backward and varlen_attention_backward: a forward is repeatable"
+        raise ArgumentError(p.op, "--deterministic", True, limit)
+    if backward and p.return_lse:
+        p = msgspec.structs.replace(p, return_lse=False, grad_lse=True)
+    changed = {"needs_grad": grad, "dropout": dropout, "deterministic": deterministic}
+    return msgspec.structs.replace(p, **{name: True for name, asked in changed.items() if asked})
 
 
 def _option(name: str) -> str:

@@ -95,6 +95,14 @@ def _attention_call(
     for name, tensor in zip(names, (q, k, v), strict=True):
         narrow = name != names[0] or every
         check_tensor(op, name, tensor, AXES[layout], (OPERAND_DTYPES if every else CACHE_DTYPES) if narrow else DTYPES)
+    differentiable = (
+        q,
+        k,
+        v,
+        q_scale,
+        k_scale,
+        v_scale,
+    )  # as given: bytes of float8 are read as int8, of which there are no gradients
     q_name, k_name, v_name = names
     operands = Operands(op, q, k, v, out_dtype) if every else None
     blocks, by_block = (k_block_scale, v_block_scale), {}
@@ -184,7 +192,7 @@ def _attention_call(
             "dropout_p": dropout_p,
             "dropout_seed": dropout_seed if dropout_p else None,
         },
-        differentiable=(q, k, v, q_scale, k_scale, v_scale),
+        differentiable=differentiable,
         dtype=None if operands is None else operands.dtype,
     )
 

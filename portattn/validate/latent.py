@@ -47,6 +47,7 @@ def mla_call(
     """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     queries = Queries(OP, {"q_nope": q_nope, "q_rope": q_rope}, layout, cu_seqlens_q, max_seqlen_q, settings)
     rank, rope = q_nope.shape[-1], q_rope.shape[-1]
+    differentiable = (q_nope, q_rope, kv_pages, kv_scale)  # as given: float8 is read as int8
     kv_pages, stored = check_latent(OP, kv_pages, kv_scale, q_nope, rank, rope)
     check_width(OP, "kv_pages", rank + rope)
     for name, width in (("q_nope", rank), ("q_rope", rope)):
@@ -90,5 +91,5 @@ def mla_call(
             **queries.problem,
         },
         call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **queries.call},
-        differentiable=(q_nope, q_rope, kv_pages, kv_scale),
+        differentiable=differentiable,
     )

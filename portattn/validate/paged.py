@@ -175,6 +175,7 @@ def paged_call(
     k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout, CACHE_DTYPES)
     blocks = k_block_scale, v_block_scale
     stored = check_format(OP, ("k_pages", "v_pages"), k, v, q, blocks=blocks)
+    differentiable = (q, k, v, k_scale, v_scale)  # as given: float8 is read as int8
     k, v = as_stored(k, stored), as_stored(v, stored)
     head_dim, page_size = q.shape[-1], k.shape[2]
     check_stored_width(OP, "k_pages", k, stored, "q's", head_dim)
@@ -220,5 +221,5 @@ def paged_call(
             **queries.problem,
         },
         call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **by_block, **queries.call},
-        differentiable=(q, k, v, k_scale, v_scale),
+        differentiable=differentiable,
     )

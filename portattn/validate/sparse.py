@@ -80,6 +80,7 @@ def sparse_call(
     else:
         k, v = check_pages(OP, ("k_cache", "v_cache"), k_cache, v_cache, page_layout, CACHE_DTYPES)
     stored = check_format(OP, ("k_cache", "v_cache"), k, v, q)
+    differentiable = (q, k, v, k_scale, v_scale, log_weights)  # as given: float8 is read as int8
     k, v = as_stored(k, stored), as_stored(v, stored)
     q = q.transpose(1, 2) if layout == "bshd" else q
     batch, heads_q, seq_q, head_dim = q.shape
@@ -154,7 +155,7 @@ def sparse_call(
             **scales,
             **extra,
         },
-        differentiable=(q, k, v, k_scale, v_scale, log_weights),
+        differentiable=differentiable,
     )
 
 

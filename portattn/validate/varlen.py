@@ -70,6 +70,14 @@ def varlen_call(
     """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(OP, name, tensor, AXES, OPERAND_DTYPES)
+    differentiable = (
+        q,
+        k,
+        v,
+        q_scale,
+        k_scale,
+        v_scale,
+    )  # as given: bytes of float8 are read as int8, of which there are no gradients
     operands = Operands(OP, q, k, v, out_dtype)
     q, k, v = operands.stored(q, k, v)
     head_dim = q.shape[2]
@@ -136,6 +144,6 @@ def varlen_call(
             "dropout_p": dropout_p,
             "dropout_seed": dropout_seed if dropout_p else None,
         },
-        differentiable=(q, k, v, q_scale, k_scale, v_scale),
+        differentiable=differentiable,
         dtype=operands.dtype,
     )

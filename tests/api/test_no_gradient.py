@@ -41,6 +41,24 @@ def same(found: Any, expected: Any) -> bool:
     return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["attention", "decode_attention"])
+def test_numbers_of_float8_have_none(name: str, backend: str) -> None:
+    """They are read as int8, which requires no gradient: what the caller gave decides."""
+    x = torch.randn(1, 2, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    narrow = x.to(torch.float8_e4m3fn)
+    call: dict[str, Callable[[], Any]] = {
+        "attention": lambda: portattn.attention(narrow, narrow, narrow, backend=backend),
+        "decode_attention": lambda: portattn.decode_attention(
+            x.detach()[:, :, :1], narrow, narrow, torch.tensor([8], dtype=torch.int32), backend=backend
+        ),
+    }
+    with pytest.raises(portattn.ArgumentError, match=f"{name} has no gradient with .* of e4m3"):
+        call[name]()
+    with torch.no_grad():
+        assert not call[name]().requires_grad
+
+
 def test_every_operation_has_a_gradient_or_names_one_that_has() -> None:
     """Those that are named have one; so no row can be without, and no text can lead to another refusal."""
     assert {CALLS[name]["op"] for name in INSTEAD} == {op for op, row in ROWS.items() if row.trained_by}

@@ -173,8 +173,9 @@ def test_dot_precisions_are_what_the_installed_triton_allows(backend: Any, arch:
     from triton.compiler.compiler import make_backend
 
     options = make_backend(GPUTarget(*backend.triton_target(arch))).parse_options({})
+    own = {"bf16x6"}  # products of parts, which portattn makes by itself, whatever Triton calls so
     allowed = set(options.allowed_dot_input_precisions) & set(get_args(DotPrecision))
-    assert set(arch.dot_precisions) == allowed
+    assert set(arch.dot_precisions) - own == allowed - own
 
 
 # Detection

@@ -133,6 +133,36 @@ PARAMETERS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("op", "given", "expected"),
+    [
+        ("attention", ("--grad", "--dropout"), {"needs_grad": True, "dropout": True}),
+        ("attention_backward", ("--dropout",), {"dropout": True}),
+        ("attention_backward", ("--deterministic", "--lse"), {"deterministic": True, "grad_lse": True}),
+    ],
+)
+def test_a_training_call_s_options_reach_the_problem(portattn, op, given, expected):
+    called = portattn("plan", op, "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0", *SHAPES, *given, "--json")
+    problem = called.json["problem"]
+    assert {name: problem.get(name) for name in expected} == expected
+    assert not problem.get("return_lse")
+
+
+@pytest.mark.parametrize(
+    ("op", "option", "why"),
+    [
+        ("attention", "--deterministic", "a forward is repeatable"),
+        ("attention_backward", "--grad", "which have gradients"),
+        ("decode_attention", "--dropout", "and their gradients"),
+    ],
+)
+def test_a_training_option_names_what_it_goes_with(portattn, op, option, why):
+    called = portattn("plan", op, *SHAPES, option)
+    assert called.status == 2
+    assert f"{option} is True, but goes with" in called.err
+    assert why in called.err
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
     """Gradients take what the function takes that kernels differentiate: nothing quantised, and no lists of blocks."""
