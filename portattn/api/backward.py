@@ -48,7 +48,8 @@ def gradients(
     otherwise           a path that computes them where no kernel runs: "reference"
 
     Extra memory: delta (B, Hq, Sq) float32, and what a variant declares (the float32 dQ of gluon_backward); with a bias
-    whose gradient is asked for another one in float32.
+    whose gradient is asked for another one in float32; where a plan says `parts=memory`, which is of float32 alone, 6
+    bytes for each number of q, k, v and grad_out.
     """
     way = _WAYS[op]
     if way.unknown and any(tensors[place] is not None for place in way.unknown):

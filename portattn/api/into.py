@@ -11,6 +11,7 @@ from portattn.api import ops
 from portattn.api.binding import arguments_as_parts, named_arguments
 from portattn.api.operators import RETURNS_LSE
 from portattn.api.perform import found_cached
+from portattn.api.tracing import transformed_or_traced
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.launch.cache import kinds
@@ -48,6 +49,8 @@ def into(place: torch.Tensor, op: str, /, *args: Any, **kwargs: Any) -> torch.Te
         return place.copy_(getattr(ops, op)(*args, **kwargs))
     if not isinstance(place, torch.Tensor):
         raise ArgumentError(op, "place", type(place).__name__, "must be a torch.Tensor")
+    if op not in RETURNS_LSE:
+        raise ArgumentError(op, "op", op, f"must be one of {', '.join(sorted(RETURNS_LSE))}")
     check_dense(op, "place", place)
     tensors, values, lengths = arguments_as_parts(op)(*args, **kwargs)
     if values[RETURNS_LSE[op]]:
@@ -55,13 +58,15 @@ def into(place: torch.Tensor, op: str, /, *args: Any, **kwargs: Any) -> torch.Te
         raise ArgumentError(op, "return_lse", given, "must be False: there is a place for out alone")
     if place.requires_grad:
         raise ArgumentError(op, "place.requires_grad", True, "must be False: results in given memory have no gradient")
-    if _launched(op, tensors, values, lengths, place):
+    # Tensors of torch.func have no memory to look at, and nested ones no sizes.
+    plain = not (transformed_or_traced() or any(isinstance(t, torch.Tensor) and t.is_nested for t in tensors[:3]))
+    if plain and _launched(op, tensors, values, lengths, place):
         return place
     row, named = ROWS[op], named_arguments(op)(*args, **kwargs)
     if row.arguments:
         row.load("arguments")(named)
     tensors = tuple([named[name] for name in row.parameters])
-    if _as_allocated(place, tensors, row.latent):
+    if plain and _as_allocated(place, tensors, row.latent):
         values = (*[named[name] for name in row.fixed], named["backend"], named["validate"])
         found = found_cached(op, tensors, values, tuple([named[name] for name in row.lengths]), place)
         if found is not None:

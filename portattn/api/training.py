@@ -15,6 +15,7 @@ from portattn.api.perform import Trained, carried_out, found_cached
 from portattn.api.request import Request, request_from
 from portattn.api.tracing import transformed_or_traced
 from portattn.config import current, using
+from portattn.launch.cache import identical
 from portattn.launch.guards import in_mode
 from portattn.schema.ops import BACKWARD, ROWS
 from portattn.schema.tensors import are_mapped
@@ -78,7 +79,9 @@ def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: t
         return None
     try:
         kind = _known.get(_key(op, tensors, values))
-        if kind is None or (values[_DROPPED[op]] and tensors[_SEED[op]] is None):
+        if kind is None or not identical(values, kind.values):  # (1, 0) == (True, 0), and validation tells them apart
+            return None
+        if values[_DROPPED[op]] and tensors[_SEED[op]] is None:
             return None
     except (TypeError, RuntimeError, IndexError):  # an unhashable argument, no sizes, no axes: validation names it
         return None

@@ -45,7 +45,8 @@ PART_ROWS = 32  # of a program of store_parts
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
-    """Launches of one backward, with delta (B,Hq,Sq) float32. Nothing else is allocated."""
+    """Launches of one backward, with delta (B,Hq,Sq) float32. Nothing else is allocated but, with
+    `parts = memory`, the parts of Q, K, V and dO: 6 bytes a number."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
     assert isinstance(kernel, DenseBackward)
     lowering, launch = plan.specialised

@@ -111,3 +111,18 @@ def test_no_gradients() -> None:
     assert place.isnan().all()
     with torch.no_grad():
         assert torch.equal(into(place, "attention", q, q, q), portattn.attention(Q, Q, Q))
+
+
+def test_under_a_transform_it_is_a_copy() -> None:
+    """Tensors of torch.func have no memory of their own to look at."""
+    x = torch.randn(3, 1, 2, 5, 16)
+    found = torch.func.vmap(lambda one: into(torch.empty_like(one), "attention", one, one, one))(x)
+    expected = torch.stack([portattn.attention(one, one, one) for one in x])
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["append_kv", "no_such_operation"])
+def test_an_operation_without_a_result_is_named(op: str) -> None:
+    q = torch.randn(1, 2, 5, 16)
+    with pytest.raises(portattn.ArgumentError, match=f"op is '{op}', but must be one of attention, .*varlen_attention"):
+        into(torch.empty(1), op, q, q, q)

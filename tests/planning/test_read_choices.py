@@ -8,7 +8,9 @@ import pytest
 from places import ROOT
 
 import portattn
+from portattn.config import Settings
 from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import plan as plan_problem
 from portattn.planning.registry import parse_target
 
 H100 = parse_target("cuda:sm_90", "triton==3.6.0")
@@ -61,3 +63,19 @@ def test_others_have_them_all(fields: dict[str, Any]) -> None:
 def test_rows_of_pairs_are_transposed_in_one_way(kind: str, scales: str) -> None:
     _, found = shown(kv_format=kind, kv_scales=scales, seq_q=32)
     assert set(CORES["decode_attention"].choices) - found == {"k_tile", "block_order"}
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "expected"),
+    [
+        ("attention", {"seq_q": 4096, "softcap": True}, set()),
+        ("attention", {"seq_q": 4096, "dropout": True}, {"drops"}),
+        ("attention_backward", {"seq_q": 4096, "dropout": True}, {"drops"}),
+        ("attention_backward", {"seq_q": 4096, "dtype": "fp32"}, {"parts"}),
+    ],
+)
+def test_dropout_and_parts_are_shown_where_they_are(op: str, fields: dict[str, Any], expected: set[str]) -> None:
+    problem = portattn.Problem(op=op, **SIZES | fields)
+    plan = plan_problem(problem, H100, settings=Settings(backend="triton"))
+    (line,) = [line for line in plan.explain().splitlines() if line.startswith("  lowering ")]
+    assert {word.partition("=")[0] for word in line.split()[1:]} & {"drops", "parts"} == expected

@@ -76,7 +76,8 @@ class CoreKernel:
 
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
         """Those of `choices` on which the code of this problem depends, or that `limits` has had to decide."""
-        return self.choices
+        unread = {"drops": not problem.dropout, "parts": lowering.dot_precision != "bf16x6"}
+        return tuple(name for name in self.choices if not unread.get(name, False))
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         """Pieces of work, splits included: the number of programs unless the grid is persistent."""
