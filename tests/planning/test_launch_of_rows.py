@@ -165,7 +165,7 @@ def test_which_entries_may_have_values_for_rows(pattern: str, expected: bool) ->
     ("fields", "keys", "rows"),
     [
         ({"head_dim": 64}, (128, 32, 4, 3), (64, 64, 4, 2)),
-        ({"head_dim": 64, "dropout": True}, (64, 64, 4, 2), (64, 32, 4, 3)),
+        ({"head_dim": 64, "dropout": True}, (64, 64, 4, 2), (64, 64, 4, 2)),
         ({"head_dim": 64, "aligned": False}, (64, 64, 4, 1), (64, 64, 4, 1)),
         ({"head_dim": 128}, (64, 64, 4, 2), (128, 64, 8, 3)),
         ({"head_dim": 128, "dropout": True}, (64, 32, 4, 3), (64, 64, 4, 2)),
