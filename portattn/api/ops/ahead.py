@@ -92,7 +92,9 @@ def _planned(asker: str, op: str | Problem, args: tuple[Any, ...], kwargs: dict[
     if isinstance(op, Problem):
         target = args[0] if args else kwargs.pop("target", None)
         if not isinstance(target, Target) or len(args) > 1 or kwargs:
-            limit = f"{asker}(problem, target) takes a Problem and a Target, as portattn.target('cuda:sm_90') makes one"
+            limit = (
+                f"{asker}(problem, target) takes a Problem and a Target, as portattn.target('BACKEND:ARCH') makes one"
+            )
             raise ArgumentError(asker, "arguments", (*args, *kwargs), limit)
         return plan_problem(op, target, settings=current())
     if "target" in kwargs:
