@@ -331,7 +331,9 @@ def test_plan_of_a_problem_takes_a_target() -> None:
     assert portattn.plan(problem(**BIG), target=sm_80()).path == "triton"
     assert "triton path" in portattn.explain(problem(**BIG), sm_80())
     for bad in ((), ("cuda:sm_90",), (sm_80(), 1)):
-        with pytest.raises(portattn.ArgumentError, match=r"takes a Problem and a Target, as portattn\.target\('BACKEND"):
+        with pytest.raises(
+            portattn.ArgumentError, match=r"takes a Problem and a Target, as portattn\.target\('BACKEND"
+        ):
             portattn.plan(problem(), *bad)
     q = torch.zeros(1, 2, 4, 16)
     for ask in (portattn.plan, portattn.explain):

@@ -53,7 +53,11 @@ def test_a_schedule_is_compiled_without_the_chip(gluon_compiler, target):
     assert made.facts["registers"] > 100
     assert made.facts["wgmma"] > 0
     other = tunable.build(problem, Choice(flags={**today.flags, "in_turn": not today.flags["in_turn"]}), target)
-    assert other.code == built.code != tunable.build(problem, Choice(flags={**today.flags, "late": True}), target).code
+    assert (
+        other.code
+        == built.code
+        != tunable.build(problem, Choice(flags={**today.flags, "late": not today.flags["late"]}), target).code
+    )
     assert other.identity != built.identity
 
 
