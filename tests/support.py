@@ -113,6 +113,16 @@ def key_tile(device: Device, p: Problem) -> int:
     return 32 if device.name == "cuda" and p.kv_format in ("int4", "nvfp4") else TILE  # quirk cuda-0030
 
 
+@functools.lru_cache(maxsize=1)
+def lacking() -> frozenset[str]:
+    """Ways to load a tile that this Triton does not have. From 3.9 on make_block_ptr is there, and only raises."""
+    import triton.language as tl
+
+    known = {"block_ptr": "make_block_ptr", "descriptor": "make_tensor_descriptor"}
+    gone = {"block_ptr"} if TRITON is not None and TRITON >= Version("3.9") else set()  # quirk any-0001
+    return frozenset(gone | {load for load, name in known.items() if not hasattr(tl, name)})
+
+
 def core_plan(
     device: Device, p: Problem, lowering: dict[str, str] | None = None, launch: dict[str, int] | None = None
 ) -> Plan:

@@ -30,6 +30,7 @@ def assert_variant_right(variant: Variant, call: Call) -> None:
     with nan_filled_memory():
         _, out, lse = run_variant(variant, call)
     facts = judge(call, out, lse, probabilities=variant.probabilities)
-    assert not facts["wrong"]
-    assert facts["error"] <= facts["budget"]
-    assert facts.get("lse_error", 0.0) <= facts.get("lse_budget", 0.0) + 1e-30
+    said = f"{facts} of {call.problem}"
+    assert not facts["wrong"], said
+    assert facts["error"] <= facts["budget"], said
+    assert facts.get("lse_error", 0.0) <= facts.get("lse_budget", 0.0) + 1e-30, said

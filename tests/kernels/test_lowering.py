@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import TILE, Device, assert_right, core_plan, problem, random_call, run_core
+from support import TILE, Device, assert_right, core_plan, key_tile, lacking, problem, random_call, run_core
 
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.lowering import CHOICES, Launch, Lowering
@@ -112,19 +111,10 @@ TILES = [
 ]
 
 
-@functools.lru_cache(maxsize=1)
-def lacking() -> set[str]:
-    """Ways to load that this Triton does not have."""
-    import triton.language as tl
-
-    known = {"block_ptr": "make_block_ptr", "descriptor": "make_tensor_descriptor"}
-    return {load for load, name in known.items() if not hasattr(tl, name)}
-
-
-def possible(op: str, p: Problem, lowering: dict[str, str]) -> dict[str, str]:
+def possible(op: str, p: Problem, lowering: dict[str, str], keys: int = TILE) -> dict[str, str]:
     """Of a lowering what the kernel reads, inside the hard limits."""
     kernel = CORES[op]
-    limits = kernel.limits(p, Lowering(**lowering), Launch(block_m=TILE, block_n=TILE))
+    limits = kernel.limits(p, Lowering(**lowering), Launch(block_m=TILE, block_n=keys))
     lowering = lowering | {choice: value for choice, value, _ in limits}
     return {name: value for name, value in lowering.items() if name in kernel.choices}
 
@@ -134,7 +124,7 @@ def check(device: Device, case: str, lowering: dict[str, str], seed: int = 0) ->
         pytest.skip(f"this Triton has no {lowering['load']} loads")
     op, features = CASES[case]
     call = random_call(problem(op=op, **features), seed, device=device.name)
-    lowering = possible(op, call.problem, lowering)
+    lowering = possible(op, call.problem, lowering, key_tile(device, call.problem))
     launch = {"splits": 3} if CORES[op].splits_keys and seed % 2 else {}
     rounded = device.name != "cpu" and call.q.dtype is torch.float32 and lowering.get("dot_precision") == "tf32"
     assert_right(call, *run_core(device, call, lowering, launch), extra=TF32_ERROR if rounded else 0.0)

@@ -6,13 +6,12 @@ sequence's end, padding at the left, or what a group of heads leaves of a decode
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 from kernel_cases import OPS, SPLITTING, check, problem, run
-from support import TILE, Device, assert_right, random_call
+from support import TILE, Device, assert_right, lacking, random_call
 
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.call import Call
@@ -43,15 +42,6 @@ def features_of(name: str) -> list[str]:
         return ["lengths", "weights", "magicpig"]
     given = [f for f in FEATURES if f not in ("weights", "magicpig")]
     return [f for f in given if not FEATURES[f][0].keys() & {"bias", "mask"}] if name in PACKED else given
-
-
-@functools.lru_cache(maxsize=1)
-def lacking() -> set[str]:
-    """Ways to load that this Triton does not have."""
-    import triton.language as tl
-
-    known = {"block_ptr": "make_block_ptr", "descriptor": "make_tensor_descriptor"}
-    return {load for load, name in known.items() if not hasattr(tl, name)}
 
 
 def lowerings_of(name: str) -> list[dict[str, str]]:
