@@ -310,6 +310,18 @@ def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, grou
 
 
 @gluon.jit
+def _first_row(position, keys, sizes, form):
+    """Of the first key tile, the first row in the window of some query of the sequence; 0 or less: all rows are.
+
+    Values of the rows before it, and of rows behind the sequence's keys, may be NaN: `clear` makes them 0. Warp groups
+    clear a tile at the same time, so each must write there what the others write. Both ends of a tile that is the first
+    and the last one are therefore cleared at once: else a group that clears the one end would write back the NaN of the
+    other end, where another group may already have written its zeros.
+    """
+    return gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
+
+
+@gluon.jit
 def consume(
     o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, group: gl.constexpr, form
 ):
@@ -347,11 +359,18 @@ def consume(
             if keys.end * form.KEYS > seen:
                 mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
                 v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
-                clear(v, 0, seen - (keys.end - 1) * form.KEYS, form)
+                begin = zero
+                if form.LEFT:
+                    if keys.end - 1 == keys.begin:
+                        begin = gl.maximum(_first_row(position, keys, sizes, form), 0)
+                clear(v, begin, seen - (keys.end - 1) * form.KEYS, form)
         ring = advanced(ring, form)
         state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
         if form.LEFT and not form.FP8:
-            first = gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
+            first = _first_row(position, keys, sizes, form)
+            if form.UNSEEN:
+                if (keys.end - 1 == keys.begin) & (keys.end * form.KEYS > seen):
+                    first = zero  # both ends are cleared
             if first > 0:
                 mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
                 clear(shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM]), first, form.KEYS, form)
