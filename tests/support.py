@@ -119,7 +119,7 @@ def lacking() -> frozenset[str]:
     import triton.language as tl
 
     known = {"block_ptr": "make_block_ptr", "descriptor": "make_tensor_descriptor"}
-    gone = {"block_ptr"} if TRITON is not None and TRITON >= Version("3.9") else set()  # quirk any-0001
+    gone = {"block_ptr"} if TRITON is not None and Version("3.9") <= TRITON else set()  # quirk any-0001
     return frozenset(gone | {load for load, name in known.items() if not hasattr(tl, name)})
 
 

@@ -127,7 +127,7 @@ def test_windows(chip: Device, window: tuple[int, int], causal: str, head_dim: i
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_both_ends_of_one_tile(chip: Device, head_dim: int, causal: str) -> None:
-    """NaN before the window and behind the keys of one tile, which warp groups clear at the same time, in many blocks."""
+    """NaN before the window and behind the keys of one tile, which warp groups clear at the same time."""
     p = problem(
         batch=32, heads_q=8, heads_k=8, seq_q=9, seq_k=60, head_dim=head_dim, head_dim_v=head_dim, causal=causal,
         window_left=17, seqlens_q=True, seqlens_k=True,
