@@ -6,11 +6,16 @@ They run in a child process, so that a kernel which crashes the device's context
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import itertools
+import os
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -42,6 +47,9 @@ from portattn.worker.stages import RUNS
 if TYPE_CHECKING:
     import torch
 
+# Child processes that run canaries of a family at the same time: compiling takes nearly all of their time, and each has
+# some hundred MiB of the device for its context while it lasts.
+MOST_AT_ONCE = 4
 VERSION = 2  # of the set: a family is looked at again when it changes
 # A device's words for what a kernel did, whose process goes on by an exception.
 _KERNELS = re.compile(
@@ -163,14 +171,8 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
     """
     worst, ran, kernel, silent = 0.0, 0, family(made), "the path takes none of them here"
     stored = stored_as(made)
-    with Worker(runs="kernels") as worker:
-        for problem in cases(made):
-            problem, case = _as_read(made, problem, target, settings)
-            if case is None:
-                continue
-            reply = worker.request(
-                COMPARE, settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
-            )
+    with contextlib.closing(_answers(made, target, settings, device)) as answers:
+        for problem, case, reply in answers:
             symptom, cause = judged(reply, target, problem)
             if symptom:
                 incident = _incident(case, target, symptom, cause, reply)
@@ -198,6 +200,42 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
         passed = _record(kernel, target, stored, passed=core, level="declared", reason=reason)
         records.remember(passed, passing=False)
     return passed
+
+
+def _answers(
+    made: Plan, target: Target, settings: Settings, device: torch.device
+) -> Generator[tuple[Problem, Plan, Reply]]:
+    """The cases of a plan's family that its path takes, with what running them said: in order, several at a time. What
+    is still running when the caller has heard enough is ended."""
+    asked: list[tuple[Problem, Plan]] = []
+    for problem in cases(made):
+        problem, case = _as_read(made, problem, target, settings)
+        if case is not None:
+            asked.append((problem, case))
+    if not asked:
+        return
+    free: SimpleQueue[Worker] = SimpleQueue()
+
+    def ask(one: tuple[Problem, Plan]) -> Reply:
+        problem, case = one
+        worker = free.get()
+        try:
+            return worker.request(
+                COMPARE, settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
+            )
+        finally:
+            free.put(worker)
+
+    count = min(max((os.cpu_count() or 2) // 2, 1), MOST_AT_ONCE, len(asked))
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="canary"))
+        for _ in range(count):  # closed before the pool, whose threads then end
+            free.put(stack.enter_context(Worker(runs="kernels")))
+        answers = deque(pool.submit(ask, one) for one in asked[:count])
+        for place, one in enumerate(asked):
+            yield (*one, answers.popleft().result())
+            if place + count < len(asked):
+                answers.append(pool.submit(ask, asked[place + count]))
 
 
 def planned(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:

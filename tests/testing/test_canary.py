@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,6 +69,7 @@ class Fake:
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     monkeypatch.setattr(canary, "Worker", Fake)
+    monkeypatch.setattr(canary, "MOST_AT_ONCE", 1)  # on machines of many cores too
     Fake.started, Fake.requests, Fake.answer = 0, [], GOOD
     yield Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     dispatch.forget_plans()
@@ -250,3 +252,59 @@ def test_what_is_newer_than_the_run_on_the_chip_has_canaries():
         assert not seen.covers(problem)
         assert evidence.canaries_wanted(SM_90, Settings(), problem=problem)
         assert not evidence.canaries_wanted(SM_90, Settings(canary="never"), problem=problem)
+
+
+class Meeting:
+    """A worker whose first answers wait until several are asked at once; closing it ends what it is asked."""
+
+    met: ClassVar[threading.Barrier]
+    answers: ClassVar[dict[int, Reply]] = {}
+    asked: ClassVar[list[str]] = []
+    closed: ClassVar[int] = 0
+
+    def __init__(self, **options: Any) -> None:
+        self.over = threading.Event()
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Meeting.closed += 1
+        self.over.set()
+
+    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        place = len(Meeting.asked)
+        Meeting.asked.append(fields["path"])
+        if place < Meeting.met.parties:
+            Meeting.met.wait(10)
+        answer = Meeting.answers.get(place, GOOD)
+        if answer is ENDLESS:
+            assert self.over.wait(10), "nobody ended it"
+            return Reply(outcome="crash", stage="run", kind="closed")
+        return answer
+
+
+ENDLESS = Reply(outcome="hang", stage="run")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_several_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """All answers count; and where the first is wrong, the ones that have not ended are ended, not waited for."""
+    settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
+    monkeypatch.setattr(canary, "Worker", Meeting)
+    monkeypatch.setattr(canary.os, "cpu_count", lambda: 64)
+    made = made_for("attention")
+    number = min(canary.MOST_AT_ONCE, len(canary.CASES["attention"]))
+    assert number > 1
+    Meeting.met, Meeting.asked, Meeting.closed = threading.Barrier(number), [], 0
+    # Which case is the first to be asked is not known, so all but the ones that wait for each other are endless.
+    Meeting.answers = dict.fromkeys(range(number), WRONG) if fails else {}
+    Meeting.answers |= dict.fromkeys(range(number, 20), ENDLESS) if fails else {}
+    record = canary.check(made, MI300, settings, torch.device("cuda", 0))
+    assert Meeting.closed == number
+    if fails:
+        assert record is not None
+        assert not record.passed
+    else:
+        assert record is None
+        assert len(Meeting.asked) == len(canary.CASES["attention"])
