@@ -148,7 +148,7 @@ static int run(const int32_t *code, Py_ssize_t length, int64_t *r, Py_ssize_t ne
 
 /* Graphs: the driver takes 1.6 µs to give a graph's two kernels other parameters and to launch it, and 5 to 6 for the two
    by themselves. So launches of several kernels that are repeated are made a graph of, which is launched wherever no
-   capture is under way. Of one kernel it saves 1.5 of 7 µs, and the device takes up to 0.6 longer: no graph.
+   capture is under way. Of one kernel it saves 1.5 of 7 µs, and the device may take 0.4 longer: no graph.
    Later parameters leave launches that are enqueued alone. The driver runs one launch of a graph after the other, also
    on other streams, which would wait for each other: a graph is launched on one stream, and moves to another where
    launches are repeated there alone. */
