@@ -95,7 +95,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
     return Settings(**values)
 
 
-_block: ContextVar[Settings | None] = ContextVar("portattn_settings", default=None)
+BLOCK: ContextVar[Settings | None] = ContextVar("portattn_settings", default=None)
 
 
 @functools.lru_cache(maxsize=1)
@@ -106,17 +106,17 @@ def environment_settings() -> Settings:
 
 def current() -> Settings:
     """The innermost `settings(...)` block, or else the environment's settings."""
-    return _block.get() or environment_settings()
+    return BLOCK.get() or environment_settings()
 
 
 @contextlib.contextmanager
 def using(chosen: Settings) -> Iterator[None]:
     """Inside the block these are the settings: those of a call, where what belongs to it runs in another thread."""
-    token = _block.set(chosen)
+    token = BLOCK.set(chosen)
     try:
         yield
     finally:
-        _block.reset(token)
+        BLOCK.reset(token)
 
 
 @contextlib.contextmanager
@@ -145,8 +145,8 @@ def settings(**changes: Any) -> Iterator[Settings]:
             raise SettingError(f"unknown setting {name!r}; known: {', '.join(known)}")
         _check(name, value, f"setting {name}")
     chosen = msgspec.structs.replace(current(), **changes)
-    token = _block.set(chosen)
+    token = BLOCK.set(chosen)
     try:
         yield chosen
     finally:
-        _block.reset(token)
+        BLOCK.reset(token)

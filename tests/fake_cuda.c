@@ -42,6 +42,8 @@ static void put(const void *data, size_t bytes) {
   memcpy(record + recorded, data, bytes);
   recorded += bytes;
 }
+static int capturing = 0; /* on the stream that graphs are made by */
+static CUresult captured(const unsigned *head, long function, void **p);
 static CUresult launch(unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared, CUstream stream,
                        const CUlaunchAttribute *attributes, unsigned attribute_count, CUfunction function, void **p) {
   if (context_missing) return CUDA_ERROR_INVALID_CONTEXT;
@@ -50,6 +52,7 @@ static CUresult launch(unsigned x, unsigned y, unsigned z, unsigned threads, uns
   unsigned head[6] = {x, y, z, threads, shared, 0};
   for (unsigned i = 0; i < attribute_count; i++)  /* their values are one int each */
     if (*(const int *)&attributes[i].value) head[5] |= 1u << attributes[i].id;
+  if (capturing && stream == (CUstream)0x5000) return captured(head, (long)function, p);
   long who[2] = {(long)function, (long)stream};
   pthread_mutex_lock(&recording);
   if (holding == 1)
@@ -67,6 +70,89 @@ EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p
 EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
                                unsigned shared, CUstream stream, void **p, void **extra) {
   return launch(x, y, z, bx * by * bz, shared, stream, 0, 0, f, p);
+}
+/* Graphs: one capture at a time, of launches on its stream. What a graph launches is recorded as its kernels' launches. */
+enum { GRAPHS = 256, GRAPH_NODES = 8 };
+typedef struct { unsigned head[6]; long function; unsigned char *parameters; } Made;
+static struct { Made made[GRAPH_NODES]; int count; } graphs[GRAPHS];
+static int graph_total = 0, refuse_graphs = 0, user_captures = 0, graph_launches = 0, ended = 0;
+#define CAPTURE_STREAM ((CUstream)0x5000)
+EXPORT void fake_refuse_graphs(int how) { refuse_graphs = how; } /* 1: makes none; 2: takes no parameters; 3: launches none */
+EXPORT void fake_capture(int whether) { user_captures = whether; }
+EXPORT void fake_graphs(int *numbers) { numbers[0] = graph_total; numbers[1] = graph_launches; numbers[2] = ended; }
+static size_t bytes_of(long function) {
+  size_t total = 0;
+  for (int i = 0; i < counts[function - 1]; i++) total += sizes[function - 1][i];
+  return total;
+}
+static void take(Made *made, void **p) {
+  size_t at = 0;
+  free(made->parameters);
+  made->parameters = malloc(bytes_of(made->function) + 1);
+  for (int i = 0; i < counts[made->function - 1]; i++) {
+    memcpy(made->parameters + at, p[i], sizes[made->function - 1][i]);
+    at += sizes[made->function - 1][i];
+  }
+}
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) { return 0; }
+EXPORT CUresult cuStreamCreate(CUstream *s, unsigned flags) { *s = CAPTURE_STREAM; return 0; }
+EXPORT CUresult cuStreamDestroy(CUstream s) { return 0; }
+EXPORT CUresult cuStreamBeginCapture(CUstream s, CUstreamCaptureMode mode) {
+  if (refuse_graphs == 1) return CUDA_ERROR_NOT_SUPPORTED;
+  capturing = 1;
+  graphs[graph_total].count = 0;
+  return 0;
+}
+EXPORT CUresult cuStreamEndCapture(CUstream s, CUgraph *g) { capturing = 0; *g = (CUgraph)(long)++graph_total; return 0; }
+EXPORT CUresult cuGraphGetNodes(CUgraph g, CUgraphNode *nodes, size_t *count) {
+  *count = graphs[(long)g - 1].count;
+  for (size_t i = 0; i < *count; i++) /* the last one first: they come in any order */
+    nodes[*count - 1 - i] = (CUgraphNode)&graphs[(long)g - 1].made[i];
+  return 0;
+}
+EXPORT CUresult cuGraphKernelNodeGetParams(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS *p) {
+  memset(p, 0, sizeof *p);
+  p->func = (CUfunction)((Made *)node)->function;
+  return 0;
+}
+EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *e, CUgraph g, unsigned long long flags) { *e = (CUgraphExec)g; return 0; }
+EXPORT CUresult cuGraphExecKernelNodeSetParams(CUgraphExec e, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *p) {
+  Made *made = (Made *)node;
+  if (refuse_graphs == 2 || (long)p->func != made->function) return CUDA_ERROR_INVALID_VALUE;
+  unsigned head[5] = {p->gridDimX, p->gridDimY, p->gridDimZ, p->blockDimX * p->blockDimY * p->blockDimZ, p->sharedMemBytes};
+  memcpy(made->head, head, sizeof head);
+  take(made, p->kernelParams);
+  return 0;
+}
+EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream s) {
+  if (context_missing) return CUDA_ERROR_INVALID_CONTEXT;
+  if (refuse_graphs == 3 || refusals) { refusals -= refusals > 0; return CUDA_ERROR_INVALID_VALUE; }
+  pthread_mutex_lock(&recording);
+  if (holding == 1)
+    for (holding = 2; holding;) pthread_cond_wait(&released, &recording);
+  graph_launches++;
+  for (int i = 0; i < graphs[(long)e - 1].count; i++) {
+    Made *made = &graphs[(long)e - 1].made[i];
+    long who[2] = {made->function, (long)s};
+    put(made->head, sizeof made->head);
+    put(who, sizeof who);
+    put(made->parameters, bytes_of(made->function));
+  }
+  pthread_mutex_unlock(&recording);
+  return 0;
+}
+EXPORT CUresult cuGraphExecDestroy(CUgraphExec e) { ended++; return 0; }
+EXPORT CUresult cuGraphDestroy(CUgraph g) { return 0; }
+EXPORT CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) {
+  *status = user_captures ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return context_missing ? CUDA_ERROR_INVALID_CONTEXT : 0;
+}
+static CUresult captured(const unsigned *head, long function, void **p) {
+  Made *made = &graphs[graph_total].made[graphs[graph_total].count++];
+  memcpy(made->head, head, sizeof made->head);
+  made->function = function;
+  take(made, p);
+  return 0;
 }
 EXPORT CUresult cuModuleLoadData(CUmodule *m, const void *data) { *m = (CUmodule)1; return 0; }
 EXPORT CUresult cuModuleUnload(CUmodule m) { return 0; }
@@ -92,7 +178,6 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *c) { *c = context_missing ? 0 : (CUco
 EXPORT CUresult cuInit(unsigned flags) { return 0; }
 EXPORT CUresult cuDeviceGetCount(int *count) { *count = 1; return 0; }
 EXPORT CUresult cuCtxGetDevice(CUdevice *d) { *d = 0; return 0; }
-EXPORT CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = CU_STREAM_CAPTURE_STATUS_NONE; return 0; }
 EXPORT CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute *a, void **v, CUdeviceptr p) { return CUDA_ERROR_INVALID_VALUE; }
 EXPORT CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { *n = 1; return 0; }
 EXPORT CUresult cuDriverGetVersion(int *v) { *v = 12080; return 0; }

@@ -19,14 +19,14 @@ import operator
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from portattn.config import Settings
+from portattn.config import BLOCK, Settings, environment_settings
 from portattn.launch import cudadriver
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.guards import guard, in_mode, mode_depth
@@ -157,6 +157,7 @@ class Kind:
     def _native(self, cached: CachedLaunch) -> Any:
         direct, at = cached.direct, cached._runtime
         assert direct is not None
+        _let_find(direct.native)
         try:
             return direct.native.Kind(
                 values=self.values, settings=self.settings, guard=self._guard, levels=vars(forward_ad),
@@ -207,6 +208,19 @@ _lock = threading.RLock()
 _kinds: dict[str, dict[tuple[Any, ...], tuple[Kind, ...]]] = {}
 _order: dict[int, Kind] = {}  # by identity, the oldest first
 _ends: float | None = None  # by the monotonic clock: when something that is kept holds no longer; None where all lasts
+
+
+# native.c's way through `kinds` and their `hit`, once there is one: finder(op, tensors, values, lengths, place) gives
+# the results; None where nothing is known of such a call; NotImplemented where it must go by Python.
+finder: Callable[..., Any] | None = None
+
+
+def _let_find(module: Any) -> None:
+    global finder
+    if finder is None:
+        finder = module.Finder(
+            table=_kinds, block=BLOCK, outside=environment_settings, state=globals(), ends="_ends", hit="hit"
+        )
 
 
 def kinds(op: str, values: tuple[Any, ...]) -> tuple[Kind, ...]:

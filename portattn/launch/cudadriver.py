@@ -17,6 +17,7 @@ from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Paramete
 KIND = "cuda"  # Triton's name for what is launched here, and portattn's
 Refused = tuple[int, int]  # the driver's error, and the place of the kernel that it refused
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has made no device current yet
+GRAPHS = True  # whether native.c launches repeated kernels as graphs
 _POINTER = 8
 _ALIGNMENT = 128
 # gridDim, blockDim, sharedMemBytes; padding; hStream, attrs; numAttrs and padding
@@ -49,6 +50,24 @@ def encode_function() -> int:
     found = ctypes.cast(_library().cuTensorMapEncodeTiled, ctypes.c_void_p).value
     assert found is not None
     return found
+
+
+# What native.c makes and launches graphs by, in its order.
+_GRAPHS = (
+    "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2", "cuGraphInstantiateWithFlags",
+    "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch", "cuStreamIsCapturing", "cuGraphExecDestroy", "cuGraphDestroy",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def graph_functions() -> tuple[int, ...]:
+    """Addresses of the driver's functions for graphs; empty where it has not all of them (before CUDA 12)."""
+    try:
+        found = [getattr(_library(), name) for name in _GRAPHS]
+    except (AttributeError, OSError):
+        return ()
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found)
 
 
 def launch_again(
@@ -223,6 +242,7 @@ class Block:
         self.launch: Callable[..., Refused | None] = self._launch
         if native is not None:
             function = ctypes.cast(launch_function(), ctypes.c_void_p).value  # type: ignore[arg-type]
+            native.graph_functions(graph_functions() if GRAPHS else ())
             described = tuple(
                 (base + place, one.role, one.sizes, one.of_key, one.encoding)
                 for place, one in zip(self._maps, maps, strict=True)

@@ -5,6 +5,7 @@
    Sized      a class of sizes (cached_launch.CachedLaunch): a program (portattn/schema/sizes.py) says whether sizes
               belong to it, and what its launches take of them
    Kind       a kind of call (cache.Kind): is this call of it? Then the class of its sizes allocates, and launches
+   Finder     the kinds of an operation (cache.kinds), asked one after the other
 
    Nothing is decided here that the Python functions do not decide; what is not handled is handed back
    (NotImplemented). Built by native.py at run time. Nothing of CUDA or torch is included: functions come as addresses
@@ -15,6 +16,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#if PY_VERSION_HEX >= 0x030D0000
+#define FINALIZING Py_IsFinalizing
+#else
+#define FINALIZING _Py_IsFinalizing
+#endif
+
 enum { MOST = 64, MAP_BYTES = 128, RANK = 5, INVALID_CONTEXT = 201, REGISTERS = 2048, INPUTS = 256, OUTPUTS = 512 };
 
 typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
@@ -22,6 +29,13 @@ typedef int (*EncodeTiled)(void *map, int type, uint32_t rank, void *address, co
                            const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                            int swizzle, int promotion, int fill);
 typedef struct { const void *config; void *function; void **parameters; uint64_t *stream; } Kernel;
+/* CUDA_KERNEL_NODE_PARAMS_v2, whose first seven numbers are those of a configuration */
+typedef struct {
+  void *function;
+  uint32_t sizes[7];
+  void **parameters, **extra;
+  void *kernel, *context;
+} Node;
 typedef struct { void *place; Py_ssize_t bytes, output; } Write; /* a size in the kernels' memory */
 
 /* How cuTensorMapEncodeTiled makes a map of an address, sizes and strides (in elements), innermost axis last. */
@@ -132,6 +146,25 @@ static int run(const int32_t *code, Py_ssize_t length, int64_t *r, Py_ssize_t ne
 
 /* --------------------------------------------------------------------------------------------------------- Launches */
 
+/* Graphs: the driver takes 1.6 µs to give a graph's two kernels other parameters and to launch it, and 5 to 6 for the two
+   by themselves. So launches of several kernels that are repeated are made a graph of, which is launched wherever no
+   capture is under way. Of one kernel it saves 1.5 of 7 µs, and the device may take 0.4 longer: no graph.
+   Later parameters leave launches that are enqueued alone. The driver runs one launch of a graph after the other, also
+   on other streams, which would wait for each other: a graph is launched on one stream, and moves to another where
+   launches are repeated there alone. */
+enum { AFTER = 16, NODES = 4, MOST_GRAPHS = 512, RELAXED = 2, NON_BLOCKING = 1, NO_GRAPH = -1 };
+static struct {
+  int (*exchange)(int *mode);
+  int (*stream)(void **stream, unsigned flags), (*end_stream)(void *stream);
+  int (*begin)(void *stream, int mode), (*end)(void *stream, void **graph);
+  int (*nodes)(void *graph, void **nodes, size_t *count), (*node)(void *node, Node *params);
+  int (*instantiate)(void **runs, void *graph, unsigned long long flags), (*set)(void *runs, void *node, const Node *params);
+  int (*launch)(void *runs, void *stream), (*capturing)(void *stream, int *status);
+  int (*end_runs)(void *runs), (*end_graph)(void *graph);
+} graphs;
+enum { GRAPH_FUNCTIONS = sizeof graphs / sizeof(void *) };
+static int graphs_usable = 0, graph_count = 0; /* guarded by the GIL */
+
 typedef struct {
   PyObject_HEAD
   PyObject *memory;     /* keeps what the addresses below point into */
@@ -143,9 +176,13 @@ typedef struct {
   Map *maps;
   Write *writes;
   int busy;             /* a thread is launching with it; guarded by the GIL */
+  int launched;         /* how often, up to AFTER */
+  void *graph, *runs, *nodes[NODES]; /* the kernels as a graph, what runs it, and its nodes in the kernels' order */
+  uint64_t stream;      /* of the graph's launches, or of those before it */
+  int elsewhere;        /* launches on others since */
 } Launches;
 
-static PyTypeObject LaunchesType, SizedType;
+static PyTypeObject LaunchesType, SizedType, KindType;
 
 static uint64_t number(PyObject *owner, Py_ssize_t index) {
   return PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(owner, index)); /* -1 with an exception: looked for once, at the end */
@@ -266,7 +303,84 @@ static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *name
   return (PyObject *)self;
 }
 
+/* graph_functions(addresses): let repeated launches be graphs; (): no more. The addresses are of cuThreadExchangeStreamCaptureMode
+   and so on, in the order of `graphs`. */
+static PyObject *graph_functions(PyObject *module, PyObject *given) {
+  void *found[GRAPH_FUNCTIONS];
+  if (!PyTuple_Check(given) || (PyTuple_GET_SIZE(given) && PyTuple_GET_SIZE(given) != GRAPH_FUNCTIONS))
+    return PyErr_Format(PyExc_TypeError, "%d addresses, or none", GRAPH_FUNCTIONS);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); i++) found[i] = (void *)number(given, i);
+  if (PyErr_Occurred()) return NULL;
+  graphs_usable = PyTuple_GET_SIZE(given) > 0;
+  if (graphs_usable) memcpy(&graphs, found, sizeof found);
+  return PyLong_FromLong(graph_count);
+}
+
+static void end_graph(Launches *self) {
+  if (self->runs) graphs.end_runs(self->runs);
+  if (self->graph) graphs.end_graph(self->graph);
+  self->runs = self->graph = NULL;
+}
+
+/* A graph of the kernels, whose parameters are there: self->runs, or NULL where there is none. In a stream of its own,
+   and so that no capture of another stream or thread minds. */
+static void make_graph(Launches *self) {
+  int mode = RELAXED, error;
+  void *stream = NULL, *nodes[NODES];
+  size_t count = NODES;
+  if (self->kernel_count > NODES || graphs.exchange(&mode)) return;
+  if (!(error = graphs.stream(&stream, NON_BLOCKING))) {
+    if (!(error = graphs.begin(stream, RELAXED))) {
+      for (Py_ssize_t i = 0; i < self->kernel_count && !error; i++) {
+        *self->kernels[i].stream = (uint64_t)(uintptr_t)stream;
+        error = self->launch(self->kernels[i].config, self->kernels[i].function, self->kernels[i].parameters, NULL);
+      }
+      int ended = graphs.end(stream, &self->graph); /* whatever came before: no capture is left */
+      if (!error) error = ended;
+    }
+    graphs.end_stream(stream);
+  }
+  if (!error) error = graphs.nodes(self->graph, nodes, &count);
+  if (!error && count != (size_t)self->kernel_count) error = NO_GRAPH;
+  for (Py_ssize_t i = 0; i < self->kernel_count && !error; i++) { /* nodes come in any order */
+    self->nodes[i] = NULL;
+    for (size_t j = 0; j < count && !error; j++) {
+      Node node;
+      memset(&node, 0, sizeof node);
+      error = graphs.node(nodes[j], &node);
+      if (error || node.function != self->kernels[i].function) continue;
+      if (self->nodes[i]) error = NO_GRAPH; /* the same kernel twice */
+      self->nodes[i] = nodes[j];
+    }
+    if (!self->nodes[i]) error = NO_GRAPH;
+  }
+  if (!error) error = graphs.instantiate(&self->runs, self->graph, 0);
+  if (error) end_graph(self);
+  graphs.exchange(&mode);
+}
+
+/* 1 where the kernels were launched as a graph, 0 where they must be launched by themselves; or the driver's error. */
+static int launch_graph(Launches *self, uint64_t stream, int *error) {
+  for (Py_ssize_t i = 0; i < self->kernel_count; i++) {
+    const Kernel *kernel = &self->kernels[i];
+    Node node = {.function = kernel->function, .parameters = kernel->parameters};
+    memcpy(node.sizes, kernel->config, sizeof node.sizes);
+    if (graphs.set(self->runs, self->nodes[i], &node)) return 0;
+  }
+  *error = graphs.launch(self->runs, (void *)(uintptr_t)stream);
+  return 1;
+}
+
+static int captured(uint64_t stream) { /* or nobody can tell */
+  int status = 0;
+  return graphs.capturing((void *)(uintptr_t)stream, &status) || status;
+}
+
 static void launches_free(Launches *self) {
+  if (self->runs && !FINALIZING()) { /* later the driver may be gone */
+    end_graph(self);
+    graph_count--;
+  }
   for (Py_ssize_t i = 0; i < self->map_count; i++) Py_XDECREF(self->maps[i].of_key);
   PyMem_Free(self->kernels);
   PyMem_Free(self->maps);
@@ -325,14 +439,28 @@ static int launch_all(Launches *self, uint64_t stream, const uint64_t *addresses
   memcpy(self->roles, addresses, self->role_count * sizeof *addresses);
   for (Py_ssize_t i = 0; i < self->write_count; i++) /* of a little-endian number the first bytes are the low ones */
     memcpy(self->writes[i].place, &outputs[self->writes[i].output], self->writes[i].bytes);
+  const int repeated = graphs_usable && !*first && self->launched >= AFTER, had = self->runs != NULL;
+  const int makes = repeated && self->launched == AFTER && self->kernel_count > 1 && graph_count < MOST_GRAPHS;
+  int tried = 0, whole = 0;
+  if (stream == self->stream) self->elsewhere = 0;
+  else if (++self->elsewhere >= AFTER) self->stream = stream, self->elsewhere = 0;
+  const int here = stream == self->stream;
   Py_BEGIN_ALLOW_THREADS /* the driver waits where its queue is full */
-  for (; *first < self->kernel_count; ++*first) {
+  if (repeated && here && (had || makes) && !captured(stream)) {
+    if (makes) make_graph(self), tried = 1;
+    whole = self->runs && launch_graph(self, stream, &error);
+    if (self->runs && !whole) end_graph(self); /* it takes no such parameters */
+  }
+  for (; !whole && *first < self->kernel_count; ++*first) {
     Kernel *kernel = &self->kernels[*first];
     *kernel->stream = stream;
     error = self->launch(kernel->config, kernel->function, kernel->parameters, NULL);
     if (error) break;
   }
   Py_END_ALLOW_THREADS
+  if (whole && !error) *first = self->kernel_count;
+  graph_count += (self->runs != NULL) - had;
+  if (tried || (self->launched < AFTER && !error)) self->launched++;
   return error;
 }
 
@@ -896,7 +1024,86 @@ end:
   return result;
 }
 
+/* ----------------------------------------------------------------------------------------------------------- Finder */
+
+/* table: kinds by operation and by values; block: the settings in force, None where they are what `outside` gives;
+   state, ends: where it is said when something that is kept holds no longer; hit: a kind's attribute with its Kind */
+#define FOUND(X) X(table) X(block) X(outside) X(state) X(ends) X(hit)
+typedef struct { PyObject_HEAD vectorcallfunc call; FOUND(MEMBER) } Finder;
+
+/* finder(op, tensors, values, lengths, place): the results; None where nothing is known of such a call; NotImplemented
+   where Python must look. place: None, or where out goes */
+static PyObject *finder_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+  Finder *self = (Finder *)callable;
+  if (PyVectorcall_NARGS(flags) != 5) return PyErr_Format(PyExc_TypeError, "a Finder takes five");
+  PyObject *ends = PyDict_GetItemWithError(self->state, self->ends), *kinds, *settings = NULL, *result = NULL;
+  if (!ends) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+  if (ends != Py_None) Py_RETURN_NOTIMPLEMENTED;
+  PyObject *of_values = PyDict_GetItemWithError(self->table, args[0]);
+  if (!of_values) { if (PyErr_Occurred()) return NULL; Py_RETURN_NONE; }
+  if (!PyDict_Check(of_values)) Py_RETURN_NOTIMPLEMENTED;
+  Py_INCREF(of_values); /* comparing values may run Python */
+  kinds = PyDict_GetItemWithError(of_values, args[2]);
+  Py_XINCREF(kinds);
+  Py_DECREF(of_values);
+  if (!kinds) {
+    if (!PyErr_Occurred()) Py_RETURN_NONE;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+    PyErr_Clear(); /* an unhashable argument, which validation will name */
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  if (PyContextVar_Get(self->block, NULL, &settings) < 0) goto end;
+  if (!settings || settings == Py_None) {
+    Py_XDECREF(settings);
+    if (!(settings = PyObject_CallNoArgs(self->outside))) goto end;
+  }
+  if (!PyTuple_Check(kinds)) { result = Py_NewRef(Py_NotImplemented); goto end; }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kinds); i++) {
+    PyObject *kind = PyObject_GetAttr(PyTuple_GET_ITEM(kinds, i), self->hit);
+    if (!kind) goto end;
+    if (!Py_IS_TYPE(kind, &KindType)) result = Py_NewRef(Py_NotImplemented);
+    else {
+      PyObject *asked[] = {args[1], args[2], args[3], settings, args[4], Py_None, Py_None};
+      result = kind_call(kind, asked, 7, NULL);
+    }
+    Py_DECREF(kind);
+    if (result != Py_None) goto end; /* an exception, too */
+    Py_CLEAR(result);
+  }
+  result = Py_NewRef(Py_None);
+end:
+  Py_XDECREF(settings);
+  Py_DECREF(kinds);
+  return result;
+}
+
+static void finder_free(Finder *self) {
+  FOUND(DROP)
+  Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Finder(table=…, block=…, outside=…, state=…, ends=…, hit=…) */
+static PyObject *finder_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+  Finder *self = (Finder *)type->tp_alloc(type, 0);
+  PyObject *item = NULL;
+  int right = self && named;
+  FOUND(TAKE)
+  if (!right || !PyDict_Check(self->table) || !PyDict_Check(self->state) || !PyContextVar_CheckExact(self->block)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the fields of a Finder are not all there, or do not fit");
+    Py_XDECREF(self);
+    return NULL;
+  }
+  self->call = finder_call;
+  return (PyObject *)self;
+}
+
 /* ---------------------------------------------------------------------------------------------------------------- */
+
+static PyTypeObject FinderType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "Finder", .tp_basicsize = sizeof(Finder),
+  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, .tp_vectorcall_offset = offsetof(Finder, call),
+  .tp_call = PyVectorcall_Call, .tp_new = finder_new, .tp_dealloc = (destructor)finder_free,
+};
 
 static PyTypeObject LaunchesType = {
   PyVarObject_HEAD_INIT(NULL, 0).tp_name = "Launches", .tp_basicsize = sizeof(Launches), .tp_flags = Py_TPFLAGS_DEFAULT,
@@ -915,20 +1122,21 @@ static PyTypeObject KindType = {
 };
 
 static PyMethodDef methods[] = {
-  {"tensor_map", tensor_map, METH_VARARGS, "tensor_map(encoding, address, sizes and strides)"}, {NULL, NULL, 0, NULL},
+  {"tensor_map", tensor_map, METH_VARARGS, "tensor_map(encoding, address, sizes and strides)"},
+  {"graph_functions", graph_functions, METH_O, "graph_functions(addresses)"}, {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "portattn_native", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit_portattn_native(void) {
-  PyTypeObject *types[] = {&LaunchesType, &SizedType, &KindType};
+  PyTypeObject *types[] = {&LaunchesType, &SizedType, &KindType, &FinderType};
   PyObject *names = PyTuple_New(KINDS), *made = names ? PyModule_Create(&module) : NULL;
   for (int i = 0; made && i < KINDS; i++) {
     PyObject *name = PyUnicode_FromString(OPERATIONS[i]);
     if (!name) Py_CLEAR(made); else PyTuple_SET_ITEM(names, i, name);
   }
   if (made && PyModule_AddObject(made, "OPERATIONS", names) < 0) Py_CLEAR(made);
-  for (int i = 0; made && i < 3; i++) {
+  for (int i = 0; made && i < 4; i++) {
     if (PyType_Ready(types[i]) < 0) { Py_CLEAR(made); break; }
     Py_INCREF(types[i]);
     if (PyModule_AddObject(made, types[i]->tp_name, (PyObject *)types[i]) < 0) Py_CLEAR(made);

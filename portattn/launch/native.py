@@ -36,7 +36,7 @@ name, path, word = sys.argv[1:]
 loader = importlib.machinery.ExtensionFileLoader(name, path)
 module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path, loader=loader))
 loader.exec_module(module)
-module.Launches, module.Sized, module.Kind
+module.Launches, module.Sized, module.Kind, module.Finder
 print(word)
 """
 _lock = threading.Lock()
@@ -44,7 +44,8 @@ _loaded: dict[Path, tuple[Any, str]] = {}
 
 
 def load(cache_dir: str = "") -> tuple[Any, str]:
-    """The module, with its types Launches, Sized and Kind, and ""; or None, and why there is none. Looked for once.
+    """The module, with its types Launches, Sized, Kind and Finder, and ""; or None, and why there is none. It is looked
+    for once.
 
     cache_dir  portattn's cache folder; empty for the platform's
 

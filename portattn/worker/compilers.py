@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -37,6 +39,8 @@ def versions(packages: Iterable[str] = ()) -> dict[str, str]:
 
 
 _reading: threading.Thread | None = None  # Triton's own files
+# How long Python's global lock is kept while they are read: that thread needs it for a moment after each MiB.
+SWITCH_SECONDS = 0.00005
 
 
 def read_own_files() -> None:
@@ -96,11 +100,47 @@ def _compiled(
 ) -> Any:
     chip = GPUTarget(*target)
     if _reading is not None:
+        if _reading.is_alive() and not isinstance(what, str):
+            with contextlib.suppress(Exception):  # Triton's own compile raises it again
+                _make_ir_ahead(what, chip, options)
         _reading.join()
     if chip.backend == "hip":
         _link_without_rocm()
     with _announced_stages(chip, enter):
         return triton.compile(what, target=chip, options=options)
+
+
+_MAKE_IR = ["target", "options", "codegen_fns", "module_map", "context"]
+
+
+def _make_ir_ahead(what: ASTSource, chip: GPUTarget, options: dict[str, Any]) -> None:
+    """Have a source make its IR now, while the digest is computed. `triton.compile` looks into its cache first, for
+    which it needs the digest, and then asks for the IR: it gets this one. As in Triton 3.6 to 3.9; other releases make
+    it when they ask."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    make = what.make_ir
+    if list(inspect.signature(make).parameters) != _MAKE_IR:
+        return
+    digest_of_source = what.hash()
+    what.hash = lambda: digest_of_source  # of a source whose IR is made it is another one
+    backend = make_backend(chip)
+    chosen = backend.parse_options(dict(options, **what.parse_options()))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        made = [make(chip, chosen, backend.get_codegen_implementation(chosen), backend.get_module_map(), context)]
+    finally:
+        sys.setswitchinterval(before)
+
+    def make_ir(target: Any, options: Any, *rest: Any, _keep: Any = context) -> Any:
+        return made.pop() if made and (target, options) == (chip, chosen) else make(target, options, *rest)
+
+    what.make_ir = make_ir
 
 
 def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
