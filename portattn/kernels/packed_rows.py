@@ -28,43 +28,22 @@ def larger_finite(first, second):
 
     A number times 0 and itself again is itself, or NaN where it is infinite; max takes the number beside a NaN.
     """
-    if first.dtype == tl.bfloat16:
-        found = tl.inline_asm_elementwise(
-            """{ .reg .b32 one, two, none;
-            mov.b32 none, 0;
-            fma.rn.bf16x2 one, $1, none, $1;
-            fma.rn.bf16x2 two, $2, none, $2;
-            abs.bf16x2 one, one;
-            abs.bf16x2 two, two;
-            max.bf16x2 $0, one, two; }""",
-            "=r,r,r", [first, second], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        found = tl.inline_asm_elementwise(
-            """{ .reg .b32 one, two, none;
-            mov.b32 none, 0;
-            fma.rn.f16x2 one, $1, none, $1;
-            fma.rn.f16x2 two, $2, none, $2;
-            abs.f16x2 one, one;
-            abs.f16x2 two, two;
-            max.f16x2 $0, one, two; }""",
-            "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return found
+    KIND: tl.constexpr = "bf16x2 " if first.dtype == tl.bfloat16 else "f16x2 "
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 one, two, none; mov.b32 none, 0; "
+        "fma.rn." + KIND + "one, $1, none, $1; fma.rn." + KIND + "two, $2, none, $2; "
+        "abs." + KIND + "one, one; abs." + KIND + "two, two; max." + KIND + "$0, one, two; }",
+        "=r,r,r", [first, second], dtype=first.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
 def larger(first, second):
     """The larger of two tiles' numbers; the number beside a NaN."""
-    if first.dtype == tl.bfloat16:
-        found = tl.inline_asm_elementwise(
-            "max.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        found = tl.inline_asm_elementwise(
-            "max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2
-        )
-    return found
+    KIND: tl.constexpr = "bf16x2 " if first.dtype == tl.bfloat16 else "f16x2 "
+    return tl.inline_asm_elementwise(
+        "max." + KIND + "$0, $1, $2;", "=r,r,r", [first, second], dtype=first.dtype, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -85,18 +64,18 @@ def held(tile, limit, power, NAN_IS_ZERO: tl.constexpr):
     limit, power  of the tile's dtype [M]. A float16 tile's power is 1, and not looked at
     """
     limit, power = limit[:, None], power[:, None]
+    KIND: tl.constexpr = "bf16x2 " if tile.dtype == tl.bfloat16 else "f16x2 "
+    FIRST: tl.constexpr = "max.xorsign.abs." + KIND + "number, $1, none; " if NAN_IS_ZERO else "mov.b32 number, $1; "
+    HELD: tl.constexpr = "min.NaN.xorsign.abs." + KIND
     if tile.dtype == tl.bfloat16:
-        FIRST: tl.constexpr = "max.xorsign.abs.bf16x2 number, $1, none;" if NAN_IS_ZERO else "mov.b32 number, $1;"
         found = tl.inline_asm_elementwise(
             "{ .reg .b32 number, inside, none, rest; mov.b32 none, 0; mov.b32 rest, 0x80008000; "
-            + FIRST
-            + "min.NaN.xorsign.abs.bf16x2 inside, number, $2; fma.rn.bf16x2 $0, inside, $3, rest; }",
+            + FIRST + HELD + "inside, number, $2; fma.rn.bf16x2 $0, inside, $3, rest; }",
             "=r,r,r,r", [tile, limit, power], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        FIRST: tl.constexpr = "max.xorsign.abs.f16x2 number, $1, none;" if NAN_IS_ZERO else "mov.b32 number, $1;"
         found = tl.inline_asm_elementwise(
-            "{ .reg .b32 number, none; mov.b32 none, 0; " + FIRST + "min.NaN.xorsign.abs.f16x2 $0, number, $2; }",
+            "{ .reg .b32 number, none; mov.b32 none, 0; " + FIRST + HELD + "$0, number, $2; }",
             "=r,r,r", [tile, limit], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     return found
