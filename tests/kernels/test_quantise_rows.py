@@ -55,7 +55,7 @@ def test_it_makes_what_torch_makes(device: Device, name: str, layout: str, smoot
                 torch.testing.assert_close(
                     found.float(), expected.float(), rtol=1e-6, atol=1.0 if "_" not in field else 0
                 )
-                assert (found != expected).sum() <= max(2, found.numel() // 1000) or "_" in field
+                assert (found != expected).sum() <= max(2, found.numel() // 500) or "_" in field
         assert (ours.lse_shift is None) is (not smooth)
         if smooth:
             torch.testing.assert_close(ours.lse_shift, theirs.lse_shift, rtol=1e-5, atol=1e-4)
