@@ -444,15 +444,15 @@ def write_cache(
             store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
                         v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES, UNPACK)  # fmt: skip
         else:
-            if HALVES:
-                first, second = turned_halves(source, q_stride_d, cos, sin, angle, cos_stride, sin_stride, angles,
-                                              BLOCK_D // 2)  # fmt: skip
-                store_halves(first, second, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d,
-                             k_scale, k_scales, there, KV_FORMAT, LARGEST, BLOCK_M, BLOCK_D // 2)  # fmt: skip
-            else:
+            if not HALVES:
                 store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns,
                            inside, k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
                            BLOCK_D)  # fmt: skip
             store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
                        inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
                        BLOCK_DV)  # fmt: skip
+            if HALVES:  # after the values: their numbers are at work while angles are on their way
+                first, second = turned_halves(source, q_stride_d, cos, sin, angle, cos_stride, sin_stride, angles,
+                                              BLOCK_D // 2)  # fmt: skip
+                store_halves(first, second, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d,
+                             k_scale, k_scales, there, KV_FORMAT, LARGEST, BLOCK_M, BLOCK_D // 2)  # fmt: skip
