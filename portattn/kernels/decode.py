@@ -54,7 +54,7 @@ def decode_split(
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
     Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
-    KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr,
+    KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
@@ -62,6 +62,7 @@ def decode_split(
     cu_seqlens_q packed: seq_q is then the rows of the packed tensor, seqlens_k is given, and leftpad_k is not.
     PAGE_SIZE: k and v are caches of `pages` pages, k_stride_b the distance between two, seq_k a sequence's capacity.
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
+    HEADS_FIRST: programs that are neighbours attend the same keys of neighbouring heads, which lie side by side.
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
     quantised cache are widened (kernels/words.py); its rows' addresses are then multiples of ALIGNED bytes.
@@ -92,10 +93,16 @@ def decode_split(
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
-        split = tile % splits
-        row_tile = tile // splits % row_tiles
-        kv_head = tile // splits // row_tiles % heads_k
-        batch = tile // splits // row_tiles // heads_k
+        if HEADS_FIRST:
+            kv_head = tile % heads_k
+            split = tile // heads_k % splits
+            row_tile = tile // heads_k // splits % row_tiles
+            batch = tile // heads_k // splits // row_tiles
+        else:
+            split = tile % splits
+            row_tile = tile // splits % row_tiles
+            kv_head = tile // splits // row_tiles % heads_k
+            batch = tile // splits // row_tiles // heads_k
         slot = batch  # packed queries are one slot, which all sequences share
         if cu_seqlens_q is not None:
             batch, row_tile = packed_tile(cu_seqlens_q, row_tile, batches, seq_q, GROUP, BLOCK_M, SEARCH)

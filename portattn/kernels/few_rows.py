@@ -9,15 +9,12 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.stored import MIDDLE, ZERO_BITS, without_zero
-from portattn.kernels.tiles import exponential, load_query_rows, lowest, softmax_scale
+from portattn.kernels.tiles import exponential, lowest, softmax_scale
 from portattn.kernels.words import (
-    EXPONENT,
-    LARGEST_EXPONENT,
-    SMALLEST_NORMAL,
     four_places,
     key_places,
     key_pointers,
-    largest_finite,
+    load_places,
     load_scales,
     load_words,
     pages_from,
@@ -76,33 +73,15 @@ def attend_few(
     COLS_V: tl.constexpr = HEAD_DIM_V // PLACES
     WIDE: tl.constexpr = BLOCK_D // PLACES
     WIDE_V: tl.constexpr = BLOCK_DV // PLACES
-    q_1 = load_query_rows(q_pointers, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-    q_2 = load_query_rows(q_pointers + q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-    q_3, q_4 = q_1, q_2
-    if PLACES == 4:
-        q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-        q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-    FLOAT16: tl.constexpr = q_1.dtype == tl.float16
+    FLOAT16: tl.constexpr = q_pointers.dtype.element_ty == tl.float16
     TERMS: tl.constexpr = 2 if FLOAT16 and KV_FORMAT != "e5m2" else 1
     BITS: tl.constexpr = 1048576.0 if ZEROS and UNPACK == "ptx" else 1.0  # 2^20: see four_places
     ABOVE: tl.constexpr = 16.0 if ZEROS and UNPACK == "ptx" else 1.0
+    SCALED: tl.constexpr = ABOVE != 1.0 or not FLOAT16
+    q_1, q_2, q_3, q_4, unit, q_sum = load_places(
+        q_pointers, row_valid, q_stride_d, COLS, WIDE, BLOCK_M, NEGATED, PLACES, SCALED, ZEROS, ABOVE, BITS
+    )
     factor = softmax_scale(scale, EXP, False)
-    unit = tl.full([BLOCK_M], 1.0, tl.float32)
-    if ABOVE != 1.0 or not FLOAT16:
-        size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
-        if PLACES == 4:
-            size = tl.maximum(size, tl.maximum(largest_finite(q_3), largest_finite(q_4)))
-        size = tl.maximum(size, SMALLEST_NORMAL * ABOVE)  # times ABOVE, its reciprocal is finite
-        unit = (tl.minimum(size.to(tl.int32, bitcast=True), LARGEST_EXPONENT) & EXPONENT).to(tl.float32, bitcast=True)
-        inverse = (1.0 / unit)[:, None]
-        q_1 = (q_1.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
-        q_2 = (q_2.to(tl.float32) * inverse).to(tl.float16)
-        if PLACES == 4:
-            q_3 = (q_3.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
-            q_4 = (q_4.to(tl.float32) * inverse).to(tl.float16)
-    if ZEROS:
-        q_sum = (tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_3.to(tl.float32), 1)) * (1.0 / ABOVE)
-        q_sum = (q_sum + tl.sum(q_2.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)) * (1.0 / BITS)
     of_rows = unit * (factor * BITS)
     q_1, q_2 = tl.trans(q_1), tl.trans(q_2)  # [WIDE, BLOCK_M]
     if PLACES == 4:

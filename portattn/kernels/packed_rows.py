@@ -24,47 +24,26 @@ def halves(tile, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def larger_finite(first, second):
-    """The larger size of two tiles' numbers, without what is infinite or NaN; NaN where neither is finite.
+    """Of two tiles' numbers the one of the larger size, of either sign, of those that are finite; NaN where neither is.
 
     A number times 0 and itself again is itself, or NaN where it is infinite; max takes the number beside a NaN.
     """
-    if first.dtype == tl.bfloat16:
-        found = tl.inline_asm_elementwise(
-            """{ .reg .b32 one, two, none;
-            mov.b32 none, 0;
-            fma.rn.bf16x2 one, $1, none, $1;
-            fma.rn.bf16x2 two, $2, none, $2;
-            abs.bf16x2 one, one;
-            abs.bf16x2 two, two;
-            max.bf16x2 $0, one, two; }""",
-            "=r,r,r", [first, second], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        found = tl.inline_asm_elementwise(
-            """{ .reg .b32 one, two, none;
-            mov.b32 none, 0;
-            fma.rn.f16x2 one, $1, none, $1;
-            fma.rn.f16x2 two, $2, none, $2;
-            abs.f16x2 one, one;
-            abs.f16x2 two, two;
-            max.f16x2 $0, one, two; }""",
-            "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return found
+    KIND: tl.constexpr = "bf16x2 " if first.dtype == tl.bfloat16 else "f16x2 "
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 one, two, none; mov.b32 none, 0; "
+        "fma.rn." + KIND + "one, $1, none, $1; fma.rn." + KIND + "two, $2, none, $2; "
+        "max.xorsign.abs." + KIND + "$0, one, two; }",
+        "=r,r,r", [first, second], dtype=first.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
 def larger(first, second):
-    """The larger of two tiles' numbers; the number beside a NaN."""
-    if first.dtype == tl.bfloat16:
-        found = tl.inline_asm_elementwise(
-            "max.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        found = tl.inline_asm_elementwise(
-            "max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2
-        )
-    return found
+    """Of two tiles' numbers the one of the larger size, of either sign; the number beside a NaN."""
+    KIND: tl.constexpr = "bf16x2 " if first.dtype == tl.bfloat16 else "f16x2 "
+    return tl.inline_asm_elementwise(
+        "max.xorsign.abs." + KIND + "$0, $1, $2;", "=r,r,r", [first, second], dtype=first.dtype, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -75,7 +54,7 @@ def largest_finite(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
     first, second = halves(larger_finite(first, second), ROWS, GROUPS, NEIGHBOURS // 2)
     first, second = halves(larger(first, second), ROWS, GROUPS, NEIGHBOURS // 4)
     pairs = tl.reshape(larger(first, second), [ROWS, GROUPS * 2])
-    return tl.maximum(tl.max(pairs.to(tl.float32), 1), 0.0)
+    return tl.maximum(tl.max(tl.abs(pairs.to(tl.float32)), 1), 0.0)
 
 
 @triton.jit
@@ -85,18 +64,18 @@ def held(tile, limit, power, NAN_IS_ZERO: tl.constexpr):
     limit, power  of the tile's dtype [M]. A float16 tile's power is 1, and not looked at
     """
     limit, power = limit[:, None], power[:, None]
+    KIND: tl.constexpr = "bf16x2 " if tile.dtype == tl.bfloat16 else "f16x2 "
+    FIRST: tl.constexpr = "max.xorsign.abs." + KIND + "number, $1, none; " if NAN_IS_ZERO else "mov.b32 number, $1; "
+    HELD: tl.constexpr = "min.NaN.xorsign.abs." + KIND
     if tile.dtype == tl.bfloat16:
-        FIRST: tl.constexpr = "max.xorsign.abs.bf16x2 number, $1, none;" if NAN_IS_ZERO else "mov.b32 number, $1;"
         found = tl.inline_asm_elementwise(
             "{ .reg .b32 number, inside, none, rest; mov.b32 none, 0; mov.b32 rest, 0x80008000; "
-            + FIRST
-            + "min.NaN.xorsign.abs.bf16x2 inside, number, $2; fma.rn.bf16x2 $0, inside, $3, rest; }",
+            + FIRST + HELD + "inside, number, $2; fma.rn.bf16x2 $0, inside, $3, rest; }",
             "=r,r,r,r", [tile, limit, power], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        FIRST: tl.constexpr = "max.xorsign.abs.f16x2 number, $1, none;" if NAN_IS_ZERO else "mov.b32 number, $1;"
         found = tl.inline_asm_elementwise(
-            "{ .reg .b32 number, none; mov.b32 none, 0; " + FIRST + "min.NaN.xorsign.abs.f16x2 $0, number, $2; }",
+            "{ .reg .b32 number, none; mov.b32 none, 0; " + FIRST + HELD + "$0, number, $2; }",
             "=r,r,r", [tile, limit], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     return found
@@ -151,18 +130,17 @@ def divided(tile, limit, power, divisor, KV_FORMAT: tl.constexpr):
 
 
 @triton.jit
-def turned_halves(source, stride_d, there, cos, sin, angles, stride_cos, stride_sin, limit, HALF: tl.constexpr):
+def turned_halves(source, stride_d, cos, sin, angles, stride_cos, stride_sin, limit, HALF: tl.constexpr):
     """Both halves [M, HALF] of rows of K, rotated as `turned` (write.py) does with neox's pairs, each read once.
 
     source, limit  as `turned` has them
     """
     columns = tl.arange(0, HALF)[None, :]
-    there = there[:, None]
     angle = tl.minimum(tl.maximum(angles, 0), limit - 1)[:, None]
-    first = tl.load(source[:, None] + columns * stride_d, mask=there, other=0.0)
-    second = tl.load(source[:, None] + (columns + HALF) * stride_d, mask=there, other=0.0)
-    c = tl.load(cos + angle * stride_cos + columns, mask=there, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle * stride_sin + columns, mask=there, other=0.0).to(tl.float32)
+    first = tl.load(source[:, None] + columns * stride_d)
+    second = tl.load(source[:, None] + (columns + HALF) * stride_d)
+    c = tl.load(cos + angle * stride_cos + columns).to(tl.float32)
+    s = tl.load(sin + angle * stride_sin + columns).to(tl.float32)
     one, two = first.to(tl.float32), second.to(tl.float32)
     return (one * c - two * s).to(first.dtype), (two * c + one * s).to(first.dtype)
 

@@ -39,6 +39,44 @@ def largest_finite(tile):
 
 
 @triton.jit
+def load_places(q_pointers, row_valid, q_stride_d, COLS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+                NEGATED: tl.constexpr, PLACES: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
+                ABOVE: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Queries [BLOCK_M, WIDE] of each of the PLACES that a word has, of two places the first two twice.
+
+    SCALED: they are float16, divided by their row's `unit`, a power of two, and those of the first and the third place
+    times ABOVE. BITS: what a product with keys' bits is multiplied by.
+
+    Returns the four, unit [BLOCK_M], and with ZEROS a row's sum, divided by BITS; else unit again.
+    """
+    q_1 = load_query_rows(q_pointers, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    q_2 = load_query_rows(q_pointers + q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    q_3, q_4 = q_1, q_2
+    if PLACES == 4:
+        q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+        q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    unit = tl.full([BLOCK_M], 1.0, tl.float32)
+    if SCALED:
+        size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
+        if PLACES == 4:
+            size = tl.maximum(size, tl.maximum(largest_finite(q_3), largest_finite(q_4)))
+        # The power of two below the largest, where that and its reciprocal are normal numbers.
+        size = tl.maximum(size, SMALLEST_NORMAL * ABOVE)  # times ABOVE, its reciprocal is finite
+        unit = (tl.minimum(size.to(tl.int32, bitcast=True), LARGEST_EXPONENT) & EXPONENT).to(tl.float32, bitcast=True)
+        inverse = (1.0 / unit)[:, None]
+        q_1 = (q_1.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
+        q_2 = (q_2.to(tl.float32) * inverse).to(tl.float16)
+        if PLACES == 4:
+            q_3 = (q_3.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
+            q_4 = (q_4.to(tl.float32) * inverse).to(tl.float16)
+    q_sum = unit
+    if ZEROS:
+        q_sum = (tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_3.to(tl.float32), 1)) * (1.0 / ABOVE)
+        q_sum = (q_sum + tl.sum(q_2.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)) * (1.0 / BITS)
+    return q_1, q_2, q_3, q_4, unit, q_sum
+
+
+@triton.jit
 def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
     """Logarithms of values' scales, up to 0.09 too low in base 2, in the base of `exponential`.
 
@@ -106,14 +144,9 @@ def attend_words(
     COLS_V: tl.constexpr = HEAD_DIM_V // PLACES
     WIDE: tl.constexpr = BLOCK_D // PLACES
     WIDE_V: tl.constexpr = BLOCK_DV // PLACES
-    q_1 = load_query_rows(q_pointers, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-    q_2 = load_query_rows(q_pointers + q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-    q_3, q_4 = q_1, q_2
-    if PLACES == 4:
-        q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-        q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
     # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
-    FLOAT16: tl.constexpr = q_1.dtype == tl.float16  # by itself: no constexpr yet where Triton 3.2 combines it
+    # By itself: no constexpr yet where Triton 3.2 combines it.
+    FLOAT16: tl.constexpr = q_pointers.dtype.element_ty == tl.float16
     TERMS: tl.constexpr = 2 if FLOAT16 and KV_FORMAT != "e5m2" else 1
     # int4 and nvfp4: what a product of queries with keys' bits is to be multiplied by.
     BITS_ZEROS: tl.constexpr = 1048576.0 if UNPACK == "ptx" else 1.0  # 2^20
@@ -121,23 +154,9 @@ def attend_words(
     BITS: tl.constexpr = BITS_ZEROS if ZEROS else (BITS_BLOCKS if BLOCKS else 1.0)
     ABOVE: tl.constexpr = 16.0 if ZEROS and UNPACK == "ptx" else 1.0  # of the first and third place beside it
     SCALED: tl.constexpr = ABOVE != 1.0 or not FLOAT16
-    unit = tl.full([BLOCK_M], 1.0, tl.float32)
-    if SCALED:
-        size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
-        if PLACES == 4:
-            size = tl.maximum(size, tl.maximum(largest_finite(q_3), largest_finite(q_4)))
-        # The power of two below the largest, where that and its reciprocal are normal numbers.
-        size = tl.maximum(size, SMALLEST_NORMAL * ABOVE)  # times ABOVE, its reciprocal is finite
-        unit = (tl.minimum(size.to(tl.int32, bitcast=True), LARGEST_EXPONENT) & EXPONENT).to(tl.float32, bitcast=True)
-        inverse = (1.0 / unit)[:, None]
-        q_1 = (q_1.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
-        q_2 = (q_2.to(tl.float32) * inverse).to(tl.float16)
-        if PLACES == 4:
-            q_3 = (q_3.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
-            q_4 = (q_4.to(tl.float32) * inverse).to(tl.float16)
-    if ZEROS:
-        q_sum = (tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_3.to(tl.float32), 1)) * (1.0 / ABOVE)
-        q_sum = (q_sum + tl.sum(q_2.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)) * (1.0 / BITS)
+    q_1, q_2, q_3, q_4, unit, q_sum = load_places(
+        q_pointers, row_valid, q_stride_d, COLS, WIDE, BLOCK_M, NEGATED, PLACES, SCALED, ZEROS, ABOVE, BITS
+    )
     if PLACES == 4:
         scale = scale * BITS
 

@@ -319,6 +319,22 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
         tl.store(target, as_eight_bits(numbers, KV_FORMAT, LARGEST, UNPACK), mask=inside)
 
 
+@triton.jit
+def load_rows(source, columns, stride_d, inside, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, UNPACK: tl.constexpr):
+    """New rows [BLOCK_M, BLOCK_COLS] by pointers to their first elements, 0 behind their last column.
+
+    With `ptx` rows that have no place in the cache are read, too: so reading does not wait for where they go.
+    """
+    pointers = source[:, None] + columns[None, :] * stride_d
+    if UNPACK == "ptx" and COLS == BLOCK_COLS:
+        rows = tl.load(pointers)
+    elif UNPACK == "ptx":
+        rows = tl.load(pointers, mask=(columns < COLS)[None, :], other=0.0)
+    else:
+        rows = tl.load(pointers, mask=inside, other=0.0)
+    return rows
+
+
 @triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "angles", "rows", "tiles"])
 def write_cache(
     q, new_v, k, v, seqlens_k, slots, k_scale, v_scale, k_block_scale, v_block_scale, cos, sin, positions,
@@ -382,7 +398,10 @@ def write_cache(
             at = (slot % PAGE_SIZE).to(tl.int64)
             angle = at
             if ROTARY != "none":
-                angle = tl.load(positions + place, mask=there, other=0).to(tl.int64)
+                if UNPACK == "ptx":
+                    angle = tl.load(positions + place).to(tl.int64)
+                else:
+                    angle = tl.load(positions + place, mask=there, other=0).to(tl.int64)
 
         columns = tl.arange(0, BLOCK_D)
         inside = there[:, None] & (columns < HEAD_DIM)[None, :]
@@ -392,11 +411,11 @@ def write_cache(
         WHOLE: tl.constexpr = ROTARY == "neox" and (ROTARY_DIM == BLOCK_D and BLOCK_D >= 32)
         HALVES: tl.constexpr = SCALED and (WHOLE and q.dtype.element_ty.primitive_bitwidth == 16)
         if not HALVES:
-            keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
+            keys = load_rows(source, columns, q_stride_d, inside, HEAD_DIM, BLOCK_D, UNPACK)
         columns_v = tl.arange(0, BLOCK_DV)
         inside_v = there[:, None] & (columns_v < HEAD_DIM_V)[None, :]
         source_v = new_v + sequence * new_v_stride_b + head * new_v_stride_h + place * new_v_stride_s
-        values = tl.load(source_v[:, None] + columns_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
+        values = load_rows(source_v, columns_v, new_v_stride_d, inside_v, HEAD_DIM_V, BLOCK_DV, UNPACK)
         if ROTARY != "none" and not HALVES:
             keys = turned(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride, angles,
                           ROTARY, ROTARY_DIM, UNPACK)  # fmt: skip
@@ -425,15 +444,15 @@ def write_cache(
             store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
                         v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES, UNPACK)  # fmt: skip
         else:
-            if HALVES:
-                first, second = turned_halves(source, q_stride_d, there, cos, sin, angle, cos_stride, sin_stride,
-                                              angles, BLOCK_D // 2)  # fmt: skip
-                store_halves(first, second, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d,
-                             k_scale, k_scales, there, KV_FORMAT, LARGEST, BLOCK_M, BLOCK_D // 2)  # fmt: skip
-            else:
+            if not HALVES:
                 store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns,
                            inside, k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
                            BLOCK_D)  # fmt: skip
             store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
                        inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK, BLOCK_M,
                        BLOCK_DV)  # fmt: skip
+            if HALVES:  # after the values: their numbers are at work while angles are on their way
+                first, second = turned_halves(source, q_stride_d, cos, sin, angle, cos_stride, sin_stride, angles,
+                                              BLOCK_D // 2)  # fmt: skip
+                store_halves(first, second, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d,
+                             k_scale, k_scales, there, KV_FORMAT, LARGEST, BLOCK_M, BLOCK_D // 2)  # fmt: skip

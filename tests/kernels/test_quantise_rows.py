@@ -38,7 +38,6 @@ def made_both_ways(
     )
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("smooth", [True, False])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("name", SHAPES)
@@ -56,13 +55,12 @@ def test_it_makes_what_torch_makes(device: Device, name: str, layout: str, smoot
                 torch.testing.assert_close(
                     found.float(), expected.float(), rtol=1e-6, atol=1.0 if "_" not in field else 0
                 )
-                assert (found != expected).float().mean() < 1e-3 or "_" in field
+                assert (found != expected).sum() <= max(2, found.numel() // 500) or "_" in field
         assert (ours.lse_shift is None) is (not smooth)
         if smooth:
             torch.testing.assert_close(ours.lse_shift, theirs.lse_shift, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.interpreter
 def test_views_and_zeros(device: Device) -> None:
     """Rows that lie apart, a head of zeros, and numbers whose scale would be no normal number."""
     q, k, v = tensors("ragged", "bhsd", device.name)

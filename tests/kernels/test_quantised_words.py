@@ -56,6 +56,21 @@ def test_pages_of_every_size(device: Device, page_size: int, kind: str) -> None:
         assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": page_loop}, {"splits": 2}))
 
 
+def test_neighbours_read_heads_that_lie_side_by_side() -> None:
+    """Of pages that hold a token's heads together, as words alone: others were not timed."""
+
+    def heads_first(op: str, unpack: Any, **fields: Any) -> bool:
+        p = problem(
+            **SMALL | {"op": op, "seq_k": 64, "head_dim": 64, "kv_format": "int4", "kv_scales": "token"} | fields
+        )
+        return bool(CORES[op].constexprs(p, Lowering(unpack=unpack), Launch())["HEADS_FIRST"])
+
+    assert heads_first("paged_attention", "ptx", page_size=16)
+    assert not heads_first("paged_attention", "bytes", page_size=16)
+    assert not heads_first("paged_attention", "ptx", page_size=16, page_layout="hpd")
+    assert not heads_first("decode_attention", "ptx")
+
+
 BY_PAGE = [
     {"page_size": 4}, {"page_size": 8}, {"page_size": 8, "window_left": 21, "window_right": 0},
     {"page_size": 4, "window_left": 9}, {"page_size": 8, "seq_q": 5, "causal": "bottom_right", "sinks": True},

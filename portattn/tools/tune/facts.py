@@ -14,6 +14,10 @@ from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.tunable import Built, Compiled, Facts
 from portattn.worker.client import Worker
 
+# A multiprocessor's registers are in so many parts, each of which holds whole warps. Source: NVIDIA's occupancy
+# calculator, whose number of warps by registers is rounded down to multiples of four (compute capability 5.0 and on).
+PARTS = 4
+
 
 def programs_a_core(facts: Facts, target: Target) -> int | None:
     """Programs of this code that one compute unit has room for; None where that is not known."""
@@ -22,7 +26,7 @@ def programs_a_core(facts: Facts, target: Target) -> int | None:
         return None
     unit, reserved = arch.register_unit, arch.reserved_memory
     a_warp = -(-int(facts["registers"]) * arch.warp_size // unit) * unit
-    by_registers = arch.core_registers // (a_warp * warps) if a_warp else arch.core_registers
+    by_registers = PARTS * (arch.core_registers // PARTS // a_warp) // warps if a_warp else arch.core_registers
     by_memory = (arch.scratchpad_bytes + reserved) // (int(facts.get("scratchpad_bytes", 0)) + reserved)
     by_threads = arch.core_threads // (warps * arch.warp_size)
     return min(by_registers, by_memory, by_threads)
