@@ -18,7 +18,9 @@ from portattn.backends.cuda.gluon_names import store
 from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
+from portattn.backends.cuda.hopper_forward.maxima import maximum_of_three
 from portattn.backends.cuda.hopper_forward.narrow import (
+    SHIFT,
     UNSHIFTED,
     result_factor,
     returned,
@@ -36,6 +38,7 @@ from portattn.backends.cuda.hopper_forward.parts import (
     rescaled,
     row_maximum,
 )
+from portattn.backends.cuda.hopper_forward.powers import powers
 from portattn.backends.cuda.hopper_forward.products import (
     FREE,
     TURN,
@@ -104,6 +107,68 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     return s, q, Keys(begin, clean, unclean, end, begin - all_begin), ring
 
 
+def _after(numbers: int) -> str:
+    """PTX. ptxas does not know that the least of a magnitude and 0 is 0."""
+    lines = ["{", ".reg .f32 z, a, b;", f"abs.f32 z, ${4 * numbers};", "min.f32 z, z, 0f00000000;"]
+    lines += [f"neg.f32 a, ${3 * numbers};", f"neg.f32 b, ${3 * numbers + 2};", "sub.f32 a, a, z;", "sub.f32 b, b, z;"]
+    lines += [f"fma.rn.f32 ${i}, ${numbers + i}, ${2 * numbers}, {'ab'[i % 4 // 2]};" for i in range(numbers)]
+    return "\n".join([*lines, "}"])
+
+
+_AFTER = {keys: _after(GROUP_ROWS * keys // 128) for keys in (32, 64)}
+
+
+@gluon.constexpr_function
+def _after_code(keys):
+    return _AFTER[keys]
+
+
+@gluon.constexpr_function
+def _after_operands(keys):
+    return ",".join(["=f"] * (keys // 2) + ["f"] * (keys * 2))
+
+
+@gluon.constexpr_function
+def _after_pack(keys):
+    return keys // 2
+
+
+@gluon.jit
+def after(s, factor, base, fresh, half: gl.constexpr, form):
+    """s * factor - base, once `fresh` is there."""
+    code: gl.constexpr = _after_code(half)
+    operands: gl.constexpr = _after_operands(half)
+    pack: gl.constexpr = _after_pack(half)
+    for j in gl.static_range((form.DIM // half).bit_length() - 1):
+        fresh, _other = gl.split(gl.permute(gl.reshape(fresh, [_ROWS, 2, form.DIM // 2 ** (j + 1)]), (0, 2, 1)))
+    fresh = gl.convert_layout(fresh, s.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        code, operands, [s, factor, gl.expand_dims(base, 1), fresh], dtype=gl.float32, is_pure=False, pack=pack
+    )
+
+
+@gluon.jit
+def weights_around_values(s, factor, base, acc, fresh, before, k_free, v_free, form):
+    """Probabilities, a lane's sums of them, and the accumulator with the values of the tile before."""
+    half: gl.constexpr = form.KEYS // 2
+    a, b = gl.split(gl.permute(gl.reshape(s, [_ROWS, 2, half]), (0, 2, 1)))
+    base = gl.convert_layout(base, gl.SliceLayout(1, a.type.layout)) - SHIFT
+    a = powers(a * factor - gl.expand_dims(base, 1), half, form)
+    sums = lane_sum(a, half)
+    returned(k_free, sums, form)
+    fresh = warpgroup_mma_wait(0, deps=[fresh])
+    arrive(v_free, form.PARTY)
+    before = gl.expand_dims(gl.convert_layout(before, gl.SliceLayout(1, form.OUTPUT)), 1)
+    acc = gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [acc, before, fresh], dtype=gl.float32, is_pure=False, pack=1
+    )
+    b = powers(after(b, factor, base, fresh, half, form), half, form)
+    sums = sums + lane_sum(b, half)
+    p = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [_ROWS, form.KEYS])
+    p = gl.convert_layout(p, form.SCORES, assert_trivial=True)
+    return p, sums, acc
+
+
 @gluon.jit
 def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     """The state after the first key tile, whose values are not added yet."""
@@ -121,7 +186,7 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     p = weights(s, factor, base, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
-    return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form))
+    return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form.KEYS))
 
 
 @gluon.jit
@@ -152,14 +217,24 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)
-    if form.LAZY:
-        row_max = reference(state.row_max, row_maximum(s, form) * factor)
+    if form.THREES and not masked:
+        largest = maximum_of_three(s, state.row_max, form)
     else:
-        row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
+        largest = row_maximum(s, form)
+    if form.LAZY:
+        row_max = reference(state.row_max, largest * factor)
+    else:
+        row_max = gl.maximum(state.row_max, largest * factor)
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    if form.EARLY:
+    if form.MIDDLE:
+        alpha = gl.exp2(state.row_max - base)
+        p, sums, acc = weights_around_values(
+            s, factor, base, acc, fresh, state.alpha, FREE + ring.slot, FREE + form.STAGES + ring.v_slot, form
+        )
+        sums = gl.convert_layout(sums, state.row_sum.type.layout)
+    elif form.EARLY:
         alpha = gl.exp2(state.row_max - base)
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
@@ -168,14 +243,16 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         p = weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    sums = lane_sum(p, form)
-    if form.KEPT:
-        returned(FREE + ring.slot, sums, form)
+    if not form.MIDDLE:
+        sums = lane_sum(p, form.KEYS)
+        if form.KEPT:
+            returned(FREE + ring.slot, sums, form)
     row_sum = row_sum + sums
-    if not form.EARLY:
+    if not form.EARLY and not form.MIDDLE:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-    acc = added(acc, fresh, state.alpha, form)
+    if not form.MIDDLE:
+        acc = added(acc, fresh, state.alpha, form)
     if not form.LATE and form.LAZY:
         acc = rescaled_where_needed(acc, alpha, form)
     elif not form.LATE and not form.FP8:

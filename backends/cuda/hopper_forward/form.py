@@ -43,6 +43,7 @@ class Form:
                   not over pages, without SOFTCAP
     SIDE          with INT8: scales of keys lie side by side
     LAZY          the accumulator is rescaled only where a row's maximum has grown much (rescaling.py); not with FP8
+    THREES        rows' maxima are of three numbers at a time where no mask is (maxima.py)
     """
 
     GROUPS: gl.constexpr
@@ -78,6 +79,8 @@ class Form:
     INT8: gl.constexpr
     SIDE: gl.constexpr
     LAZY: gl.constexpr
+    THREES: gl.constexpr
+    MIDDLE: gl.constexpr
     BYTES: gl.constexpr  # of a number of q and k,
     V_BYTES: gl.constexpr  # and of v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
@@ -95,7 +98,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, KEPT, COLUMNS, USED, SPARED, INT8, SIDE, LAZY):  # fmt: skip
+                 FP8, SCALED, KEPT, COLUMNS, USED, SPARED, INT8, SIDE, LAZY, THREES, MIDDLE):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -106,7 +109,8 @@ class Form:
         self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
         self.FP8, self.SCALED, self.KEPT = map(gl.constexpr, (FP8, SCALED, KEPT))
         self.COLUMNS, self.USED, self.SPARED = map(gl.constexpr, (COLUMNS, USED, SPARED))
-        self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
+        self.INT8, self.SIDE, self.LAZY, self.THREES = map(gl.constexpr, (INT8, SIDE, LAZY, THREES))
+        self.MIDDLE = gl.constexpr(MIDDLE)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])

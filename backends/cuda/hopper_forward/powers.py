@@ -56,17 +56,17 @@ POWERS: gl.constexpr = gl.constexpr(_POWERS)
 
 
 @gluon.jit
-def powers(x, form):
-    """2^x of a tile [64, KEYS], x at most 8."""
+def powers(x, keys: gl.constexpr, form):
+    """2^x of scores [64, keys], x at most 8."""
     if form.SPARED:
         # Columns: which 32, which 16 of these, which 8 of these, lane, which of its two. No register moves.
-        parts = gl.permute(gl.reshape(x, [_ROWS, form.KEYS // 32, 2, 2, 4, 2]), (0, 1, 4, 5, 3, 2))
+        parts = gl.permute(gl.reshape(x, [_ROWS, keys // 32, 2, 2, 4, 2]), (0, 1, 4, 5, 3, 2))
         first, second = gl.split(parts)
         third, fourth = gl.split(second)
         fourth = gl.inline_asm_elementwise(POWERS, "=f,=f,f,f", [fourth], dtype=gl.float32, is_pure=True, pack=2)
         parts = gl.join(gl.exp2(first), gl.join(gl.exp2(third), fourth))
-        whole = gl.reshape(gl.permute(parts, (0, 1, 5, 4, 2, 3)), [_ROWS, form.KEYS])
-        found = gl.convert_layout(whole, form.SCORES, assert_trivial=True)
+        whole = gl.reshape(gl.permute(parts, (0, 1, 5, 4, 2, 3)), [_ROWS, keys])
+        found = gl.convert_layout(whole, x.type.layout, assert_trivial=True)
     else:
         found = gl.exp2(x)
     return found

@@ -50,7 +50,7 @@ def value_product(state, shared, ring, form):
 def weights(s, factor, base, form):
     """Probabilities from scores: the largest is 1, with FP8 2^SHIFT, with LAZY at most 2^GROWTH."""
     if form.FP8:
-        p = powers(s * factor - gl.expand_dims(base - SHIFT, 1), form)
+        p = powers(s * factor - gl.expand_dims(base - SHIFT, 1), form.KEYS, form)
     elif form.INT8:
         p = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(base, 1))
     else:
