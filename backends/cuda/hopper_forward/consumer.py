@@ -50,7 +50,14 @@ from portattn.backends.cuda.hopper_forward.products import (
     weights,
 )
 from portattn.backends.cuda.hopper_forward.rescaling import reference, rescaled_where_needed
-from portattn.backends.cuda.hopper_forward.whole import key_scales, row_factors, scores_of
+from portattn.backends.cuda.hopper_forward.whole import (
+    key_scales,
+    lane_scales,
+    row_factors,
+    scores_by_blocks,
+    scores_of,
+    weights_by_blocks,
+)
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -197,6 +204,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     if form.TURNS:
         sync(TURN + group, 256)
+    blocks: gl.constexpr = form.BLOCKS and not masked
+    if blocks:
+        lanes = lane_scales(scale, n, form)
     s = score_product(q, shared, ring, form)
     acc = state.acc
     if form.LATE and form.LAZY:
@@ -207,19 +217,24 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
-    keys = key_scales(scale, n, masked, form)
+    if not blocks:
+        keys = key_scales(scale, n, masked, form)
     s = warpgroup_mma_wait(1, deps=[s])
     if not form.KEPT:
         arrive(FREE + ring.slot, form.PARTY)
-    s, factor = scores_of(s, keys, scale, form)
+    if blocks:
+        s, first, second, largest = scores_by_blocks(s, lanes, scale, n, form)
+        factor = scale[0]
+    else:
+        s, factor = scores_of(s, keys, scale, form)
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)
-    if form.THREES and not masked:
+    if form.THREES and not masked and not blocks:
         largest = maximum_of_three(s, state.row_max, form)
-    else:
+    elif not blocks:
         largest = row_maximum(s, form)
     if form.LAZY:
         row_max = reference(state.row_max, largest * factor)
@@ -239,6 +254,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         p = weights(s, factor, base, form)
+    elif blocks:
+        p = weights_by_blocks(s, first, second, base, form)
+        alpha = gl.exp2(state.row_max - base)
     else:
         p = weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)

@@ -81,6 +81,7 @@ class Form:
     LAZY: gl.constexpr
     THREES: gl.constexpr
     MIDDLE: gl.constexpr
+    BLOCKS: gl.constexpr
     BYTES: gl.constexpr  # of a number of q and k,
     V_BYTES: gl.constexpr  # and of v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
@@ -111,6 +112,7 @@ class Form:
         self.COLUMNS, self.USED, self.SPARED = map(gl.constexpr, (COLUMNS, USED, SPARED))
         self.INT8, self.SIDE, self.LAZY, self.THREES = map(gl.constexpr, (INT8, SIDE, LAZY, THREES))
         self.MIDDLE = gl.constexpr(MIDDLE)
+        self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128 and THREES)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])
