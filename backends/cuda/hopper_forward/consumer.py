@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portattn.backends.cuda.gluon_names import store
+from portattn.backends.cuda.hopper_forward.ahead import after, rest_ahead
 from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
@@ -112,46 +113,6 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     s = warpgroup_mma_wait(0, deps=[s])
     arrive(FREE + ring.slot, form.PARTY)
     return s, q, Keys(begin, clean, unclean, end, begin - all_begin), ring
-
-
-def _after(numbers: int) -> str:
-    """PTX. ptxas does not know that the least of a magnitude and 0 is 0."""
-    lines = ["{", ".reg .f32 z, a, b;", f"abs.f32 z, ${4 * numbers};", "min.f32 z, z, 0f00000000;"]
-    lines += [f"neg.f32 a, ${3 * numbers};", f"neg.f32 b, ${3 * numbers + 2};", "sub.f32 a, a, z;", "sub.f32 b, b, z;"]
-    lines += [f"fma.rn.f32 ${i}, ${numbers + i}, ${2 * numbers}, {'ab'[i % 4 // 2]};" for i in range(numbers)]
-    return "\n".join([*lines, "}"])
-
-
-_AFTER = {keys: _after(GROUP_ROWS * keys // 128) for keys in (32, 64)}
-
-
-@gluon.constexpr_function
-def _after_code(keys):
-    return _AFTER[keys]
-
-
-@gluon.constexpr_function
-def _after_operands(keys):
-    return ",".join(["=f"] * (keys // 2) + ["f"] * (keys * 2))
-
-
-@gluon.constexpr_function
-def _after_pack(keys):
-    return keys // 2
-
-
-@gluon.jit
-def after(s, factor, base, fresh, half: gl.constexpr, form):
-    """s * factor - base, once `fresh` is there."""
-    code: gl.constexpr = _after_code(half)
-    operands: gl.constexpr = _after_operands(half)
-    pack: gl.constexpr = _after_pack(half)
-    for j in gl.static_range((form.DIM // half).bit_length() - 1):
-        fresh, _other = gl.split(gl.permute(gl.reshape(fresh, [_ROWS, 2, form.DIM // 2 ** (j + 1)]), (0, 2, 1)))
-    fresh = gl.convert_layout(fresh, s.type.layout, assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        code, operands, [s, factor, gl.expand_dims(base, 1), fresh], dtype=gl.float32, is_pure=False, pack=pack
-    )
 
 
 @gluon.jit
@@ -444,7 +405,10 @@ def consume(
                 v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
                 clear(v, 0, seen - (keys.end - 1) * form.KEYS, form)
         ring = advanced(ring, form)
-        state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
+        if form.AHEAD > 0:
+            state, ring = rest_ahead(state, ring, row_start, row_end, keys, q, factor, softcap, shared, form)
+        else:
+            state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
         if form.LEFT and not form.FP8:
             first = gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
             if first > 0:

@@ -81,6 +81,8 @@ class Form:
     LAZY: gl.constexpr
     THREES: gl.constexpr
     MIDDLE: gl.constexpr
+    AHEAD: gl.constexpr
+    HALF: gl.constexpr
     BLOCKS: gl.constexpr
     BYTES: gl.constexpr  # of a number of q and k,
     V_BYTES: gl.constexpr  # and of v
@@ -99,7 +101,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, KEPT, COLUMNS, USED, SPARED, INT8, SIDE, LAZY, THREES, MIDDLE):  # fmt: skip
+                 FP8, SCALED, KEPT, COLUMNS, USED, SPARED, INT8, SIDE, LAZY, THREES, MIDDLE, AHEAD):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -111,13 +113,14 @@ class Form:
         self.FP8, self.SCALED, self.KEPT = map(gl.constexpr, (FP8, SCALED, KEPT))
         self.COLUMNS, self.USED, self.SPARED = map(gl.constexpr, (COLUMNS, USED, SPARED))
         self.INT8, self.SIDE, self.LAZY, self.THREES = map(gl.constexpr, (INT8, SIDE, LAZY, THREES))
-        self.MIDDLE = gl.constexpr(MIDDLE)
+        self.MIDDLE, self.AHEAD = gl.constexpr(MIDDLE), gl.constexpr(AHEAD)
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128 and THREES)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, deep])
         part = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, deep])
+        self.HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS // 2, deep]))
         self.PARTY = gl.constexpr(GROUPS * 128 + 32)
         self.SCORES, self.OUTPUT, self.PART = map(gl.constexpr, (scores, output, part))
         self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=4 if INT8 else wide))

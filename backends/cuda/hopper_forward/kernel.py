@@ -126,7 +126,7 @@ def scheduled_forward(
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, KEPT: gl.constexpr,
     COLUMNS: gl.constexpr, USED: gl.constexpr, SPARED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr,
-    LAZY: gl.constexpr, THREES: gl.constexpr, MIDDLE: gl.constexpr,
+    LAZY: gl.constexpr, THREES: gl.constexpr, MIDDLE: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
@@ -153,7 +153,7 @@ def scheduled_forward(
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
                 k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED, SPARED, INT8,
-                SIDE, LAZY, THREES, MIDDLE)  # fmt: skip
+                SIDE, LAZY, THREES, MIDDLE, AHEAD)  # fmt: skip
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")

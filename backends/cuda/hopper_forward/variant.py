@@ -89,6 +89,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lazy: bool = False
     threes: bool = False
     middle: bool = False
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if not self.own_out and (self.reg_q or self.parts > 1):
@@ -364,5 +365,5 @@ class Launcher(StepLauncher):
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
-            "SPARED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy, "THREES": s.threes, "MIDDLE": s.middle,
+            "SPARED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy, "THREES": s.threes, "MIDDLE": s.middle, "AHEAD": s.ahead,
         }  # fmt: skip
