@@ -3,31 +3,15 @@
 Over pages rows are (query, head) pairs, as kernels/decode.py has them: of HEADS heads that share their keys.
 """
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from portattn.backends.cuda.gluon_names import store
-from portattn.backends.cuda.hopper_forward.ahead import after, rest_ahead
 from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
+from portattn.backends.cuda.hopper_forward.halves import weights_around_values
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
-from portattn.backends.cuda.hopper_forward.maxima import maximum_of_three
-from portattn.backends.cuda.hopper_forward.narrow import (
-    SHIFT,
-    UNSHIFTED,
-    result_factor,
-    returned,
-    score_factor,
-    stored,
-)
+from portattn.backends.cuda.hopper_forward.narrow import returned, score_factor, stored
 from portattn.backends.cuda.hopper_forward.parts import (
     capped,
     clear,
@@ -39,7 +23,6 @@ from portattn.backends.cuda.hopper_forward.parts import (
     rescaled,
     row_maximum,
 )
-from portattn.backends.cuda.hopper_forward.powers import powers
 from portattn.backends.cuda.hopper_forward.products import (
     FREE,
     TURN,
@@ -51,6 +34,7 @@ from portattn.backends.cuda.hopper_forward.products import (
     weights,
 )
 from portattn.backends.cuda.hopper_forward.rescaling import reference, rescaled_where_needed
+from portattn.backends.cuda.hopper_forward.results import write
 from portattn.backends.cuda.hopper_forward.whole import (
     key_scales,
     lane_scales,
@@ -64,7 +48,6 @@ from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
-_LN2: gl.constexpr = gl.constexpr(math.log(2))
 
 
 @gluon.jit
@@ -113,28 +96,6 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     s = warpgroup_mma_wait(0, deps=[s])
     arrive(FREE + ring.slot, form.PARTY)
     return s, q, Keys(begin, clean, unclean, end, begin - all_begin), ring
-
-
-@gluon.jit
-def weights_around_values(s, factor, base, acc, fresh, before, k_free, v_free, form):
-    """Probabilities, a lane's sums of them, and the accumulator with the values of the tile before."""
-    half: gl.constexpr = form.KEYS // 2
-    a, b = gl.split(gl.permute(gl.reshape(s, [_ROWS, 2, half]), (0, 2, 1)))
-    base = gl.convert_layout(base, gl.SliceLayout(1, a.type.layout)) - SHIFT
-    a = powers(a * factor - gl.expand_dims(base, 1), half, form)
-    sums = lane_sum(a, half)
-    returned(k_free, sums, form)
-    fresh = warpgroup_mma_wait(0, deps=[fresh])
-    arrive(v_free, form.PARTY)
-    before = gl.expand_dims(gl.convert_layout(before, gl.SliceLayout(1, form.OUTPUT)), 1)
-    acc = gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [acc, before, fresh], dtype=gl.float32, is_pure=False, pack=1
-    )
-    b = powers(after(b, factor, base, fresh, half, form), half, form)
-    sums = sums + lane_sum(b, half)
-    p = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [_ROWS, form.KEYS])
-    p = gl.convert_layout(p, form.SCORES, assert_trivial=True)
-    return p, sums, acc
 
 
 @gluon.jit
@@ -193,9 +154,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)
-    if form.THREES and not masked and not blocks:
-        largest = maximum_of_three(s, state.row_max, form)
-    elif not blocks:
+    if not blocks:
         largest = row_maximum(s, form)
     if form.LAZY:
         row_max = reference(state.row_max, largest * factor)
@@ -204,10 +163,10 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    if form.MIDDLE:
+    if form.HALVED:
         alpha = gl.exp2(state.row_max - base)
         p, sums, acc = weights_around_values(
-            s, factor, base, acc, fresh, state.alpha, FREE + ring.slot, FREE + form.STAGES + ring.v_slot, form
+            s, factor, base, acc, state.alpha, fresh, ring.slot, ring.v_slot, FREE, form
         )
         sums = gl.convert_layout(sums, state.row_sum.type.layout)
     elif form.EARLY:
@@ -222,15 +181,15 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         p = weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    if not form.MIDDLE:
+    if not form.HALVED:
         sums = lane_sum(p, form.KEYS)
         if form.KEPT:
             returned(FREE + ring.slot, sums, form)
     row_sum = row_sum + sums
-    if not form.EARLY and not form.MIDDLE:
+    if not form.EARLY and not form.HALVED:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-    if not form.MIDDLE:
+    if not form.HALVED:
         acc = added(acc, fresh, state.alpha, form)
     if not form.LATE and form.LAZY:
         acc = rescaled_where_needed(acc, alpha, form)
@@ -265,81 +224,6 @@ def _last_values(state, ring, shared, form):
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         acc = added(state.acc, fresh, state.alpha, form)
     return acc
-
-
-@gluon.jit
-def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
-    """Output rows and the natural LSE of each. `sink`: one more score, natural, without a value; `valid`: 0 for padding
-    rows; value_factor: with FP8 a factor on the output."""
-    total = gl.convert_layout(gl.sum(row_sum, 1), form.ROW)
-    if form.FP8:
-        total = total * UNSHIFTED
-    factor = 1.0
-    largest = row_max * _LN2
-    if sink is not None:
-        # One that base 2 cannot hold stays as it is: both numbers are beyond every score.
-        score = sink * (1.0 / _LN2)
-        score = gl.where(gl.abs(score) == float("inf"), sink, score)
-        new_max = gl.maximum(row_max, score)
-        factor = gl.where(row_max == -float("inf"), 0.0, gl.exp2(row_max - new_max))
-        total = total * factor + gl.where(score == -float("inf"), 0.0, gl.exp2(score - new_max))
-        largest = gl.where(new_max == score, sink, new_max * _LN2)
-    empty = total == 0.0  # a NaN total stays NaN
-    if form.VARYING != "none":
-        empty = empty | (valid == 0)
-    lse = gl.where(empty, -float("inf"), largest + gl.log2(gl.where(empty, 1.0, total)) * _LN2)
-    factor = gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total))
-    if form.FP8:
-        factor = factor * (value_factor * UNSHIFTED)
-    acc = rescaled(acc, factor, form)
-    if form.VARYING != "none":  # padding rows may hold anything
-        nothing = gl.convert_layout(empty.to(gl.int32), gl.SliceLayout(1, form.OUTPUT))
-        acc = gl.where(gl.expand_dims(nothing, 1) != 0, 0.0, acc)
-    return acc, lse
-
-
-@gluon.jit
-def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
-    """Rows of the output by way of shared memory, one part of the columns after the other."""
-    if form.PARTS == 1:
-        _part_stored(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
-    else:
-        gl.static_assert(form.PARTS == 2)
-        halves = gl.permute(gl.reshape(acc, [_ROWS, 2, form.DIM // 2]), (0, 2, 1))
-        first, second = gl.split(halves)
-        _part_stored(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
-        tma.store_wait(0)
-        _part_stored(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
-
-
-@gluon.jit
-def _part_stored(acc, column: gl.constexpr, o_desc, out, stride_h, stride_s, work, row, place, form):
-    flat = place.reshape([_ROWS, form.DIM // form.PARTS])
-    flat.store(acc.to(place.dtype))
-    at = work.q_first + row
-    whole = row + form.LINES <= work.q_length  # else a packed tile would overwrite the next sequence's rows
-    if not form.PACKED or whole:
-        fence_async_shared()
-        if form.PAGE:
-            store(o_desc, [work.slot, at, work.head * form.HEADS, column], place)
-        else:
-            store(o_desc, [work.slot, work.head, at, column], place)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-        # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
-        first = out + (at.to(gl.int64) * stride_s + (work.head * form.HEADS).to(gl.int64) * stride_h) * 8
-        rows = line_numbers(gl.SliceLayout(1, layout), form)
-        columns = gl.arange(0, 16, gl.SliceLayout(0, layout))
-        strides = rows * stride_s
-        if form.HEADS > 1:
-            strides += gl.arange(0, _ROWS, gl.SliceLayout(1, layout)) % form.HEADS * stride_h
-        offsets = gl.expand_dims(strides * 8, 1) + gl.expand_dims(columns, 0)
-        inside = gl.expand_dims(rows < work.q_length - row, 1)
-        for j in gl.static_range(form.DIM // form.PARTS // 16):
-            there = inside & gl.expand_dims(columns // 8 < (o_desc.shape[3] - column) // 8 - j * 2, 0)
-            gl.store(first + (offsets + column + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
-        if not form.OWN_OUT:  # TMA brings the next queries there, whose writes are not ordered after those above
-            fence_async_shared()
 
 
 @gluon.jit
@@ -405,10 +289,7 @@ def consume(
                 v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
                 clear(v, 0, seen - (keys.end - 1) * form.KEYS, form)
         ring = advanced(ring, form)
-        if form.AHEAD > 0:
-            state, ring = rest_ahead(state, ring, row_start, row_end, keys, q, factor, softcap, shared, form)
-        else:
-            state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
+        state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
         if form.LEFT and not form.FP8:
             first = gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
             if first > 0:
@@ -420,7 +301,7 @@ def consume(
         # What is this tile's is read again below, not kept in registers over the loops, which need all that there are.
         acc = _last_values(state, ring, shared, form)
         ring = _passed(keys.after, ring, shared, group, form)
-        _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared, group, form)
+        write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared, group, form)
         if not form.OWN_OUT:  # staged where the queries were
             tma.store_wait(0)
             mbarrier.arrive(shared.q_free.index(place), count=1)
@@ -432,46 +313,3 @@ def consume(
     if form.TURNS and group == 0:
         sync(TURN, 256)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared,
-           group: gl.constexpr, form):  # fmt: skip
-    """The tile's results, normalised, to memory. place: where its queries were, which have been read."""
-    work = read(box, shared)
-    row = work.row + group * form.LINES
-    rows = row + line_numbers(form.ROW, form)
-    sink = None
-    if sinks is not None:
-        if form.HEADS > 1:
-            sink = gl.load(sinks + work.head * form.HEADS + gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.float32)
-        else:
-            sink = gl.load(sinks + work.head).to(gl.float32)
-    valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
-    value_factor = 1.0
-    if form.FP8:
-        value_factor = result_factor(scales, sizes, work, form)
-    acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, value_factor, form)
-    split = work.split
-    if form.FP8 and form.PACKED:  # there it is the sequence
-        split = work.split - work.split
-    first = ((split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
-    if form.HEADS > 1:
-        first = first * form.HEADS + (gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.int64) * sizes.seq_q
-    if lse is not None:
-        if form.PACKED:
-            gl.store(lse + first + work.q_first + rows, row_lse, mask=rows < work.q_length)
-        else:
-            gl.store(lse + first + rows, row_lse, mask=rows < sizes.seq_q)
-    if form.SPLIT:
-        inside = gl.convert_layout(sizes.seq_q - rows, gl.SliceLayout(1, form.OUTPUT))
-        columns = gl.arange(0, form.DIM, gl.SliceLayout(0, form.OUTPUT))
-        lines = gl.arange(0, _ROWS, gl.SliceLayout(1, form.OUTPUT)) * form.DIM
-        offsets = gl.expand_dims(lines, 1) + gl.expand_dims(columns, 0)
-        there = gl.expand_dims(inside > 0, 1)
-        gl.store(out + (first + row) * form.DIM + offsets, acc, mask=there)
-    else:
-        if form.OWN_OUT:
-            tma.store_wait(0)
-            place = group
-        _stored(acc, o_desc, out, stride_h, stride_s, work, row, shared.out.index(place), form)

@@ -6,7 +6,7 @@ A row's scale is a factor on all its scores, as the softmax scale is. A key's is
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from portattn.backends.cuda.hopper_forward.parts import line_numbers
+from portattn.backends.cuda.hopper_forward.parts import halved, lane_maximum, line_numbers, row_maximum, whole
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
@@ -60,17 +60,6 @@ def lane_scales(scale, n, form):
 
 
 @gluon.jit
-def _lane_maximum(s, keys: gl.constexpr):
-    x = gl.reshape(s, [_ROWS, 2, keys // 16, 4, 2])
-    return gl.max(gl.max(gl.max(x, 2), 3), 1)
-
-
-@gluon.jit
-def halves(s, form):
-    return gl.split(gl.permute(gl.reshape(s, [_ROWS, 2, form.KEYS // 2]), (0, 2, 1)))
-
-
-@gluon.jit
 def scores_by_blocks(s, lanes, scale, n, form):
     """Scores as float32 but for the factors on the rows of their first and second half, which come with them, and each
     row's largest but for scale[0]."""
@@ -79,17 +68,17 @@ def scores_by_blocks(s, lanes, scale, n, form):
         BLOCKS, "=f,=f,=r,f,f,f,f", [lanes[0], lanes[1], lanes[2], lanes[3]], dtype=kinds, is_pure=False, pack=1
     )
     if same != 0:
-        a, b = halves(s, form)
+        a, b = halved(s, form.KEYS)
         half: gl.constexpr = form.KEYS // 2
         largest = gl.maximum(
-            _lane_maximum(a, half).to(gl.float32) * first, _lane_maximum(b, half).to(gl.float32) * second
+            lane_maximum(a, half).to(gl.float32) * first, lane_maximum(b, half).to(gl.float32) * second
         )
         largest = gl.convert_layout(gl.max(largest, 1), form.ROW)
         found = s.to(gl.float32)
     else:
         key = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
         found = s.to(gl.float32) * gl.expand_dims(gl.load(scale[1] + key), 0)
-        largest = gl.convert_layout(gl.max(_lane_maximum(found, form.KEYS), 1), form.ROW)
+        largest = row_maximum(found, form)
         first = first - first + 1.0
         second = first
     return found, scale[0] * first, scale[0] * second, largest
@@ -97,13 +86,12 @@ def scores_by_blocks(s, lanes, scale, n, form):
 
 @gluon.jit
 def weights_by_blocks(s, first, second, base, form):
-    a, b = halves(s, form)
+    a, b = halved(s, form.KEYS)
     layout: gl.constexpr = gl.SliceLayout(1, a.type.layout)
     base = gl.expand_dims(gl.convert_layout(base, layout), 1)
     a = gl.exp2(a * gl.expand_dims(gl.convert_layout(first, layout), 1) - base)
     b = gl.exp2(b * gl.expand_dims(gl.convert_layout(second, layout), 1) - base)
-    p = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [_ROWS, form.KEYS])
-    return gl.convert_layout(p, form.SCORES, assert_trivial=True)
+    return whole(a, b, form)
 
 
 @gluon.jit
