@@ -106,6 +106,25 @@ def test_what_no_row_sees_may_be_anything(chip: Device, name: str) -> None:
     assert torch.equal(run_variant(VARIANT, call)[1], expected)
 
 
+def in_blocks(scale: torch.Tensor, block: int) -> torch.Tensor:
+    """Scales that each `block` tokens share."""
+    return scale[..., ::block].repeat_interleave(block, 2)[..., : scale.shape[-1]].contiguous()
+
+
+@pytest.mark.parametrize("causal", wide.CAUSAL)
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_scales_of_blocks(chip: Device, block: int, causal: str) -> None:
+    """Of 64 tokens and more a tile takes two scales, where no token's differs; some tiles here have one that does."""
+    for fields in (wide.SIZES["many tiles"], {"seq_q": 300, "seq_k": 1000}):
+        call = random_call(problem(causal=causal, **fields), 3, device=chip.name)
+        assert call.k_scale is not None
+        call.k_scale = in_blocks(call.k_scale, block)
+        assert_variant_right(VARIANT, call)
+        call.k_scale[0, 0, 130] *= 2
+        call.k_scale[-1, -1, 127] *= 3
+        assert_variant_right(VARIANT, call)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("turns", [False, True])
@@ -115,7 +134,9 @@ def test_schedules(chip: Device, turns: bool, keys: int, late: bool) -> None:
     assert isinstance(launcher, WholeLauncher)
     with nan_filled_memory():
         tensors = launch_tensors(call)
-    changed = msgspec.structs.replace(launcher.schedule, late=late, keys=keys, stages=256 // keys, turns=turns)
+    changed = msgspec.structs.replace(
+        launcher.schedule, late=late, lazy=late, keys=keys, stages=256 // keys, turns=turns
+    )
     WholeLauncher(call, changed)(tensors)
     facts = judge(call, tensors["out"], tensors["lse"])
     assert not facts["wrong"]

@@ -149,5 +149,5 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     p = weights(s, factor, base, form)
     alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    row_sum = row_sum + lane_sum(p, form)
+    row_sum = row_sum + lane_sum(p, form.KEYS)
     return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)

@@ -3,28 +3,15 @@
 Over pages rows are (query, head) pairs, as kernels/decode.py has them: of HEADS heads that share their keys.
 """
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from portattn.backends.cuda.gluon_names import store
 from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
+from portattn.backends.cuda.hopper_forward.halves import weights_around_values
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
-from portattn.backends.cuda.hopper_forward.narrow import (
-    UNSHIFTED,
-    result_factor,
-    returned,
-    score_factor,
-    stored,
-)
+from portattn.backends.cuda.hopper_forward.narrow import returned, score_factor, stored
 from portattn.backends.cuda.hopper_forward.parts import (
     capped,
     clear,
@@ -47,13 +34,20 @@ from portattn.backends.cuda.hopper_forward.products import (
     weights,
 )
 from portattn.backends.cuda.hopper_forward.rescaling import reference, rescaled_where_needed
-from portattn.backends.cuda.hopper_forward.whole import key_scales, row_factors, scores_of
+from portattn.backends.cuda.hopper_forward.results import write
+from portattn.backends.cuda.hopper_forward.whole import (
+    key_scales,
+    lane_scales,
+    row_factors,
+    scores_by_blocks,
+    scores_of,
+    weights_by_blocks,
+)
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
-_LN2: gl.constexpr = gl.constexpr(math.log(2))
 
 
 @gluon.jit
@@ -121,7 +115,7 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     p = weights(s, factor, base, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
-    return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form))
+    return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form.KEYS))
 
 
 @gluon.jit
@@ -132,6 +126,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     if form.TURNS:
         sync(TURN + group, 256)
+    blocks: gl.constexpr = form.BLOCKS and not masked
+    if blocks:
+        lanes = lane_scales(scale, n, form)
     s = score_product(q, shared, ring, form)
     acc = state.acc
     if form.LATE and form.LAZY:
@@ -142,40 +139,58 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
-    keys = key_scales(scale, n, masked, form)
+    if not blocks:
+        keys = key_scales(scale, n, masked, form)
     s = warpgroup_mma_wait(1, deps=[s])
     if not form.KEPT:
         arrive(FREE + ring.slot, form.PARTY)
-    s, factor = scores_of(s, keys, scale, form)
+    if blocks:
+        s, first, second, largest = scores_by_blocks(s, lanes, scale, n, form)
+        factor = scale[0]
+    else:
+        s, factor = scores_of(s, keys, scale, form)
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)
+    if not blocks:
+        largest = row_maximum(s, form)
     if form.LAZY:
-        row_max = reference(state.row_max, row_maximum(s, form) * factor)
+        row_max = reference(state.row_max, largest * factor)
     else:
-        row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
+        row_max = gl.maximum(state.row_max, largest * factor)
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    if form.EARLY:
+    if form.HALVED:
+        alpha = gl.exp2(state.row_max - base)
+        p, sums, acc = weights_around_values(
+            s, factor, base, acc, state.alpha, fresh, ring.slot, ring.v_slot, FREE, form
+        )
+        sums = gl.convert_layout(sums, state.row_sum.type.layout)
+    elif form.EARLY:
         alpha = gl.exp2(state.row_max - base)
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         p = weights(s, factor, base, form)
+    elif blocks:
+        p = weights_by_blocks(s, first, second, base, form)
+        alpha = gl.exp2(state.row_max - base)
     else:
         p = weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    sums = lane_sum(p, form)
-    if form.KEPT:
-        returned(FREE + ring.slot, sums, form)
+    if not form.HALVED:
+        sums = lane_sum(p, form.KEYS)
+        if form.KEPT:
+            returned(FREE + ring.slot, sums, form)
     row_sum = row_sum + sums
-    if not form.EARLY:
+    if not form.EARLY and not form.HALVED:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-    acc = added(acc, fresh, state.alpha, form)
+    if not form.HALVED:
+        acc = added(acc, fresh, state.alpha, form)
     if not form.LATE and form.LAZY:
         acc = rescaled_where_needed(acc, alpha, form)
     elif not form.LATE and not form.FP8:
@@ -209,81 +224,6 @@ def _last_values(state, ring, shared, form):
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         acc = added(state.acc, fresh, state.alpha, form)
     return acc
-
-
-@gluon.jit
-def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
-    """Output rows and the natural LSE of each. `sink`: one more score, natural, without a value; `valid`: 0 for padding
-    rows; value_factor: with FP8 a factor on the output."""
-    total = gl.convert_layout(gl.sum(row_sum, 1), form.ROW)
-    if form.FP8:
-        total = total * UNSHIFTED
-    factor = 1.0
-    largest = row_max * _LN2
-    if sink is not None:
-        # One that base 2 cannot hold stays as it is: both numbers are beyond every score.
-        score = sink * (1.0 / _LN2)
-        score = gl.where(gl.abs(score) == float("inf"), sink, score)
-        new_max = gl.maximum(row_max, score)
-        factor = gl.where(row_max == -float("inf"), 0.0, gl.exp2(row_max - new_max))
-        total = total * factor + gl.where(score == -float("inf"), 0.0, gl.exp2(score - new_max))
-        largest = gl.where(new_max == score, sink, new_max * _LN2)
-    empty = total == 0.0  # a NaN total stays NaN
-    if form.VARYING != "none":
-        empty = empty | (valid == 0)
-    lse = gl.where(empty, -float("inf"), largest + gl.log2(gl.where(empty, 1.0, total)) * _LN2)
-    factor = gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total))
-    if form.FP8:
-        factor = factor * (value_factor * UNSHIFTED)
-    acc = rescaled(acc, factor, form)
-    if form.VARYING != "none":  # padding rows may hold anything
-        nothing = gl.convert_layout(empty.to(gl.int32), gl.SliceLayout(1, form.OUTPUT))
-        acc = gl.where(gl.expand_dims(nothing, 1) != 0, 0.0, acc)
-    return acc, lse
-
-
-@gluon.jit
-def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
-    """Rows of the output by way of shared memory, one part of the columns after the other."""
-    if form.PARTS == 1:
-        _part_stored(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
-    else:
-        gl.static_assert(form.PARTS == 2)
-        halves = gl.permute(gl.reshape(acc, [_ROWS, 2, form.DIM // 2]), (0, 2, 1))
-        first, second = gl.split(halves)
-        _part_stored(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
-        tma.store_wait(0)
-        _part_stored(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
-
-
-@gluon.jit
-def _part_stored(acc, column: gl.constexpr, o_desc, out, stride_h, stride_s, work, row, place, form):
-    flat = place.reshape([_ROWS, form.DIM // form.PARTS])
-    flat.store(acc.to(place.dtype))
-    at = work.q_first + row
-    whole = row + form.LINES <= work.q_length  # else a packed tile would overwrite the next sequence's rows
-    if not form.PACKED or whole:
-        fence_async_shared()
-        if form.PAGE:
-            store(o_desc, [work.slot, at, work.head * form.HEADS, column], place)
-        else:
-            store(o_desc, [work.slot, work.head, at, column], place)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-        # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
-        first = out + (at.to(gl.int64) * stride_s + (work.head * form.HEADS).to(gl.int64) * stride_h) * 8
-        rows = line_numbers(gl.SliceLayout(1, layout), form)
-        columns = gl.arange(0, 16, gl.SliceLayout(0, layout))
-        strides = rows * stride_s
-        if form.HEADS > 1:
-            strides += gl.arange(0, _ROWS, gl.SliceLayout(1, layout)) % form.HEADS * stride_h
-        offsets = gl.expand_dims(strides * 8, 1) + gl.expand_dims(columns, 0)
-        inside = gl.expand_dims(rows < work.q_length - row, 1)
-        for j in gl.static_range(form.DIM // form.PARTS // 16):
-            there = inside & gl.expand_dims(columns // 8 < (o_desc.shape[3] - column) // 8 - j * 2, 0)
-            gl.store(first + (offsets + column + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
-        if not form.OWN_OUT:  # TMA brings the next queries there, whose writes are not ordered after those above
-            fence_async_shared()
 
 
 @gluon.jit
@@ -380,7 +320,7 @@ def consume(
         # What is this tile's is read again below, not kept in registers over the loops, which need all that there are.
         acc = _last_values(state, ring, shared, form)
         ring = _passed(keys.after, ring, shared, group, form)
-        _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared, group, form)
+        write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared, group, form)
         if not form.OWN_OUT:  # staged where the queries were
             tma.store_wait(0)
             mbarrier.arrive(shared.q_free.index(place), count=1)
@@ -392,46 +332,3 @@ def consume(
     if form.TURNS and group == 0:
         sync(TURN, 256)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared,
-           group: gl.constexpr, form):  # fmt: skip
-    """The tile's results, normalised, to memory. place: where its queries were, which have been read."""
-    work = read(box, shared)
-    row = work.row + group * form.LINES
-    rows = row + line_numbers(form.ROW, form)
-    sink = None
-    if sinks is not None:
-        if form.HEADS > 1:
-            sink = gl.load(sinks + work.head * form.HEADS + gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.float32)
-        else:
-            sink = gl.load(sinks + work.head).to(gl.float32)
-    valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
-    value_factor = 1.0
-    if form.FP8:
-        value_factor = result_factor(scales, sizes, work, form)
-    acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, value_factor, form)
-    split = work.split
-    if form.FP8 and form.PACKED:  # there it is the sequence
-        split = work.split - work.split
-    first = ((split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
-    if form.HEADS > 1:
-        first = first * form.HEADS + (gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.int64) * sizes.seq_q
-    if lse is not None:
-        if form.PACKED:
-            gl.store(lse + first + work.q_first + rows, row_lse, mask=rows < work.q_length)
-        else:
-            gl.store(lse + first + rows, row_lse, mask=rows < sizes.seq_q)
-    if form.SPLIT:
-        inside = gl.convert_layout(sizes.seq_q - rows, gl.SliceLayout(1, form.OUTPUT))
-        columns = gl.arange(0, form.DIM, gl.SliceLayout(0, form.OUTPUT))
-        lines = gl.arange(0, _ROWS, gl.SliceLayout(1, form.OUTPUT)) * form.DIM
-        offsets = gl.expand_dims(lines, 1) + gl.expand_dims(columns, 0)
-        there = gl.expand_dims(inside > 0, 1)
-        gl.store(out + (first + row) * form.DIM + offsets, acc, mask=there)
-    else:
-        if form.OWN_OUT:
-            tma.store_wait(0)
-            place = group
-        _stored(acc, o_desc, out, stride_h, stride_s, work, row, shared.out.index(place), form)

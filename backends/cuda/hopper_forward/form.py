@@ -35,10 +35,10 @@ class Form:
     PIECE, WIDE   keys and columns that one load brings: without pages all of a tile's
     FP8           q, k, v and probabilities are e4m3; V lies transposed (transposed.py). With OWN_OUT, not over pages
     SCALED        with FP8: there are scales
-    KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores (narrow.returned)
     COLUMNS       with FP8: columns of a product of values; fewer than DIM where sums of all do not fit (columns.py)
     USED          with fewer COLUMNS: those that are not all padding; else DIM
-    SPARED        with FP8: a quarter of the exponentials is computed by the multipliers (powers.py)
+    KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores (narrow.returned)
+    HALVED        with KEPT: the tile before's values are added between the exponentials of a tile's halves (halves.py)
     INT8          q and k are int8, with a scale for each row (whole.py); v and probabilities of 16 bits. With OWN_OUT,
                   not over pages, without SOFTCAP
     SIDE          with INT8: scales of keys lie side by side
@@ -71,13 +71,14 @@ class Form:
     WIDE: gl.constexpr
     FP8: gl.constexpr
     SCALED: gl.constexpr
-    KEPT: gl.constexpr
     COLUMNS: gl.constexpr
     USED: gl.constexpr
-    SPARED: gl.constexpr
+    KEPT: gl.constexpr
+    HALVED: gl.constexpr
     INT8: gl.constexpr
     SIDE: gl.constexpr
     LAZY: gl.constexpr
+    BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
     V_BYTES: gl.constexpr  # and of v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
@@ -95,7 +96,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, KEPT, COLUMNS, USED, SPARED, INT8, SIDE, LAZY):  # fmt: skip
+                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -104,9 +105,10 @@ class Form:
         self.REG_Q, self.PARTS, self.PAGE, self.HEADS = map(gl.constexpr, (REG_Q, PARTS, PAGE, HEADS))
         self.PACKED, self.LINES = gl.constexpr(VARYING in ("packed", "packed_q")), gl.constexpr(GROUP_ROWS // HEADS)
         self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
-        self.FP8, self.SCALED, self.KEPT = map(gl.constexpr, (FP8, SCALED, KEPT))
-        self.COLUMNS, self.USED, self.SPARED = map(gl.constexpr, (COLUMNS, USED, SPARED))
+        self.FP8, self.SCALED = map(gl.constexpr, (FP8, SCALED))
+        self.COLUMNS, self.USED, self.KEPT, self.HALVED = map(gl.constexpr, (COLUMNS, USED, KEPT, HALVED))
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
+        self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])

@@ -124,9 +124,8 @@ def scheduled_forward(
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
-    PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, KEPT: gl.constexpr,
-    COLUMNS: gl.constexpr, USED: gl.constexpr, SPARED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr,
-    LAZY: gl.constexpr,
+    PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
+    KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
@@ -152,12 +151,13 @@ def scheduled_forward(
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3], FP8, q_scale is not None, KEPT, COLUMNS, USED, SPARED, INT8,
+                k_desc.block_shape[3], FP8, q_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
                 SIDE, LAZY)  # fmt: skip
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
     gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM == 4 * COLUMNS and USED >= 3 * COLUMNS))
+    gl.static_assert(not HALVED or (FP8 and KEPT and COLUMNS == DIM))
     gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()

@@ -161,6 +161,6 @@ class NarrowLauncher(Launcher):
         """What is compiled in."""
         p, dim, columns = self.problem, width(self.problem.head_dim), self.schedule.columns
         return super().constants() | {
-            "FP8": True, "KEPT": self.schedule.kept, "SPARED": self.schedule.spared, "COLUMNS": columns or dim,
+            "FP8": True, "KEPT": self.schedule.kept, "HALVED": self.schedule.halved, "COLUMNS": columns or dim,
             "USED": ceil_div(max(p.head_dim, p.head_dim_v), columns) * columns if columns else dim,
         }  # fmt: skip

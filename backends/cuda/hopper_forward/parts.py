@@ -36,17 +36,34 @@ def line_numbers(layout: gl.constexpr, form):
 
 
 @gluon.jit
-def row_maximum(s, form):
-    # Registers first, in independent chains; the four lanes of a row last.
-    x = gl.reshape(s, [_ROWS, 2, form.KEYS // 16, 4, 2])
-    x = gl.max(gl.max(gl.max(x, 2), 3), 1)
-    return gl.convert_layout(gl.max(x, 1), form.ROW)
+def lane_maximum(s, keys: gl.constexpr):
+    # Registers first, in independent chains.
+    x = gl.reshape(s, [_ROWS, 2, keys // 16, 4, 2])
+    return gl.max(gl.max(gl.max(x, 2), 3), 1)
 
 
 @gluon.jit
-def lane_sum(p, form):
+def row_maximum(s, form):
+    return gl.convert_layout(gl.max(lane_maximum(s, form.KEYS), 1), form.ROW)
+
+
+@gluon.jit
+def halved(x, columns: gl.constexpr):
+    """The first and the last half of the columns. No register moves."""
+    return gl.split(gl.permute(gl.reshape(x, [_ROWS, 2, columns // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def whole(first, last, form):
+    """Halves of scores' columns side by side again."""
+    found = gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), [_ROWS, form.KEYS])
+    return gl.convert_layout(found, form.SCORES, assert_trivial=True)
+
+
+@gluon.jit
+def lane_sum(p, keys: gl.constexpr):
     # The exchange between lanes waits until the end of the tile.
-    x = gl.reshape(p, [_ROWS, 2, form.KEYS // 16, 4, 2])
+    x = gl.reshape(p, [_ROWS, 2, keys // 16, 4, 2])
     return gl.sum(gl.sum(gl.sum(x, 2), 3), 1)
 
 

@@ -7,7 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from portattn.backends.cuda.hopper_forward.form import Ring
 from portattn.backends.cuda.hopper_forward.narrow import SHIFT, hold_bytes, narrow_values, stored
 from portattn.backends.cuda.hopper_forward.parts import following, hold, operand, rescaled
-from portattn.backends.cuda.hopper_forward.powers import powers
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 TURN: gl.constexpr = gl.constexpr(5)  # 5..7   named barriers: consumer w may issue its products: TURN + w
@@ -50,7 +49,7 @@ def value_product(state, shared, ring, form):
 def weights(s, factor, base, form):
     """Probabilities from scores: the largest is 1, with FP8 2^SHIFT, with LAZY at most 2^GROWTH."""
     if form.FP8:
-        p = powers(s * factor - gl.expand_dims(base - SHIFT, 1), form)
+        p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
     elif form.INT8:
         p = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(base, 1))
     else:

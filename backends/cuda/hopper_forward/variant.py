@@ -63,7 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
-    kept, columns, spared  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
+    kept, halved, columns  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
     lazy     not of e4m3 operands
@@ -79,9 +79,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     early: bool
     pairs: bool
     own_out: bool
-    kept: bool = False
     columns: int = 0
-    spared: bool = False
+    kept: bool = False
+    halved: bool = False
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -361,6 +361,6 @@ class Launcher(StepLauncher):
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
-            "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
-            "SPARED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
+            "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
+            "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
         }  # fmt: skip

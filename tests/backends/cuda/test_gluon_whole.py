@@ -85,6 +85,8 @@ def test_scores_are_products_of_whole_numbers(gluon_compiler: Worker, gluon_targ
     keys = signature.constants["KEYS"]
     assert f"wgmma.mma_async.sync.aligned.m64n{keys}k32.s32.s8.s8" in ptx
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
+    assert "vote.sync.all.pred" in ptx, "tiles of blocks that share a scale are told from others"
+    assert "max.s32" in ptx
     wide.assert_synchronised(ptx)
 
 
