@@ -57,11 +57,16 @@ class Outputs:
         return {f"o_stride_{axis}": stride for axis, stride in zip("pbhs", given, strict=False) if axis in axes}
 
 
-DEPENDENT = "launch_pdl"  # the launch option that is the merging kernel's: to begin before the other one has ended
+DEPENDENT = "launch_pdl"  # the launch option of a kernel that may begin before the one before it has ended
+
+
+def dependent(plan: Plan) -> bool:
+    """Whether a plan's kernels may begin so."""
+    return bool(plan.specialised[1].get(DEPENDENT)) and plan.path != "interpreter"
 
 
 def splitting(launch: Launch) -> Launch:
-    """The launch of the kernel whose results are merged: it waits for whatever was launched before."""
+    """The launch of a kernel whose results are merged, and which itself waits for whatever was launched before."""
     return msgspec.structs.replace(launch, options=tuple(pair for pair in launch.options if pair[0] != DEPENDENT))
 
 
@@ -87,12 +92,12 @@ def calls(plan: Plan, call: Call, outputs: Outputs, cores: int) -> list[KernelCa
         **outer_strides("o", outputs.out, "bhs"),
         "heads_q": problem.heads_q, "seq_q": seq, "rows": rows, "splits": launch.splits,
     }  # fmt: skip
-    dependent = bool(launch.get(DEPENDENT)) and plan.path != "interpreter"
+    begins_early = dependent(plan)
     constants, warps = merging_shape(launch.splits, problem.head_dim_v)
     constexprs = {
         **constants, "STATE": "max_sum", "EXP": lowering.exp, "NATURAL": kernel.natural_scores(problem),
-        "GRID": lowering.grid, "DEPENDENT": dependent,
+        "GRID": lowering.grid, "DEPENDENT": begins_early,
     }  # fmt: skip
     grid = (least(rows, cores) if lowering.grid == "persistent" else rows,)
-    few = Launch(num_warps=warps, num_stages=1, options=((DEPENDENT, True),) if dependent else ())
+    few = Launch(num_warps=warps, num_stages=1, options=((DEPENDENT, True),) if begins_early else ())
     return [KernelCall(MODULE, "combine", grid, arguments, constexprs, few, UNSPECIALISED)]

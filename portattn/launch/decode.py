@@ -53,7 +53,9 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "row_tiles": kernel.row_tiles(problem, launch), "splits": launch.splits, "tiles": tiles,
         "batches": problem.batch, **window(problem),
     }  # fmt: skip
-    constexprs = kernel.constexprs(problem, lowering, launch)
+    begins_early = combine.dependent(plan)
+    constexprs = kernel.constexprs(problem, lowering, launch) | {"DEPENDENT": begins_early}
+    own = launch if begins_early else combine.splitting(launch)
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
+    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, own, UNSPECIALISED)
     return [first, *combine.calls(plan, call, outputs, cores)], outputs.out, outputs.lse

@@ -26,6 +26,12 @@ from portattn.schema.sizes import least, most
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
+# What the loop of warps apart can do (kernels/apart.py).
+APART_TAKES = frozenset(
+    {"seqlens_k", "leftpad_k", "causal", "causal_top_left", "sinks", "return_lse", "negative_scale", "gqa", "head_dim_v",
+     "num_splits", "packed"}
+)  # fmt: skip
+MOST_APART = 8
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 # Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
 # four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
@@ -42,7 +48,7 @@ class DecodeSplit(CoreKernel):
     splits_keys = True
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
-        "reads", "unpack",
+        "reads", "unpack", "warps",
     )  # fmt: skip
 
     # A split is worth its second pass only over this many key tiles. Source: measured on an H200.
@@ -70,10 +76,22 @@ class DecodeSplit(CoreKernel):
             "KV_SCALES": problem.kv_scales,
             "UNPACK": unpack,
             "ALIGNED": ALIGNED if problem.aligned else WORD_ALIGNMENT,
+            "WARPS": launch.num_warps if "warps" in self.choices and lowering.warps == "apart" else 1,
+            "DEPENDENT": False,  # the launch says so (portattn/launch/decode.py)
         }
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
+        if "warps" in self.choices and lowering.warps == "apart":
+            why = not_apart(problem, lowering, launch)
+            if why:
+                found = (*found, ("warps", "joint", why))
+            else:
+                found = tuple(limit for limit in found if limit[0] not in ("load", "pipeline"))
+                if lowering.load != "pointer":
+                    found = (*found, ("load", "pointer", "warps apart read by pointers"))
+                if lowering.pipeline != "plain":
+                    found = (*found, ("pipeline", "plain", "the loop of warps apart has no other"))
         if lowering.unpack == "bytes" or "unpack" not in self.choices:
             return found
         why = no_words(problem)
@@ -92,6 +110,8 @@ class DecodeSplit(CoreKernel):
             unread = "k_tile", "block_order"
         if "unpack" in self.choices and lowering.unpack != "bytes":
             unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
+        if lowering.warps == "apart":  # and kernels/apart.py
+            unread = "k_tile", "block_order", "q_operand", "dot_precision"
         return tuple(name for name in self.choices if name not in unread)
 
     def natural_scores(self, problem: Problem) -> bool:
@@ -198,6 +218,20 @@ class MlaSplit(PagedSplit):
             why = "rows of fp8_ds_mla hold numbers of three types"
             found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
         return found
+
+
+def not_apart(problem: Problem, lowering: Lowering, launch: Launch) -> str:
+    """Why warps cannot attend keys of their own (kernels/apart.py); empty where they can."""
+    asked = sorted(set(problem.demands()) - APART_TAKES)
+    reasons = {
+        f"their loop takes no {', '.join(asked)}": bool(asked),
+        "their products are of 16-bit numbers": problem.dtype == "fp32" or problem.kv_format != "as_q",
+        f"their loop has rows of at most {WIDEST_TILE} columns": head_columns(problem)[1] != 0,
+        "their tiles are powers of two": lowering.reads == "inside",
+        f"a warp has at least {MIN_DOT} keys of a tile": launch.block_n < MIN_DOT * launch.num_warps,
+        f"at most {MOST_APART} warps' results are merged": launch.num_warps > MOST_APART,
+    }
+    return next((text for text, holds in reasons.items() if holds), "")
 
 
 def no_words(problem: Problem) -> str:
