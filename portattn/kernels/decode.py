@@ -7,7 +7,6 @@ are fewer such tiles than cores, the keys are split over programs, and combine.p
 import triton
 import triton.language as tl
 
-from portattn.kernels.apart import attend_apart
 from portattn.kernels.attend import attend, key_steps
 from portattn.kernels.dependent import let_next_kernel_begin, wait_for_kernel_before
 from portattn.kernels.few_rows import attend_few
@@ -56,8 +55,7 @@ def decode_split(
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
     Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
-    KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
@@ -68,8 +66,7 @@ def decode_split(
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
     quantised cache are widened (kernels/words.py); its rows' addresses are then multiples of ALIGNED bytes.
-    WARPS: over how many warps a tile's keys are divided (kernels/apart.py); 1: its products are shared by all warps.
-    DEPENDENT: the launch did not wait for the kernel before, and the one that merges need not wait for this one's end.
+    DEPENDENT: the launch did not wait for the kernel before, and the one that merges may begin before this one's end.
     k_block_scale, v_block_scale: of nvfp4 its blocks' scales, (…, D / 16) bytes whose last stride is 1, else None.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
     softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
@@ -231,18 +228,8 @@ def decode_split(
         if tree_mask is not None:
             words = tree_mask + slot_0 * tree_mask_stride_b + read_row
             tree_low, tree_high = tree_bits(tl.load(words, mask=row_valid, other=0))
-        if WARPS != 1:
-            acc, row_max, row_sum = attend_apart(
-                q_pointers, row_valid, q_stride_d,
-                k_base, v_base, table, pages, k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
-                k_first, first_step, last_step, far, row_end, score_scale,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NEGATED, CAUSAL != "none", PAGE_SIZE, EXP,
-                MASK_VALUE, PAGE_LOOP, READS, WARPS,
-            )  # fmt: skip
-            if sinks is not None:
-                acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sinks, head, split == 0, EXP, NATURAL)
-        elif UNPACK == "bytes":
-            acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+        acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+        if UNPACK == "bytes":
             row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum,

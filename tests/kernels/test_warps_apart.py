@@ -33,8 +33,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 
 def loops(fields: dict[str, Any], launch: dict[str, int]) -> tuple[str, ...]:
-    whole = fields.get("page_size", 1) % launch["block_n"] == 0
-    return ("per_page", "flat_masked") if whole else ("flat_masked",)
+    page = fields.get("page_size", 0)
+    if page and page % launch["block_n"] == 0:
+        return ("per_page", "flat_masked")
+    few = page and launch["block_n"] in (2 * page, 4 * page)
+    return ("by_page", "flat_masked") if few else ("flat_masked",)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

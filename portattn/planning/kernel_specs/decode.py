@@ -76,18 +76,23 @@ class DecodeSplit(CoreKernel):
             "KV_SCALES": problem.kv_scales,
             "UNPACK": unpack,
             "ALIGNED": ALIGNED if problem.aligned else WORD_ALIGNMENT,
-            "WARPS": launch.num_warps if "warps" in self.choices and lowering.warps == "apart" else 1,
             "DEPENDENT": False,  # the launch says so (portattn/launch/decode.py)
         }
 
+    def is_apart(self, lowering: Lowering) -> bool:
+        """Whether decode_apart runs in place of decode_split (kernels/apart.py)."""
+        return "warps" in self.choices and lowering.warps == "apart"
+
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
-        if "warps" in self.choices and lowering.warps == "apart":
+        if self.is_apart(lowering):
             why = not_apart(problem, lowering, launch)
             if why:
                 found = (*found, ("warps", "joint", why))
             else:
                 found = tuple(limit for limit in found if limit[0] not in ("load", "pipeline"))
+                if lowering.grid != "tiles":
+                    found = (*found, ("grid", "tiles", "warps apart have a program for each tile"))
                 if lowering.load != "pointer":
                     found = (*found, ("load", "pointer", "warps apart read by pointers"))
                 if lowering.pipeline != "plain":
@@ -110,7 +115,7 @@ class DecodeSplit(CoreKernel):
             unread = "k_tile", "block_order"
         if "unpack" in self.choices and lowering.unpack != "bytes":
             unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
-        if lowering.warps == "apart":  # and kernels/apart.py
+        if self.is_apart(lowering):  # and kernels/apart.py
             unread = "k_tile", "block_order", "q_operand", "dot_precision"
         return tuple(name for name in self.choices if name not in unread)
 
@@ -189,9 +194,10 @@ class PagedSplit(DecodeSplit):
         if page_loop == "by_page":
             bytes_read = "unpack" not in self.choices or any(limit[:2] == ("unpack", "bytes") for limit in found)
             words = lowering.unpack != "bytes" and not bytes_read and lowering.reads == "masked"
-            if not words or launch.block_n % problem.page_size or launch.block_n // problem.page_size not in (2, 4):
+            apart = self.is_apart(lowering) and not any(limit[:2] == ("warps", "joint") for limit in found)
+            if not (words or apart) or launch.block_n % problem.page_size or launch.block_n // problem.page_size not in (2, 4):
                 page_loop = "per_page" if problem.page_size % launch.block_n == 0 else "flat_masked"
-                found = (*found, ("page_loop", page_loop, "by_page is for words, in tiles of two or four pages"))
+                found = (*found, ("page_loop", page_loop, "by_page is for words and warps apart, in tiles of two or four pages"))
         if page_loop == "per_page" and problem.page_size % launch.block_n:
             page_loop = "flat_masked"
             why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
