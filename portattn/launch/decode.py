@@ -27,16 +27,12 @@ UNSPECIALISED = frozenset(
     {"heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right"}
 )
 
-# What decode_apart has of decode_split's arguments and constants, in its order.
+# What decode_apart has of decode_split's arguments, in its order.
 APART = "portattn.kernels.apart"
 APART_ARGUMENTS = (
     "q", "k", "v", "out", "lse", "seqlens_k", "leftpad_k", "cu_seqlens_q", "page_table", "sinks", "scale",
     *(f"{name}_stride_{axis}" for name in "qkv" for axis in "bhsd"), *(f"o_stride_{axis}" for axis in "pbhs"),
     "table_stride_b", "heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches",
-)  # fmt: skip
-APART_CONSTANTS = (
-    "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
-    "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "DEPENDENT",
 )  # fmt: skip
 
 
@@ -71,7 +67,6 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     if kernel.is_apart(lowering):
         module, function, unspecialised = APART, "decode_apart", UNSPECIALISED & set(APART_ARGUMENTS)
         arguments = {name: arguments[name] for name in APART_ARGUMENTS}
-        constexprs = {name: constexprs[name] for name in APART_CONSTANTS} | {"PARTS": launch.num_warps}
     own = launch if begins_early else combine.splitting(launch)
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     first = KernelCall(module, function, grid, arguments, constexprs, own, unspecialised)

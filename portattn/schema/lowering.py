@@ -30,7 +30,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                    for compilers that a run-time `if` leads astray
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
                    up its own page, for pages smaller than a tile and compilers that cannot loop over pages; `by_page`:
-                   words alone, a tile is two or four pages, whose ids are read once each, a step ahead
+                   words and warps apart alone, a tile is two or four pages, whose ids are read once each, a step ahead
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
     drops          how dropout's random numbers are made: once for four scores, in `tiles` that begin at multiples of
                    16; for each of the `scores`, for compilers that spread numbers over registers through shared

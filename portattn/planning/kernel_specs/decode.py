@@ -32,6 +32,11 @@ APART_TAKES = frozenset(
      "num_splits", "packed"}
 )  # fmt: skip
 MOST_APART = 8
+# What decode_apart has of decode_split's constants.
+APART_CONSTANTS = (
+    "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
+    "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "DEPENDENT",
+)  # fmt: skip
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 # Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
 # four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
@@ -65,7 +70,8 @@ class DecodeSplit(CoreKernel):
         found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
         if found["BLOCK_TAIL"]:
             found["BLOCK_TAIL"] = max(found["BLOCK_TAIL"], narrowest)
-        return found | {
+        found.pop("WARPS", None)
+        found |= {
             "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
             "GROUP": problem.group,
             "SPLIT": launch.splits > 1,
@@ -78,6 +84,9 @@ class DecodeSplit(CoreKernel):
             "ALIGNED": ALIGNED if problem.aligned else WORD_ALIGNMENT,
             "DEPENDENT": False,  # the launch says so (portattn/launch/decode.py)
         }
+        if self.is_apart(lowering):
+            return {name: found[name] for name in APART_CONSTANTS} | {"PARTS": launch.num_warps}
+        return found
 
     def is_apart(self, lowering: Lowering) -> bool:
         """Whether decode_apart runs in place of decode_split (kernels/apart.py)."""
@@ -216,7 +225,7 @@ class MlaSplit(PagedSplit):
     name = "mla_split"
     op = "mla_attention"
     takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
-    choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name != "unpack")
+    choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name not in ("unpack", "warps"))
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
