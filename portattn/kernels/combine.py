@@ -18,36 +18,30 @@ def combine(
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
     STATE: tl.constexpr, EXP: tl.constexpr, NATURAL: tl.constexpr, GRID: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merge (splits, rows, Dv) float32 partial results by the states of their rows, rows = B·Hq·Sq. A program has
-    BLOCK_DV columns of a row: those of its second number in the grid.
+    """Merge (splits, rows, Dv) float32 partial results by the states of their rows; one program a row, rows = B·Hq·Sq.
+    With DEPENDENT a row may have several programs, each with BLOCK_DV of its columns, along the grid's second axis.
 
     STATE: what partial_state, float32, has of each row. "max_sum": (splits, rows, 2), the pairs of store_state, whose
     maxima are in the base that EXP and NATURAL say, the splitting kernel's. "lse": (splits, rows), natural logarithms
     of sums, -inf where nothing was attended. EXP is then "exp", and sinks None.
     A partial result that attended nothing has no weight, whatever it holds. sinks (Hq,): what the splitting kernel has
     counted in the first share; lse (rows) is natural.
-    CHUNK splits are read at a time and kept as in the online softmax. DEPENDENT: the launch did not wait for the kernel
-    that makes the partial results.
+    CHUNK splits are read at a time and kept as in the online softmax, so that states and results are one wait for
+    memory, as far as the compiler has registers for them. DEPENDENT: the launch did not wait for the kernel that makes
+    the partial results.
     """
     if DEPENDENT:
         let_next_kernel_begin()
+        wait_for_kernel_before()
     if GRID == "persistent":
         rounds = tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
     for turn in range(rounds):
         row = tl.program_id(0) + turn * tl.num_programs(0)
-        batch = row // (heads_q * seq_q)
-        head = row // seq_q % heads_q
-        o_base = (
-            out
-            + batch.to(tl.int64) * o_stride_b
-            + head.to(tl.int64) * o_stride_h
-            + (row % seq_q).to(tl.int64) * o_stride_s
-        )
-        if DEPENDENT:  # before anything is read, and after what needs nothing that is
-            wait_for_kernel_before()
-        columns = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+        columns = tl.arange(0, BLOCK_DV)
+        if DEPENDENT:
+            columns += tl.program_id(1) * BLOCK_DV
         total = (splits - splits).to(tl.float32)
         largest = total + lowest("finite")  # below every state: no difference of maxima is -inf − -inf
         acc = tl.full([BLOCK_DV], 0.0, tl.float32)
@@ -77,7 +71,18 @@ def combine(
             largest = new_largest
         empty = total == 0.0  # a NaN total stays NaN, as in `normalised`
         inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+        batch = row // (heads_q * seq_q)
+        head = row // seq_q % heads_q
+        o_base = (
+            out
+            + batch.to(tl.int64) * o_stride_b
+            + head.to(tl.int64) * o_stride_h
+            + (row % seq_q).to(tl.int64) * o_stride_s
+        )
         tl.store(o_base + columns, (acc * inverse).to(out.dtype.element_ty), mask=columns < HEAD_DIM_V)
         if lse is not None:
             found = natural_lse(largest, total, sinks, head, EXP, NATURAL)
-            tl.store(lse + row, found, mask=tl.program_id(1) == 0)
+            if DEPENDENT:
+                tl.store(lse + row, found, mask=tl.program_id(1) == 0)
+            else:
+                tl.store(lse + row, found)
