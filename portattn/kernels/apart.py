@@ -10,7 +10,7 @@ less time than decode_split's beginning and end.
 import triton
 import triton.language as tl
 
-from portattn.kernels.dependent import let_next_kernel_begin, wait_for_kernel_before
+from portattn.kernels.dependent import let_next_kernel_begin
 from portattn.kernels.keyplaces import key_places, key_pointers, page_from, pages_from
 from portattn.kernels.tiles import (
     exponential,
@@ -94,19 +94,18 @@ def decode_apart(
     GROUP: tl.constexpr, SPLIT: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr, EXP: tl.constexpr,
-    MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, PARTS: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """As decode_split, with nothing but lengths, sinks and the causal mask, over 16-bit rows; GRID is "tiles".
 
     PARTS: warps, each with its keys: a power of two up to 8.
-    DEPENDENT: the launch did not wait for the kernel before, and the one that merges may begin before this one's end.
+    FOLLOWED: a kernel that merges follows, which may begin before this one ends.
 
     Every tile is masked: a second loop, for tiles that are attended whole, is as much code again, and its first loads
     would begin when the first loop's last are done.
     """
     EACH: tl.constexpr = BLOCK_N // PARTS
-    if DEPENDENT:
-        wait_for_kernel_before()
+    if FOLLOWED:
         let_next_kernel_begin()
     heads_q = heads_k * GROUP
     tile = tl.program_id(0)

@@ -6,7 +6,7 @@ Dao et al., "Flash-Decoding" (2023).
 import triton
 import triton.language as tl
 
-from portattn.kernels.dependent import let_next_kernel_begin, wait_for_kernel_before
+from portattn.kernels.dependent import wait_for_kernel_before
 from portattn.kernels.tiles import exponential, lowest, natural_lse
 
 
@@ -31,7 +31,6 @@ def combine(
     the partial results.
     """
     if DEPENDENT:
-        let_next_kernel_begin()
         wait_for_kernel_before()
     if GRID == "persistent":
         rounds = tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))

@@ -22,7 +22,7 @@ if gdc_wait is not None:
 
     @triton.jit
     def let_next_kernel_begin():
-        """The next kernel, where its launch is dependent, may begin when all programs have come here. What it waits for
+        """The next kernel, if its launch is dependent, may begin when all programs have come here. What it waits for
         (wait_for_kernel_before) is this kernel's end all the same."""
         gdc_launch_dependents()
 

@@ -58,16 +58,16 @@ class Outputs:
         return {f"o_stride_{axis}": stride for axis, stride in zip("pbhs", given, strict=False) if axis in axes}
 
 
-DEPENDENT = "launch_pdl"  # the launch option of a kernel that may begin before the one before it has ended
+DEPENDENT = "launch_pdl"  # the launch option that is the merging kernel's: to begin before the other one has ended
 
 
 def dependent(plan: Plan) -> bool:
-    """Whether a plan's kernels may begin so."""
+    """Whether a plan's merging kernel begins before the other one has ended."""
     return bool(plan.specialised[1].get(DEPENDENT)) and plan.path != "interpreter"
 
 
 def splitting(launch: Launch) -> Launch:
-    """The launch of a kernel whose results are merged, and which itself waits for whatever was launched before."""
+    """The launch of the kernel whose results are merged: it waits for whatever was launched before."""
     return msgspec.structs.replace(launch, options=tuple(pair for pair in launch.options if pair[0] != DEPENDENT))
 
 
@@ -79,7 +79,7 @@ def merging_shape(splits: int, head_dim_v: int) -> tuple[dict[str, int], int]:
 
 
 def merging_parts(splits: int, head_dim_v: int) -> tuple[dict[str, int], int, int]:
-    """Likewise where few rows are merged: a program has PART columns of a row. The third is how many programs a row has.
+    """Likewise where few rows are merged: a program has PART columns of a row. The third is a row's programs.
 
     A thread of a warp that has a whole row reads 16 bytes of each of 16 splits: for so many registers ptxas waits four
     times for memory (sm_90). Of PART columns it reads a quarter of them, at once.

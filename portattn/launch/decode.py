@@ -61,13 +61,12 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "row_tiles": kernel.row_tiles(problem, launch), "splits": launch.splits, "tiles": tiles,
         "batches": problem.batch, **window(problem),
     }  # fmt: skip
-    begins_early = combine.dependent(plan)
-    constexprs = kernel.constexprs(problem, lowering, launch) | {"DEPENDENT": begins_early}
+    followed = launch.splits > 1 and combine.dependent(plan)
+    constexprs = kernel.constexprs(problem, lowering, launch) | {"FOLLOWED": followed}
     module, function, unspecialised = MODULE, kernel.function, UNSPECIALISED
     if kernel.is_apart(lowering):
         module, function, unspecialised = APART, "decode_apart", UNSPECIALISED & set(APART_ARGUMENTS)
         arguments = {name: arguments[name] for name in APART_ARGUMENTS}
-    own = launch if begins_early else combine.splitting(launch)
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    first = KernelCall(module, function, grid, arguments, constexprs, own, unspecialised)
+    first = KernelCall(module, function, grid, arguments, constexprs, combine.splitting(launch), unspecialised)
     return [first, *combine.calls(plan, call, outputs, cores)], outputs.out, outputs.lse

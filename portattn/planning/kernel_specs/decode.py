@@ -28,14 +28,14 @@ from portattn.schema.tuning import SPLIT_THRESHOLD
 
 # What the loop of warps apart can do (kernels/apart.py).
 APART_TAKES = frozenset(
-    {"seqlens_k", "leftpad_k", "causal", "causal_top_left", "sinks", "return_lse", "negative_scale", "gqa", "head_dim_v",
-     "num_splits", "packed"}
+    {"seqlens_k", "leftpad_k", "causal", "causal_top_left", "sinks", "return_lse", "negative_scale", "gqa",
+     "head_dim_v", "num_splits", "packed"}
 )  # fmt: skip
 MOST_APART = 8
 # What decode_apart has of decode_split's constants.
 APART_CONSTANTS = (
     "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
-    "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "DEPENDENT",
+    "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "FOLLOWED",
 )  # fmt: skip
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 # Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
@@ -82,7 +82,7 @@ class DecodeSplit(CoreKernel):
             "KV_SCALES": problem.kv_scales,
             "UNPACK": unpack,
             "ALIGNED": ALIGNED if problem.aligned else WORD_ALIGNMENT,
-            "DEPENDENT": False,  # the launch says so (portattn/launch/decode.py)
+            "FOLLOWED": False,  # the launch says so (portattn/launch/decode.py)
         }
         if self.is_apart(lowering):
             return {name: found[name] for name in APART_CONSTANTS} | {"PARTS": launch.num_warps}
@@ -204,9 +204,16 @@ class PagedSplit(DecodeSplit):
             bytes_read = "unpack" not in self.choices or any(limit[:2] == ("unpack", "bytes") for limit in found)
             words = lowering.unpack != "bytes" and not bytes_read and lowering.reads == "masked"
             apart = self.is_apart(lowering) and not any(limit[:2] == ("warps", "joint") for limit in found)
-            if not (words or apart) or launch.block_n % problem.page_size or launch.block_n // problem.page_size not in (2, 4):
+            if (
+                not (words or apart)
+                or launch.block_n % problem.page_size
+                or launch.block_n // problem.page_size not in (2, 4)
+            ):
                 page_loop = "per_page" if problem.page_size % launch.block_n == 0 else "flat_masked"
-                found = (*found, ("page_loop", page_loop, "by_page is for words and warps apart, in tiles of two or four pages"))
+                found = (
+                    *found,
+                    ("page_loop", page_loop, "by_page is for words and warps apart, in tiles of two or four pages"),
+                )
         if page_loop == "per_page" and problem.page_size % launch.block_n:
             page_loop = "flat_masked"
             why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
