@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fakedriver import triton_folders
@@ -22,7 +23,15 @@ from portattn.worker.client import Worker
 KNOWN = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 CORES = 132
 MOST_SPILLED = 32  # bytes a thread: tiles of 128 keys have 255 registers; 3.7.1 and 3.8.0 spill 24, the others nothing
-ONE = {"op": "decode_attention", "batch": 1, "heads_q": 32, "heads_k": 8, "seq_q": 1, "head_dim": 128, "dtype": "bf16"}
+ONE: dict[str, Any] = {
+    "op": "decode_attention",
+    "batch": 1,
+    "heads_q": 32,
+    "heads_k": 8,
+    "seq_q": 1,
+    "head_dim": 128,
+    "dtype": "bf16",
+}
 FORMS = {
     "split": Problem(**ONE, seq_k=4096),
     "not split": Problem(**ONE | {"batch": 16}, seq_k=2048, seqlens_k=True, return_lse=True),
@@ -81,8 +90,10 @@ def test_the_merging_kernel_has_programs_for_parts_of_a_row() -> None:
     assert "launch_pdl" not in dict(first.launch.options)
 
 
-@pytest.mark.parametrize("fields", [{"softcap": True}, {"window_left": 100}, {"mask": True}, {"dtype": "fp32"}], ids=str)
-def test_what_it_does_not_take_runs_joint(fields: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"softcap": True}, {"window_left": 100}, {"mask": True}, {"dtype": "fp32"}], ids=str
+)
+def test_what_it_does_not_take_runs_joint(fields: dict[str, Any]) -> None:
     made = plan(Problem(**ONE | fields, seq_k=4096), parse_target("cuda:sm_90", "triton==3.6.0"))
     assert made.lowering is not None
     assert made.lowering.warps == "joint"
