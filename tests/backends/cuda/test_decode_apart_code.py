@@ -37,6 +37,7 @@ FORMS = {
     "not split": Problem(**ONE | {"batch": 16}, seq_k=2048, seqlens_k=True, return_lse=True),
     "narrow": Problem(**ONE | {"batch": 8, "heads_q": 64, "heads_k": 16, "head_dim": 64}, seq_k=1024),
     "short": Problem(**ONE, seq_k=256),
+    "pages": Problem(**ONE | {"op": "paged_attention", "batch": 64}, seq_k=8192, page_size=64, seqlens_k=True),
 }
 
 
