@@ -7,6 +7,7 @@ dense.py     dense_forward: dense and packed tensors
 words.py     that loop over a quantised cache's rows as 16-bit words: keyplaces.py finds and loads them,
              unpack.py makes numbers of them
 decode.py    decode_split: contiguous, paged and latent caches
+apart.py     decode_apart: the same for plain problems of few rows, with each warp at keys of its own
 sparse.py    sparse_split: chosen tokens
 combine.py   combine: merges what was split
 """

@@ -19,6 +19,7 @@ def combine(
     STATE: tl.constexpr, EXP: tl.constexpr, NATURAL: tl.constexpr, GRID: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge (splits, rows, Dv) float32 partial results by the states of their rows; one program a row, rows = B·Hq·Sq.
+    With DEPENDENT a row may have several programs, each with BLOCK_DV of its columns, along the grid's second axis.
 
     STATE: what partial_state, float32, has of each row. "max_sum": (splits, rows, 2), the pairs of store_state, whose
     maxima are in the base that EXP and NATURAL say, the splitting kernel's. "lse": (splits, rows), natural logarithms
@@ -26,7 +27,8 @@ def combine(
     A partial result that attended nothing has no weight, whatever it holds. sinks (Hq,): what the splitting kernel has
     counted in the first share; lse (rows) is natural.
     CHUNK splits are read at a time and kept as in the online softmax, so that states and results are one wait for
-    memory. DEPENDENT: the launch did not wait for the kernel that makes the partial results.
+    memory, as far as the compiler has registers for them. DEPENDENT: the launch did not wait for the kernel that makes
+    the partial results.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -37,6 +39,8 @@ def combine(
     for turn in range(rounds):
         row = tl.program_id(0) + turn * tl.num_programs(0)
         columns = tl.arange(0, BLOCK_DV)
+        if DEPENDENT:
+            columns += tl.program_id(1) * BLOCK_DV
         total = (splits - splits).to(tl.float32)
         largest = total + lowest("finite")  # below every state: no difference of maxima is -inf − -inf
         acc = tl.full([BLOCK_DV], 0.0, tl.float32)
@@ -76,4 +80,8 @@ def combine(
         )
         tl.store(o_base + columns, (acc * inverse).to(out.dtype.element_ty), mask=columns < HEAD_DIM_V)
         if lse is not None:
-            tl.store(lse + row, natural_lse(largest, total, sinks, head, EXP, NATURAL))
+            found = natural_lse(largest, total, sinks, head, EXP, NATURAL)
+            if DEPENDENT:
+                tl.store(lse + row, found, mask=tl.program_id(1) == 0)
+            else:
+                tl.store(lse + row, found)

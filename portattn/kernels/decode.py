@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import attend, key_steps
+from portattn.kernels.dependent import let_next_kernel_begin
 from portattn.kernels.few_rows import attend_few
 from portattn.kernels.stored import DS_GROUP, head_scale
 from portattn.kernels.tiles import (
@@ -55,6 +56,7 @@ def decode_split(
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
     Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
     KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
@@ -66,6 +68,7 @@ def decode_split(
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
     quantised cache are widened (kernels/words.py); its rows' addresses are then multiples of ALIGNED bytes.
+    FOLLOWED: a kernel that merges follows, which may begin before this one ends.
     k_block_scale, v_block_scale: of nvfp4 its blocks' scales, (…, D / 16) bytes whose last stride is 1, else None.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
     softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
@@ -74,6 +77,8 @@ def decode_split(
     sees the key that is number j of its sequence's last ones, of which there are as many as queries. It sees all keys
     before those, as far as nothing else hides them. Its rows are contiguous; the stride is None where it is.
     """
+    if FOLLOWED:
+        let_next_kernel_begin()
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:

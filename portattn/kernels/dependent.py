@@ -1,4 +1,5 @@
-"""Waiting for the kernel before, for a launch that may begin while that one still runs (NVIDIA, sm_90 and later).
+"""Launches that may begin while the kernel before still runs (NVIDIA, sm_90 and later): waiting for that kernel's end,
+and letting the next one begin.
 
 Triton before 3.4 and other vendors' compilers have no such launch: the construct sits in a helper of its own, chosen at
 import.
@@ -8,9 +9,9 @@ import triton
 import triton.language as tl
 
 try:
-    from triton.language.extra.cuda import gdc_wait
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
-    gdc_wait = None
+    gdc_launch_dependents = gdc_wait = None
 
 if gdc_wait is not None:
 
@@ -19,9 +20,20 @@ if gdc_wait is not None:
         """What the kernel before has written is visible after this."""
         gdc_wait()
 
+    @triton.jit
+    def let_next_kernel_begin():
+        """The next kernel, if its launch is dependent, may begin when all programs have come here. What it waits for
+        (wait_for_kernel_before) is this kernel's end all the same."""
+        gdc_launch_dependents()
+
 else:
 
     @triton.jit
     def wait_for_kernel_before():
         """Stands in where the toolchain has no dependent launches."""
+        tl.static_assert(False, "this Triton has no programmatic dependent launch: launch_pdl must not be set")
+
+    @triton.jit
+    def let_next_kernel_begin():
+        """Stands in likewise."""
         tl.static_assert(False, "this Triton has no programmatic dependent launch: launch_pdl must not be set")

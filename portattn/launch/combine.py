@@ -21,6 +21,7 @@ CHUNK = 16  # partial rows that the merging kernel holds at a time
 # Columns of a row that a warp of 32 reads, 16 bytes a thread: no sum crosses warps, which would wait for each other.
 COLUMNS = 128
 MOST_WARPS = 4
+PART, MOST_CHUNK = 32, 32  # columns and partial rows of a program where a row has several
 
 
 @dataclass(slots=True)
@@ -60,6 +61,11 @@ class Outputs:
 DEPENDENT = "launch_pdl"  # the launch option that is the merging kernel's: to begin before the other one has ended
 
 
+def dependent(plan: Plan) -> bool:
+    """Whether a plan's merging kernel begins before the other one has ended."""
+    return bool(plan.specialised[1].get(DEPENDENT)) and plan.path != "interpreter"
+
+
 def splitting(launch: Launch) -> Launch:
     """The launch of the kernel whose results are merged: it waits for whatever was launched before."""
     return msgspec.structs.replace(launch, options=tuple(pair for pair in launch.options if pair[0] != DEPENDENT))
@@ -70,6 +76,18 @@ def merging_shape(splits: int, head_dim_v: int) -> tuple[dict[str, int], int]:
     columns = max(next_power_of_two(head_dim_v), MIN_DOT)
     constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": columns, "CHUNK": min(CHUNK, next_power_of_two(splits))}
     return constants, min(max(columns // COLUMNS, 1), MOST_WARPS)
+
+
+def merging_parts(splits: int, head_dim_v: int) -> tuple[dict[str, int], int, int]:
+    """Likewise where few rows are merged: a program has PART columns of a row. The third is a row's programs.
+
+    A thread of a warp that has a whole row reads 16 bytes of each of 16 splits: for so many registers ptxas waits four
+    times for memory (sm_90). Of PART columns it reads a quarter of them, at once.
+    """
+    columns = max(next_power_of_two(head_dim_v), MIN_DOT)
+    part = min(columns, PART)
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": part, "CHUNK": min(MOST_CHUNK, next_power_of_two(splits))}
+    return constants, 1, columns // part
 
 
 def calls(plan: Plan, call: Call, outputs: Outputs, cores: int) -> list[KernelCall]:
@@ -87,12 +105,15 @@ def calls(plan: Plan, call: Call, outputs: Outputs, cores: int) -> list[KernelCa
         **outer_strides("o", outputs.out, "bhs"),
         "heads_q": problem.heads_q, "seq_q": seq, "rows": rows, "splits": launch.splits,
     }  # fmt: skip
-    dependent = bool(launch.get(DEPENDENT)) and plan.path != "interpreter"
+    begins_early = dependent(plan)
     constants, warps = merging_shape(launch.splits, problem.head_dim_v)
+    parts = 1
+    if begins_early:
+        constants, warps, parts = merging_parts(launch.splits, problem.head_dim_v)
     constexprs = {
         **constants, "STATE": "max_sum", "EXP": lowering.exp, "NATURAL": kernel.natural_scores(problem),
-        "GRID": lowering.grid, "DEPENDENT": dependent,
+        "GRID": lowering.grid, "DEPENDENT": begins_early,
     }  # fmt: skip
-    grid = (least(rows, cores) if lowering.grid == "persistent" else rows,)
-    few = Launch(num_warps=warps, num_stages=1, options=((DEPENDENT, True),) if dependent else ())
+    grid = (least(rows, cores) if lowering.grid == "persistent" else rows, parts)
+    few = Launch(num_warps=warps, num_stages=1, options=((DEPENDENT, True),) if begins_early else ())
     return [KernelCall(MODULE, "combine", grid, arguments, constexprs, few, UNSPECIALISED)]

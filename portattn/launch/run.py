@@ -24,7 +24,7 @@ from portattn.worker.environment import compile_environment
 # Functions of portattn/kernels/ that are launched.
 KERNELS = (
     "dense_forward", "backward_keys", "backward_bias", "decode_split", "sparse_split", "combine",
-    "write_cache", "merge_rows", "pause", "store_parts",
+    "write_cache", "merge_rows", "pause", "store_parts", "decode_apart",
 )  # fmt: skip
 Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
 

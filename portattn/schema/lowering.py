@@ -30,7 +30,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                    for compilers that a run-time `if` leads astray
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
                    up its own page, for pages smaller than a tile and compilers that cannot loop over pages; `by_page`:
-                   words alone, a tile is two or four pages, whose ids are read once each, a step ahead
+                   words and warps apart alone, a tile is two or four pages, whose ids are read once each, a step ahead
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
     drops          how dropout's random numbers are made: once for four scores, in `tiles` that begin at multiples of
                    16; for each of the `scores`, for compilers that spread numbers over registers through shared
@@ -45,6 +45,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unpack         numbers of a quantised cache: read as `bytes` and widened to queries' dtype, one by one; or read as
                    16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions. What
                    writes a cache divides and narrows each number by operations that every chip has, or by `ptx`
+    warps          of decode's few query rows: `joint`, a program's warps share each product; `apart`, each attends
+                   keys of its own, and their results are merged once
 
     >>> import portattn
     >>> portattn.Lowering(load="descriptor").exp
@@ -67,6 +69,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     operands: Literal["widened", "stored"] = "widened"
     parts: Literal["registers", "memory"] = "registers"
     unpack: Literal["bytes", "words", "ptx"] = "bytes"
+    warps: Literal["joint", "apart"] = "joint"
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -18,8 +18,9 @@ from portattn.schema.problem import Problem
 
 CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16x6")  # hf32 is Ascend's alone
 DEFAULTS = msgspec.structs.asdict(Lowering())
-# Of Ascend; instructions of NVIDIA's, and pages of words: test_quantised_words.py has these.
-NOT_HERE = ("hf32", "ptx", "by_page")
+# Of Ascend; instructions of NVIDIA's, and pages of words: test_quantised_words.py has these. Tiles of more keys than
+# these are: test_warps_apart.py.
+NOT_HERE = ("hf32", "ptx", "by_page", "apart")
 # tf32 keeps 10 bits of the mantissa: a product of depth 16 of normal values, through the softmax, is this far off.
 TF32_ERROR = 2e-2
 

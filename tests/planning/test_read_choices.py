@@ -44,8 +44,15 @@ def test_words_have_no_tiles_of_keys(op: str, fields: dict[str, Any]) -> None:
         assert not [name for name in UNREAD_BY_WORDS if name.upper() in source], part
 
 
+def test_warps_apart_have_one_way_to_read_keys() -> None:
+    plan, found = shown()
+    assert plan.lowering is not None
+    assert plan.lowering.warps == "apart"
+    assert set(CORES["decode_attention"].choices) - found == UNREAD_BY_WORDS
+
+
 OTHERS: list[dict[str, Any]] = [
-    {},
+    {"softcap": True},
     {"kv_format": "e4m3", "kv_scales": "token", "seq_q": 32},
     {"kv_format": "int8", "kv_scales": "token", "aligned": False, "word_aligned": False},
 ]

@@ -26,6 +26,17 @@ from portattn.schema.sizes import least, most
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
+# What the loop of warps apart can do (kernels/apart.py).
+APART_TAKES = frozenset(
+    {"seqlens_k", "leftpad_k", "causal", "causal_top_left", "sinks", "return_lse", "negative_scale", "gqa",
+     "head_dim_v", "num_splits", "packed"}
+)  # fmt: skip
+MOST_APART = 8
+# What decode_apart has of decode_split's constants.
+APART_CONSTANTS = (
+    "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
+    "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "FOLLOWED",
+)  # fmt: skip
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 # Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
 # four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
@@ -42,7 +53,7 @@ class DecodeSplit(CoreKernel):
     splits_keys = True
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
-        "reads", "unpack",
+        "reads", "unpack", "warps",
     )  # fmt: skip
 
     # A split is worth its second pass only over this many key tiles. Source: measured on an H200.
@@ -59,7 +70,8 @@ class DecodeSplit(CoreKernel):
         found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
         if found["BLOCK_TAIL"]:
             found["BLOCK_TAIL"] = max(found["BLOCK_TAIL"], narrowest)
-        return found | {
+        found.pop("WARPS", None)
+        found |= {
             "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
             "GROUP": problem.group,
             "SPLIT": launch.splits > 1,
@@ -73,10 +85,30 @@ class DecodeSplit(CoreKernel):
             # Rows of quantised numbers are 64 to 128 bytes. Of pages that hold a token's heads side by side, memory is
             # read faster where all of them are read at a time.
             "HEADS_FIRST": unpack != "bytes" and bool(problem.page_size) and problem.page_layout == "phd",
+            "FOLLOWED": False,  # the launch says so (portattn/launch/decode.py)
         }
+        if self.is_apart(lowering):
+            return {name: found[name] for name in APART_CONSTANTS} | {"PARTS": launch.num_warps}
+        return found
+
+    def is_apart(self, lowering: Lowering) -> bool:
+        """Whether decode_apart runs in place of decode_split (kernels/apart.py)."""
+        return "warps" in self.choices and lowering.warps == "apart"
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
+        if self.is_apart(lowering):
+            why = not_apart(problem, lowering, launch)
+            if why:
+                found = (*found, ("warps", "joint", why))
+            else:
+                found = tuple(limit for limit in found if limit[0] not in ("load", "pipeline"))
+                if lowering.grid != "tiles":
+                    found = (*found, ("grid", "tiles", "warps apart have a program for each tile"))
+                if lowering.load != "pointer":
+                    found = (*found, ("load", "pointer", "warps apart read by pointers"))
+                if lowering.pipeline != "plain":
+                    found = (*found, ("pipeline", "plain", "the loop of warps apart has no other"))
         if lowering.unpack == "bytes" or "unpack" not in self.choices:
             return found
         why = no_words(problem)
@@ -95,6 +127,8 @@ class DecodeSplit(CoreKernel):
             unread = "k_tile", "block_order"
         if "unpack" in self.choices and lowering.unpack != "bytes":
             unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
+        if self.is_apart(lowering):  # and kernels/apart.py
+            unread = "k_tile", "block_order", "q_operand", "dot_precision"
         return tuple(name for name in self.choices if name not in unread)
 
     def natural_scores(self, problem: Problem) -> bool:
@@ -172,9 +206,17 @@ class PagedSplit(DecodeSplit):
         if page_loop == "by_page":
             bytes_read = "unpack" not in self.choices or any(limit[:2] == ("unpack", "bytes") for limit in found)
             words = lowering.unpack != "bytes" and not bytes_read and lowering.reads == "masked"
-            if not words or launch.block_n % problem.page_size or launch.block_n // problem.page_size not in (2, 4):
+            apart = self.is_apart(lowering) and not any(limit[:2] == ("warps", "joint") for limit in found)
+            if (
+                not (words or apart)
+                or launch.block_n % problem.page_size
+                or launch.block_n // problem.page_size not in (2, 4)
+            ):
                 page_loop = "per_page" if problem.page_size % launch.block_n == 0 else "flat_masked"
-                found = (*found, ("page_loop", page_loop, "by_page is for words, in tiles of two or four pages"))
+                found = (
+                    *found,
+                    ("page_loop", page_loop, "by_page is for words and warps apart, in tiles of two or four pages"),
+                )
         if page_loop == "per_page" and problem.page_size % launch.block_n:
             page_loop = "flat_masked"
             why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
@@ -193,7 +235,7 @@ class MlaSplit(PagedSplit):
     name = "mla_split"
     op = "mla_attention"
     takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
-    choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name != "unpack")
+    choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name not in ("unpack", "warps"))
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
@@ -201,6 +243,20 @@ class MlaSplit(PagedSplit):
             why = "rows of fp8_ds_mla hold numbers of three types"
             found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
         return found
+
+
+def not_apart(problem: Problem, lowering: Lowering, launch: Launch) -> str:
+    """Why warps cannot attend keys of their own (kernels/apart.py); empty where they can."""
+    asked = sorted(set(problem.demands()) - APART_TAKES)
+    reasons = {
+        f"their loop takes no {', '.join(asked)}": bool(asked),
+        "their products are of 16-bit numbers": problem.dtype == "fp32" or problem.kv_format != "as_q",
+        f"their loop has rows of at most {WIDEST_TILE} columns": head_columns(problem)[1] != 0,
+        "their tiles are powers of two": lowering.reads == "inside",
+        f"a warp has at least {MIN_DOT} keys of a tile": launch.block_n < MIN_DOT * launch.num_warps,
+        f"at most {MOST_APART} warps' results are merged": launch.num_warps > MOST_APART,
+    }
+    return next((text for text, holds in reasons.items() if holds), "")
 
 
 def no_words(problem: Problem) -> str:

@@ -106,6 +106,7 @@ _SPLIT = (
     Axis("num_stages", (1, 2)),
     Axis("launch_pdl", (True,), ("dependent_launch",)),
     Axis("occupancy", (1, 2), WARPS),
+    Axis("warps", ("joint", "apart"), WARPS, (HALF, "kv_format=as_q", "!featured", "rows<=16", "widest<=256")),
     *_LOADS,
     *_OPTIONS,
 )
@@ -190,6 +191,8 @@ def _accumulators(choice: Choice, problem: Problem, target: Target) -> str | Non
     if not arch.registers or not threads or problem.op == "sparse_attention":
         return None
     columns = next_power_of_two(problem.head_dim_v) + launch.block_n
+    if choice.lowering.get("warps") == "apart":  # each warp has a result of its own
+        columns, threads = next_power_of_two(problem.head_dim_v) + launch.block_n // launch.num_warps, arch.warp_size
     most = min(arch.registers, int(launch.get("maxnreg") or arch.registers))
     least = launch.block_m * columns // threads
     return f"scores and result take {least} registers a thread, of {most}" if least > most else None
