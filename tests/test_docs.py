@@ -21,7 +21,7 @@ COLUMNS = 120
 CHOOSING = "choosing-a-backend.md"
 # Tables that a program writes, one row an entry or a measurement: a row cannot be broken.
 ARCH_ROW = re.compile(r"\| `\w+:\w+` \|")  # docs/backends.md: holds the titles of arches.toml as they are
-GENERATED = ("quirk-verification.md", "performance/tables.md")
+GENERATED = ("quirk-verification.md", "performance/tables.md", "performance/tables-h100.md")
 # Runs the examples that it reads, and writes what each printed.
 CHILD = """
 import contextlib, io, json, sys, warnings
