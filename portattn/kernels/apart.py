@@ -1,7 +1,7 @@
 """decode_apart: decode_split for plain problems of few query rows, with each warp at keys of its own.
 
 Where a tile's products are shared among warps by their columns, a step's maximum and probabilities go from warp to warp
-by shared memory, and all wait for each other. Of few query rows that waiting is most of a step. Here a product is a
+by shared memory, and all wait for each other. With few query rows that waiting is most of a step. Here a product is a
 batch of products, one for each warp: no step waits for another warp but for the tile that is read, and the warps'
 results are merged once, after the loop. The kernel has nothing but what these problems need, since a short cache takes
 less time than decode_split's beginning and end.

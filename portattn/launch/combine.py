@@ -79,7 +79,7 @@ def merging_shape(splits: int, head_dim_v: int) -> tuple[dict[str, int], int]:
 
 
 def merging_parts(splits: int, head_dim_v: int) -> tuple[dict[str, int], int, int]:
-    """Likewise where few rows are merged: a program has PART columns of a row. The third is a row's programs.
+    """Likewise where merging begins early: a program has PART columns of a row. The third is a row's programs.
 
     A thread of a warp that has a whole row reads 16 bytes of each of 16 splits: for so many registers ptxas waits four
     times for memory (sm_90). Of PART columns it reads a quarter of them, at once.
