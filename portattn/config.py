@@ -1,6 +1,6 @@
-"""What a user can set: eight environment variables, and the same names in a `settings(...)` block.
+"""What a user can set: nine environment variables, and the same names in a `settings(...)` block.
 
-An environment variable that starts with PORTATTN_ and is none of the eight is an error, so that a misspelt name
+An environment variable that starts with PORTATTN_ and is none of the nine is an error, so that a misspelt name
 is never silently ignored.
 """
 
@@ -21,6 +21,7 @@ Fallback = Literal["warn", "error", "silent"]
 Isolate = Literal["auto", "always", "never"]
 Canary = Literal["auto", "always", "never"]
 Monitor = Literal["auto", "always", "never"]
+Graphs = Literal["auto", "never"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
                  the transformers adapter still reads a mask of several queries back, once a forward
     monitor      whether a call that compiles a kernel warns: `auto` once `warmup` or `monitor` was called
+    graphs       whether repeated launches of several kernels are a CUDA graph: `never` lets each kernel be launched by
+                 itself, as it is in calls that were launched 16 times or less
     compile_seconds  time limit of one compile in a child process
     """
 
@@ -47,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_dir: str = ""
     validate: Literal["auto", "always", "never"] = "auto"
     monitor: Monitor = "auto"
+    graphs: Graphs = "auto"
     compile_seconds: float = 120.0
 
 
@@ -59,6 +63,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "PORTATTN_CACHE_DIR": "cache_dir",
     "PORTATTN_VALIDATE": "validate",
     "PORTATTN_MONITOR": "monitor",
+    "PORTATTN_GRAPHS": "graphs",
 }
 _VOCABULARY = {
     "fallback": get_args(Fallback),
@@ -66,6 +71,7 @@ _VOCABULARY = {
     "canary": get_args(Canary),
     "validate": ("auto", "always", "never"),
     "monitor": get_args(Monitor),
+    "graphs": get_args(Graphs),
 }
 
 
@@ -124,7 +130,7 @@ def settings(**changes: Any) -> Iterator[Settings]:
     """Change settings inside a block, in this thread or task only.
 
     changes  settings by name, as the fields of Settings: backend, fallback, quirks, isolate, canary, cache_dir,
-             validate, monitor, compile_seconds
+             validate, monitor, graphs, compile_seconds
 
     Blocks nest: a block changes what it names and keeps the rest.
 

@@ -94,7 +94,25 @@ static void take(Made *made, void **p) {
     at += sizes[made->function - 1][i];
   }
 }
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) { return 0; }
+static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+static int disturbed = 0; /* how often a graph was ended so that the driver would have ended a user's capture */
+EXPORT int fake_disturbed(void) { return disturbed; }
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+  CUstreamCaptureMode before = thread_mode;
+  thread_mode = *mode;
+  *mode = before;
+  return 0;
+}
+static long green = 0; /* the stream of a green context */
+EXPORT void fake_green(long stream) { green = stream; }
+#if CUDA_VERSION >= 12040
+EXPORT CUresult cuStreamGetGreenCtx(CUstream s, CUgreenCtx *context) {
+#else
+EXPORT CUresult cuStreamGetGreenCtx(CUstream s, void **context) {
+#endif
+  *context = green && green == (long)s ? (void *)1 : 0;
+  return 0;
+}
 EXPORT CUresult cuStreamCreate(CUstream *s, unsigned flags) { *s = CAPTURE_STREAM; return 0; }
 EXPORT CUresult cuStreamDestroy(CUstream s) { return 0; }
 EXPORT CUresult cuStreamBeginCapture(CUstream s, CUstreamCaptureMode mode) {
@@ -141,7 +159,11 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream s) {
   pthread_mutex_unlock(&recording);
   return 0;
 }
-EXPORT CUresult cuGraphExecDestroy(CUgraphExec e) { ended++; return 0; }
+EXPORT CUresult cuGraphExecDestroy(CUgraphExec e) {
+  if (user_captures && thread_mode != CU_STREAM_CAPTURE_MODE_RELAXED) disturbed++;
+  ended++;
+  return 0;
+}
 EXPORT CUresult cuGraphDestroy(CUgraph g) { return 0; }
 EXPORT CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) {
   *status = user_captures ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;

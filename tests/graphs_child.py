@@ -122,6 +122,11 @@ with portattn.settings(isolate="never", canary="never", backend="triton"):
     call(one)
     found["after a capture"] = graphs()[1] - before
 
+    fake.library.fake_green(7)
+    before = graphs()[1]
+    found["of a green context"] = [call(one) == expected[0], graphs()[1] - before]
+    fake.library.fake_green(0)
+
     place = torch.empty_like(one["q"])
     handle = portattn.prepare("decode_attention", **one, num_splits=3)
     for _ in range(REPEATED + 3):
@@ -131,7 +136,7 @@ with portattn.settings(isolate="never", canary="never", backend="triton"):
     handle.run(**one, num_splits=3, out=place)
     found["prepared"] = graphs()[1] - before
 
-    fake.library.fake_refuse(1)
+    fake.library.fake_refuse(2)  # the graph, and then a kernel
     try:
         call(one)
         found["refused"] = ""
@@ -159,20 +164,26 @@ with portattn.settings(isolate="never", canary="never", backend="triton"):
     cache.kinds = kinds
 
     kept = as_graphs()
+    anew(one)  # the refused one is no graph any more
+    kept, ended = as_graphs(), graphs()[2]
+    fake.library.fake_capture(1)  # somebody else's
     cache.forget()
     del handle
     gc.collect()
-    found["ended"] = [kept > 0, as_graphs(), graphs()[2] == kept]
+    found["ended"] = [kept > 0, as_graphs(), graphs()[2] - ended == kept, fake.library.fake_disturbed()]
+    fake.library.fake_capture(0)
 
-    for how, name in ((1, "none is made"), (2, "its kernels take no parameters")):
+    for how, name in ((1, "none is made"), (2, "its kernels take no parameters"), (3, "it is not launched")):
         fake.library.fake_refuse_graphs(how)
         anew(one)
         before = graphs()
         found[name] = [call(one) == expected[0], graphs()[1] - before[1], as_graphs()]
     fake.library.fake_refuse_graphs(0)
     cache.forget()
-    cudadriver.GRAPHS = False
     before = graphs()
+    with portattn.settings(graphs="never"):
+        anew(one)
+        found["switched off"] = [call(one) == expected[0], graphs()[0] - before[0]]
     anew(one)
-    found["switched off"] = [call(one) == expected[0], graphs()[0] - before[0]]
+    found["switched on again"] = graphs()[0] - before[0]
 print(json.dumps(found))

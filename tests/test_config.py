@@ -34,8 +34,8 @@ def test_each_variable_sets_its_setting(variable: str, value: str) -> None:
     assert from_environment({variable: ""}) == Settings()
 
 
-def test_there_are_at_most_eight_variables() -> None:
-    assert len(ENVIRONMENT) <= 8
+def test_there_are_at_most_nine_variables() -> None:
+    assert len(ENVIRONMENT) <= 9
 
 
 def test_an_unknown_variable_is_an_error_that_lists_the_known() -> None:
@@ -45,7 +45,15 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "variable", ["PORTATTN_FALLBACK", "PORTATTN_ISOLATE", "PORTATTN_CANARY", "PORTATTN_VALIDATE", "PORTATTN_MONITOR"]
+    "variable",
+    [
+        "PORTATTN_FALLBACK",
+        "PORTATTN_ISOLATE",
+        "PORTATTN_CANARY",
+        "PORTATTN_VALIDATE",
+        "PORTATTN_MONITOR",
+        "PORTATTN_GRAPHS",
+    ],
 )
 def test_a_bad_value_is_an_error_that_lists_the_good(variable: str) -> None:
     with pytest.raises(portattn.SettingError, match=variable) as error:

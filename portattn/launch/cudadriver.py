@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from portattn.config import current
 from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Parameter
 
 KIND = "cuda"  # Triton's name for what is launched here, and portattn's
 Refused = tuple[int, int]  # the driver's error, and the place of the kernel that it refused
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has made no device current yet
-GRAPHS = True  # whether native.c launches repeated kernels as graphs
 _POINTER = 8
 _ALIGNMENT = 128
 # gridDim, blockDim, sharedMemBytes; padding; hStream, attrs; numAttrs and padding
@@ -62,12 +62,15 @@ _GRAPHS = (
 
 @functools.lru_cache(maxsize=1)
 def graph_functions() -> tuple[int, ...]:
-    """Addresses of the driver's functions for graphs; empty where it has not all of them (before CUDA 12)."""
+    """Addresses of the driver's functions for graphs; empty where it has not all of them (before CUDA 12). The last one
+    tells green contexts, and is 0 before CUDA 12.4."""
     try:
-        found = [getattr(_library(), name) for name in _GRAPHS]
+        library = _library()
+        found = [getattr(library, name) for name in _GRAPHS]
     except (AttributeError, OSError):
         return ()
-    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found)
+    found.append(getattr(library, "cuStreamGetGreenCtx", None))
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0 for function in found)
 
 
 def launch_again(
@@ -242,15 +245,16 @@ class Block:
         self.launch: Callable[..., Refused | None] = self._launch
         if native is not None:
             function = ctypes.cast(launch_function(), ctypes.c_void_p).value  # type: ignore[arg-type]
-            native.graph_functions(graph_functions() if GRAPHS else ())
+            native.graph_functions(graph_functions())
             described = tuple(
                 (base + place, one.role, one.sizes, one.of_key, one.encoding)
                 for place, one in zip(self._maps, maps, strict=True)
             )
             writes = tuple((base + place, count, size) for place, count, size in self._writes)
             self.launch = native.Launches(
-                self._memory, function, base + roles_at, roles, tuple(found), described, writes
-            )
+                self._memory, function, base + roles_at, roles, tuple(found), described, writes,
+                current().graphs != "never",
+            )  # fmt: skip
 
     def _launch(
         self, stream: int, addresses: Sequence[int], sizes: Sequence[int] = (), first: int = 0

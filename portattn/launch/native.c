@@ -161,6 +161,7 @@ static struct {
   int (*instantiate)(void **runs, void *graph, unsigned long long flags), (*set)(void *runs, void *node, const Node *params);
   int (*launch)(void *runs, void *stream), (*capturing)(void *stream, int *status);
   int (*end_runs)(void *runs), (*end_graph)(void *graph);
+  int (*green)(void *stream, void **context); /* NULL before CUDA 12.4 */
 } graphs;
 enum { GRAPH_FUNCTIONS = sizeof graphs / sizeof(void *) };
 static int graphs_usable = 0, graph_count = 0; /* guarded by the GIL */
@@ -249,8 +250,9 @@ static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *name
   PyObject *memory, *kernels, *maps, *writes;
   unsigned long long launch, roles;
   Py_ssize_t count;
-  if (!PyArg_ParseTuple(args, "OKKnO!O!O!", &memory, &launch, &roles, &count, &PyTuple_Type, &kernels, &PyTuple_Type,
-                        &maps, &PyTuple_Type, &writes))
+  int as_graph;
+  if (!PyArg_ParseTuple(args, "OKKnO!O!O!p", &memory, &launch, &roles, &count, &PyTuple_Type, &kernels, &PyTuple_Type,
+                        &maps, &PyTuple_Type, &writes, &as_graph))
     return NULL;
   Py_ssize_t length = PyTuple_GET_SIZE(writes), kernels_length = PyTuple_GET_SIZE(kernels),
              maps_length = PyTuple_GET_SIZE(maps);
@@ -262,6 +264,7 @@ static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *name
   self->launch = (LaunchKernelEx)(uintptr_t)launch;
   self->roles = (uint64_t *)(uintptr_t)roles;
   self->role_count = count;
+  self->launched = as_graph ? 0 : AFTER + 1;
   self->kernels = PyMem_Calloc(kernels_length + 1, sizeof *self->kernels);
   self->maps = PyMem_Calloc(maps_length + 1, sizeof *self->maps);
   self->writes = PyMem_Calloc(length + 1, sizeof *self->writes);
@@ -317,18 +320,21 @@ static PyObject *graph_functions(PyObject *module, PyObject *given) {
 }
 
 static void end_graph(Launches *self) {
+  if (!self->runs && !self->graph) return;
+  int mode = RELAXED, changed = !graphs.exchange(&mode); /* or the driver ends a capture that is under way */
   if (self->runs) graphs.end_runs(self->runs);
   if (self->graph) graphs.end_graph(self->graph);
   self->runs = self->graph = NULL;
+  if (changed) graphs.exchange(&mode);
 }
 
 /* A graph of the kernels, whose parameters are there: self->runs, or NULL where there is none. In a stream of its own,
    and so that no capture of another stream or thread minds. */
-static void make_graph(Launches *self) {
+static int make_graph(Launches *self) {
   int mode = RELAXED, error;
   void *stream = NULL, *nodes[NODES];
   size_t count = NODES;
-  if (self->kernel_count > NODES || graphs.exchange(&mode)) return;
+  if (self->kernel_count > NODES || graphs.exchange(&mode)) return NO_GRAPH;
   if (!(error = graphs.stream(&stream, NON_BLOCKING))) {
     if (!(error = graphs.begin(stream, RELAXED))) {
       for (Py_ssize_t i = 0; i < self->kernel_count && !error; i++) {
@@ -357,23 +363,33 @@ static void make_graph(Launches *self) {
   if (!error) error = graphs.instantiate(&self->runs, self->graph, 0);
   if (error) end_graph(self);
   graphs.exchange(&mode);
+  return error;
 }
 
-/* 1 where the kernels were launched as a graph, 0 where they must be launched by themselves; or the driver's error. */
+/* Whether the kernels were launched as a graph; else they must be launched by themselves, which also says what an error
+   is. For lost contexts see `launch_all`. */
 static int launch_graph(Launches *self, uint64_t stream, int *error) {
   for (Py_ssize_t i = 0; i < self->kernel_count; i++) {
     const Kernel *kernel = &self->kernels[i];
     Node node = {.function = kernel->function, .parameters = kernel->parameters};
     memcpy(node.sizes, kernel->config, sizeof node.sizes);
-    if (graphs.set(self->runs, self->nodes[i], &node)) return 0;
+    *error = graphs.set(self->runs, self->nodes[i], &node);
+    if (*error) return *error == INVALID_CONTEXT || (*error = 0);
   }
   *error = graphs.launch(self->runs, (void *)(uintptr_t)stream);
-  return 1;
+  if (!*error || *error == INVALID_CONTEXT) return 1;
+  *error = 0;
+  return 0;
 }
 
 static int captured(uint64_t stream) { /* or nobody can tell */
   int status = 0;
   return graphs.capturing((void *)(uintptr_t)stream, &status) || status;
+}
+
+static int green(uint64_t stream) { /* has a part of the multiprocessors, which a graph's kernels would not keep to */
+  void *context = NULL;
+  return graphs.green && !graphs.green((void *)(uintptr_t)stream, &context) && context;
 }
 
 static void launches_free(Launches *self) {
@@ -446,10 +462,12 @@ static int launch_all(Launches *self, uint64_t stream, const uint64_t *addresses
   else if (++self->elsewhere >= AFTER) self->stream = stream, self->elsewhere = 0;
   const int here = stream == self->stream;
   Py_BEGIN_ALLOW_THREADS /* the driver waits where its queue is full */
-  if (repeated && here && (had || makes) && !captured(stream)) {
-    if (makes) make_graph(self), tried = 1;
+  if (repeated && here && (had || makes) && !captured(stream) && !green(stream)) {
+    int mode = RELAXED, changed = !graphs.exchange(&mode); /* captures of other streams and threads go on */
+    if (makes) tried = make_graph(self) != INVALID_CONTEXT;
     whole = self->runs && launch_graph(self, stream, &error);
-    if (self->runs && !whole) end_graph(self); /* it takes no such parameters */
+    if (self->runs && !whole) end_graph(self); /* it takes no such parameters, or is not launched */
+    if (changed) graphs.exchange(&mode);
   }
   for (; !whole && *first < self->kernel_count; ++*first) {
     Kernel *kernel = &self->kernels[*first];

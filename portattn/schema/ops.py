@@ -210,7 +210,11 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 launches="portattn.launch.decode:calls",
                 packs_heads=True,
                 trained_by="attention, which takes the same tensors (a tree_mask written out as its mask)",
-                canaries=(_PLAIN | _CACHE | {"mask": True, "num_splits": 3}, _FEATURED | _CACHE | {"bias": True}),
+                canaries=(
+                    _PLAIN | _CACHE | {"mask": True, "num_splits": 3},
+                    _FEATURED | _CACHE | {"bias": True},
+                    _PLAIN | _CACHE | {"num_splits": 3},  # what chips have other loops for
+                ),
             ),
             OpRow(
                 name="paged_attention",

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import re
+import threading
 from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 # Child processes that run canaries of a family at the same time: compiling takes nearly all of their time, and each has
 # some hundred MiB of the device for its context while it lasts.
 MOST_AT_ONCE = 4
-VERSION = 2  # of the set: a family is looked at again when it changes
+VERSION = 3  # of the set: a family is looked at again when it changes
 # A device's words for what a kernel did, whose process goes on by an exception.
 _KERNELS = re.compile(
     r"illegal (memory access|instruction|address)|misaligned|invalid (program counter|address space)"
@@ -171,26 +172,34 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
     """
     worst, ran, kernel, silent = 0.0, 0, family(made), "the path takes none of them here"
     stored = stored_as(made)
-    with contextlib.closing(_answers(made, target, settings, device)) as answers:
-        for problem, case, reply in answers:
-            symptom, cause = judged(reply, target, problem)
-            if symptom:
-                incident = _incident(case, target, symptom, cause, reply)
-                kept = records.add_incident(incident)
-                return records.put(
-                    _record(
-                        kernel, target, stored, passed=False, level="declared", reason=incident.message,
-                        incident=incident.id if kept else "",
-                        **{"standing": "timeout", "limit": settings.compile_seconds} if symptom == "hang" else {},
-                    )
-                )  # fmt: skip
-            if cause:
-                silent = cause
-                where = f" over a cache {stored}" if stored else ""
-                warn_caller(f"canary of {kernel}{where} on {target}: inconclusive: {cause}")
-                continue
-            ran += 1
-            worst = max(worst, float(reply.facts["error"]))
+    asked = _asked(made, target, settings)
+    count = min(max(_cores() // 2, 1), MOST_AT_ONCE, len(asked))
+    # What says nothing is asked again, alone: several contexts may be more than the device has room for.
+    for at_once in dict.fromkeys((count, 1)):
+        unclear: list[tuple[Problem, Plan]] = []
+        with contextlib.closing(_answers(asked, at_once, target, settings, device)) as answers:
+            for problem, case, reply in answers:
+                symptom, cause = judged(reply, target, problem)
+                if symptom:
+                    incident = _incident(case, target, symptom, cause, reply)
+                    kept = records.add_incident(incident)
+                    return records.put(
+                        _record(
+                            kernel, target, stored, passed=False, level="declared", reason=incident.message,
+                            incident=incident.id if kept else "",
+                            **{"standing": "timeout", "limit": settings.compile_seconds} if symptom == "hang" else {},
+                        )
+                    )  # fmt: skip
+                if cause:
+                    silent = cause
+                    unclear.append((problem, case))
+                    if at_once == 1:
+                        where = f" over a cache {stored}" if stored else ""
+                        warn_caller(f"canary of {kernel}{where} on {target}: inconclusive: {cause}")
+                    continue
+                ran += 1
+                worst = max(worst, float(reply.facts["error"]))
+        asked = unclear
     if ran:
         passed = _record(kernel, target, stored, passed=True, level="runs", error=worst)
         records.put(passed)
@@ -202,40 +211,49 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
     return passed
 
 
+def _asked(made: Plan, target: Target, settings: Settings) -> list[tuple[Problem, Plan]]:
+    """The cases of a plan's family that its path takes, and their plans."""
+    found = (_as_read(made, problem, target, settings) for problem in cases(made))
+    return [(problem, case) for problem, case in found if case is not None]
+
+
 def _answers(
-    made: Plan, target: Target, settings: Settings, device: torch.device
+    asked: list[tuple[Problem, Plan]], count: int, target: Target, settings: Settings, device: torch.device
 ) -> Generator[tuple[Problem, Plan, Reply]]:
-    """The cases of a plan's family that its path takes, with what running them said: in order, several at a time. What
-    is still running when the caller has heard enough is ended."""
-    asked: list[tuple[Problem, Plan]] = []
-    for problem in cases(made):
-        problem, case = _as_read(made, problem, target, settings)
-        if case is not None:
-            asked.append((problem, case))
+    """What running each case said: in order, `count` at a time. What is still running when the caller has heard enough
+    is ended."""
     if not asked:
         return
     free: SimpleQueue[Worker] = SimpleQueue()
+    over = threading.Event()
 
     def ask(one: tuple[Problem, Plan]) -> Reply:
         problem, case = one
         worker = free.get()
         try:
+            if over.is_set():  # a closed worker would start another child
+                return Reply(outcome="crash", kind="closed")
             return worker.request(
                 COMPARE, settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
             )
         finally:
             free.put(worker)
 
-    count = min(max((os.cpu_count() or 2) // 2, 1), MOST_AT_ONCE, len(asked))
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="canary"))
         for _ in range(count):  # closed before the pool, whose threads then end
             free.put(stack.enter_context(Worker(runs="kernels")))
+        stack.callback(over.set)
         answers = deque(pool.submit(ask, one) for one in asked[:count])
         for place, one in enumerate(asked):
             yield (*one, answers.popleft().result())
             if place + count < len(asked):
                 answers.append(pool.submit(ask, asked[place + count]))
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 def planned(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:

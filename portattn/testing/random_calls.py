@@ -20,6 +20,7 @@ SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
 DROPPED = 0.1  # share of the probabilities that dropout sets to 0
 Poison = Literal["apart", "k", "v"]
 NAN_ROWS = {"apart": 0.5, "k": 1.0, "v": 0.0}  # share of the queries of padding that are NaN
+SAGE_BLOCK = 64  # tokens that share a scale where `quantize(…, "sage")` makes them
 LIKENESS = 0.6  # cosine between a key and the query that it was made for, where sampling depends on it
 
 
@@ -97,7 +98,7 @@ def random_call(
         v, v_scale, v_blocks = in_blocks(p, v, unused, generator)
         apart = "plain" if strides == "transposed" else strides  # of scales the last axis is contiguous
     elif p.kv_format != "as_q":
-        k, k_scale = stored(p, k, unused, generator)
+        k, k_scale = stored(p, k, unused, generator, SAGE_BLOCK if p.q_format == "int8" else 1)
         v, v_scale = stored(p, v, unused, generator) if p.v_format != "as_q" else (v, None)
         if p.op == "mla_attention":  # a latent row is key and value
             v, v_scale = k[..., : p.head_dim_v], k_scale

@@ -13,9 +13,12 @@ _LARGEST = {"int8": 127.0}
 
 
 def stored(
-    p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator
+    p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator, block: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
+
+    block   so many tokens of the first head share a scale where each token has one: as `quantize` makes them, which
+            some kernels have a way of their own for
 
     unused  (batch, Hk, rows) bool: no attended key lies there. What is NaN in `values` there is NaN in the format where
             it has one; of integers, and of a scale for each token, the scale is NaN, infinite, negative or 0 instead
@@ -36,6 +39,8 @@ def stored(
             shape = (1, 1)  # all latent rows have one
         filling = float(values.nan_to_num(0.0).abs().max()) / largest if values.numel() else 1.0
         scale = max(filling, 1e-6) * (1.0 + (SPREAD - 1.0) * torch.rand(shape, generator=generator))
+        if p.kv_scales == "token" and block > 1:
+            scale[:, :1] = scale[:, :1, ::block].repeat_interleave(block, dim=2)[..., : shape[2]]
         by_row = scale[..., None]
         if p.kv_scales == "head":  # a page's tokens may be any sequence's: all numbers are stored under one scale
             by_row = scale.max().expand(1, 1, 1, 1) if scale.numel() else torch.ones(())

@@ -64,13 +64,21 @@ def test_a_refusal_is_an_error_and_the_next_call_is_right(seen: dict[str, Any]) 
 
 
 def test_graphs_end_with_what_is_kept_of_their_calls(seen: dict[str, Any]) -> None:
-    assert seen["ended"] == [True, 0, True]
+    *rest, disturbed = seen["ended"]
+    assert rest == [True, 0, True]
+    assert disturbed == 0, "a capture that was under way would have ended"
 
 
-@pytest.mark.parametrize("name", ["none is made", "its kernels take no parameters"])
+def test_a_stream_with_a_part_of_the_chip_has_no_graph(seen: dict[str, Any]) -> None:
+    """A graph's kernels would run on all of it."""
+    assert seen["of a green context"] == [True, 0]
+
+
+@pytest.mark.parametrize("name", ["none is made", "its kernels take no parameters", "it is not launched"])
 def test_where_the_driver_makes_no_graph_kernels_are_launched_by_themselves(seen: dict[str, Any], name: str) -> None:
     assert seen[name] == [True, 0, 0]
 
 
 def test_no_graph_is_made_where_none_is_wanted(seen: dict[str, Any]) -> None:
     assert seen["switched off"] == [True, 0]
+    assert seen["switched on again"] == 1

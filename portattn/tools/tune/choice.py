@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from portattn.schema.lowering import LAUNCH_FIELDS, OptionValue
+from portattn.schema.lowering import LAUNCH_FIELDS, Lowering, OptionValue
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
 Setting = bool | int | str | None
 Only = Mapping[str, tuple[str, ...]]  # values that settings may have, as they are written
+_DEFAULTS: dict[str, Any] = msgspec.structs.asdict(Lowering())
 # How the usual settings are written in tables: 128×64 w4 s2.
 _SHORT = {"num_warps": "w{}", "num_stages": "s{}"}
 
@@ -50,9 +51,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:12]
 
     def differs(self, other: Choice) -> int:
-        """How many settings the two do not share."""
+        """How many settings the two do not share. A choice that is not set counts as its default."""
         ours, theirs = self.settings, other.settings
-        return sum(ours.get(name) != theirs.get(name) for name in ours.keys() | theirs.keys())
+        return sum(
+            ours.get(name, _DEFAULTS.get(name)) != theirs.get(name, _DEFAULTS.get(name))
+            for name in ours.keys() | theirs.keys()
+        )
 
     def among(self, only: Only) -> bool:
         """Whether each of these settings has one of its values. None is the value of what is not set."""

@@ -110,6 +110,10 @@ _SPLIT = (
     *_LOADS,
     *_OPTIONS,
 )
+_PAGED = (
+    *_SPLIT,
+    Axis("page_loop", ("per_page", "flat_masked", "by_page"), WARPS, (HALF, "kv_format=as_q", "!featured", "rows<=16")),
+)
 # Of gradients: the kernel that holds keys, and, by names of their own, the kernel that holds rows.
 _HOLDS = (
     Axis("block_m", (16, 32, 64), SMALL),
@@ -143,7 +147,7 @@ SPACES: dict[str, tuple[Axis, ...]] = {
     "dense_backward": _BACKWARD,
     "varlen_backward": _BACKWARD,
     "decode_split": _SPLIT,
-    "paged_split": _SPLIT,
+    "paged_split": _PAGED,
     "mla_split": _SPLIT,
     "sparse_split": _SPARSE,
 }
