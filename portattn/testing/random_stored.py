@@ -40,7 +40,7 @@ def stored(
         filling = float(values.nan_to_num(0.0).abs().max()) / largest if values.numel() else 1.0
         scale = max(filling, 1e-6) * (1.0 + (SPREAD - 1.0) * torch.rand(shape, generator=generator))
         if p.kv_scales == "token" and block > 1:
-            scale[:, :1] = scale[:, :1, ::block].repeat_interleave(block, dim=2)[..., : shape[2]]
+            scale[:, :1] = scale[:, :1, ::block].repeat_interleave(block, dim=2)[..., : scale.shape[2]]
         by_row = scale[..., None]
         if p.kv_scales == "head":  # a page's tokens may be any sequence's: all numbers are stored under one scale
             by_row = scale.max().expand(1, 1, 1, 1) if scale.numel() else torch.ones(())
