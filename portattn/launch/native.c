@@ -250,8 +250,8 @@ static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *name
   PyObject *memory, *kernels, *maps, *writes;
   unsigned long long launch, roles;
   Py_ssize_t count;
-  int as_graph;
-  if (!PyArg_ParseTuple(args, "OKKnO!O!O!p", &memory, &launch, &roles, &count, &PyTuple_Type, &kernels, &PyTuple_Type,
+  int as_graph = 1;
+  if (!PyArg_ParseTuple(args, "OKKnO!O!O!|p", &memory, &launch, &roles, &count, &PyTuple_Type, &kernels, &PyTuple_Type,
                         &maps, &PyTuple_Type, &writes, &as_graph))
     return NULL;
   Py_ssize_t length = PyTuple_GET_SIZE(writes), kernels_length = PyTuple_GET_SIZE(kernels),

@@ -8,13 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kernel_cases import problem
 from support import Device, core_plan, poisoned, quick_interpreter, random_call
 
 from portattn.backends.cuda.merging import merging
+from portattn.kernels.combine import combine as combine_kernel
 from portattn.launch import combine, launch_all
 from portattn.schema.call import Call
 from portattn.schema.lowering import CHOICES
+from portattn.schema.sizes import next_power_of_two
 
 INF, NAN = float("inf"), float("nan")
 LN_2 = math.log(2.0)
@@ -61,6 +65,35 @@ def assert_merged(outputs: combine.Outputs, exponents: torch.Tensor, sums: torch
     torch.testing.assert_close(outputs.out.cpu().double(), out, rtol=1e-5, atol=2e-6)
     assert outputs.lse is not None
     torch.testing.assert_close(outputs.lse.cpu().double(), lse, rtol=1e-6, atol=2e-6)
+
+
+@triton.jit
+def _nothing():
+    tl.static_assert(True)  # the interpreter wants a function that knows the language
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_a_row_has_several_programs_where_merging_begins_early(
+    device: Device, monkeypatch: pytest.MonkeyPatch, splits: int, head_dim: int
+) -> None:
+    """The interpreter runs one kernel after the other, so that there is nothing to wait for."""
+    quick_interpreter()
+    monkeypatch.setitem(combine_kernel.fn.__globals__, "wait_for_kernel_before", _nothing)
+    monkeypatch.setattr(combine, "dependent", lambda plan: True)
+    fields = {"seqlens_k": False, "leftpad_k": False, "head_dim": head_dim, "head_dim_v": head_dim}
+    call = random_call(problem("decode", **fields), 1, device=device.name)
+    plan = core_plan(device, call.problem, {}, {"splits": splits})
+    with poisoned():
+        outputs = combine.Outputs.of(plan, call)
+    (launch,) = combine.calls(plan, call, outputs, cores=3)
+    assert launch.constexprs["DEPENDENT"]
+    assert launch.grid[1] == next_power_of_two(head_dim) // combine.PART
+    maxima, sums = random_states(outputs)
+    outputs.partial_state.copy_(torch.stack([maxima, sums], -1))
+    launch_all([launch], plan, call.q)
+    assert_merged(outputs, maxima * LN_2, sums)
 
 
 @pytest.mark.parametrize("exp", CHOICES["exp"])

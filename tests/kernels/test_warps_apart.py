@@ -21,6 +21,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "more rows than a tile": (
         DECODE | {"seq_q": 9, "causal": "bottom_right", "leftpad_k": True}, {"block_n": 32, "num_warps": 2},
     ),
+    "top left behind padding": (
+        DECODE | {"seq_q": 3, "causal": "top_left", "leftpad_k": True}, {"block_n": 64, "num_warps": 4},
+    ),
     "top left": (DECODE | {"seq_q": 3, "causal": "top_left"}, {"block_n": 64, "num_warps": 4}),
     "sinks": (DECODE | {"sinks": True}, {"block_n": 64, "num_warps": 4}),
     "a negative scale": (DECODE | {"negative_scale": True}, {"block_n": 32, "num_warps": 2}),
@@ -29,6 +32,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "pages of no tile": (PAGES | {"page_size": 24, "seq_k": 144}, {"block_n": 64, "num_warps": 4}),
     "packed queries": (PAGES | {"page_size": 8, "seq_q": 5, "total_q": 7, "causal": "bottom_right", "batch": 3},
                        {"block_n": 32, "num_warps": 2}),
+    "packed queries, rows of no sequence, sinks": (
+        PAGES | {"page_size": 8, "seq_q": 5, "total_q": 12, "batch": 3, "sinks": True}, {"block_n": 32, "num_warps": 2},
+    ),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from opcalls import pretend_accelerator
 import portattn
 from portattn import Target
 from portattn.api import dispatch
+from portattn.backends.cuda.canaries import FORWARD
 from portattn.compile.store import CompileStore
 from portattn.config import Settings
 from portattn.planning import evidence
@@ -274,7 +275,7 @@ class Meeting:
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         place = len(Meeting.asked)
-        Meeting.asked.append(fields["path"])
+        Meeting.asked.append(str(fields["problem"]))
         if place < Meeting.met.parties:
             Meeting.met.wait(10)
         answer = Meeting.answers.get(place, GOOD)
@@ -321,3 +322,17 @@ def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path: Path, mo
     assert canary.check(made, MI300, settings, torch.device("cuda", 0)) is None
     assert len(Meeting.asked) == number + 1
     assert Meeting.closed == min(canary.MOST_AT_ONCE, number) + 1
+
+
+def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more of them than run at a time."""
+    settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
+    newer = parse_target("cuda:sm_90", "triton==3.9.0")
+    made = portattn.plan(FORWARD[0], newer)
+    assert made.path == "gluon_forward"
+    monkeypatch.setattr(canary, "Worker", Meeting)
+    monkeypatch.setattr(canary, "_cores", lambda: 64)
+    Meeting.met, Meeting.asked, Meeting.closed, Meeting.answers = threading.Barrier(canary.MOST_AT_ONCE), [], 0, {}
+    assert canary.check(made, newer, settings, torch.device("cuda", 0)) is None
+    assert len(Meeting.asked) == len(set(Meeting.asked)) == len(FORWARD)
+    assert len(FORWARD) > canary.MOST_AT_ONCE
