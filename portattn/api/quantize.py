@@ -12,6 +12,7 @@ from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.launch.run import device_guard
 from portattn.planning.kernel_specs import ceil_div
+from portattn.schema.problem_limits import SAGE_BLOCK
 from portattn.schema.tensors import KV_DTYPE
 from portattn.validate.checks import check_dense, check_equal, check_flag, check_like, check_number, check_tensor
 from portattn.validate.dense import AXES, check_layout
@@ -24,7 +25,7 @@ OP = "quantize"
 SAGE = "sage"
 METHODS = ("e4m3", "e5m2", "e4m3fnuz", SAGE)
 SCALES = ("head", "tensor")
-BLOCK = 64  # tokens that share a scale. Source: SageAttention's blocks of keys
+BLOCK = SAGE_BLOCK
 INT8_LARGEST = 127.0  # symmetric: -128 is never made
 # Blocks and widths that the kernel takes (kernels/quantise.py); of others torch makes the same numbers.
 BLOCKS, WIDEST = (16, 32, 64, 128), 256

@@ -35,6 +35,7 @@ MAX_TREE = 64  # new tokens of a tree mask: the bits of a query's word
 MAX_SPLITS = 128  # programs that share one row's keys
 ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
 QUERY_TILE = 128  # rows: what the condition `query_tiles` counts in
+SAGE_BLOCK = 64  # tokens that share a scale where `quantize` makes int8 ones. Source: SageAttention's blocks of keys
 WORD_ALIGNMENT = 4  # bytes: of the float32 scales that engines keep in a cache's rows (Problem.word_aligned)
 UNLIMITED = -1  # a side of a window that hides nothing
 

@@ -9,7 +9,7 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import NVFP4, WORD_ALIGNMENT
+from portattn.schema.problem_limits import NVFP4, SAGE_BLOCK, WORD_ALIGNMENT
 from portattn.schema.tensors import held
 from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features
 from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
@@ -20,7 +20,6 @@ SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
 DROPPED = 0.1  # share of the probabilities that dropout sets to 0
 Poison = Literal["apart", "k", "v"]
 NAN_ROWS = {"apart": 0.5, "k": 1.0, "v": 0.0}  # share of the queries of padding that are NaN
-SAGE_BLOCK = 64  # tokens that share a scale where `quantize(…, "sage")` makes them
 LIKENESS = 0.6  # cosine between a key and the query that it was made for, where sampling depends on it
 
 
