@@ -1,6 +1,6 @@
 """Pack a released Triton so small that it can be carried to a machine with a GPU and without a network.
 
-    python scripts/pack_triton.py 3.8.0 triton-3.8.0.txz [--python cp312]
+    python scripts/pack_triton.py 3.8.0 triton-3.8.0.txz [--python cp312] [--arch sm_90]
 
 There (docs/testing.md, "Another Triton on a machine with a GPU"):
 
@@ -8,7 +8,8 @@ There (docs/testing.md, "Another Triton on a machine with a GPU"):
 
 The wheel is of Linux on x86_64. Left out is what a run on an NVIDIA GPU up to sm_90 never reads: symbols of libraries,
 AMD's code generator, the profiler with NVIDIA's libraries for it, plug-ins, headers for those, and the ptxas of newer
-chips where sm_90 has another one (backends/cuda/ptxas.toml). On two cores a release takes some minutes.
+chips where sm_90 has another one (backends/cuda/ptxas.toml). With `--arch` only the ptxas of that chip stays. On two
+cores a release takes some minutes.
 
 The archive is written beside its place and renamed: an interrupted run leaves none, and keeps an older one. The same
 wheel gives the same bytes.
@@ -35,7 +36,7 @@ from portattn.schema import compilers
 from portattn.schema.toolchain import Toolchain
 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-CHIP = 90  # the newest compute capability that is compiled for
+CHIP = 90  # the newest compute capability that is compiled for, where --arch names none
 # Of the folder triton/, as globs.
 UNUSED = (
     "FileCheck", "include", "plugins", "profiler", "instrumentation", "_C/libproton*", "backends/*/include/triton",
@@ -53,10 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("version", help="of Triton, such as 3.8.0")
     parser.add_argument("out", type=Path, help="the archive, a name that ends in .txz")
     parser.add_argument("--python", default="cp312", metavar="TAG", help="the GPU machine's Python, such as cp311")
+    parser.add_argument("--arch", default="", metavar="ARCH", help="for this chip alone, such as sm_90")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also that leaves nothing behind
     try:
-        print(pack(given.version, given.out, given.python))
+        print(pack(given.version, given.out, given.python, given.arch))
     except (Failed, OSError) as failed:
         print(f"pack_triton: {failed}", file=sys.stderr)
         return 1
@@ -66,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def pack(version: str, out: Path, tag: str) -> str:
-    """Make the archive; a line that says what it is. Raises Failed."""
-    _check(version, out, tag)
+def pack(version: str, out: Path, tag: str, arch: str = "") -> str:
+    """Make the archive, for one chip if `arch` names one; a line that says what it is. Raises Failed."""
+    _check(version, out, tag, arch)
     with tempfile.TemporaryDirectory(prefix="pack-triton-") as folder, _whole(out) as part:
         wheel = _downloaded(version, tag, Path(folder))
         tree = Path(folder) / "tree"
@@ -77,17 +79,19 @@ def pack(version: str, out: Path, tag: str) -> str:
                 packed.extractall(tree)
         except (OSError, zipfile.BadZipFile) as error:
             raise Failed(f"{wheel.name} cannot be unpacked: {error}") from None
-        _reduce(tree, version)
+        _reduce(tree, version, arch)
         _archive(tree, part)
     return f"{out}: {out.stat().st_size / 1e6:.1f} MB, from {wheel.name}"
 
 
-def _check(version: str, out: Path, tag: str) -> None:
+def _check(version: str, out: Path, tag: str, arch: str) -> None:
     """What can be known before 250 MB are fetched."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:\.post\d+)?", version):
         raise Failed(f"{version!r} is no release such as 3.8.0; known: {', '.join(compilers.released('triton'))}")
     if not re.fullmatch(r"cp3\d+", tag):
         raise Failed(f"{tag!r} is no tag of a Python such as cp312")
+    if arch and not re.fullmatch(r"sm_\d{2,3}", arch):
+        raise Failed(f"--arch {arch!r} is no chip such as sm_90")
     if out.suffix != ".txz":
         raise Failed(f"{out}: the archive's name must end in .txz")
     if out.is_dir() or not out.parent.is_dir():
@@ -125,11 +129,10 @@ def _downloaded(version: str, tag: str, folder: Path) -> Path:
     return wheel
 
 
-def _reduce(tree: Path, version: str) -> None:
+def _reduce(tree: Path, version: str, arch: str) -> None:
     """Leave out what no run needs, and symbols."""
     triton = tree / "triton"
-    spare = _spare_ptxas(version)
-    for pattern in (*UNUSED, *([f"backends/nvidia/bin/{spare}"] if spare else [])):
+    for pattern in (*UNUSED, *(f"backends/nvidia/bin/{spare}" for spare in _spare_ptxas(version, arch))):
         for path in triton.glob(pattern):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -142,11 +145,17 @@ def _reduce(tree: Path, version: str) -> None:
             _run(["strip", "--strip-unneeded", str(path)])
 
 
-def _spare_ptxas(version: str) -> str:
-    """The ptxas that a release has for newer chips alone; empty where it has none, or none is known."""
+def _spare_ptxas(version: str, arch: str) -> list[str]:
+    """Of the two ptxas of a release those that it runs for newer chips alone, or for others than `arch`; none where it
+    has one, or is not known.
+    """
     named = Toolchain.parse(f"triton=={version}")
     release = next((one for one in releases() if named.within("triton", one.triton)), None)
-    return "ptxas-blackwell" if release and release.blackwell and release.blackwell_from > CHIP else ""
+    if not (release and release.blackwell):
+        return []
+    if release.blackwell_from > (int(arch.removeprefix("sm_")) if arch else CHIP):
+        return ["ptxas-blackwell"]
+    return ["ptxas"] if arch else []
 
 
 def _archive(tree: Path, part: Path) -> None:

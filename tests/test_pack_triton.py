@@ -85,6 +85,22 @@ def test_what_sm_90_does_not_need_is_left_out(
     assert out.read_bytes() == first, "the same wheel gives the same bytes"
 
 
+@pytest.mark.parametrize(
+    ("version", "arch", "spare"),
+    [
+        ("3.8.0", "sm_90", ["ptxas-blackwell"]), ("3.9.0", "sm_90", ["ptxas"]), ("3.9.0", "sm_80", ["ptxas-blackwell"]),
+        ("3.8.0", "sm_100", ["ptxas"]), ("3.4.9", "sm_90", []), ("3.4.0", "sm_90", []),
+    ],
+)  # fmt: skip
+def test_for_one_chip_only_its_assembler_stays(
+    script: ModuleType, wheel: Path, tmp_path: Path, version: str, arch: str, spare: list[str]
+) -> None:
+    out = tmp_path / "t.txz"
+    assert script.main([version, str(out), "--arch", arch]) == 0
+    left = {"triton/backends/nvidia/bin/ptxas", "triton/backends/nvidia/bin/ptxas-blackwell"} - set(names(out))
+    assert sorted(left) == [f"triton/backends/nvidia/bin/{name}" for name in spare]
+
+
 def test_a_library_that_was_stripped_still_loads(script: ModuleType, wheel: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.txz"
     script.pack("3.8.0", out, "cp312")
@@ -98,6 +114,7 @@ def test_a_library_that_was_stripped_still_loads(script: ModuleType, wheel: Path
     [
         (["3.x", "t.txz"], "'3.x' is no release such as 3.8.0; known: 2.0.0"),
         (["--python", "python3.12", "3.8.0", "t.txz"], "'python3.12' is no tag of a Python such as cp312"),
+        (["--arch", "H100", "3.8.0", "t.txz"], "--arch 'H100' is no chip such as sm_90"),
         (["3.8.0", "t.tar.gz"], "t.tar.gz: the archive's name must end in .txz"),
         (["3.8.0", "nowhere/t.txz"], "nowhere/t.txz: its folder is not there"),
         (["3.8.0", "folder.txz"], "folder.txz: a folder has this name"),
