@@ -12,6 +12,7 @@ from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.launch.run import device_guard
 from portattn.planning.kernel_specs import ceil_div
+from portattn.schema.lowering import FUSED
 from portattn.schema.problem_limits import SAGE_BLOCK
 from portattn.schema.tensors import KV_DTYPE
 from portattn.validate.checks import check_dense, check_equal, check_flag, check_like, check_number, check_tensor
@@ -266,7 +267,7 @@ def _sage_by_kernel(
             quantise_rows[grid](
                 rows, placed, each, mean, shift if name == "q" else None, heads, heads // keys.shape[1], count,
                 columns, *rows.stride()[:3], *placed.stride()[:3], *each.stride(), BLOCK=block,
-                COLUMNS=max(16, 1 << (columns - 1).bit_length()), SUBTRACT=name == "k", num_warps=4,
+                COLUMNS=max(16, 1 << (columns - 1).bit_length()), SUBTRACT=name == "k", num_warps=4, **FUSED,
             )  # fmt: skip
         found |= {name: numbers, f"{name}_scale": scales}
     return Quantized(**found, v=v, v_scale=None, lse_shift=shift)

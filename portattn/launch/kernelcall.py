@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn.schema.lowering import Launch
+from portattn.schema.lowering import FUSED, Launch
 from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TRITON_DTYPE, TWO_GIB, spans
 
 
@@ -30,7 +30,9 @@ class KernelCall:
     unspecialised: frozenset[str] = field(default_factory=frozenset)
 
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages, **dict(self.launch.options)}
+        """The compiler's, by name."""
+        named = {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages}
+        return named | FUSED | dict(self.launch.options)
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -112,7 +112,7 @@ def test_launches_have_the_values_of_each_kernel(device: Device, base: dict[str,
     call = random(device, base=base, bias=base is DENSE, grad_bias=base is DENSE)
     launches, _, _ = kernel_calls(core_plan(device, call.problem, launch=tile), call, 3)
     found = {one.function: one for one in launches}
-    own = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
+    own = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True, "maxnreg": 128}
     keys, rows = found["backward_keys"], found["backward_rows"]
     assert (keys.constexprs["BLOCK_M"], keys.constexprs["BLOCK_N"], keys.options()) == (64, 16, own)
     of_rows = own | {"num_warps": 8, "num_stages": 1}
