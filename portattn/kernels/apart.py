@@ -12,17 +12,15 @@ import triton.language as tl
 
 from portattn.kernels.dependent import let_next_kernel_begin
 from portattn.kernels.keyplaces import key_places, key_pointers, page_from, pages_from
+from portattn.kernels.results import store_rows
 from portattn.kernels.tiles import (
     exponential,
     load_query_rows,
     lowest,
-    natural_lse,
-    normalised,
     packed_bounds,
     packed_tile,
     sequence_bounds,
     softmax_scale,
-    store_state,
     with_sink,
 )
 
@@ -211,20 +209,10 @@ def decode_apart(
         acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sinks, head, split == 0, EXP, False)
     if cu_seqlens_q is not None:
         row_sum = tl.where(batch < batches, row_sum, 0.0)  # a row of no sequence has no sink either
-    acc = normalised(acc, row_sum)
-    columns = tl.arange(0, BLOCK_DV)
-    o_base = out + slot_0 * o_stride_b
-    if SPLIT:
-        o_base += split.to(tl.int64) * o_stride_p
-    o_offsets = head.to(tl.int64) * o_stride_h + q_row * o_stride_s
-    inside = row_valid[:, None] & (columns < HEAD_DIM_V)[None, :]
-    tl.store(o_base + o_offsets[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    if lse is not None:
-        slots = batches
-        if cu_seqlens_q is not None:
-            slots = 1
-        lse_rows = ((split * slots + slot).to(tl.int64) * heads_q + head) * seq_q + q_row
-        if SPLIT:
-            store_state(lse, lse_rows, row_max, row_sum, row_valid)
-        else:
-            tl.store(lse + lse_rows, natural_lse(row_max, row_sum, sinks, head, EXP, False), mask=row_valid)
+    slots = batches
+    if cu_seqlens_q is not None:
+        slots = 1
+    store_rows(
+        acc, row_max, row_sum, out, lse, sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid,
+        o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT, EXP, False,
+    )  # fmt: skip

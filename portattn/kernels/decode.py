@@ -10,16 +10,14 @@ import triton.language as tl
 from portattn.kernels.attend import attend, key_steps
 from portattn.kernels.dependent import let_next_kernel_begin
 from portattn.kernels.few_rows import attend_few
+from portattn.kernels.results import store_rows
 from portattn.kernels.stored import DS_GROUP, head_scale
 from portattn.kernels.tiles import (
     first_state,
-    natural_lse,
-    normalised,
     packed_bounds,
     packed_tile,
     row_source,
     sequence_bounds,
-    store_state,
     tree_bits,
     with_sink,
 )
@@ -285,20 +283,10 @@ def decode_split(
             owner = tl.minimum(sequence, batches - 1)
             keys_there = (sequence < batches) & (k_end > k_first)  # a sequence without keys may have any scale
             acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, keys_there)
-        acc = normalised(acc, row_sum)
-        columns = tl.arange(0, BLOCK_DV)
-        o_base = out + slot_0 * o_stride_b
-        if SPLIT:
-            o_base += split.to(tl.int64) * o_stride_p
-        o_offsets = head.to(tl.int64) * o_stride_h + q_row * o_stride_s
-        inside = row_valid[:, None] & (columns < HEAD_DIM_V)[None, :]
-        tl.store(o_base + o_offsets[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
-        if lse is not None:
-            slots = batches
-            if cu_seqlens_q is not None:
-                slots = 1
-            lse_rows = ((split * slots + slot).to(tl.int64) * heads_q + head) * seq_q + q_row
-            if SPLIT:
-                store_state(lse, lse_rows, row_max, row_sum, row_valid)
-            else:
-                tl.store(lse + lse_rows, natural_lse(row_max, row_sum, sinks, head, EXP, NATURAL), mask=row_valid)
+        slots = batches
+        if cu_seqlens_q is not None:
+            slots = 1
+        store_rows(
+            acc, row_max, row_sum, out, lse, sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid,
+            o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT, EXP, NATURAL,
+        )  # fmt: skip
