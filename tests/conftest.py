@@ -149,15 +149,7 @@ def gluon_target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.fixture(scope="module")
 def gluon_compiler(gluon_target: Target) -> Iterator[Any]:
-    """A Worker of that release: this Python's, or the lab's."""
-    from portattn.schema.toolchain import installed
-    from portattn.tools import lab
-    from portattn.worker.client import Worker
-
-    release = str(gluon_target.toolchain)
-    if release != str(installed()) and lab.find(release) is None:
-        pytest.skip(f"the lab has no {release}: `portattn lab create {release}` makes it")
-    with Worker() if release == str(installed()) else lab.worker(release) as worker:
+    with support.compiler_of(str(gluon_target.toolchain)) as worker:
         yield worker
 
 

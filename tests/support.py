@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from packaging.version import Version
 
@@ -21,8 +22,10 @@ from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
+from portattn.schema.toolchain import installed
 from portattn.testing import tolerance
 from portattn.testing.tolerance import DTYPES, largest, random_call
+from portattn.worker.client import Worker
 
 __all__ = ["DTYPES", "largest", "random_call"]  # the library's own, for the tests beside the names below
 TILE = 16  # the smallest tile: small problems still have several
@@ -50,6 +53,18 @@ def no_interpreter() -> str:
     if numpy >= Version("2.4") and Version("3.7") > TRITON:
         return f"Triton {TRITON}'s interpreter needs numpy<2.4, and this is {numpy} (triton issue 9171)"
     return ""
+
+
+@contextmanager
+def compiler_of(release: str) -> Iterator[Worker]:
+    """A Worker of a Triton such as triton==3.9.0: this Python's, or the lab's. Skips the test where neither has it."""
+    from portattn.tools import lab  # whose dependencies an engine's environment has not
+
+    own = release == str(installed())
+    if not own and lab.find(release) is None:
+        pytest.skip(f"the lab has no {release}: `portattn lab create {release}` makes it")
+    with Worker() if own else lab.worker(release) as worker:
+        yield worker
 
 
 @functools.cache

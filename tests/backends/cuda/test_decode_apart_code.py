@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakedriver import triton_folders
 
 from portattn import Plan, Problem
 from portattn.compile.ensure import compile_in
@@ -16,11 +14,8 @@ from portattn.launch.run import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
-from portattn.tools import lab
 from portattn.worker.client import Worker
 
-KNOWN = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 CORES = 132
 MOST_SPILLED = 32  # bytes a thread: tiles of 128 keys have 255 registers; 3.7.1 and 3.8.0 spill 24, the others nothing
 ONE: dict[str, Any] = {
@@ -41,22 +36,6 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=KNOWN)
-def target(request: pytest.FixtureRequest) -> Target:
-    if request.param not in triton_folders():
-        pytest.skip(f"no Triton {request.param} for this Python")
-    return parse_target("cuda:sm_90", f"triton=={request.param}")
-
-
-@pytest.fixture(scope="module")
-def compiler(target: Target) -> Iterator[Worker]:
-    name = str(target.toolchain)
-    if name != str(installed()) and lab.find(name) is None:
-        pytest.skip(f"the lab has no {name}")
-    with Worker() if name == str(installed()) else lab.worker(name) as worker:
-        yield worker
-
-
 def launches(problem: Problem, target: Target) -> tuple[Plan, list[KernelCall]]:
     made = plan(problem, target)
     assert made.path == "triton"
@@ -67,11 +46,11 @@ def launches(problem: Problem, target: Target) -> tuple[Plan, list[KernelCall]]:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_a_release_compiles_it(compiler: Worker, target: Target, form: str) -> None:
+def test_a_release_compiles_it(release_compiler: Worker, release_target: Target, form: str) -> None:
     """Into asynchronous copies and whole matrices from shared memory; a split lets the merging begin."""
-    made, (first, *merging) = launches(FORMS[form], target)
+    made, (first, *merging) = launches(FORMS[form], release_target)
     assert bool(merging) == (form in ("split", "short"))
-    reply = compile_in(compiler, first, made, target, 240.0, "all")
+    reply = compile_in(release_compiler, first, made, release_target, 240.0, "all")
     assert reply.outcome == "ok", reply.message
     assert reply.facts["spills"] <= MOST_SPILLED
     ptx = str(reply.facts["ptx"])

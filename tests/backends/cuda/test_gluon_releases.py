@@ -5,7 +5,6 @@ The installed release, and those of the lab: `portattn lab create triton==3.9.0`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import gluon_ptx
@@ -20,14 +19,11 @@ from portattn import Problem
 from portattn.compile.ensure import compile_in
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry, parse_target
+from portattn.planning.registry import Registry
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
-from portattn.tools import lab
 from portattn.tools.matrix import variants
 from portattn.worker.client import Worker
 
-KNOWN = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 TRITONS = triton_folders()
 HERE = Path(__file__).parent
 TMA = "triton.experimental.gluon.language.nvidia.hopper.tma"
@@ -61,28 +57,6 @@ FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
 MOST_SPILLED = 128  # bytes a thread; docs/performance/hopper-forward.md has what each release spills
 
 
-@pytest.fixture(scope="module", params=KNOWN)
-def release(request: pytest.FixtureRequest) -> str:
-    version: str = request.param
-    if version not in TRITONS:
-        pytest.skip(f"no Triton {version} for this Python: `portattn lab create triton=={version}` makes one")
-    return version
-
-
-@pytest.fixture(scope="module")
-def target(release: str) -> Target:
-    return parse_target("cuda:sm_90", f"triton=={release}")
-
-
-@pytest.fixture(scope="module")
-def compiler(target: Target) -> Iterator[Worker]:
-    name = str(target.toolchain)
-    if name != str(installed()) and lab.find(name) is None:
-        pytest.skip(f"the lab has no {name}")
-    with Worker() if name == str(installed()) else lab.worker(name) as worker:
-        yield worker
-
-
 def test_the_names_of_a_release(release: str, tmp_path: Path) -> None:
     pytest.importorskip("triton.experimental.gluon")
     found = run(str(HERE / "gluon_names_child.py"), tmp_path, TRITONS[release])
@@ -92,22 +66,22 @@ def test_the_names_of_a_release(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_a_release_compiles_them(compiler: Worker, target: Target, form: str) -> None:
+def test_a_release_compiles_them(release_compiler: Worker, release_target: Target, form: str) -> None:
     pytest.importorskip("triton.experimental.gluon")
     name, problem, functions = FORMS[form]
     variant = VARIANTS[name]
-    made = plan(problem, target)
+    made = plan(problem, release_target)
     assert made.path == name
-    kernels, failed, _ = variants.compiled(variant, made, target, compiler, 240.0)
+    kernels, failed, _ = variants.compiled(variant, made, release_target, release_compiler, 240.0)
     assert failed is None, failed
     assert tuple(kernel.function for kernel in kernels) == functions
     for kernel in kernels:
         assert "serialized_wgmma" not in kernel.facts, kernel.function
         assert kernel.facts["spills"] <= MOST_SPILLED, kernel.function
-    assert variants.broken(variants.check(variant, problem, target, kernels)) == []
+    assert variants.broken(variants.check(variant, problem, release_target, kernels)) == []
     for signature in variants.launches(variant, problem):
         if signature.function.startswith(("scheduled_", "latent_")):
-            reply = compile_in(compiler, signature, made, target, 240.0, "text")
+            reply = compile_in(release_compiler, signature, made, release_target, 240.0, "text")
             gluon_ptx.assert_synchronised(str(reply.facts["ptx"]))
 
 
