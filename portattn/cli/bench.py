@@ -143,6 +143,7 @@ def bench(
 
 bench.add_command(benchreport.report)
 bench.add_command(benchreport.compare)
+bench.add_command(benchreport.join)
 
 
 def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:

@@ -1,4 +1,4 @@
-"""`portattn bench report` and `compare`: what results say, from their files alone."""
+"""`portattn bench report`, `compare` and `join`: what results say, from their files alone."""
 
 from __future__ import annotations
 
@@ -88,6 +88,33 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
             click.echo(f"slower: {change.set}, {change.case}, {change.name}: {change.change - 1:+.1%}", err=True)
     if slower:
         raise SystemExit(RED)
+
+
+@click.command()
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the whole.")
+@json_option
+def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
+    """Make one result of RESULTS that measured different cases of one thing: the same code, chip, toolchain and
+    options, as several GPUs of a host do at a time. --out gets rows.jsonl, bench.json and bench.csv.
+
+    Exit status 2 when they cannot be read, are not of one thing, or two have measured the same case; nothing is
+    written then.
+    """
+    from portattn.tools.bench import store
+    from portattn.tools.bench.join import joined
+    from portattn.tools.bench.summary import document
+
+    whole = joined({path: store.read(path) for path in results})
+    with store.Store(out) as folder:
+        if kept := folder.start():
+            click.echo(f"the rows that were there are now {kept}", err=True)
+        folder.replace(whole)
+        written = write(whole, out)
+    if as_json:
+        emit_json(document(whole) | {"written": [str(path) for path in written]})
+    else:
+        show(whole, written)
 
 
 def write(result: Result, folder: Path) -> list[Path]:
