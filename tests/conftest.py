@@ -23,6 +23,7 @@ else:
 sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import support`
 
 import support  # noqa: E402
+from quick_interpreter import quick_interpreter  # noqa: E402
 
 from portattn import Target, config  # noqa: E402
 from portattn.planning.registry import Registry, parse_target  # noqa: E402
@@ -63,6 +64,12 @@ def device() -> support.Device:
     if reason:
         pytest.skip(reason)
     return support.Device("cpu", "interpreter")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter_without_waste() -> None:
+    if not ACCELERATOR and not support.no_interpreter():
+        quick_interpreter()
 
 
 @pytest.fixture(autouse=True)

@@ -67,28 +67,6 @@ def compiler_of(release: str) -> Iterator[Worker]:
         yield worker
 
 
-@functools.cache
-def quick_interpreter() -> None:
-    """Let Triton's interpreter, once a process, leave out what takes two thirds of its time here.
-
-    It looks through all of triton.language at each call of a device function, to patch what it has patched at the
-    launch, and computes every int32 sum and product again in int64 for an assertion that is off.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, no_scope = interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", lambda: None)
-
-    def patch_once(fn: Any) -> Any:
-        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        if not languages or any(tl.core.is_builtin(language.load) for language in languages):
-            return patch(fn)
-        return no_scope()
-
-    interpreter._patch_lang = patch_once
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-
-
 @contextmanager
 def overflow_raises() -> Iterator[None]:
     """Inside the block the interpreter raises where an int32 sum, difference or product of a kernel overflows."""
@@ -164,8 +142,6 @@ def run_core(
     """Run the core kernel on a call into outputs (and partial results) that held NaN before."""
     from portattn import launch as launching
 
-    if device.path == "interpreter":
-        quick_interpreter()
     with poisoned():
         return launching.run_core(core_plan(device, call.problem, lowering, launch), call, cores)
 

@@ -190,9 +190,9 @@ def prepared(device: str) -> Iterator[None]:
     """
     before = core_path.Launch
     if device == "cpu":
-        import support
+        from quick_interpreter import quick_interpreter
 
-        support.quick_interpreter()
+        quick_interpreter()
         core_path.Launch = lambda: Launch(block_m=16, block_n=16)  # type: ignore[assignment, misc]
         dispatch.forget_plans()
     try:

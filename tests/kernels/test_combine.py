@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_cases import problem
-from support import Device, core_plan, poisoned, quick_interpreter, random_call
+from support import Device, core_plan, poisoned, random_call
 
 from portattn.backends.cuda.merging import merging
 from portattn.kernels.combine import combine as combine_kernel
@@ -29,8 +29,6 @@ def prepared(
     device: Device, splits: int, sinks: bool = False, **lowering: str
 ) -> tuple[Call, combine.Outputs, Callable[[], None]]:
     """A call, its uninitialised outputs, and what launches combine on them."""
-    if device.path == "interpreter":
-        quick_interpreter()
     call = random_call(problem("decode", sinks=sinks, seqlens_k=False, leftpad_k=False), 1, device=device.name)
     plan = core_plan(device, call.problem, lowering, {"splits": splits})
     with poisoned():
@@ -79,7 +77,6 @@ def test_a_row_has_several_programs_where_merging_begins_early(
     device: Device, monkeypatch: pytest.MonkeyPatch, splits: int, head_dim: int
 ) -> None:
     """The interpreter runs one kernel after the other, so that there is nothing to wait for."""
-    quick_interpreter()
     monkeypatch.setitem(combine_kernel.fn.__globals__, "wait_for_kernel_before", _nothing)
     monkeypatch.setattr(combine, "dependent", lambda plan: True)
     fields = {"seqlens_k": False, "leftpad_k": False, "head_dim": head_dim, "head_dim_v": head_dim}

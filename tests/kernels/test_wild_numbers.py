@@ -15,7 +15,7 @@ import pytest
 import torch
 from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run, with_lengths
 from opcalls import watched
-from support import Device, assert_right, core_plan, overflow_raises, poisoned, quick_interpreter, random_call
+from support import Device, assert_right, core_plan, overflow_raises, poisoned, random_call
 
 from portattn.api import candidate
 from portattn.launch import kernel_calls
@@ -36,7 +36,6 @@ def int32(device: Device, *values: Any) -> torch.Tensor:
 def run_watched(
     monkeypatch: pytest.MonkeyPatch, device: Device, call: Call, parts: int = 1, **lowering: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    quick_interpreter()
     plan = core_plan(device, call.problem, {"page_loop": page_loops(call.problem)[0]} | lowering, {"splits": parts})
     with watched(monkeypatch) as kernels, overflow_raises(), poisoned():
         launches, out, lse = kernel_calls(plan, call, cores=3)

@@ -28,8 +28,6 @@ def kernels(device: support.Device) -> Iterator[Registration]:
     """By portattn's Triton kernels: on the accelerator, or under the interpreter."""
     from portattn.integrations.diffusers import register
 
-    if device.path == "interpreter":
-        support.quick_interpreter()
     handle = register("portattn_kernels", backend=device.path)
     yield handle
     handle.remove()

@@ -17,9 +17,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[2]))
 
-import support
 from calls import assert_right, definition, dispatch
 from diffusers import ContextParallelConfig, ParallelConfig
+from quick_interpreter import quick_interpreter
 from tiny_diffusers import flux, flux_inputs
 
 from portattn.errors import ArgumentError
@@ -210,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if backend == "interpreter":
-        support.quick_interpreter()
+        quick_interpreter()
     handle = register("portattn_parallel", backend=None if backend == "auto" else backend)
     for case in cases:
         case(handle, rank, world)

@@ -107,8 +107,6 @@ def test_autocast(build: Build, inputs: Inputs, registered: Registration) -> Non
 @pytest.mark.engine_feature(f"{UNET}, inside sdpa.replaced()")
 def test_a_unet(device: support.Device) -> None:
     """Its processors call torch's scaled_dot_product_attention, and no backend."""
-    if device.path == "interpreter":
-        support.quick_interpreter()
     with torch.no_grad():
         right = unet().double()(**unet_inputs(torch.float64))[0]
         model = unet().to(device.name)
