@@ -5,19 +5,24 @@
     python scripts/chip_suite.py --out .chip --seconds 560                         # stop then; run again for the rest
     python scripts/chip_suite.py --out .chip --report                              # what ran so far, and nothing more
 
-Each test adds a line to `.chip/<chip>-<toolchain>.jsonl` when it ends. A run leaves out what passed or was skipped in
-the files that lie there already, so that an interrupted one goes on; what failed is run again. Files of other source
-code are refused: `--out` another folder, or `--again` to start over.
+Each test adds a line to `.chip/<chip>-<toolchain>.jsonl` when it ends. A run leaves out what has passed by the file
+that lies there, so that an interrupted one goes on; what failed or was skipped is run again, after the rest. A file of
+other source code, another torch, another build of Triton or other GPUs is refused: `--out` another folder, or
+`--again`.
 
 `--triton` is a folder that holds `triton/` (scripts/pack_triton.py makes an archive of one). Tests that run on the
 device come first; `--all` runs the others after them. Words after `--` are pytest's: `-- tests/kernels -k paged`.
+The GPUs are those that CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) names, or all.
 
-Exit status: 0 all that were asked for passed or were skipped, 1 a test failed, 2 nothing could be run, 3 time ran out.
+Exit status: 0 all that were asked for have passed or were skipped; 1 a test failed, or a file could not be collected;
+2 nothing could be run; 3 time ran out, or pytest ended early: the same command runs the rest, also where tests failed;
+130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -26,26 +31,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import chip_suite_plugin
+import chip_suite_plugin as plugin
+import filelock
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("portattn", "backends", "quirks", "tests")
 # What a test process takes of a GPU is a context and small tensors: less than 1 GB. Compiling keeps a core busy.
 PROCESSES_A_GPU = 16
 TEST_SECONDS = 300  # the longest that one test may take
+MACHINE_SECONDS = 300  # the longest that importing torch and Triton may take
+SAME = ("source", "torch", "chip", "build", "gpus")
+OUTCOMES = ("passed", "failed", "skipped")
 MACHINE = """
-import json, torch
+import hashlib, importlib.util, json, pathlib, torch
 from portattn.api.dispatch import detect_target
 from portattn.schema.toolchain import installed
 if not torch.cuda.is_available():
     raise SystemExit("torch sees no accelerator")
 target, why = detect_target("cuda", 0)
+digest = hashlib.sha256()
+for path in sorted(pathlib.Path(importlib.util.find_spec("triton").origin).parent.glob("_C/libtriton*")):
+    digest.update(path.read_bytes())
 print(json.dumps({
     "chip": target.arch.name if target else "", "why": why, "toolchain": str(installed()), "torch": torch.__version__,
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    "variable": "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES",
+    "build": digest.hexdigest()[:16],
 }))
 """
 
@@ -56,27 +70,22 @@ class Failed(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    own, _, of_pytest = _cut(words)
+    at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], usage="chip_suite.py --out FOLDER [options] [-- PYTEST ARGS]"
     )
     parser.add_argument("--out", type=Path, required=True, help="a folder for results, made where it is not there")
     parser.add_argument("--triton", type=Path, help="a folder with another triton/ than the installed one")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so many; 0: when all have run")
-    parser.add_argument(
-        "--jobs", type=int, default=0, help=f"test processes; {PROCESSES_A_GPU} a GPU at most, one a core"
-    )
+    parser.add_argument("--jobs", type=int, default=0, help=f"test processes; {PROCESSES_A_GPU} a GPU, one a core")
     parser.add_argument("--all", action="store_true", help="also the tests that use no device, after the others")
-    parser.add_argument("--again", action="store_true", help="forget what ran under this Triton")
+    parser.add_argument("--again", action="store_true", help="run all; earlier results under this Triton are renamed")
     parser.add_argument("--report", action="store_true", help="only say what ran")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
-    given = parser.parse_args(own)
+    given = parser.parse_args(words[:at])
     try:
-        if given.seconds < 0 or given.jobs < 0:
-            raise Failed(f"--seconds {given.seconds:g} --jobs {given.jobs}: neither may be below 0")
-        given.out.mkdir(parents=True, exist_ok=True)
-        ended, files = (True, sorted(given.out.glob("*.jsonl"))) if given.report else run(given, of_pytest)
-        found = [summary(results) for results in files]
+        with interrupted_by(signal.SIGTERM, signal.SIGHUP):
+            found = reported(given.out) if given.report else [run(given, words[at + 1 :])]
     except (Failed, OSError) as failed:
         print(f"chip_suite: {failed}", file=sys.stderr)
         return 2
@@ -84,41 +93,64 @@ def main(arguments: list[str] | None = None) -> int:
         print("chip_suite: interrupted; what has ended is kept, and the same command runs the rest", file=sys.stderr)
         return 130
     print(json.dumps(found, indent=2) if given.json else as_text(found))
-    if any(one["failed"] for one in found):
-        return 1
-    return 0 if ended else 3
+    if not given.report and not found[0]["complete"]:
+        return 3
+    return 1 if any(one["failed"] or one["collection"] for one in found) else 0
 
 
-def _cut(words: list[str]) -> tuple[list[str], list[str], list[str]]:
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at : at + 1], words[at + 1 :]
+@contextlib.contextmanager
+def interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+    """Inside the block these end the run as Ctrl-C does: with all its processes."""
+    before = {one: signal.signal(one, signal.default_int_handler) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
-def run(given: argparse.Namespace, of_pytest: list[str]) -> tuple[bool, list[Path]]:
-    """Run what has not passed yet: whether it came to its end, and the file of results. Raises Failed."""
+def run(given: argparse.Namespace, of_pytest: list[str]) -> dict[str, Any]:
+    """Run what has not passed yet; the summary of the file. Raises Failed where nothing could be run."""
+    if given.seconds < 0 or given.jobs < 0:
+        raise Failed(f"--seconds {given.seconds:g} --jobs {given.jobs}: neither may be below 0")
     environment = environment_of(given.triton)
     machine = machine_of(environment)
+    gpus = visible(environment.get(machine["variable"]), len(machine["gpus"]))
+    environment |= {plugin.GPUS: ",".join(gpus), plugin.VARIABLE: machine["variable"]}
+    jobs = given.jobs or min(PROCESSES_A_GPU * len(gpus), os.cpu_count() or 1)
+    given.out.mkdir(parents=True, exist_ok=True)
     results = given.out / f"{machine['chip'] or 'chip'}-{machine['toolchain']}.jsonl"
-    if given.again:
-        results.unlink(missing_ok=True)
-    done = begun(results, machine | {"source": source_digest()})
-    jobs = given.jobs or min(PROCESSES_A_GPU * len(machine["gpus"]), os.cpu_count() or 1)
-    environment[chip_suite_plugin.GPUS] = ",".join(str(i) for i in range(len(machine["gpus"])))
-    with tempfile.TemporaryDirectory(prefix="chip-suite-") as folder:
-        list_of_done = Path(folder) / "done"
-        list_of_done.write_text("\n".join(sorted(done)), encoding="utf-8")
+    with locked(given.out), tempfile.TemporaryDirectory(prefix="chip-suite-") as folder:
+        before = begun(results, machine | {"source": source_digest(given.out)}, given.again)
+        names = Path(folder) / "before.json"
+        names.write_text(json.dumps(before), encoding="utf-8")
         command = [
             sys.executable, "-m", "pytest", "-p", "chip_suite_plugin", "-n", str(jobs), "-q",
-            "--chip-results", str(results.resolve()), "--chip-done", str(list_of_done),
+            "--chip-results", str(results.resolve()), "--chip-before", str(names),
             *([] if given.all else ["--chip-only"]), "--timeout", str(TEST_SECONDS), *of_pytest,
         ]  # fmt: skip
-        said = f"{len(machine['gpus'])} × {machine['gpus'][0]}, {machine['toolchain']}, torch {machine['torch']}"
-        print(f"chip_suite: {said}: {jobs} processes, {len(done)} tests already passed", file=sys.stderr)
+        said = f"{len(gpus)} × {machine['gpus'][0]}, {machine['toolchain']}, torch {machine['torch']}"
+        print(f"chip_suite: {said}: {jobs} processes, {len(before['passed'])} tests have passed", file=sys.stderr)
+        begin = results.stat().st_size
         status = until(command, environment, given.seconds)
-    # pytest's own: 0 passed, 1 failed, 5 none were left.
-    if status is not None and status not in (0, 1, 5):
-        raise Failed(f"pytest ended with {status}: what it printed is above")
-    return status is not None, [results]
+        return checked(results, begin, status)
+
+
+def checked(results: Path, begin: int, status: int | None) -> dict[str, Any]:
+    """The summary after a run whose lines begin at a byte, where pytest ended so (None: its time ran out).
+
+    `complete`: whether all that were asked for have run. Raises Failed where nothing was to be run, or could be.
+    """
+    told = [line["selected"] for line in decoded(results.read_bytes()[begin:])[0] if "selected" in line]
+    found = summary(results, begin)
+    if status is not None and not found["ran"] and not found["collection"]:
+        if not told:
+            raise Failed(f"pytest ended with {status}, and no process has collected a test: what it printed is above")
+        if not told[0]["asked"]:
+            raise Failed("no test is selected: see the words after --, or --all")
+    left = max((one["left"] for one in told), default=None)
+    complete = status is not None and left is not None and found["ran"] >= left
+    return found | {"complete": complete, "pytest": status}
 
 
 def environment_of(triton: Path | None) -> dict[str, str]:
@@ -127,61 +159,117 @@ def environment_of(triton: Path | None) -> dict[str, str]:
         raise Failed(f"--triton {triton}: no folder triton/ with a package lies in it")
     first = [str(triton.resolve())] if triton else []
     places = [*first, str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(place for place in places if place), "PYTHONUNBUFFERED": "1"}
+    # Of a run of pytest that this one is inside of, or that the user has chosen for others.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "CHIP_SUITE_"))}
+    return kept | {"PYTHONPATH": os.pathsep.join(place for place in places if place), "PYTHONUNBUFFERED": "1"}
 
 
 def machine_of(environment: dict[str, str]) -> dict[str, Any]:
     """Chip, GPUs, torch and toolchain, as the test processes will see them."""
-    asked = subprocess.run(
-        [sys.executable, "-c", MACHINE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    if asked.returncode:
-        raise Failed(asked.stderr.strip()[-2000:])
-    found: dict[str, Any] = json.loads(asked.stdout)
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", MACHINE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+            timeout=MACHINE_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Failed(f"torch and Triton were not imported within {MACHINE_SECONDS} seconds") from None
+    last = asked.stdout.strip().splitlines()[-1:]
+    if asked.returncode or not last:
+        said = asked.stderr.strip()[-2000:]
+        raise Failed(said if said else f"a process that imports torch and Triton ended with {asked.returncode}")
+    found: dict[str, Any] = json.loads(last[0])
     return found
 
 
-def source_digest() -> str:
-    """Of all that decides what a test finds, apart from what is installed."""
+def visible(variable: str | None, count: int) -> list[str]:
+    """Names of the devices that a process sees: the variable's own, or their numbers where it is not set."""
+    named = [name.strip() for name in (variable or "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def source_digest(out: Path) -> str:
+    """Of the checkout's files, apart from hidden ones, what Python compiles, and results that lie in it."""
     digest = hashlib.sha256()
-    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in KINDS):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = sorted(
+            name for name in folders
+            if not name.startswith(".") and name != "__pycache__" and not name.endswith(".egg-info")
+            and Path(folder, name).resolve() != out.resolve()
+        )  # fmt: skip
+        for path in (Path(folder, name) for name in sorted(files) if not name.startswith(".")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-KINDS = (".py", ".c", ".toml", ".json", ".mlir")
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    lock = filelock.FileLock(out / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise Failed(f"--out {out}: another run is writing there now") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def begun(results: Path, identity: dict[str, Any]) -> set[str]:
-    """The tests of an earlier run that need no other one; a new file is begun where there is none. Raises Failed."""
+def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, list[str]]:
+    """The tests of an earlier run, by whether they need another one; a new file is begun where there is none."""
+    if again and results.exists():
+        results.replace(results.with_suffix(".jsonl.before"))
     if not results.exists():
-        results.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
-        return set()
-    before, tests = read(results)
-    whole = results.read_bytes()
-    os.truncate(results, whole.rfind(b"\n") + 1)  # the next line must not follow half a one
-    differing = [name for name in ("source", "torch", "chip") if before.get(name) != identity[name]]
+        part = results.with_suffix(".jsonl.part")
+        part.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
+        part.replace(results)
+    before, tests, _ = read(results)
+    differing = [name for name in SAME if before.get(name) != identity[name]]
     if differing:
         said = ", ".join(f"{name} {before.get(name)}, now {identity[name]}" for name in differing)
         raise Failed(f"{results} is of another state ({said}): --out another folder, or --again")
-    return {name for name, test in tests.items() if test["outcome"] != "failed"}
+    whole = results.read_bytes()
+    os.truncate(results, whole.rfind(b"\n") + 1)  # the next line must not follow half a one
+    passed = sorted(name for name, test in tests.items() if test["outcome"] == "passed")
+    return {"passed": passed, "others": sorted(tests.keys() - passed)}
 
 
-def read(results: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Identity, and the last line of each test. A last line that a kill cut short is left out."""
-    lines = results.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        del lines[-1]
-    try:
-        found = [json.loads(line) for line in lines]
-        identity = found[0]["identity"]
-        return identity, {one["test"]: one for one in found[1:]}
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise Failed(f"{results} cannot be read ({error!r}): --again starts over") from None
+def decoded(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a file's lines, and how many lines are damaged. Half a last line, cut by a kill, is neither."""
+    found, damaged = [], 0
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            one = json.loads(line)
+        except ValueError:  # of UTF-8 too
+            damaged += 1
+            continue
+        if isinstance(one, dict):
+            found.append(one)
+        else:
+            damaged += 1
+    return found, damaged
+
+
+def read(results: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]:
+    """Identity, the last line of each test, and how many lines are damaged. Raises Failed where it has no identity."""
+    lines, damaged = decoded(results.read_bytes())
+    identity = lines[0].get("identity") if lines else None
+    needed = {"chip": str, "toolchain": str, "torch": str, "gpus": list}
+    if not isinstance(identity, dict) or not all(isinstance(identity.get(n), kind) for n, kind in needed.items()):
+        raise Failed(f"{results} does not begin as results of chip_suite do: --again puts it aside")
+    tests = {}
+    for line in lines[1:]:
+        if isinstance(line.get("test"), str) and line.get("outcome") in OUTCOMES:
+            tests[line["test"]] = line
+        elif "collection" not in line and "selected" not in line:
+            damaged += 1
+    return identity, tests, damaged
 
 
 def until(command: list[str], environment: dict[str, str], seconds: float) -> int | None:
-    """The command's exit status; None where its time ran out, and it was ended with all its children."""
+    """The command's exit status; None where its time ran out. However it ends, its process group has ended then.
+
+    A compiler's child in a group of its own (portattn/worker/child.py) ends with what it is at.
+    """
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
         return process.wait(seconds or None)
@@ -189,7 +277,9 @@ def until(command: list[str], environment: dict[str, str], seconds: float) -> in
         print(f"chip_suite: {seconds:g} seconds are over", file=sys.stderr)
         return None
     finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes
         _end(process)
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -203,30 +293,56 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.05)
 
 
-def summary(results: Path) -> dict[str, Any]:
-    """Of a file of results: identity, how many tests passed, failed and were skipped, seconds, what failed and why."""
-    identity, tests = read(results)
-    of = {outcome: [one for one in tests.values() if one["outcome"] == outcome] for outcome in OUTCOMES}
+def summary(results: Path, begin: int = 0) -> dict[str, Any]:
+    """Of a file of results: identity, how many tests passed, failed and were skipped, and what failed and why.
+
+    ran, failures, collection  of the lines from byte `begin` on: tests that ended, those that failed, and files that
+                               could not be collected
+    """
+    identity, tests, damaged = read(results)
+    lines, _ = decoded(results.read_bytes()[begin:])
+    lately = {line["test"]: line for line in lines if line.get("outcome") in OUTCOMES}
+    failed = [one for one in lately.values() if one["outcome"] == "failed"]
     return (
         identity
-        | {outcome: len(ones) for outcome, ones in of.items()}
-        | {"file": str(results), "seconds": round(sum(one["seconds"] for one in tests.values()))}
-        | {"failures": [{"test": one["test"], "why": one["why"]} for one in of["failed"]]}
+        | {outcome: sum(one["outcome"] == outcome for one in tests.values()) for outcome in OUTCOMES}
+        | {"file": str(results), "damaged": damaged, "ran": len(lately), "failed": len(failed)}
+        | {"seconds": round(sum(one.get("seconds", 0.0) for one in tests.values()))}
+        | {"failures": [{"test": one["test"], "why": str(one.get("why", ""))} for one in failed]}
+        | {"collection": [{"file": one["collection"], "why": one["why"]} for one in lines if "collection" in one]}
     )
 
 
-OUTCOMES = ("passed", "failed", "skipped")
+def reported(out: Path) -> list[dict[str, Any]]:
+    """Summaries of all files of results in a folder; others are named. Collection is of the last run, and left out."""
+    if not out.is_dir():
+        raise Failed(f"--out {out}: no such folder")
+    found = []
+    for results in sorted(out.glob("*.jsonl")):
+        try:
+            found.append(summary(results) | {"collection": []})
+        except Failed as failed:
+            print(f"chip_suite: left out: {failed}", file=sys.stderr)
+    return found
 
 
 def as_text(found: list[dict[str, Any]]) -> str:
     lines = []
     for one in found:
+        damaged = f", {one['damaged']} damaged lines" if one["damaged"] else ""
         lines.append(
             f"{one['chip']} {one['toolchain']}, torch {one['torch']}, {len(one['gpus'])} × {one['gpus'][0]}: "
-            f"{one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped ({one['file']})"
+            f"{one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped{damaged} ({one['file']})"
         )
-        lines += [f"  FAILED {bad['test']}: {(bad['why'].strip().splitlines() or [''])[-1]}" for bad in one["failures"]]
+        lines += [f"  NOT COLLECTED {bad['file']}: {_last(bad['why'])}" for bad in one["collection"]]
+        lines += [f"  FAILED {bad['test']}: {_last(bad['why'])}" for bad in one["failures"]]
+        if not one.get("complete", True):
+            lines.append("  not all have run: the same command runs the rest")
     return "\n".join(lines) or "nothing has run"
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
 
 
 if __name__ == "__main__":

@@ -9,40 +9,60 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
-GPUS = "CHIP_SUITE_GPUS"  # indices with commas between, for the workers
+GPUS = "CHIP_SUITE_GPUS"  # the entries of VARIABLE, with commas between, that workers take turns at
+VARIABLE = "CHIP_SUITE_VARIABLE"  # what names a process's devices: CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES
 
 _worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 _gpus = [gpu for gpu in os.environ.get(GPUS, "").split(",") if gpu]
 if _worker.startswith("gw") and _gpus:
     # The worker's own comes first, and the others stay visible: some tests need two.
     _own = int(_worker.removeprefix("gw")) % len(_gpus)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus[_own:] + _gpus[:_own])
+    os.environ[os.environ[VARIABLE]] = ",".join(_gpus[_own:] + _gpus[:_own])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chip-results", type=Path, required=True, help="where a line is added for each test")
-    parser.addoption("--chip-done", type=Path, required=True, help="names of tests to leave out, a line each")
+    parser.addoption("--chip-before", type=Path, required=True, help="JSON: names of tests by how they ended")
     parser.addoption("--chip-only", action="store_true", help="only tests that run on the device")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    done = set(config.getoption("--chip-done").read_text(encoding="utf-8").splitlines())
-    only = config.getoption("--chip-only")
-    wanted = [item for item in items if item.nodeid not in done and (on_chip(item) or not only)]
-    wanted_ids = {item.nodeid for item in wanted}
-    left = [item for item in items if item.nodeid not in wanted_ids]
-    config.hook.pytest_deselected(items=left)
-    items[:] = sorted(wanted, key=on_chip, reverse=True)  # a stable sort: when time runs out, the others are missing
+def pytest_configure(config: pytest.Config) -> None:
+    before = json.loads(config.getoption("--chip-before").read_text(encoding="utf-8"))
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Selected(config, before), "chip_suite_selected")
+    else:  # workers send their reports here
+        config.pluginmanager.register(Results(config.getoption("--chip-results")), "chip_suite_results")
 
 
 def on_chip(item: pytest.Item) -> bool:
-    """Whether the test runs kernels on the device where there is one: by the fixture `device`, or marked `gpu`."""
-    return "device" in getattr(item, "fixturenames", ()) or item.get_closest_marker("gpu") is not None
+    """Whether the test runs on the device where there is one: by the fixture `device`, or as it is marked."""
+    marked = any(item.get_closest_marker(name) is not None for name in ("gpu", "on_device"))
+    return marked or "device" in getattr(item, "fixturenames", ())
+
+
+class Selected:
+    """In a worker: what is run, and in which order."""
+
+    def __init__(self, config: pytest.Config, before: dict[str, list[str]]) -> None:
+        self.only = config.getoption("--chip-only")
+        self.passed, self.others = set(before["passed"]), set(before["others"])
+
+    @pytest.hookimpl(trylast=True)  # after -k and -m have taken theirs
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        asked = [item for item in items if on_chip(item) or not self.only]
+        wanted = {item.nodeid for item in asked} - self.passed
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
+
+        def late(item: pytest.Item) -> tuple[bool, bool]:
+            # When time runs out, the others are missing: those without a device, and what has run before.
+            return not on_chip(item), item.nodeid in self.others
+
+        items[:] = sorted((item for item in asked if item.nodeid in wanted), key=late)
+        config.workeroutput["chip_suite"] = {"asked": len(asked), "left": len(items)}  # type: ignore[attr-defined]
 
 
 class Results:
@@ -65,13 +85,14 @@ class Results:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.write({"test": report.nodeid, "outcome": "failed", "seconds": 0.0, "why": report.longreprtext[-4000:]})
+            self.write({"collection": report.nodeid, "why": report.longreprtext[-4000:]})
+
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        """Of a worker that has ended: what it was asked for. One that died has told nothing."""
+        told = getattr(node, "workeroutput", {}).get("chip_suite")
+        if told:
+            self.write({"selected": told})
 
     def write(self, found: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # workers send their reports to the process that has none
-        config.pluginmanager.register(Results(config.getoption("--chip-results")), "chip_suite_results")

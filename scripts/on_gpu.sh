@@ -9,5 +9,5 @@ sets=("${@:-seed}")
 mkdir -p "$out"
 python3 -m pip install -q --no-deps --no-build-isolation --no-index -e .
 python3 -m portattn.cli doctor
-python3 scripts/chip_suite.py --out "$out" --all
+python3 scripts/chip_suite.py --out "$out/tests" --again --all
 python3 -m portattn.cli bench $(printf -- '--set %s ' "${sets[@]}") --out "$out"

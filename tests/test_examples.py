@@ -33,6 +33,7 @@ def test_every_example_is_run_and_on_the_page() -> None:
     assert all(f"[{name}]({name})" in page for name in EXPECTED)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_example_runs(name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -114,6 +114,7 @@ def test_a_library_that_was_stripped_still_loads(script: ModuleType, wheel: Path
     [
         (["3.x", "t.txz"], "'3.x' is no release such as 3.8.0; known: 2.0.0"),
         (["--python", "python3.12", "3.8.0", "t.txz"], "'python3.12' is no tag of a Python such as cp312"),
+        (["--arch", "sm_90a", "3.8.0", "t.txz"], "--arch 'sm_90a' is no chip such as sm_90"),
         (["--arch", "H100", "3.8.0", "t.txz"], "--arch 'H100' is no chip such as sm_90"),
         (["3.8.0", "t.tar.gz"], "t.tar.gz: the archive's name must end in .txz"),
         (["3.8.0", "nowhere/t.txz"], "nowhere/t.txz: its folder is not there"),

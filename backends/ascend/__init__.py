@@ -41,7 +41,7 @@ class AscendBackend(Backend):
         "BiShengHIR",
     )
     device_words = ("huawei", "npu", "[0-9]*gb")
-    options = MappingProxyType({"multibuffer": bool})
+    options = MappingProxyType({"multibuffer": bool, "enable_fp_fusion": bool})
     compilers = ("triton-ascend", "flagtree")
     adapter = "portattn.worker.ascend:compile_kernel"
     vendor = (NpuFusionAttention(), NpuFusedInferAttentionScore())

@@ -39,7 +39,7 @@ class CudaBackend(Backend):
         "pcie", "nvl", "sxm", "sxm[0-9]", "mig", "[0-9]g.[0-9]*gb", "[0-9]*gb", "hbm[0-9]*", "gddr[0-9]*",
     )  # fmt: skip
     # launch_pdl: the kernel that merges a split is launched while the splitting one still runs, and waits for it.
-    options = MappingProxyType({"maxnreg": int, "launch_pdl": bool})
+    options = MappingProxyType({"maxnreg": int, "launch_pdl": bool, "enable_fp_fusion": bool})
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
     variants = (ForwardVariant(), NarrowVariant(), WholeVariant(), BackwardVariant(), LatentVariant())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from portattn.schema.lowering import FUSED
 from portattn.schema.steps import Step
 
 if TYPE_CHECKING:
@@ -27,4 +28,4 @@ def merging(problem: Problem, splits: int, tensors: Mapping[str, Any]) -> Step:
         "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": splits, **constants,
         "STATE": "lse", "EXP": "exp", "NATURAL": True, "GRID": "full", "DEPENDENT": True,
     }  # fmt: skip
-    return Step(combine, (rows,), arguments, {"num_warps": warps, "launch_pdl": True}, _ROLES)
+    return Step(combine, (rows,), arguments, {"num_warps": warps, "launch_pdl": True, **FUSED}, _ROLES)

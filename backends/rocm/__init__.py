@@ -30,7 +30,9 @@ class RocmBackend(Backend):
         "amd", "instinct", "radeon", "tm", "r", "gpu", "graphics", "accelerator", "oam", "vf", "[0-9]*gb",
         "hbm[0-9]*",
     )  # fmt: skip
-    options = MappingProxyType({"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str})
+    options = MappingProxyType(
+        {"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str, "enable_fp_fusion": bool}
+    )
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
 

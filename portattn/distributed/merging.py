@@ -19,6 +19,7 @@ import torch
 from portattn.distributed.partials import merged, unpacked
 from portattn.errors import FallbackWarning
 from portattn.launch.run import device_guard, load_kernels
+from portattn.schema.lowering import FUSED
 
 Rows = tuple[int, int]  # from the first on, up to the last, exclusive
 BLOCK = 16  # rows of a program of merge_rows
@@ -38,7 +39,7 @@ def fused(device: torch.device) -> bool:
         memory = torch.zeros(1, device=device)
         kernels: Any = load_kernels("portattn.kernels.pause", False)
         with device_guard(memory):
-            kernels.pause[(1,)](memory, 0.0, 1, num_warps=1)
+            kernels.pause[(1,)](memory, 0.0, 1, num_warps=1, **FUSED)
     except Exception as error:  # noqa: BLE001 whatever a compiler or a driver raises: the call goes on without
         text = f"partial results are merged by torch's operations: kernels do not run on {device}: {error}"
         warnings.warn(text, FallbackWarning, stacklevel=2)
@@ -128,7 +129,7 @@ def _launch(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: 
     with device_guard(out):
         kernels.merge_rows[(-(-count // BLOCK),)](
             out, lse, part, part_lse, *strides, heads, rows, count,
-            WIDTH=width, BLOCK_WIDTH=_power(width), BLOCK=BLOCK,
+            WIDTH=width, BLOCK_WIDTH=_power(width), BLOCK=BLOCK, **FUSED,
         )  # fmt: skip
 
 
@@ -152,7 +153,7 @@ def merge_words(words: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[to
         kernels.merge_parts[(lse.numel(),)](
             values, states, out, lse, lse.numel(),
             PARTS=words.shape[0], WIDTH=width, BLOCK_WIDTH=_power(width), VALUES=values.shape[-1],
-            STATES=states.shape[-1],
+            STATES=states.shape[-1], **FUSED,
         )  # fmt: skip
     return out, lse
 

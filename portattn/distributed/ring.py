@@ -30,6 +30,7 @@ from portattn.distributed.local import Rows, Scores, attend, differentiate, of_s
 from portattn.distributed.merging import PARTS, Merged, Sum, fused, most_parts
 from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
 from portattn.launch.run import device_guard, load_kernels
+from portattn.schema.lowering import FUSED
 
 PAUSE = 12_000  # products one after the other: 51 µs on an H100, where messages begin after one or two
 
@@ -236,7 +237,7 @@ def _let_messages_begin(memory: torch.Tensor) -> None:
     if fused(memory.device):
         kernels: Any = load_kernels("portattn.kernels.pause", False)
         with device_guard(memory):
-            kernels.pause[(1,)](memory, 0.0, PAUSE, num_warps=1)
+            kernels.pause[(1,)](memory, 0.0, PAUSE, num_warps=1, **FUSED)
 
 
 class _Home:

@@ -15,7 +15,7 @@ def store_rows(
     """Store what is valid of [BLOCK_M, BLOCK_DV] rows, from the state of their softmax.
 
     SPLIT: `out` is (splits, slots, Hq, Sq, Dv) and `lse` (splits, slots, Hq, Sq, 2), the states of `split`'s keys.
-    Otherwise both have neither the first nor the last axis. lse: None where nobody asked for it.
+    Otherwise `out` is (slots, Hq, Sq, Dv) and `lse` (slots, Hq, Sq). lse: None where nobody asked for it.
     slot, slots: the row's sequence and how many there are; 0 and 1 of packed queries.
     head, q_row: [BLOCK_M] the head and the row in Sq; q_row is int64.
     """

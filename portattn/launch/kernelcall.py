@@ -19,6 +19,7 @@ class KernelCall:
     arguments   run-time arguments in the kernel's order: tensors (or meta tensors), ints, floats, None
     constexprs  tl.constexpr arguments by name
     unspecialised  names of integers that the kernel does not specialise on
+    fusible     whether the compiler has the option `enable_fp_fusion`; where not, it decides by itself what it fuses
     """
 
     module: str
@@ -28,11 +29,13 @@ class KernelCall:
     constexprs: dict[str, Any]
     launch: Launch
     unspecialised: frozenset[str] = field(default_factory=frozenset)
+    fusible: bool = True
 
     def options(self) -> dict[str, Any]:
         """The compiler's, by name."""
         named = {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages}
-        return named | FUSED | dict(self.launch.options)
+        found = named | FUSED | dict(self.launch.options)
+        return found if self.fusible else {name: value for name, value in found.items() if name not in FUSED}
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

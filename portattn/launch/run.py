@@ -16,7 +16,9 @@ from portattn.errors import PortattnError
 from portattn.launch import cudadriver
 from portattn.launch.interpreter import mend_bf16
 from portattn.launch.kernelcall import KernelCall
+from portattn.planning.compiler_options import backend_options
 from portattn.schema.call import Call
+from portattn.schema.lowering import FUSED
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.worker.environment import compile_environment
@@ -39,6 +41,9 @@ def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
     if plan.problem.dropout and call.dropout_seed is None:
         raise ValueError("the problem has dropout, and the call no seed")
     found: Launches = ROWS[plan.problem.op].load("launches")(plan, call, cores)
+    if not backend_options().get(plan.target.partition(":")[0], FUSED).keys() >= FUSED.keys():
+        for launch in found[0]:
+            launch.fusible = False
     return found
 
 

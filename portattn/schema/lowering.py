@@ -145,9 +145,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return getattr(self, name) if name in LAUNCH_FIELDS else dict(self.options).get(name)
 
 
-# Of every launch that does not say otherwise. Multiplications and additions are fused because that is asked for: the
-# default is the user's (TRITON_DEFAULT_FP_FUSION), and by Triton 3.9's warning it will be off from 3.10 on. Kernels
-# would be slower, and round differently from what was tested.
+# Of every launch that does not say otherwise, where the backend's compiler has the option (Backend.options).
+# Multiplications and additions are fused because that is asked for: the default is the user's
+# (TRITON_DEFAULT_FP_FUSION), and by Triton 3.9's warning it will be off from 3.10 on. Kernels would be slower, and
+# round differently from what was tested.
 FUSED = {"enable_fp_fusion": True}
 
 # Launch values -> those that the gradients' kernel of rows may have in their place.

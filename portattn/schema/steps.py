@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from portattn.schema.lowering import FUSED
-
 if TYPE_CHECKING:
     import torch
 
@@ -21,7 +19,7 @@ class Step:
     kernel     a `@triton.jit` or `@gluon.jit` function
     grid       up to three numbers of programs
     arguments  every argument of the kernel by name: tensors, descriptors, numbers, None, tl.constexpr
-    options    compiler options: num_warps, num_stages, maxnreg, launch_pdl, …; what is fused is added (FUSED)
+    options    compiler options: num_warps, num_stages, maxnreg, launch_pdl, …
     roles      argument -> the name of the tensor that it is of, in those that change from call to call
     """
 
@@ -30,10 +28,6 @@ class Step:
     arguments: Mapping[str, Any]
     options: Mapping[str, Any]
     roles: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # At the end: Triton takes the same options in another order for those of another kernel.
-        self.options = {**self.options, **{name: FUSED[name] for name in FUSED if name not in self.options}}
 
     @property
     def values(self) -> list[Any]:

@@ -7,7 +7,8 @@ bring one. It needs the standard library and its compiler alone (Python 3.9 or n
 
     function   the kernel: a triton.jit function
     signature  plain data (portattn.launch.Signature): `types` and `constants` by argument, `divisible`, `small`,
-               `options` of the launch, num_warps and num_stages among them
+               `options` of the launch, num_warps and num_stages among them, and enable_fp_fusion where the backend
+               names that among its options
     target     (backend, arch, lanes of a warp), as the backend's triton_target gives it
     enter      called with the name of each stage before it begins, so that a crash has a stage
     passes     another list of passes, where a probe asks for one; else empty

@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import portattn
 from portattn.schema.call import Call
 
+pytestmark = pytest.mark.on_device
+
 
 @pytest.fixture
 def where(request: pytest.FixtureRequest) -> str:

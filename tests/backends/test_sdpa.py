@@ -21,6 +21,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.testing import tolerance as check
 
+pytestmark = pytest.mark.on_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SM_90 = parse_target("cuda:sm_90", toolchain="triton==3.6.0")
 MI300 = parse_target("rocm:gfx942", toolchain="triton==3.6.0")

@@ -18,6 +18,7 @@ from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, Sch
 from portattn.backends.cuda.sizes import STATISTICS_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import heads_together
+from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
 from portattn.schema.sizes import most
@@ -185,7 +186,7 @@ class _Launcher(StepLauncher):
             "heads": p.heads_q, "seq_q": p.query_rows[1], "batches": p.batch, "tiles": self._query_tiles,
             "D": p.head_dim, "D_V": p.head_dim_v, "ROWS": STATISTICS_ROWS, "DIM": dim, "VARYING": self._varying,
         }  # fmt: skip
-        return Step(row_statistics, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim]}, roles)
+        return Step(row_statistics, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim], **FUSED}, roles)
 
     def _keys(self, tensors: Mapping[str, Any]) -> Step:
         from portattn.backends.cuda.hopper_backward.kernel import scheduled_backward
@@ -212,7 +213,7 @@ class _Launcher(StepLauncher):
             "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip
         grid = (tiles * p.heads_k * slots(p),)
-        return Step(scheduled_backward, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS}, roles)
+        return Step(scheduled_backward, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS, **FUSED}, roles)
 
     def _queries(self, tensors: Mapping[str, Any]) -> Step:
         from portattn.backends.cuda.hopper_backward.queries import scheduled_queries
@@ -235,7 +236,7 @@ class _Launcher(StepLauncher):
             **self._constants(keys), "ROWS": QUERY_ROWS, "K_STAGES": k_stages, "V_STAGES": v_stages,
         }  # fmt: skip
         grid = (tiles * p.heads_q * slots(p),)
-        return Step(scheduled_queries, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS}, roles)
+        return Step(scheduled_queries, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS, **FUSED}, roles)
 
     def _gradients(self, tensors: Mapping[str, Any]) -> Step:
         from portattn.backends.cuda.hopper_backward.rows import query_gradients
@@ -248,7 +249,7 @@ class _Launcher(StepLauncher):
             "seq_q": p.query_rows[1], "batches": p.batch, "tiles": self._query_tiles, "D": p.head_dim,
             "ROWS": STATISTICS_ROWS, "DIM": dim, "VARYING": self._varying,
         }  # fmt: skip
-        return Step(query_gradients, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim]}, roles)
+        return Step(query_gradients, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim], **FUSED}, roles)
 
     def _numbers(self, heads: int, tiles: int, together: int) -> dict[str, Any]:
         p = self._problem

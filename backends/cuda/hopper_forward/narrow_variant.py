@@ -14,6 +14,7 @@ from portattn.backends.cuda.hopper_forward.division import width
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Launcher, Schedule, choice
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.kernel_specs import ceil_div
+from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
 from portattn.schema.steps import Step, StepLauncher
 
@@ -144,7 +145,7 @@ class NarrowLauncher(Launcher):
             **{name: constants[name] for name in ("RIGHT", "LEFT", "TOP_LEFT")},
         }  # fmt: skip
         grid = (self._key_tiles, p.heads_k, ceil_div(p.head_dim_v, block) * (1 if p.packed else p.batch))
-        return Step(transpose_values, grid, arguments, {"num_warps": 4}, roles)
+        return Step(transpose_values, grid, arguments, {"num_warps": 4, **FUSED}, roles)
 
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Of what the forward reads and writes by tiles."""

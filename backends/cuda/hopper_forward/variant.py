@@ -31,6 +31,7 @@ from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.planning.splits import split_cheapest
+from portattn.schema.lowering import FUSED
 from portattn.schema.ops import BACKWARD
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
@@ -323,7 +324,9 @@ class Launcher(StepLauncher):
             **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
-        forward = Step(scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers}, roles)
+        forward = Step(
+            scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers, **FUSED}, roles
+        )
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.splits import split_cheapest
+from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
 from portattn.schema.sizes import least, most, next_power_of_two, pinned
 from portattn.schema.steps import Buffers, Step, StepLauncher
@@ -144,7 +145,7 @@ class _Launcher(StepLauncher):
             "CAUSAL": p.causal != "none", "SPLIT": split, "CONSUMER": CONSUMER_REGISTERS,
             "PRODUCER": PRODUCER_REGISTERS,
         }  # fmt: skip
-        grid, options = (self._row_tiles, self._splits, p.batch), {"num_warps": 4, "maxnreg": REGISTERS}
+        grid, options = (self._row_tiles, self._splits, p.batch), {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
         decode = Step(latent_decode, grid, arguments, options, roles)
         return [decode, merging(p, self._splits, tensors)] if split else [decode]
 
