@@ -20,7 +20,7 @@ from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import CachedLaunch
-from portattn.launch.run import device_guard
+from portattn.launch.run import INTERPRET_HINT, NOT_TO_INTERPRET, device_guard, may_interpret
 from portattn.planning.detect import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
@@ -247,6 +247,9 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None,
     what does not."""
     device = call.q.device
     made = _planned(call.problem, device.type, device.index, settings)
+    if made.path == "interpreter" and not may_interpret():
+        no = Rejection(path=made.path, reason=NOT_TO_INTERPRET, hint=INTERPRET_HINT)
+        raise PathUnavailable(f"{call.problem.op}: backend={made.path!r} cannot run in this process", (no,))
     failed: dict[str, CompileRecord] = {}
     while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
         target = _target(call)

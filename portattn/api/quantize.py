@@ -147,7 +147,8 @@ def _check_tensors(q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_
         if method == SAGE and tensor.dtype not in SIXTEEN_BITS:
             limit = f"must be {' or '.join(map(str, SIXTEEN_BITS))} with method 'sage'"
             raise ArgumentError(OP, f"{name}.dtype", tensor.dtype, limit)
-        if reads(current(), tensor) and not tensor.isfinite().all():
+        # A value cannot be asked for while a graph is made.
+        if not torch.compiler.is_compiling() and reads(current(), tensor) and not tensor.isfinite().all():
             raise ArgumentError(OP, name, "NaN or infinity", "must be finite in all rows, those of padding too")
     heads = axes.index("heads")
     check_equal(OP, "k's head_dim", k.shape[-1], "q's", q.shape[-1])

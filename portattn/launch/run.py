@@ -28,6 +28,8 @@ KERNELS = (
     "dense_forward", "backward_keys", "backward_bias", "decode_split", "sparse_split", "combine",
     "write_cache", "merge_rows", "pause", "store_parts", "decode_apart",
 )  # fmt: skip
+NOT_TO_INTERPRET = "Triton was imported for compiling, so its interpreter is not available in this process"
+INTERPRET_HINT = "start Python with TRITON_INTERPRET=1"
 Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
 
 
@@ -53,7 +55,7 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
     Triton decides which of the two a `@triton.jit` function is when Triton itself is imported, once for the whole
     process. Raises PortattnError when the process has already decided for the other one.
     """
-    with _importing_to_interpret() if interpreted and _may_interpret() else contextlib.nullcontext():
+    with _importing_to_interpret() if interpreted and may_interpret() else contextlib.nullcontext():
         loaded = importlib.import_module(module)
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -64,16 +66,13 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
             "TRITON_INTERPRET=1 is set, so kernels cannot run on a device: unset it, and restart Python"
         )
     if interpreted and not is_interpreted:
-        raise PortattnError(
-            "Triton was imported for compiling, so its interpreter is not available in this process: "
-            "start Python with TRITON_INTERPRET=1"
-        )
+        raise PortattnError(f"{NOT_TO_INTERPRET}: {INTERPRET_HINT}")
     if interpreted:
         mend_bf16()
     return loaded
 
 
-def _may_interpret() -> bool:
+def may_interpret() -> bool:
     """Whether Triton is not imported yet, or its own functions were decided to be the interpreter's."""
     if "triton" not in sys.modules:
         return True

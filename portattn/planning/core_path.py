@@ -12,6 +12,8 @@ import msgspec
 from portattn.config import Settings
 from portattn.errors import QuirkConflict
 from portattn.planning.checks import Refused, undeclared
+from portattn.planning.evidence import untried
+from portattn.planning.gradients import INTERPRETER
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
@@ -70,6 +72,7 @@ def choose(
             "switch one off by PORTATTN_QUIRKS=-<id>, or install a released compiler",
         ) from None
     lowering, launch = quirked.lowering, quirked.fitted
+    cautions = () if path == INTERPRETER else untried(kernel.name, target, settings, registry, problem)
     choice = CoreChoice(
         kernel=kernel.name,
         lowering=lowering,
@@ -77,7 +80,7 @@ def choose(
         choices=kernel.read(problem, lowering),
         env=quirked.env,
         quirks=tuple(quirked.applied.values()),
-        notes=(*base.notes, *quirked.limits.values()),
+        notes=(*cautions, *base.notes, *quirked.limits.values()),
         key=specialisation_key(
             kernel, problem, target, lowering, launch, quirked.env, adapter=_adapter(registry, target)
         ),

@@ -27,3 +27,17 @@ def canaries_wanted(
 ) -> bool:
     """Whether a kernel family must have passed its canaries before it runs here, a problem if one is given."""
     return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target, registry, problem) is None)
+
+
+def untried(
+    kernel: str, target: Target, settings: Settings, registry: Registry | None = None, problem: Problem | None = None
+) -> tuple[str, ...]:
+    """A caution for a plan, where the suite is not known to have passed with a kernel on such a chip with such a
+    compiler, for such problems if one is given."""
+    if seen_to_run(target, registry, problem) is not None:
+        return ()
+    decides = "its canaries run before its first call, and decide whether it runs at all"
+    if settings.canary == "never":
+        decides = "canary='never' leaves out the canaries that would decide whether it may"
+    of = "" if seen_to_run(target, registry) is None else ", for such problems"
+    return (f"no run of the suite is known of {kernel} on {target.arch.name} with {target.toolchain}{of}: {decides}",)

@@ -15,7 +15,7 @@ from portattn.planning.backend import Variant
 from portattn.planning.checks import Refused, undeclared
 from portattn.planning.core_path import OPTIONAL, hint, kernel_source_digest, timed_with_another
 from portattn.planning.data_files import has_arches
-from portattn.planning.evidence import seen_to_run
+from portattn.planning.evidence import untried
 from portattn.planning.registry import Registry
 from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Applied, Rejection
@@ -69,23 +69,13 @@ def choose(
             )
         )
     cautions = tuple(Applied(id=quirk.id, sentence=quirk.sentence()) for quirk in found)
-    notes = _untried(variant, target, registry, settings)
+    notes = untried(variant.name, target, settings, registry, problem)
     timed_with = variant.timed_with(problem)
     if schedule and not timed_with:
         notes += (UNTIMED,)
     elif schedule and timed_with != str(target.toolchain):
         notes += (timed_with_another(timed_with, target),)
     return VariantChoice(schedule=schedule | variant.sizes(problem), quirks=cautions, notes=notes, key=key)
-
-
-def _untried(variant: Variant, target: Target, registry: Registry, settings: Settings) -> tuple[str, ...]:
-    """A caution where nobody has run the variant on such a chip with such a compiler, as far as is recorded."""
-    if seen_to_run(target, registry) is not None:
-        return ()
-    decides = "its canaries run before its first call, and decide whether it runs at all"
-    if settings.canary == "never":
-        decides = "canary='never' leaves out the canaries that would decide whether it may"
-    return (f"nobody is known to have run {variant.name} on {target.arch.name} with {target.toolchain}: {decides}",)
 
 
 def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, settings: Settings) -> list[Quirk]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -332,6 +335,24 @@ def test_planning_raises_what_the_call_raises(sm_90, launched) -> None:
     assert portattn.plan("attention", *wide).path == "reference"
     with portattn.settings(fallback="error"), pytest.raises(PathUnavailable, match="fallback='error'"):
         portattn.plan("attention", *wide)
+
+
+def test_an_interpreter_that_cannot_run_here_is_an_unavailable_path() -> None:
+    """Once Triton is imported to compile, as torch.compile and transformers do; explain says so too."""
+    program = """
+import triton, torch, portattn
+q = torch.randn(1, 2, 5, 16)
+for call in (portattn.attention, lambda *given, **named: portattn.explain("attention", *given, **named)):
+    try:
+        call(q, q, q, backend="interpreter")
+    except portattn.PathUnavailable as error:
+        print(error.rejected[0].path, error.rejected[0].reason, error.rejected[0].hint)
+"""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=inherited, capture_output=True, text=True, check=True)
+    said = "interpreter Triton was imported for compiling"
+    assert [line.startswith(said) for line in done.stdout.splitlines()] == [True, True]
+    assert "TRITON_INTERPRET=1" in done.stdout
 
 
 def test_the_interpreter_runs_where_it_is_named(device: Device) -> None:

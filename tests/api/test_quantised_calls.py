@@ -230,3 +230,17 @@ def test_a_cached_launch_serves_other_sizes(name: str, kind: str, scales: str, m
         if call.problem.packed:
             out, lse = out.transpose(0, 1)[None], lse[None]
         assert_right(replace(call, scale=0.25), out, lse)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("method", ["e4m3", "sage"])
+def test_quantize_is_traced_whole(method: str, dynamic: bool) -> None:
+    def numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = portattn.quantize(q, k, v, method)
+        return made.q, made.k, made.q_scale, made.k_scale
+
+    q, k, v = torch.randn(3, 1, 2, 70, 32, dtype=torch.bfloat16).unbind()
+    torch._dynamo.reset()
+    traced = torch.compile(numbers, fullgraph=True, backend="eager", dynamic=dynamic)(q, k, v)
+    for found, right in zip(traced, numbers(q, k, v), strict=True):
+        assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))

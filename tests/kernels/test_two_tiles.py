@@ -12,7 +12,7 @@ from support import TILE, Device, core_plan, run_core
 
 from portattn.launch import kernel_calls
 from portattn.schema.call import Call
-from portattn.schema.lowering import OF_ROWS
+from portattn.schema.lowering import FUSED, OF_ROWS
 from portattn.schema.problem import Problem
 
 # Keys' tile larger and smaller than that of rows, and only one of the rows' values given.
@@ -112,7 +112,7 @@ def test_launches_have_the_values_of_each_kernel(device: Device, base: dict[str,
     call = random(device, base=base, bias=base is DENSE, grad_bias=base is DENSE)
     launches, _, _ = kernel_calls(core_plan(device, call.problem, launch=tile), call, 3)
     found = {one.function: one for one in launches}
-    own = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True, "maxnreg": 128}
+    own = {"num_warps": 4, "num_stages": 2, "maxnreg": 128} | (FUSED if device.name == "cuda" else {})
     keys, rows = found["backward_keys"], found["backward_rows"]
     assert (keys.constexprs["BLOCK_M"], keys.constexprs["BLOCK_N"], keys.options()) == (64, 16, own)
     of_rows = own | {"num_warps": 8, "num_stages": 1}
