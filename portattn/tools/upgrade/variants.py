@@ -17,14 +17,14 @@ from portattn.schema.problem import Problem
 from portattn.tools.matrix.problems import Named
 from portattn.tools.upgrade.sides import Pair, Side
 
-# run      somebody has run it on such a chip with such a compiler
-# tried    nobody is known to have: its canaries run before its first call, and decide
+# run      the suite has passed with it on such a chip with such a compiler
+# tried    no such run is known: its canaries run before its first call, and decide
 # refused  it takes none of the problems
 State = Literal["run", "tried", "refused"]
 SAID = {
     ("run", "run"): "carries over",
     ("tried", "run"): "carries over",
-    ("run", "tried"): "is tried by its canaries: nobody is known to have run it with the new compiler",
+    ("run", "tried"): "is tried by its canaries: no run of the suite is known with the new compiler",
     ("tried", "tried"): "is tried by its canaries on both",
     ("run", "refused"): "refuses",
     ("tried", "refused"): "refuses",
