@@ -162,9 +162,9 @@ def test_a_signature_says_what_a_compiler_sees() -> None:
     assert forward.constants["lengths_q"] is None
     assert (forward.constants["DIM"], forward.constants["SPLIT"]) == (128, True)
     assert {"lse", "out", "counter"} <= set(forward.divisible)
-    assert forward.options == {"num_warps": 4, "maxnreg": 168}
+    assert forward.options == {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     assert merging.function == "combine"
-    assert merging.options == {"num_warps": 1, "launch_pdl": True}
+    assert merging.options == {"num_warps": 1, "launch_pdl": True, "enable_fp_fusion": True}
     assert msgspec.json.decode(msgspec.json.encode(forward), type=type(forward)) == forward
 
 
