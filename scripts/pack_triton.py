@@ -7,9 +7,9 @@ There (docs/testing.md, "Another Triton on a machine with a GPU"):
     mkdir /tmp/triton && tar xJf triton-3.8.0.txz -C /tmp/triton && PYTHONPATH=/tmp/triton python3 …
 
 The wheel is of Linux on x86_64. Left out is what a run on an NVIDIA GPU up to sm_90 never reads: symbols of libraries,
-AMD's code generator, the profiler with NVIDIA's libraries for it, plug-ins, headers for those, and the ptxas of newer
-chips where sm_90 has another one (backends/cuda/ptxas.toml). With `--arch` only the ptxas of that chip stays. On two
-cores a release takes some minutes.
+AMD's code generator, the profiler with NVIDIA's libraries for it, plug-ins, headers for those, the programs that take
+machine code apart, and the ptxas of newer chips where sm_90 has another one (backends/cuda/ptxas.toml). With `--arch`
+only the ptxas of that chip stays. A release takes some minutes, and 2 GB of memory.
 
 The archive is written beside its place and renamed: an interrupted run leaves none, and keeps an older one. The same
 wheel gives the same bytes.
@@ -41,7 +41,11 @@ CHIP = 90  # the newest compute capability that is compiled for, where --arch na
 UNUSED = (
     "FileCheck", "include", "plugins", "profiler", "instrumentation", "_C/libproton*", "backends/*/include/triton",
     "backends/amd/lib/*codegen*", "backends/amd/include", "backends/nvidia/lib/cupti*", "**/*.a",
+    "backends/nvidia/bin/nvdisasm", "backends/nvidia/bin/cuobjdump",
 )  # fmt: skip
+# Of x86's code calls and jumps by absolute addresses, and a window as wide as libtriton.so: 7 % less than -9 alone. It
+# takes 2 GB of memory, and one core.
+XZ = ("xz", "-T1", "--x86", "--lzma2=preset=9,dict=192MiB", "-c")
 STRIPPED_FROM = 1 << 20  # bytes: smaller libraries gain nothing
 
 
@@ -166,7 +170,7 @@ def _archive(tree: Path, part: Path) -> None:
         return member
 
     with part.open("wb") as file:
-        xz = subprocess.Popen(["xz", "-T0", "-9", "-c"], stdin=subprocess.PIPE, stdout=file)
+        xz = subprocess.Popen(XZ, stdin=subprocess.PIPE, stdout=file)
         try:
             assert xz.stdin is not None
             with tarfile.open(fileobj=xz.stdin, mode="w|", format=tarfile.GNU_FORMAT) as tar:

@@ -40,11 +40,12 @@ CONTENT = {
     "triton/backends/nvidia/include/cuda.h": "", "triton/backends/nvidia/lib/libdevice.10.bc": "",
     "triton/backends/nvidia/lib/cupti/libcupti.so": "", "triton/backends/nvidia/bin/ptxas": "",
     "triton/backends/nvidia/bin/ptxas-blackwell": "", "triton/backends/amd/lib/libx_codegen.so": "",
-    "triton/backends/amd/compiler.py": "", "triton/_C/libproton.so": "", "triton-3.8.0.dist-info/METADATA": "Name: t",
+    "triton/backends/nvidia/bin/nvdisasm": "", "triton/backends/amd/compiler.py": "", "triton/_C/libproton.so": "",
+    "triton-3.8.0.dist-info/METADATA": "Name: t",
 }  # fmt: skip
 LEFT_OUT = {
     "triton/profiler/profile.py", "triton/FileCheck", "triton/backends/nvidia/lib/cupti/libcupti.so",
-    "triton/backends/amd/lib/libx_codegen.so", "triton/_C/libproton.so",
+    "triton/backends/amd/lib/libx_codegen.so", "triton/_C/libproton.so", "triton/backends/nvidia/bin/nvdisasm",
 }  # fmt: skip
 
 

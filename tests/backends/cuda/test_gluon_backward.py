@@ -337,9 +337,11 @@ def test_a_left_operand_stays_until_its_product_has_ended(
 
     if str(gluon_target.toolchain) != str(installed()):
         pytest.skip("assembles with the installed Triton's ptxas, which --release does not choose")
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not (tools / "nvdisasm").exists():
+        pytest.skip("this Triton comes without nvdisasm: scripts/pack_triton.py leaves it out")
 
     p = FORMS[form]
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     for signature in signatures(VARIANT, meta_call(p)):
         if not signature.function.startswith("scheduled_"):
             continue

@@ -80,6 +80,9 @@ def test_a_left_operand_stays_until_its_product_has_ended(
 
     if str(gluon_target.toolchain) != str(installed()):
         pytest.skip("assembles with the installed Triton's ptxas, which --release does not choose")
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not (tools / "nvdisasm").exists():
+        pytest.skip("this Triton comes without nvdisasm: scripts/pack_triton.py leaves it out")
     p = Problem(**FORMS[form])  # type: ignore[arg-type]
     chosen = choice(p)
     assert chosen is not None
@@ -87,7 +90,6 @@ def test_a_left_operand_stays_until_its_product_has_ended(
     plan = Plan(problem=p, target=SM_90.name, toolchain="triton==3.6.0", requested=VARIANT.name, path=VARIANT.name)
     reply = compile_in(gluon_compiler, signatures(VARIANT, meta_call(p))[0], plan, SM_90, 120.0, "text")
     assert reply.outcome == "ok", reply.message
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     (tmp_path / "k.ptx").write_text(str(reply.facts["ptx"]))
     subprocess.run([get_ptxas(90).path, "--gpu-name=sm_90a", "k.ptx", "-o", "k.cubin"], cwd=tmp_path, check=True)
     told = subprocess.run(
