@@ -26,8 +26,12 @@ SELECTED = f"--portattn-conformance={NAME}"
 TODAY = datetime.date.today()
 
 pytestmark = pytest.mark.skipif(HERE == "none", reason="Triton is not installed")
+# What spills with a release that its tile was not chosen with is noted, and does not fail.
+CHOSEN_WITH = "triton==3.6.0"
+spills_fail = pytest.mark.skipif(HERE != CHOSEN_WITH, reason=f"the tiles were chosen with {CHOSEN_WITH}")
 
 
+@spills_fail
 @pytest.mark.usefixtures("planted_compiler")
 def test_each_case_ends_as_its_cell(pytester: pytest.Pytester, inner: Runner) -> None:
     result = inner(
@@ -178,6 +182,7 @@ expires   = {expires}
 """
 
 
+@spills_fail
 @pytest.mark.usefixtures("planted_compiler")
 @pytest.mark.parametrize(
     ("changes", "target", "outcome", "said"),
