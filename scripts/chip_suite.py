@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import chip_suite_plugin as plugin
-import filelock
+
+from portattn.errors import PortattnError
+from portattn.tools.run_log import RunLog
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a test process takes of a GPU is a context and small tensors: less than 1 GB. Compiling keeps a core busy.
@@ -86,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with interrupted_by(signal.SIGTERM, signal.SIGHUP):
             found = reported(given.out) if given.report else [run(given, words[at + 1 :])]
-    except (Failed, OSError) as failed:
+    except (Failed, PortattnError, OSError) as failed:
         print(f"chip_suite: {failed}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -118,9 +120,9 @@ def run(given: argparse.Namespace, of_pytest: list[str]) -> dict[str, Any]:
     gpus = visible(environment.get(machine["variable"]), len(machine["gpus"]))
     environment |= {plugin.GPUS: ",".join(gpus), plugin.VARIABLE: machine["variable"]}
     jobs = given.jobs or min(PROCESSES_A_GPU * len(gpus), os.cpu_count() or 1)
-    given.out.mkdir(parents=True, exist_ok=True)
     results = given.out / f"{machine['chip'] or 'chip'}-{machine['toolchain']}.jsonl"
-    with locked(given.out), tempfile.TemporaryDirectory(prefix="chip-suite-") as folder:
+    lock = RunLog(results, given.out / ".lock", op="chip_suite", option="--out", shown=given.out)
+    with lock, tempfile.TemporaryDirectory(prefix="chip-suite-") as folder:
         before = begun(results, machine | {"source": source_digest(given.out)}, given.again)
         names = Path(folder) / "before.json"
         names.write_text(json.dumps(before), encoding="utf-8")
@@ -199,19 +201,6 @@ def source_digest(out: Path) -> str:
         for path in (Path(folder, name) for name in sorted(files) if not name.startswith(".")):
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    lock = filelock.FileLock(out / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise Failed(f"--out {out}: another run is writing there now") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, list[str]]:

@@ -43,8 +43,8 @@ UNUSED = (
     "backends/amd/lib/*codegen*", "backends/amd/include", "backends/nvidia/lib/cupti*", "**/*.a",
     "backends/nvidia/bin/nvdisasm", "backends/nvidia/bin/cuobjdump",
 )  # fmt: skip
-# Of x86's code calls and jumps by absolute addresses, and a window as wide as libtriton.so: 7 % less than -9 alone. It
-# takes 2 GB of memory, and one core.
+# Of x86's code calls and jumps by absolute addresses, and a window as wide as libtriton.so. It takes 2 GB of memory and
+# one core. By -9 alone, and with the two programs that take code apart, 3.9.0 for sm_90 had 55.7 MB in place of 49.5.
 XZ = ("xz", "-T1", "--x86", "--lzma2=preset=9,dict=192MiB", "-c")
 STRIPPED_FROM = 1 << 20  # bytes: smaller libraries gain nothing
 

@@ -35,7 +35,7 @@ def quick_interpreter() -> None:
     interpreter._patch_lang = patch_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _remember_numpy_types(interpreter)
-    if hasattr(tl.core, "_type_for_tuple_values"):  # from 3.5 on
+    if hasattr(tl.core, "_type_for_tuple_values"):  # 3.4.0 has none, 3.6.0 has
         _type_tuples_late(tl.core)
         _remember_shapes(tl.core)
 

@@ -9,6 +9,7 @@ from portattn.launch.arguments import BLOCK_SCALES, scale_strides, strides
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, CacheWrite
 from portattn.schema.call import Call
+from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Plan
 from portattn.schema.sizes import least
 
@@ -16,7 +17,7 @@ MODULE = "portattn.kernels.write"
 UNSPECIALISED = frozenset({"heads_k", "seq_q", "seq_k", "angles", "rows", "tiles"})
 # A rotation's sum of two products is rounded after each of the three, as in the reference: with one rounding less the
 # numbers that are stored would depend on the compiler.
-_UNFUSED = {"enable_fp_fusion": False}
+_UNFUSED = dict.fromkeys(FUSED, False)
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, None]:
