@@ -56,7 +56,8 @@ if not torch.cuda.is_available():
 target, why = detect_target("cuda", 0)
 digest = hashlib.sha256()
 for path in sorted(pathlib.Path(importlib.util.find_spec("triton").origin).parent.glob("_C/libtriton*")):
-    digest.update(path.read_bytes())
+    if path.is_file():  # a wheel has a folder of stubs beside it
+        digest.update(path.read_bytes())
 print(json.dumps({
     "chip": target.arch.name if target else "", "why": why, "toolchain": str(installed()), "torch": torch.__version__,
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

@@ -55,18 +55,19 @@ def row_factors(scale, scales, sizes, work, group: gl.constexpr, form):
 def lane_scales(scale, n, form):
     """Four numbers of each lane: the scales of its keys of a tile of 128."""
     place = (scale[1] + n * form.KEYS).to(gl.int64)
-    kinds: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
-    return gl.inline_asm_elementwise(LOADED, "=f,=f,=f,=f,l", [place], dtype=kinds, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        LOADED, "=f,=f,=f,=f,l", [place], dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def scores_by_blocks(s, lanes, scale, n, form):
     """Scores as float32 but for the factors on the rows of their first and second half, which come with them, and each
     row's largest but for scale[0]."""
-    kinds: gl.constexpr = (gl.float32, gl.float32, gl.int32)
     first, second, same = gl.inline_asm_elementwise(
-        BLOCKS, "=f,=f,=r,f,f,f,f", [lanes[0], lanes[1], lanes[2], lanes[3]], dtype=kinds, is_pure=False, pack=1
-    )
+        BLOCKS, "=f,=f,=r,f,f,f,f", [lanes[0], lanes[1], lanes[2], lanes[3]],
+        dtype=(gl.float32, gl.float32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
     if same != 0:
         a, b = halved(s, form.KEYS)
         half: gl.constexpr = form.KEYS // 2

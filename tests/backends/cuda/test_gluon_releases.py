@@ -14,9 +14,12 @@ from packaging.version import Version
 from test_gluon_backward import FORMS as BACKWARD_FORMS
 from test_gluon_forms import problem as forward_problem
 from test_gluon_mla import problem as latent_problem
+from test_gluon_narrow import problem as narrow_problem
+from test_gluon_whole import problem as whole_problem
 
 from portattn import Problem
 from portattn.compile.ensure import compile_in
+from portattn.config import Settings
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
@@ -40,6 +43,8 @@ VARIANTS: dict[str, Variant] = {variant.name: variant for variant in Registry.lo
 FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
     "forward, packed": ("gluon_forward", forward_problem("packed", 128, "none"), ("scheduled_forward",)),
     "forward, split": ("gluon_forward", forward_problem("split", 64, "none"), ("scheduled_forward", "combine")),
+    "forward, e4m3": ("gluon_forward_fp8", narrow_problem("packed", 128, "none"), ("transpose_values", "scheduled_forward")),
+    "forward, int8": ("gluon_forward_int8", whole_problem("plain", 128, "bottom_right"), ("scheduled_forward",)),
     "latent": ("gluon_mla", latent_problem(num_splits=1), ("latent_decode",)),
     "backward": (
         "gluon_backward", BACKWARD_FORMS["64, packed, causal"],
@@ -54,7 +59,13 @@ FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
         ("row_statistics", "scheduled_backward", "query_gradients"),
     ),
 }  # fmt: skip
+# The core is taken unless they are asked for.
+ASKED = {name: Settings(backend=name) for name in ("gluon_forward_fp8", "gluon_forward_int8")}
 MOST_SPILLED = 128  # bytes a thread; docs/performance/hopper-forward.md has what each release spills
+
+
+def test_each_kernel_has_a_form() -> None:
+    assert {name for name, _, _ in FORMS.values()} == set(VARIANTS)
 
 
 def test_the_names_of_a_release(release: str, tmp_path: Path) -> None:
@@ -70,7 +81,7 @@ def test_a_release_compiles_them(release_compiler: Worker, release_target: Targe
     pytest.importorskip("triton.experimental.gluon")
     name, problem, functions = FORMS[form]
     variant = VARIANTS[name]
-    made = plan(problem, release_target)
+    made = plan(problem, release_target, settings=ASKED.get(name, Settings()))
     assert made.path == name
     kernels, failed, _ = variants.compiled(variant, made, release_target, release_compiler, 240.0)
     assert failed is None, failed
