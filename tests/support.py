@@ -119,7 +119,16 @@ def lacking() -> frozenset[str]:
 def core_plan(
     device: Device, p: Problem, lowering: dict[str, str] | None = None, launch: dict[str, int] | None = None
 ) -> Plan:
-    """The plan that runs the core kernel with exactly these choices and small tiles."""
+    """The plan that runs the core kernel with exactly these choices and small tiles.
+
+    How it reads pages is what fits the tiles, or must be: nothing else stops a tile that reaches beyond its page.
+    """
+    small = Launch().changed({"block_m": TILE, "block_n": key_tile(device, p), "num_stages": 1} | (launch or {}))
+    fitting = "flat_masked" if p.page_size % small.block_n else "per_page"
+    chosen = Lowering(**({"page_loop": fitting} | (lowering or {})))
+    if "page_loop" in CORES[p.op].choices:
+        why = [why for choice, _, why in CORES[p.op].limits(p, chosen, small) if choice == "page_loop"]
+        assert not why, f"page_loop = {chosen.page_loop}: {why[0]}"
     return Plan(
         problem=p,
         target=device.target,
@@ -127,8 +136,8 @@ def core_plan(
         requested=device.path,
         path=device.path,
         kernel=CORES[p.op].name,
-        lowering=Lowering(**(lowering or {})),
-        launch=Launch().changed({"block_m": TILE, "block_n": key_tile(device, p), "num_stages": 1} | (launch or {})),
+        lowering=chosen,
+        launch=small,
     )
 
 

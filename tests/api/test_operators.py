@@ -130,23 +130,40 @@ def test_a_saved_program_runs_in_another_process(order: tuple[str, str], tmp_pat
     assert done.stdout.strip() == "['portattn.attention.default']"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, device: Device) -> None:
+PACKAGED = """
+    import faulthandler
+    import torch, portattn
+    faulthandler.enable()
+
     class Layer(torch.nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        def forward(self, q, k):
             return portattn.attention(q * 2, k, k, causal=True) + 1
 
-    def tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(2, 4, rows, 16, device=device.name), torch.randn(2, 2, rows, 16, device=device.name)
+    def tensors(rows):
+        return tuple(torch.randn(2, heads, rows, 16, device={device!r}) for heads in (4, 2))
 
     rows = torch.export.Dim("rows", min=2, max=512)
     with torch.no_grad():
-        program = torch.export.export(Layer(), tensors(33), dynamic_shapes=({2: rows}, {2: rows}))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        program = torch.export.export(Layer(), tensors(33), dynamic_shapes=({{2: rows}}, {{2: rows}}))
+        print("exported", flush=True)
+        path = torch._inductor.aoti_compile_and_package(program, package_path={path!r})
+        print("compiled", flush=True)
         packaged = torch._inductor.aoti_load_package(path)
+        print("loaded", flush=True)
         for count in (33, 70):
             given = tensors(count)
             torch.testing.assert_close(packaged(*given), Layer()(*given), atol=1e-6, rtol=1e-6)
+            print("right", flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, device: Device) -> None:
+    """In a process of its own: machine code that dies there says where, and takes no other test with it."""
+    program = textwrap.dedent(PACKAGED.format(device=device.name, path=str(tmp_path / "layer.pt2")))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"ended with {done.returncode} after {done.stdout.split()}: {done.stderr[-3000:]}"
+    assert done.stdout.split() == ["exported", "compiled", "loaded", "right", "right"]
 
 
 def test_the_operators_are_there_without_a_call() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Device, assert_right, key_tile, problem, random_call, run_core
+from support import Device, assert_right, problem, random_call, run_core
 from test_quantised_accuracy import INPUTS, WIDTH, assert_exact, run
 
 from portattn.reference import blockwise, writing
@@ -41,8 +41,7 @@ def quantised(device: str, cache: str, scales: str, strides: str = "plain", **fi
 
 
 def on(device: Device, call: Call, lowering: dict[str, str] | None = None, **launch: int) -> Any:
-    page_loop = "flat_masked" if call.problem.page_size % key_tile(device, call.problem) else "per_page"
-    return run_core(device, call, {"page_loop": page_loop} | (lowering or {}), launch)
+    return run_core(device, call, lowering, launch)
 
 
 @pytest.mark.parametrize("scales", ["none", "head"])

@@ -26,8 +26,7 @@ def words_of(cache: str) -> dict[str, Any]:
 
 
 def on(device: Device, call: Call, unpack: str = "words", **launch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    page_loop = "flat_masked" if call.problem.page_size % key_tile(device, call.problem) else "per_page"
-    return run_core(device, call, {"page_loop": page_loop, "unpack": unpack}, launch)
+    return run_core(device, call, {"unpack": unpack}, launch)
 
 
 @pytest.mark.parametrize("scales", ["none", "head"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Device, assert_right, key_tile, problem, random_call, run_core
+from support import Device, assert_right, problem, random_call, run_core
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
@@ -92,8 +92,7 @@ def quantised(device: str, cache: str, kind: str, scales: str, **fields: Any) ->
 
 
 def on(device: Device, call: Call, **launch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    page_loop = "flat_masked" if call.problem.page_size % key_tile(device, call.problem) else "per_page"
-    return run_core(device, call, {"page_loop": page_loop}, launch)
+    return run_core(device, call, launch=launch)
 
 
 @pytest.mark.parametrize(("kind", "scales", "cache"), EVERY)

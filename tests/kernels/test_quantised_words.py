@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import TILE, Device, assert_right, problem, random_call, run_core
+from support import TILE, Device, assert_right, core_plan, key_tile, problem, random_call, run_core
 from test_quantised_accuracy import INPUTS, assert_exact
 from test_quantised_caches import CACHES, SCALED, SMALL, quantised
 
@@ -15,6 +15,7 @@ from portattn.planning.kernel_specs import CORES
 from portattn.reference.stored import widened
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
 from portattn.schema.tensors import KV_DTYPE, KV_LARGEST
 from portattn.testing.oracle import oracle
 
@@ -27,8 +28,7 @@ def unpackings(device: Device) -> tuple[str, ...]:
 
 
 def on(device: Device, call: Call, unpack: str = "words", **launch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    page_loop = "flat_masked" if call.problem.page_size % TILE else "per_page"
-    return run_core(device, call, {"page_loop": page_loop, "unpack": unpack}, launch)
+    return run_core(device, call, {"unpack": unpack}, launch)
 
 
 @pytest.mark.parametrize("cache", WORDS)
@@ -51,9 +51,8 @@ def test_pages_of_every_size(device: Device, page_size: int, kind: str) -> None:
     call = random_call(p, seed=page_size, strides="spare", device=device.name)
     assert call.k.stride(-2) > call.k.shape[-1]
     assert call.problem.words
-    page_loop = "per_page" if page_size % TILE == 0 else "flat_masked"
     for unpack in unpackings(device):
-        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": page_loop}, {"splits": 2}))
+        assert_right(call, *on(device, call, unpack, splits=2))
 
 
 def test_neighbours_read_heads_that_lie_side_by_side() -> None:
@@ -79,20 +78,41 @@ BY_PAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "kind"), list(zip(BY_PAGE, ["int4", "e4m3"] * 4, strict=True)), ids=str)
-def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str, Any], kind: str) -> None:
-    """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
+def looked_up(device: Device, fields: dict[str, Any], kind: str) -> Problem:
+    """A problem of BY_PAGE: of a device's wider tiles the pages are longer, so that a tile has as many."""
     base = {"op": "paged_attention", "seq_k": 96, "head_dim": 24, "kv_format": kind, "kv_scales": "token"}
     p = problem(**SMALL | base | fields)
+    return msgspec.structs.replace(p, page_size=p.page_size * (key_tile(device, p) // TILE))
+
+
+KINDS_BY_PAGE = list(zip(BY_PAGE, ["int4", "e4m3"] * 4, strict=True))
+
+
+@pytest.mark.parametrize(("fields", "kind"), KINDS_BY_PAGE, ids=str)
+def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str, Any], kind: str) -> None:
+    """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
+    p = looked_up(device, fields, kind)
     call = random_call(p, seed=3, strides="spare" if not p.aligned else "", device=device.name)
     assert call.seqlens_k is not None
     assert call.page_table is not None
     for sequence, length in enumerate(call.seqlens_k.tolist()):
         call.page_table[sequence, -(-max(length, 0) // p.page_size) :] = 2**30
-    limits = CORES[p.op].limits(call.problem, Lowering(unpack="words", page_loop="by_page"), Launch(block_n=TILE))
-    assert "page_loop" not in dict(limit[:2] for limit in limits)
     for unpack in unpackings(device):
         assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": "by_page"}, {"splits": 2}))
+
+
+def test_tiles_of_a_chip_fit_pages_as_those_here_do() -> None:
+    """A chip's tiles of int4 are wider (support.key_tile): what reads pages of them is what may be planned."""
+    chip = Device("cuda", "triton")
+    for kind, scales in SCALED:
+        for cache in (cache for cache in WORDS if CACHES[cache].get("page_size")):
+            p = problem(**SMALL | CACHES[cache] | {"kv_format": kind, "kv_scales": scales})
+            core_plan(chip, p, {"unpack": "words"})
+    for fields, kind in KINDS_BY_PAGE:
+        core_plan(chip, looked_up(chip, fields, kind), {"page_loop": "by_page", "unpack": "words"})
+    p = problem(**SMALL, op="paged_attention", seq_k=64, page_size=16, kv_format="int4", kv_scales="token")
+    with pytest.raises(AssertionError, match="a tile of 32 keys does not lie in one page of 16"):
+        core_plan(chip, p, {"page_loop": "per_page", "unpack": "words"})
 
 
 @pytest.mark.parametrize("fields", [{"alibi_slopes": True}, {"mask": True}, {"tree_mask": True}], ids=str)

@@ -94,7 +94,10 @@ def test_canaries_are_right_as_an_older_chips_code(older: PtxExecutor, workers: 
     assert seen.outcome == "pass", why(seen, workers)
     assert seen.where.startswith(f"{arch} code on sm_")
     assert seen.error is not None
-    assert seen.error > 0.0  # 16-bit results are never exact: something was computed and compared
+    if CASES[name].writes:  # what is stored is compared bit by bit, and a cache holds something else before
+        assert seen.error == 0.0
+    else:
+        assert seen.error > 0.0  # 16-bit results are never exact: something was computed and compared
 
 
 @pytest.mark.parametrize("arch", ARCHES)
