@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradient_cases import DENSE, GRADIENTS, PACKED, check, random
 from kernel_cases import CAUSAL
-from support import TILE, Device, core_plan, lacking, run_core
+from support import TILE, Device, core_plan, run_core
 
 from portattn import launch
 from portattn.launch import kernel_calls
@@ -158,8 +158,6 @@ LOWERINGS = [
 @pytest.mark.parametrize("lowering", LOWERINGS, ids=str)
 @pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
 def test_lowerings(device: Device, base: dict, lowering: dict[str, str]) -> None:
-    if lowering.get("load") in lacking():
-        pytest.skip(f"this Triton has no {lowering['load']} loads")
     fields = {"causal": "bottom_right", "window_left": 20, "heads_q": 4, "dropout": "drops" in lowering}
     check(device, random(device, base=base, **fields), lowering)
 

@@ -121,8 +121,6 @@ def possible(op: str, p: Problem, lowering: dict[str, str], keys: int = TILE) ->
 
 
 def check(device: Device, case: str, lowering: dict[str, str], seed: int = 0) -> None:
-    if lowering.get("load") in lacking():
-        pytest.skip(f"this Triton has no {lowering['load']} loads")
     op, features = CASES[case]
     call = random_call(problem(op=op, **features), seed, device=device.name)
     lowering = possible(op, call.problem, lowering, key_tile(device, call.problem))
@@ -207,8 +205,6 @@ STEPS: dict[str, dict[str, Any]] = {  # which tiles are whole, which are at an e
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_rotated_loop(device: Device, sinks: bool, load: str, select: str, steps: str) -> None:
     """Rows that see no key have a sum where there are sinks, and the first step reads a tile even if nobody sees it."""
-    if load in lacking():
-        pytest.skip(f"this Triton has no {load} loads")
     call = random_call(problem(**STEPS[steps], sinks=sinks), 4, device=device.name)
     for name in ("seqlens_q", "seqlens_k"):
         if STEPS[steps].get(name):
@@ -241,8 +237,6 @@ ONE_TILE: dict[str, dict[str, Any]] = {  # keys that one tile of TILE holds
 @pytest.mark.parametrize("select", CHOICES["select"])
 @pytest.mark.parametrize("load", ["pointer", "descriptor"])
 def test_one_tile_without_a_loop(device: Device, load: str, select: str, keys: str) -> None:
-    if load in lacking():
-        pytest.skip(f"this Triton has no {load} loads")
     fields = ONE_TILE[keys]
     call = random_call(problem(**fields, sinks=True), 4, device=device.name)
     if keys == "lengths of 0":

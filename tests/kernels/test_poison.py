@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import OPS, SPLITTING, check, problem, run
-from support import TILE, Device, assert_right, lacking, random_call
+from support import TILE, Device, assert_right, random_call
 
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.call import Call
@@ -113,8 +113,6 @@ def test_infinity_stays_where_no_row_attends(device: Device, name: str, poison: 
 def test_poison_stays_under_every_lowering(device: Device, name: str, feature: str, lowering: dict[str, str]) -> None:
     fields, seed = FEATURES[feature]
     p = problem(name, **(fields | suited(name, lowering)))
-    if lowering.get("load", "pointer") in lacking():
-        pytest.skip("this Triton cannot load so")
     if lowering.get("reads") == "inside" and device.path != "interpreter":
         pytest.skip("tiles as wide as a head of no power of two: for compilers that take them, which are Ascend's")
     check(device, poisoned_call(device, p, seed, "v", NAN), **(lowering | limits(p, lowering)))

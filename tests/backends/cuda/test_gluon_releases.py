@@ -43,7 +43,9 @@ VARIANTS: dict[str, Variant] = {variant.name: variant for variant in Registry.lo
 FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
     "forward, packed": ("gluon_forward", forward_problem("packed", 128, "none"), ("scheduled_forward",)),
     "forward, split": ("gluon_forward", forward_problem("split", 64, "none"), ("scheduled_forward", "combine")),
-    "forward, e4m3": ("gluon_forward_fp8", narrow_problem("packed", 128, "none"), ("transpose_values", "scheduled_forward")),
+    "forward, e4m3": (
+        "gluon_forward_fp8", narrow_problem("packed", 128, "none"), ("transpose_values", "scheduled_forward"),
+    ),
     "forward, int8": ("gluon_forward_int8", whole_problem("plain", 128, "bottom_right"), ("scheduled_forward",)),
     "latent": ("gluon_mla", latent_problem(num_splits=1), ("latent_decode",)),
     "backward": (
