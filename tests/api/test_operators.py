@@ -137,7 +137,7 @@ PACKAGED = """
 
     class Layer(torch.nn.Module):
         def forward(self, q, k):
-            return portattn.attention(q * 2, k, k, causal=True) + 1
+            return {layer}
 
     def tensors(rows):
         return tuple(torch.randn(2, heads, rows, 16, device={device!r}) for heads in (4, 2))
@@ -160,10 +160,19 @@ PACKAGED = """
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, device: Device) -> None:
     """In a process of its own: machine code that dies there says where, and takes no other test with it."""
-    program = textwrap.dedent(PACKAGED.format(device=device.name, path=str(tmp_path / "layer.pt2")))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
+    done = packaged("portattn.attention(q * 2, k, k, causal=True) + 1", device, tmp_path)
+    if done.returncode < 0:
+        plain = packaged("(q * 2).sin() + k.sum()", device, tmp_path)
+        if plain.returncode < 0:
+            pytest.skip(f"a package without portattn is ended by signal {-plain.returncode} too: {plain.stdout.split()}")
     assert done.returncode == 0, f"ended with {done.returncode} after {done.stdout.split()}: {done.stderr[-3000:]}"
     assert done.stdout.split() == ["exported", "compiled", "loaded", "right", "right"]
+
+
+def packaged(layer: str, device: Device, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A process that makes a package of a layer, loads it and compares it."""
+    program = PACKAGED.format(layer=layer, device=device.name, path=str(folder / "layer.pt2"))
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=140)
 
 
 def test_the_operators_are_there_without_a_call() -> None:

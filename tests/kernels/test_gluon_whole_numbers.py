@@ -10,10 +10,10 @@ import pytest
 import test_gluon_forward as wide
 import torch
 from kernel_cases import with_lengths
+from quantised_calls import check_calls
 from support import CPU, Device, random_call
 from variantchip import assert_variant_right, device_for
 
-import portattn
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.whole_variant import WholeLauncher, WholeVariant
 from portattn.launch.variant import launch_tensors, run_variant
@@ -154,41 +154,13 @@ def test_scales_that_are_not_contiguous(chip: Device) -> None:
     assert torch.equal(run_variant(VARIANT, spread)[1], expected)
 
 
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of as many queries as keys, and the LSE, in float64."""
-    scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
-    if causal:
-        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
-    return scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
-
-
-def check_calls(device: Device, backend: str, causal: bool) -> None:
-    """Three calls of other memory with other numbers and scales: each is near attention of what was given, and much
-    nearer to that of what is stored. How near in the first, quantize decides, and how large scores are."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 4, 500, 128, device=device.name, dtype=torch.bfloat16).unbind()
-    for _ in range(3):
-        narrow = portattn.quantize(q, k, v, "sage")
-        out, lse = portattn.attention(**narrow.arguments(), causal=causal, backend=backend, return_lse=True)
-        assert portattn.last_plan().path == backend
-        stored = narrow.q * narrow.q_scale[..., None], narrow.k * narrow.k_scale[..., None], v
-        for given, ours, near, within in (
-            (stored, lse, 0.99999, 1e-3),
-            ((q, k, v), narrow.corrected(lse), 0.9995, 0.5),
-        ):
-            expected, exact_lse = attended(*given, causal)
-            assert torch.cosine_similarity(out.double().flatten(), expected.flatten(), 0) >= near
-            assert (ours - exact_lse).abs().max() < within
-        q, k, v = q.flip(1), k.flip(1) * 2, v.flip(1)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_calls_by_the_public_functions(chip: Device, causal: bool) -> None:
     """The second call is launched directly, with other scales and other memory; each takes the kernel."""
-    check_calls(chip, VARIANT.name, causal)
+    check_calls(chip, VARIANT.name, "sage", causal, 0.99999, 0.9995)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_calls_by_the_reference(causal: bool) -> None:
     """What int8 queries and keys lose is no kernel's: the limits hold where nothing else is lost."""
-    check_calls(CPU, "reference", causal)
+    check_calls(CPU, "reference", "sage", causal, 0.99999, 0.9995)
