@@ -164,7 +164,8 @@ def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, dev
     if done.returncode < 0:
         plain = packaged("(q * 2).sin() + k.sum()", device, tmp_path)
         if plain.returncode < 0:
-            pytest.skip(f"a package without portattn is ended by signal {-plain.returncode} too: {plain.stdout.split()}")
+            reached = plain.stdout.split()
+            pytest.skip(f"a package without portattn is ended by signal {-plain.returncode} too, after {reached}")
     assert done.returncode == 0, f"ended with {done.returncode} after {done.stdout.split()}: {done.stderr[-3000:]}"
     assert done.stdout.split() == ["exported", "compiled", "loaded", "right", "right"]
 
