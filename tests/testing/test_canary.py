@@ -21,7 +21,7 @@ from portattn.config import Settings
 from portattn.planning import evidence
 from portattn.planning.data_files import load_verified
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.registry import Registry, parse_target
+from portattn.planning.registry import parse_target
 from portattn.schema.problem_limits import OPS
 from portattn.testing import canary
 from portattn.worker.client import Reply
@@ -242,17 +242,23 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
         assert portattn.last_plan().path == "triton"
 
 
-def test_what_is_newer_than_the_run_on_the_chip_has_canaries():
-    """A cache's formats, and what fills one, on a chip and toolchain where the tests passed before they were there."""
-    (seen,) = (seen for seen in load_verified(Registry.load().backends["cuda"].folder) if "sm_90" in seen.arch)
+def test_what_the_run_on_the_chip_did_not_reach_has_canaries():
+    """e4m3 with Triton 3.6.0; what passed there has none: plain caches, other formats, and what fills a cache."""
+    seen = evidence.seen_to_run(SM_90)
+    assert seen is not None
     plain = canary.CASES["decode_attention"][0]
-    newer = [canary.over(plain, "e4m3", "token"), canary.CASES["write_pages"][0], canary.CASES["append_kv"][0]]
-    assert not evidence.canaries_wanted(SM_90, Settings(), problem=plain)
-    assert seen.covers(plain)
-    for problem in newer:
-        assert not seen.covers(problem)
-        assert evidence.canaries_wanted(SM_90, Settings(), problem=problem)
-        assert not evidence.canaries_wanted(SM_90, Settings(canary="never"), problem=problem)
+    left = canary.over(plain, "e4m3", "token")
+    for problem in (
+        plain,
+        canary.over(plain, "int8", "token"),
+        *canary.CASES["write_pages"],
+        *canary.CASES["append_kv"],
+    ):
+        assert seen.covers(problem) is (problem.kv_format != "e4m3")
+        assert evidence.canaries_wanted(SM_90, Settings(), problem=problem) is (problem.kv_format == "e4m3")
+    assert not seen.covers(left)
+    assert evidence.canaries_wanted(SM_90, Settings(), problem=left)
+    assert not evidence.canaries_wanted(SM_90, Settings(canary="never"), problem=left)
 
 
 class Meeting:
