@@ -32,6 +32,7 @@ from portattn.kernels.tiles import (
     heads_in_turn,
     load_query_rows,
     load_rows,
+    of_a_sequence,
     packed_bounds,
     packed_tile,
     row_source,
@@ -377,7 +378,7 @@ def backward_rows(
         rows = row_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         row_valid = (rows >= q_first) & (rows < q_end)
         if cu_seqlens_q is not None:
-            row_valid = row_valid & (batch < batches)
+            row_valid = row_valid & of_a_sequence(batch, batches, BLOCK_M)
 
         first = tl.maximum(row_0, q_first)
         last = tl.minimum(row_0 + BLOCK_M, q_end) - 1

@@ -14,6 +14,7 @@ from portattn.kernels.results import store_rows
 from portattn.kernels.stored import DS_GROUP, head_scale
 from portattn.kernels.tiles import (
     first_state,
+    of_a_sequence,
     packed_bounds,
     packed_tile,
     row_source,
@@ -217,7 +218,7 @@ def decode_split(
         bias_rows = None
         mask_rows = None
         if alibi_slopes is not None:
-            there = row_valid & (sequence < batches)
+            there = row_valid & of_a_sequence(sequence, batches, BLOCK_M)
             slope_rows = alibi_slopes + tl.minimum(sequence, batches - 1).to(tl.int64) * alibi_stride_b
             slopes = tl.load(slope_rows + head, mask=there, other=0)
         if bias is not None:

@@ -15,6 +15,7 @@ from portattn.kernels.tiles import (
     heads_in_turn,
     natural_lse,
     normalised,
+    of_a_sequence,
     packed_bounds,
     packed_tile,
     row_source,
@@ -207,7 +208,7 @@ def dense_forward(
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
         inside = (rows >= q_first) & (rows < q_end)
         if cu_seqlens_q is not None:
-            inside = inside & (batch < batches)
+            inside = inside & of_a_sequence(batch, batches, BLOCK_M)
         row_sum = tl.where(inside, row_sum, 0.0)
         acc = normalised(acc, row_sum)
         if KV_SCALES == "head" and V_FORMAT != "as_q":

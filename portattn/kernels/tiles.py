@@ -441,6 +441,15 @@ def packed_bounds(cu_seqlens, batch, batches, total):
 
 
 @triton.jit
+def of_a_sequence(batch, batches, BLOCK_M: tl.constexpr):
+    """Whether a tile's rows are any sequence's, not what follows the last: one answer for all of them, as a block.
+
+    A scalar's answer beside a block's becomes int32 in the interpreter of Triton 3.9.0, which takes no such mask.
+    """
+    return tl.full([BLOCK_M], batch, tl.int32) < batches
+
+
+@triton.jit
 def heads_in_turn(tile, row_tiles, together, tiles):
     """(row tile, head) of a tile: `together` heads at a time, of each row tile one after the other.
 
