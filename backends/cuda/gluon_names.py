@@ -24,6 +24,7 @@ hardware barriers  none of Gluon's functions names one: named_barriers.py does. 
                 their own synchronisation in these kernels (0 to 4 is what 3.6 may), a test looks with each release
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -53,6 +54,11 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
     reinterpreted = gl.shared_memory_descriptor.reinterpret
 else:
     reinterpreted = gl.shared_memory_descriptor._reinterpret
+
+# A tile's 32 addresses, at fixed distances of each other, which move with a loop's number: 3.6.0 to 3.8.0 (LLVM 22 and
+# 23) carry one pointer over the loop for all of them, 3.9.0 (LLVM 24) 29 of two registers each, be they used only in a
+# branch that is hardly ever taken. whole.hidden keeps the number from it.
+CARRIES_ADDRESSES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 

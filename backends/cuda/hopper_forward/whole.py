@@ -6,6 +6,7 @@ A row's scale is a factor on all its scores, as the softmax scale is. A key's is
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from portattn.backends.cuda.gluon_names import CARRIES_ADDRESSES
 from portattn.backends.cuda.hopper_forward.parts import halved, lane_maximum, line_numbers, row_maximum, whole
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
@@ -61,6 +62,14 @@ def lane_scales(scale, n, form):
 
 
 @gluon.jit
+def hidden(n):
+    """A loop's number, which LLVM does not know to be one: else a tile's addresses take 60 registers of a thread."""
+    if CARRIES_ADDRESSES:
+        n = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+    return n
+
+
+@gluon.jit
 def scores_by_blocks(s, lanes, scale, n, form):
     """Scores as float32 but for the factors on the rows of their first and second half, which come with them, and each
     row's largest but for scale[0]."""
@@ -77,7 +86,7 @@ def scores_by_blocks(s, lanes, scale, n, form):
         largest = gl.convert_layout(gl.max(largest, 1), form.ROW)
         found = s.to(gl.float32)
     else:
-        key = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
+        key = hidden(n) * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
         found = s.to(gl.float32) * gl.expand_dims(gl.load(scale[1] + key), 0)
         largest = row_maximum(found, form)
         first = first - first + 1.0

@@ -47,6 +47,7 @@ FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
         "gluon_forward_fp8", narrow_problem("packed", 128, "none"), ("transpose_values", "scheduled_forward"),
     ),
     "forward, int8": ("gluon_forward_int8", whole_problem("plain", 128, "bottom_right"), ("scheduled_forward",)),
+    "forward, int8, full": ("gluon_forward_int8", whole_problem("plain", 128, "none"), ("scheduled_forward",)),
     "latent": ("gluon_mla", latent_problem(num_splits=1), ("latent_decode",)),
     "backward": (
         "gluon_backward", BACKWARD_FORMS["64, packed, causal"],
