@@ -56,10 +56,24 @@ class Quantized:
     v_scale: torch.Tensor | None
     lse_shift: torch.Tensor | None = None
 
-    def arguments(self) -> dict[str, torch.Tensor]:
-        """q, k, v and the scales by the names that attention and varlen_attention have for them."""
+    def arguments(self, **others: Any) -> dict[str, Any]:
+        """q, k, v and the scales by the names that attention and varlen_attention have for them, and `others` as given.
+
+        Raises ArgumentError where `others` has a softcap or sinks and the keys were smoothed: a softcap and a sink
+        see what smoothing took away, so that the results would be others.
+
+        >>> narrow = portattn.quantize(*torch.randn(3, 1, 2, 8, 16).half().unbind(), "sage", smooth_k=False)
+        >>> portattn.attention(**narrow.arguments(softcap=20.0)).shape
+        torch.Size([1, 2, 8, 16])
+        """
+        if self.lse_shift is not None:
+            for name, given in others.items():
+                if name in ("softcap", "sinks") and given is not None:
+                    why = "must not be given with smoothed keys: quantize(…, smooth_k=False) leaves them as they are"
+                    shown = tuple(given.shape) if isinstance(given, torch.Tensor) else given
+                    raise ArgumentError("arguments", name, shown, why)
         names = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | others
 
     def corrected(self, lse: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """The LSE over the keys as they were before smoothing: lse + scale·q·k̄.

@@ -40,4 +40,5 @@ def untried(
     if settings.canary == "never":
         decides = "canary='never' leaves out the canaries that would decide whether it may"
     of = "" if seen_to_run(target, registry) is None else ", for such problems"
-    return (f"no run of the suite is known of {kernel} on {target.arch.name} with {target.toolchain}{of}: {decides}",)
+    where = f"{target.arch.name} with {target.toolchain}"
+    return (f"no complete run of its tests is known of {kernel} on {where}{of}: {decides}",)

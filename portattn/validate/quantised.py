@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Operands:
             limit = "must be None with q and k of torch.int8, whose values are of 16 bits"
             raise ArgumentError(op, "v_scale", shape_or_value(given["v"]), limit)
         views = {}
+        by_token = self._by_token([(given[name], shapes[name]) for name in scaled if name in shapes])
         for name in scaled:
             scale = given[name]
             if not isinstance(scale, torch.Tensor):
@@ -89,7 +90,8 @@ class Operands:
             check_done(op, f"{name}_scale", scale)
             if scale.device != self.device:
                 raise ArgumentError(op, f"{name}_scale.device", str(scale.device), f"must be q's, {self.device}")
-            views[f"{name}_scale"] = self._view(f"{name}_scale", scale, shapes["q" if name == "q" else "k"])
+            of = shapes["q" if name == "q" else "k"]
+            views[f"{name}_scale"] = of.of_tokens(scale) if by_token else self._view(f"{name}_scale", scale, of)
         ranks = {view.ndim for view in views.values()}
         if len(ranks) > 1:
             name = next(name for name, view in views.items() if view.ndim == 2)
@@ -97,6 +99,16 @@ class Operands:
             limit = f"must have a scale for each token, as the other has: {tokens}"
             raise ArgumentError(op, f"{name}.shape", tuple(given[name[0]].shape), limit)
         return "head" if ranks == {2} else "token", views
+
+    def _by_token(self, scales: Sequence[tuple[Any, ScaleShapes]]) -> bool:
+        """Whether scales of packed rows are for tokens: those of q and of k have such a shape.
+
+        Of as many tokens as sequences one of them alone may be (B, Hk) too, which is how `view` would read it; where
+        both may be either, they are for tokens, as `quantize` makes them of int8 rows.
+        """
+        if self.kind != "int8" or not all(shapes.packed for _, shapes in scales):
+            return False
+        return all(isinstance(one, torch.Tensor) and tuple(one.shape) == shapes.tokens for one, shapes in scales)
 
     def _view(self, name: str, scale: torch.Tensor, shapes: ScaleShapes) -> torch.Tensor:
         by_head = (shapes.batch, shapes.heads)

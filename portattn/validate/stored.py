@@ -151,12 +151,16 @@ class ScaleShapes:
         if shape in ((), (1,), (self.heads,), by_head):
             return scale.expand(by_head)
         if shape == self.tokens:
-            scale = scale[None] if self.packed else scale
-            return scale.transpose(1, 2) if self.swapped else scale
+            return self.of_tokens(scale)
         limit = (
             f"must be (), (1,), (heads_k,), (batch, heads_k) or ({self.axes}): (), (1,), ({self.heads},), {by_head} "
         )
         raise ArgumentError(op, f"{name}.shape", shape, limit + f"or {self.tokens}")
+
+    def of_tokens(self, scale: torch.Tensor) -> torch.Tensor:
+        """A scale for each token and head, heads first."""
+        scale = scale[None] if self.packed else scale
+        return scale.transpose(1, 2) if self.swapped else scale
 
 
 def check_scale(op: str, kind: str, name: str, scale: Any, device: torch.device) -> None:

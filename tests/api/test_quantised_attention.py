@@ -201,3 +201,40 @@ def test_a_cached_launch_serves_other_sizes(name: str, kind: str, scales: str, m
     for call, found in made:
         call.scale = 0.25
         assert_right(call, *results(call, found))
+
+
+# Lengths of queries and of keys, and heads of both: scales of tokens have the shape of those of sequences.
+ALIKE = {
+    "as many rows as sequences": ((2, 0), (2, 0), 2, 2), "one row, grouped": ((1,), (1,), 4, 2),
+    "one row over seven": ((1,), (7,), 2, 2), "a row a sequence": ((1, 1, 1), (2, 3, 4), 2, 2),
+    "as many keys as sequences": ((4, 1, 0), (1, 1, 1), 2, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["reference", "core"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_scales_of_packed_tokens_are_not_taken_for_those_of_sequences(device: Device, name: str, path: str) -> None:
+    """What `quantize` makes is attended with its scales, however many rows there are."""
+    queries, keys, heads_q, heads_k = ALIKE[name]
+    torch.manual_seed(0)
+    q = torch.randn(sum(queries), heads_q, 16, dtype=torch.float16)
+    k, v = torch.randn(2, sum(keys), heads_k, 16, dtype=torch.float16).unbind()
+    q = (q * torch.logspace(-1, 1, len(q))[:, None, None]).half()  # a scale for each token matters
+    ends = {f"cu_seqlens_{n}": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            for n, lengths in (("q", queries), ("k", keys))}  # fmt: skip
+    q, k, v = (t.to(device.name) for t in (q, k, v))
+    ends = {name: end.to(device.name) for name, end in ends.items()}
+    backend = device.path if path == "core" else path
+    made = portattn.quantize(q, k, v, "sage", block=1, smooth_k=False, **ends)
+    out = portattn.varlen_attention(
+        **made.arguments(), **ends, max_seqlen_q=max(queries), max_seqlen_k=max(keys), backend=backend
+    )
+    wide_q, wide_k = (t.double() * s.double()[..., None] for t, s in ((made.q, made.q_scale), (made.k, made.k_scale)))
+    begin_q, begin_k = 0, 0
+    for rows, length in zip(queries, keys, strict=True):
+        a, b = wide_q[begin_q : begin_q + rows], wide_k[begin_k : begin_k + length]
+        w = v[begin_k : begin_k + length].double()
+        b, w = (t.repeat_interleave(heads_q // heads_k, 1) for t in (b, w))
+        exact = torch.einsum("hij,jhd->ihd", (torch.einsum("ihd,jhd->hij", a, b) / 4).softmax(-1), w)
+        torch.testing.assert_close(out[begin_q : begin_q + rows].double(), exact, rtol=2e-3, atol=2e-3)
+        begin_q, begin_k = begin_q + rows, begin_k + length

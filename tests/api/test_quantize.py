@@ -158,6 +158,22 @@ def test_bad_input_is_named(bad: tuple[dict[str, Any], str]) -> None:
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize("feature", [{"softcap": 5.0}, {"sinks": torch.zeros(2)}])
+def test_what_sees_the_mean_of_keys_is_refused_with_smoothed_ones(feature: dict[str, Any]) -> None:
+    """A softcap's results are others then: the cosine to exact attention falls from 0.999 to 0.94."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 70, 32, dtype=torch.bfloat16).unbind()
+    k = k + 4 * torch.randn(32, dtype=torch.bfloat16)
+    (name,) = feature
+    with pytest.raises(ArgumentError, match=rf"arguments: {name} is .*smooth_k=False"):
+        portattn.quantize(q, k, v, "sage").arguments(**feature)
+    exact = portattn.attention(q, k, v, **feature).double().flatten()
+    made = portattn.quantize(q, k, v, "sage", smooth_k=False)
+    out = portattn.attention(**made.arguments(causal=False, **feature)).double().flatten()
+    assert torch.cosine_similarity(out, exact, 0) > 0.995
+    assert made.arguments(softcap=None).keys() == made.arguments().keys() | {"softcap"}
+
+
 def test_corrected_names_a_wrong_lse() -> None:
     made = portattn.quantize(*tensors(), "sage")
     with pytest.raises(ArgumentError, match=r"lse is \(2, 70\), but must be a tensor of shape \(2, 4, 70\)"):

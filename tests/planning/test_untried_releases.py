@@ -48,7 +48,7 @@ NEWER = parse_target("cuda:sm_90", "triton==3.10.0")
 
 def caution(made: portattn.Plan) -> str:
     """What a plan says of who has run its kernels."""
-    (found,) = [note for note in made.notes if "no run of the suite is known" in note] or [""]
+    (found,) = [note for note in made.notes if "no complete run of its tests is known" in note] or [""]
     return found
 
 
@@ -61,7 +61,7 @@ def test_it_is_planned_and_the_plan_says_that_canaries_decide(name: str, toolcha
     made = plan(PROBLEMS[name], parse_target("cuda:sm_90", toolchain), settings=ASKED.get(name, Settings()))
     assert (made.path, made.fell_back) == (name, False)
     told = caution(made)
-    assert told.startswith(f"no run of the suite is known of {name} on sm_90 with {toolchain}: its canaries")
+    assert told.startswith(f"no complete run of its tests is known of {name} on sm_90 with {toolchain}: its canaries")
     assert "decide whether it runs" in told
     assert f"note     {told}" in made.explain()
 

@@ -154,7 +154,7 @@ def _less_sure(made: Upgrade, red: Collection[str]) -> Iterator[Finding]:
             for one in made.entries
         ),
         *(
-            ("canaries", f"{one.name} was run with {made.before}, and no run of the suite is known with {made.after}",
+            ("canaries", f"{one.name} was run with {made.before}; of {made.after} no complete run is known",
              [one.target])
             for one in made.variants
             if one.less_sure

@@ -24,7 +24,7 @@ State = Literal["run", "tried", "refused"]
 SAID = {
     ("run", "run"): "carries over",
     ("tried", "run"): "carries over",
-    ("run", "tried"): "is tried by its canaries: no run of the suite is known with the new compiler",
+    ("run", "tried"): "is tried by its canaries: no complete run of its tests is known with the new compiler",
     ("tried", "tried"): "is tried by its canaries on both",
     ("run", "refused"): "refuses",
     ("tried", "refused"): "refuses",

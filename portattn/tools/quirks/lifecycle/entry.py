@@ -29,6 +29,8 @@ _STAGE = {"unknown": "", "load": "", "launch": " at the launch", "parse": " in t
 LONGEST_QUOTE = 400  # characters of a line of a log
 _COLUMN = 44  # where comments beside values stand
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}: ")  # of a node in LLVM's memory, another in each run
+_QUOTING = ("ptxas-line", "ptxas-fatal")
+_QUOTED = re.compile(r"'([\w.]{1,24})'")
 _FLAGS = ("gqa", "paged", "packed", "window", *FEATURES)
 
 
@@ -42,8 +44,13 @@ def title_of(facts: Facts) -> str:
 
 
 def words_of(facts: Facts) -> str:
-    """The words of an id: what kind of failure it is, where, and of which function."""
+    """The words of an id: what kind of failure it is, where, and of which function.
+
+    What an assembler refuses is what it quotes first: an instruction or a name, where kind and stage say too little.
+    """
+    quoted = _QUOTED.search(facts.failure.cause) if facts.failure.kind in _QUOTING else None
     parts = [facts.failure.kind, facts.failure.stage, facts.function if facts.kernels else ""]
+    parts += [quoted.group(1)] if quoted else []
     words = [re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts if part and part != "unknown"]
     return "-".join(dict.fromkeys(word for word in words if word))
 
@@ -145,7 +152,8 @@ def _kernels(facts: Facts) -> list[str]:
         return [_beside(f"kernels   = {_list(facts.kernels)}", _said(facts, "function"))]
     which = f"the log names {facts.function}, which is none of" if facts.function else "the log names none of"
     known = ", ".join(kernel.name for kernel in CORES.values())
-    return [f"{MARK}kernels = {_text(f'{which} {known}: which have the bug?')}"]
+    ask = "which have the bug? --kernel names one of a backend's own too, such as a plan's path"
+    return [f"{MARK}kernels = {_text(f'{which} {known}: {ask}')}"]
 
 
 def _conditions(facts: Facts) -> list[str]:

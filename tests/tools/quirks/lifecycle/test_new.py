@@ -341,3 +341,25 @@ def test_a_draft_has_the_values_of_the_kernel_that_failed(registry, function: st
         text = entry.entry(found, "cuda-0900-boom", "it fails", "none: planted", "probe.py")
         assert (f"block_m = {tile[0]}, block_n = {tile[1]}," in text) is bool(fields)
         assert "rows_" not in text
+
+
+REFUSED = """\
+ptxas /tmp/q.ptx, line 5; error   : Arguments mismatch for instruction 'cvt'
+ptxas fatal   : Ptx assembly aborted due to errors
+"""
+
+
+def test_a_kernel_of_a_backend_s_own_can_be_named(registry, tmp_path) -> None:
+    """Its path in plans is its name; the id says what the assembler refused."""
+    named = {"target": "cuda:sm_90", "toolchain": "triton==3.8.0"}
+    [found] = facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_forward")
+    made = new.make(found, registry, tmp_path, force=True, replay=False)
+    assert made.id.endswith("-cubin-cvt")
+    assert tomllib.loads(Path(made.files[-1]).read_text())["when"]["kernels"] == ["gluon_forward"]
+    [unnamed] = facts.from_log(REFUSED, "build.log", registry, **named)
+    draft = Path(new.make(unnamed, registry, tmp_path, force=True, replay=False).files[-1]).read_text()
+    assert "--kernel names one of a backend's own too" in draft
+    with pytest.raises(
+        ArgumentError, match=r"--kernel is 'gluon_x', but must be one of dense_forward, .*gluon_forward"
+    ):
+        facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_x")
