@@ -103,8 +103,9 @@ def load_tuning(path: Path, backend: str) -> Tuning:
 class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip.
 
-    untested_ops  operations that are newer than that run
-    untested      conditions (schema/conditions.py): problems for which one of them holds are newer than that run
+    untested_ops      operations that are newer than that run, or that it did not reach
+    untested          conditions (schema/conditions.py): so are problems for which one of them holds
+    untested_queries  formats of queries (Problem.q_format): so is attention over such q, k and v
     """
 
     arch: tuple[str, ...]
@@ -114,17 +115,20 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     what: str
     untested_ops: tuple[str, ...] = ()
     untested: tuple[str, ...] = ()
+    untested_queries: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         conditions.names(self.untested)
+        if unknown := sorted(set(self.untested_queries) - conditions.WORDS["kv_format"]):
+            raise ValueError(f"untested_queries {unknown} must be among {', '.join(conditions.WORDS['kv_format'])}")
         if unknown := sorted(set(self.untested_ops) - set(OPS)):
             raise ValueError(f"untested_ops {unknown} must be among {', '.join(OPS)}")
 
     def covers(self, problem: Problem) -> bool:
         """Whether the tests that passed were of such a problem too."""
         features = problem.features()
-        new = problem.op in self.untested_ops or any(conditions.texts_hold((text,), features) for text in self.untested)
-        return not new
+        new = problem.op in self.untested_ops or problem.q_format in self.untested_queries
+        return not (new or any(conditions.texts_hold((text,), features) for text in self.untested))
 
 
 class _Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,17 +17,19 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) ->
 
 
 def check_calls(
-    device: Device, backend: str, method: str, causal: bool, near: float, given_near: float, lse_within: float = 1e-3
-) -> None:
+    device: Device, backend: str, method: str, causal: bool, near: float, given_near: float, lse_within: float = 1e-3,
+    given_lse: tuple[float, float, float] = (0.5, 0.5, 0.5),
+) -> None:  # fmt: skip
     """Three calls of other memory with other numbers and scales: each is near attention of what was given, and much
     nearer to that of what is stored. How near in the first, quantize decides, and how large scores are.
 
     near, given_near  the least cosine similarity to what is stored, and to what was given
     lse_within        how far the LSE may be from that of what is stored
+    given_lse         and from that of what was given, in each call
     """
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 500, 128, device=device.name, dtype=torch.bfloat16).unbind()
-    for _ in range(3):
+    for call in range(3):
         narrow = portattn.quantize(q, k, v, method)
         out, lse = portattn.attention(**narrow.arguments(), causal=causal, backend=backend, return_lse=True)
         assert portattn.last_plan().path == backend
@@ -36,7 +38,7 @@ def check_calls(
         stored = [t if s is None else t.double() * _wide(s, t) for t, s in zip(tensors, scales, strict=True)]
         for given, ours, least, within in (
             (stored, lse, near, lse_within),
-            ((q, k, v), narrow.corrected(lse), given_near, 0.5),
+            ((q, k, v), narrow.corrected(lse), given_near, given_lse[call]),
         ):
             expected, exact_lse = attended(*given, causal)
             assert torch.cosine_similarity(out.double().flatten(), expected.flatten(), 0) >= least

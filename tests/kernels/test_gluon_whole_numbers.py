@@ -154,13 +154,17 @@ def test_scales_that_are_not_contiguous(chip: Device) -> None:
     assert torch.equal(run_variant(VARIANT, spread)[1], expected)
 
 
+# How far quantising alone moves the LSE, by 0.03, 0.07 and 0.17, and a third more.
+SAGE_LSE = (0.04, 0.09, 0.22)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_calls_by_the_public_functions(chip: Device, causal: bool) -> None:
     """The second call is launched directly, with other scales and other memory; each takes the kernel."""
-    check_calls(chip, VARIANT.name, "sage", causal, 0.99999, 0.9995)
+    check_calls(chip, VARIANT.name, "sage", causal, 0.99999, 0.9995, given_lse=SAGE_LSE)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_calls_by_the_reference(causal: bool) -> None:
     """What int8 queries and keys lose is no kernel's: the limits hold where nothing else is lost."""
-    check_calls(CPU, "reference", "sage", causal, 0.99999, 0.9995)
+    check_calls(CPU, "reference", "sage", causal, 0.99999, 0.9995, given_lse=SAGE_LSE)

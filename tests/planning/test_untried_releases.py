@@ -66,13 +66,18 @@ def test_it_is_planned_and_the_plan_says_that_canaries_decide(name: str, toolcha
     assert f"note     {told}" in made.explain()
 
 
+LEFT_OUT = {  # of verified.toml
+    ("gluon_forward_fp8", "3.6.0"), ("gluon_forward_int8", "3.6.0"), ("gluon_forward_fp8", "3.8.0"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("release", ["3.6.0", "3.8.0"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_what_was_run_is_planned_without_a_caution(name: str, release: str) -> None:
     made = plan(PROBLEMS[name], parse_target("cuda:sm_90", f"triton=={release}"), settings=ASKED.get(name, Settings()))
     assert made.path == name
-    if (name, release) == ("gluon_forward_fp8", "3.6.0"):  # verified.toml leaves out e4m3
-        assert f"of {name} on sm_90 with triton==3.6.0, for such problems: its canaries" in caution(made)
+    if (name, release) in LEFT_OUT:
+        assert f"of {name} on sm_90 with triton=={release}, for such problems: its canaries" in caution(made)
     else:
         assert caution(made) == ""
 
@@ -93,10 +98,12 @@ def test_a_core_plan_says_it_too(where: str, toolchain: str, said: str) -> None:
     made = plan(decode, target)
     assert made.path == "triton"
     assert (said in caution(made)) if said else (caution(made) == "")
-    quantised = msgspec.structs.replace(decode, kv_format="e4m3", kv_scales="token")
-    assert caution(plan(quantised, target)) or where.startswith("ascend")
+    quantised = msgspec.structs.replace(WHOLE, kv_format="e4m3", kv_scales="head")
+    if where.startswith("ascend"):
+        return
+    assert caution(plan(quantised, target))
     never = plan(quantised, target, settings=Settings(canary="never"))
-    assert "leaves out the canaries" in caution(never) or where.startswith("ascend")
+    assert "leaves out the canaries" in caution(never)
     assert caution(plan(decode, parse_target("cpu:generic"), settings=Settings(backend="interpreter"))) == ""
 
 

@@ -111,7 +111,9 @@ def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> Non
     assert evidence._seen(tmp_path / "elsewhere") == ()
 
 
-@pytest.mark.parametrize("newer", ['untested_ops = ["decoding"]', 'untested = ["kv_format=!as_q"]'])
+@pytest.mark.parametrize(
+    "newer", ['untested_ops = ["decoding"]', 'untested = ["kv_format=!as_q"]', 'untested_queries = ["e4"]']
+)
 def test_evidence_that_leaves_out_what_there_is_not_is_an_error(tmp_path: Path, newer: str) -> None:
     seen = 'arch = ["sm_90"]\ntoolchain = "x"\nlevel = "runs"\ndate = 2026-11-24\nwhat = "tests"\n'
     (tmp_path / "verified.toml").write_text(f"[[seen]]\n{seen}{newer}\n")
@@ -243,19 +245,16 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
 
 
 def test_what_the_run_on_the_chip_did_not_reach_has_canaries():
-    """e4m3 with Triton 3.6.0; what passed there has none: plain caches, other formats, and what fills a cache."""
+    """Attention over e4m3; what passed there has none: caches of every format, and what fills one."""
     seen = evidence.seen_to_run(SM_90)
     assert seen is not None
     plain = canary.CASES["decode_attention"][0]
-    left = canary.over(plain, "e4m3", "token")
-    for problem in (
-        plain,
-        canary.over(plain, "int8", "token"),
-        *canary.CASES["write_pages"],
-        *canary.CASES["append_kv"],
-    ):
-        assert seen.covers(problem) is (problem.kv_format != "e4m3")
-        assert evidence.canaries_wanted(SM_90, Settings(), problem=problem) is (problem.kv_format == "e4m3")
+    caches = [canary.over(plain, kind, "token") for kind in ("e4m3", "int8")]
+    for problem in (plain, *caches, *canary.CASES["write_pages"], *canary.CASES["append_kv"]):
+        assert seen.covers(problem)
+        assert not evidence.canaries_wanted(SM_90, Settings(), problem=problem)
+    left = canary.over(canary.CASES["attention"][0], "e4m3", "head")
+    assert left.q_format == "e4m3"
     assert not seen.covers(left)
     assert evidence.canaries_wanted(SM_90, Settings(), problem=left)
     assert not evidence.canaries_wanted(SM_90, Settings(canary="never"), problem=left)

@@ -80,10 +80,11 @@ def without_assembler() -> str:
 
     find = getattr(compiler, "get_ptxas", None)
     try:
-        assert find is None or find(80).path
+        return "" if find is None or find(80).path else "this Triton names no assembler of sm_80 code"
     except RuntimeError as missing:  # of 3.9 and newer, made small for one chip: scripts/pack_triton.py --arch
+        if "Cannot find ptxas" not in str(missing):
+            raise
         return f"this Triton assembles no sm_80 code: {missing}"
-    return ""
 
 
 def target(arch: str) -> Target:
