@@ -51,7 +51,7 @@ class CpuSdpaPath(VendorPath):
         empty = [n for n in ("batch", "seq_q", "seq_k") if getattr(p, n) == 0]
         return first_refusal(
             self.name,
-            (p.op not in self.ops, f"takes no keys that each head chooses, and op is {p.op}", "backend='reference'"),
+            (p.op not in self.ops, f"has no operation of this kind, and op is {p.op}", "backend='reference'"),
             (bool(lacking), f"has none of what is asked for: {', '.join(lacking)}", "backend='reference'"),
             (
                 p.needs_grad and (p.op != "attention" or bool(beside)),

@@ -90,12 +90,12 @@ def warmup(
 
     specs   one mapping a call: "op", and the operation's own arguments by name. A tensor is given as itself, as a meta
             tensor, or described: "bf16[8,32,1,128]", with strides "bf16[8,32,1,128]:4096,128,128,1"; types are fp16,
-            bf16, fp32, i32, i64 and bool. Tensors given as themselves are used as they are (nothing is written into
-            them, by what fills a cache neither: no new token has a place then), so that a cache of keys and values
-            that fills the device need not be there twice; what is described is allocated for the time of its own
-            warm-up, holding zeros: sequences of no keys. Sizes of described tensors can be names, for which "sizes"
-            has a list, a range, or both ends of one: "k": "bf16[8,8,S,128]" with "sizes": {"S": "1..65536"}. An
-            argument that is a length can be such a name, too
+            bf16, fp32, i32, i64, bool, and formats of caches (e4m3, int8). Tensors given as themselves are used as they
+            are (nothing is written into them, by what fills a cache neither: no new token has a place then), so that a
+            cache of keys and values that fills the device need not be there twice; what is described is allocated for
+            the time of its own warm-up, holding zeros: sequences of no keys. Sizes of described tensors can be names,
+            for which "sizes" has a list, a range, or both ends of one: "k": "bf16[8,8,S,128]" with "sizes": {"S":
+            "1..65536"}. An argument that is a length can be such a name, too
     device  where described tensors would be; None for the current accelerator, or the CPU where there is none
     jobs    child processes that compile side by side; None for half of the cores, at most MOST_JOBS. They are used
             where a first compile is isolated (the setting `isolate`); else this process compiles

@@ -6,15 +6,15 @@ from typing import Any
 
 
 def mend_bf16() -> None:
-    """Let `tl.dot` multiply, `-x` negate and float32 round to bfloat16 under the interpreter; call it once kernels are
-    interpreted.
+    """Let `tl.dot` multiply, `-x` negate, and bfloat16 be cast from and to float32 under the interpreter; call it once
+    kernels are interpreted.
 
     Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers: wrong numbers, and
     no error: quirk cpu-0002 (triton/runtime/interpreter.py, InterpreterBuilder.create_dot and binary_op). Widening to
     float32 first is exact. It cuts the lower half of a float32 off where GPUs round to the nearest, ties to even
-    (InterpreterBuilder.cast_impl). `-x` is 0 - x up to 3.7 (create_fsub), and an operation of its own from 3.8 on
-    (create_fneg), which negates the uint16. Patches the class once a process; other dtypes go through Triton's own
-    functions.
+    (InterpreterBuilder.cast_impl), and makes other numbers of those below the normal ones when it widens. `-x` is 0 - x
+    up to 3.7 (create_fsub), and an operation of its own from 3.8 on (create_fneg), which negates the uint16. Patches
+    the class once a process; other dtypes go through Triton's own functions.
     """
     import numpy as np
     import triton.language as tl
@@ -34,6 +34,8 @@ def mend_bf16() -> None:
         return interpreter.TensorHandle(values, tl.float32)
 
     def cast_impl(self: Any, source: Any, to: Any) -> Any:
+        if source.dtype.scalar == tl.bfloat16 and to.scalar == tl.float32:
+            return widened(source)
         if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
             return cast(self, source, to)
         bits = np.ascontiguousarray(source.data, dtype=np.float32).view(np.uint32)

@@ -49,7 +49,8 @@ def check_tensor(
         limit = f"must be {len(axes)}: ({', '.join(axes)})"
         raise ArgumentError(op, f"{name}.ndim", tensor.ndim, limit + other_rank(op, name, tensor.ndim))
     if tensor.dtype not in dtypes:
-        limit = f"must be one of {', '.join(map(str, dtypes))}"
+        taken = list(dict.fromkeys(map(str, dtypes)))  # where k is float32, it is both k's dtype and the other one
+        limit = f"must be one of {', '.join(taken)}" if len(taken) > 1 else f"must be {taken[0]}"
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit + other_dtype(tensor.dtype, dtypes))
 
 

@@ -13,6 +13,7 @@ from opcalls import given, perform, problem
 from support import Device, assert_right, random_call
 
 import portattn
+from portattn import ArgumentError
 from portattn.api.binding import named_arguments
 from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
@@ -244,3 +245,49 @@ def test_quantize_is_traced_whole(method: str, dynamic: bool) -> None:
     traced = torch.compile(numbers, fullgraph=True, backend="eager", dynamic=dynamic)(q, k, v)
     for found, right in zip(traced, numbers(q, k, v), strict=True):
         assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_scales_of_keys_and_of_values_may_have_other_strides(device: Device) -> None:
+    """One for each head beside one for each sequence and head: each is read by strides of its own."""
+    torch.manual_seed(0)
+    q = torch.randn(3, 4, 1, 16, dtype=torch.float16, device=device.name)
+    k, v = torch.randint(-127, 128, (2, 3, 2, 33, 16), dtype=torch.int8, device=device.name).unbind()
+    of_heads = torch.tensor([0.002, 0.02], device=device.name)
+    of_all = torch.rand(3, 2, device=device.name) * 0.02 + 0.001
+    for k_scale, v_scale in ((of_heads, of_all), (of_all, of_heads), (of_all.T.contiguous().T, of_heads[:1])):
+        wide_k, wide_v = (
+            t.double() * scale.double().expand(3, 2)[..., None, None] for t, scale in ((k, k_scale), (v, v_scale))
+        )
+        wide_k, wide_v = (t.repeat_interleave(2, 1) for t in (wide_k, wide_v))
+        exact = (q.double() @ wide_k.mT / 4).softmax(-1) @ wide_v
+        for backend in ("reference", device.path):
+            out = portattn.decode_attention(q, k, v, None, k_scale=k_scale, v_scale=v_scale, backend=backend)
+            torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=2e-3)
+
+
+def test_bad_scales_of_tokens_after_a_left_padding_are_seen() -> None:
+    """The last of a sequence that begins late counts; those before its first and behind its last may hold anything."""
+    q, cache = torch.randn(1, 1, 1, 16).half(), torch.ones(1, 1, 10, 16, dtype=torch.int8)
+    lengths = {"seqlens_k": torch.tensor([4], dtype=torch.int32), "leftpad_k": torch.tensor([3], dtype=torch.int32)}
+    for place in range(10):
+        scale = torch.ones(1, 1, 10)
+        scale[..., place] = float("nan")
+        given = (q, cache, cache)
+        if 3 <= place < 7:
+            with pytest.raises(ArgumentError, match=f"k_scale.*token {place}"):
+                portattn.decode_attention(*given, **lengths, k_scale=scale, v_scale=scale.nan_to_num())
+        else:
+            assert portattn.decode_attention(*given, **lengths, k_scale=scale, v_scale=scale).isfinite().all()
+
+
+def test_numbers_below_the_normal_ones_are_stored_alike(device: Device) -> None:
+    """The interpreter widened a bfloat16 below 2^-126 to another number."""
+    tokens = torch.full((1, 1, 16), 5e-39, dtype=torch.bfloat16, device=device.name)
+    scale, slots = torch.tensor(1e-40, device=device.name), torch.tensor([0], device=device.name)
+    stored = []
+    for backend in ("reference", device.path):
+        cache = torch.zeros(1, 1, 1, 16, dtype=torch.int8, device=device.name)
+        portattn.write_pages(tokens, tokens, cache, cache.clone(), slots, k_scale=scale, v_scale=scale, backend=backend)
+        stored.append(cache)
+    assert torch.equal(*stored)
+    assert stored[0].unique().tolist() == [50]

@@ -112,6 +112,16 @@ def test_packed_rows_are_quantised_by_sequence(method: str, least: float) -> Non
         torch.testing.assert_close(made.q_scale[:1], alone.q_scale, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_the_correction_has_the_scale_of_the_call(scale: float) -> None:
+    given = tensors()
+    made = portattn.quantize(*given, "sage")
+    _, lse = portattn.attention(**made.arguments(scale=scale), return_lse=True)
+    _, exact = portattn.attention(*(t.float() for t in given), scale=scale, return_lse=True)
+    torch.testing.assert_close(made.corrected(lse, scale), exact, rtol=0, atol=scale)
+    assert (made.corrected(lse) - exact).abs().max() > 2 * scale  # that of 1/√D, which is another one
+
+
 def test_without_smoothing_nothing_is_to_be_corrected() -> None:
     given = tensors()
     made = portattn.quantize(*given, "sage", smooth_k=False)
