@@ -61,6 +61,7 @@ _PUBLIC = {
     "FallbackWarning": "portattn.errors",
     "CompileWarning": "portattn.errors",
     "PluginWarning": "portattn.errors",
+    "TracingWarning": "portattn.errors",
 }
 
 _OTHER_NAMES = {"target": "parse_target"}  # where the module has another one
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from portattn.errors import QuirkConflict as QuirkConflict
     from portattn.errors import SettingError as SettingError
     from portattn.errors import TracingError as TracingError
+    from portattn.errors import TracingWarning as TracingWarning
     from portattn.errors import UnknownArgument as UnknownArgument
     from portattn.planning.registry import Registry as Registry
     from portattn.planning.registry import parse_target

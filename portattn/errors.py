@@ -160,6 +160,10 @@ class CompileWarning(UserWarning):
     """A call compiled a kernel after warm-up, or a spec could not be warmed up. Given once for each kernel."""
 
 
+class TracingWarning(UserWarning):
+    """A compiled function fills a cache in a way that torch is known to get wrong. Given at each trace of it."""
+
+
 class FallbackWarning(UserWarning):
     """A call asked for the best path and got another one. Given once per (op, requested, taken, reason)."""
 

@@ -21,7 +21,7 @@ SDPA = (
     "scaled_dot_product_attention", "route", "explain", "last_route", "replaced", "register_flash_impl", "flash_impl",
 )  # fmt: skip
 # Nothing on every machine gives them.
-NO_EXAMPLE = ("CompileWarning", "FallbackWarning", "PluginWarning")
+NO_EXAMPLE = ("CompileWarning", "FallbackWarning", "PluginWarning", "TracingWarning")
 SHARED = ("attention", "varlen_attention", "shard", "unshard", "positions", "documents")
 DECODING = ("decode_attention", "paged_attention", "mla_attention", "append_kv")
 METHODS = {"PageTable": ("from_csr", "check", "seqlens"), "Prepared": ("run",)}

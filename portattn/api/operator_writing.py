@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from portattn.api.operators import Signature
 from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import request_from
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, TracingWarning
 
 
 def write(signature: Signature, *arguments: Any) -> None:
@@ -26,6 +29,22 @@ def check(signature: Signature, *arguments: Any) -> None:
     sizes = [size for tensor in parts[0] if tensor is not None for size in (*tensor.shape, *tensor.stride())]
     if not any(isinstance(size, torch.SymInt) for size in sizes):
         request_from(signature.op, *parts).build()
+    if TracingContext.try_get() is not None and not torch.compiler.is_exporting():
+        _warn_of_views(signature, dict(zip(signature.tensors, arguments, strict=False)))
+
+
+def _warn_of_views(signature: Signature, tensors: Mapping[str, Any]) -> None:
+    """torch 2.13 writes to wrong places, without an error, where several arguments that a custom operator changes are
+    views of one tensor that are made in the compiled function, or that begin elsewhere than when it was traced."""
+    written = {name: tensors[name] for name in signature.written if tensors.get(name) is not None}
+    storages = [tensor.untyped_storage()._cdata for tensor in written.values()]
+    if len(set(storages)) < len(storages):
+        warnings.warn(
+            f"{signature.op} in a compiled function: {' and '.join(written)} are views of one tensor, which torch may "
+            "fill wrongly (docs/graphs.md, what cannot be done): give it tensors of their own, or call it uncompiled",
+            TracingWarning,
+            stacklevel=2,
+        )
 
 
 def without_gradient(signature: Signature, *arguments: Any) -> None:

@@ -108,9 +108,14 @@ class Signature:
         tensors = [f"{self._tensor(n)}{'' if n in _GIVEN - optional else '?'} {n}" for n in self.tensors]
         return ", ".join([*tensors, *(f"{_TYPES[name]} {name}" for name in self.values)])
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The tensors that it writes to."""
+        return tuple(name for name in self.tensors if self.row.writes and name in _WRITTEN)
+
     def _tensor(self, name: str) -> str:
         """The type of a tensor: of one that is written with a letter of its own, which says so."""
-        if not self.row.writes or name not in _WRITTEN:
+        if name not in self.written:
             return "Tensor"
         return f"Tensor({'abcdefgh'[_WRITTEN.index(name)]}!)"
 

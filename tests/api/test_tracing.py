@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -294,3 +295,26 @@ def test_plans_are_of_what_autocast_casts(device: Device) -> None:
     with torch.autocast(device.name, dtype=torch.bfloat16):
         assert portattn.plan("attention", q, k, v).problem.dtype == "bf16"
     assert portattn.plan("attention", q, k, v).problem.dtype == "fp32"
+
+
+def test_a_compiled_call_warns_where_its_caches_are_views_of_one_tensor() -> None:
+    """torch gives wrong numbers then, without a word, and not in each case: the test is of the warning alone."""
+    tokens, slots = torch.randn(3, 2, 16), torch.tensor([1, 5, 9])
+
+    def fill(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        portattn.write_pages(tokens, tokens, k_pages, v_pages, slots)
+        return k_pages.sum()
+
+    def views(cache: torch.Tensor) -> torch.Tensor:
+        return fill(cache[:, 0], cache[:, 1])
+
+    both = torch.zeros(4, 2, 4, 2, 16)
+    for function, given in ((views, (both,)), (fill, (both[:, 0], both[:, 1]))):
+        torch.compiler.reset()
+        with pytest.warns(portattn.TracingWarning, match="k_pages and v_pages are views of one tensor"):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(*given)
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", portattn.TracingWarning)
+        torch.compile(fill, backend="aot_eager", fullgraph=True)(torch.zeros(4, 4, 2, 16), torch.zeros(4, 4, 2, 16))
+        fill(both[:, 0], both[:, 1])
