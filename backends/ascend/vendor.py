@@ -63,7 +63,9 @@ class NpuFusionAttention(VendorPath):
                 p,
                 ("attention",),
                 "is called for dense tensors alone",
-                "npu_fused_infer_attention_score takes decode_attention, for inference",
+                "npu_fused_infer_attention_score takes decode_attention, for inference"
+                if p.op == "decode_attention"
+                else "backend='reference'",
             ),
             features_check(self.name, p, CALLED_WITHOUT),
             dropout_check(self.name, p),
