@@ -18,6 +18,7 @@ from portattn.schema.tensors import KV_DTYPE
 from portattn.validate.checks import check_dense, check_equal, check_flag, check_like, check_number, check_tensor
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.quantised import SIXTEEN_BITS
+from portattn.validate.values import cu_seqlens as check_order
 from portattn.validate.values import reads
 from portattn.validate.varlen import AXES as PACKED_AXES
 from portattn.validate.varlen import beginnings
@@ -179,6 +180,9 @@ def _check_tensors(q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_
             OP, "cu_seqlens_k's size", beginnings(OP, "cu_seqlens_k", cu_seqlens_k, q.device) + 1, "cu_seqlens_q's",
             batch + 1,
         )  # fmt: skip
+        if not torch.compiler.is_compiling() and reads(current(), q):
+            for side, ends, rows in (("q", cu_seqlens_q, q.shape[0]), ("k", cu_seqlens_k, k.shape[0])):
+                check_order(OP, side, ends, rows, rows)
     return packed
 
 

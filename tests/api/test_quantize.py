@@ -122,6 +122,22 @@ def test_the_correction_has_the_scale_of_the_call(scale: float) -> None:
     assert (made.corrected(lse) - exact).abs().max() > 2 * scale  # that of 1/√D, which is another one
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ([0, 5, 3], r"cu_seqlens_k\[2\] is 3, but must be at least cu_seqlens_k\[1\], 5"),
+        ([1, 3], r"cu_seqlens_k\[0\] is 1, but must be 0"), ([0, 99], r"cu_seqlens_k\[1\] is 99, .*packed rows, 6"),
+    ],
+)  # fmt: skip
+def test_beginnings_that_cannot_be_are_refused(ends: list[int], said: str) -> None:
+    rows = torch.randn(6, 2, 16, dtype=torch.float16)
+    whole = torch.tensor([0, *[6] * (len(ends) - 1)], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match=said):
+        portattn.quantize(
+            rows, rows, rows, "sage", cu_seqlens_q=whole, cu_seqlens_k=torch.tensor(ends, dtype=torch.int32)
+        )
+
+
 def test_without_smoothing_nothing_is_to_be_corrected() -> None:
     given = tensors()
     made = portattn.quantize(*given, "sage", smooth_k=False)
