@@ -228,8 +228,8 @@ class Prepared:
             if tensor.device != where or not tensor.is_contiguous() or tensor.data_ptr() % POINTER_ALIGNMENT:
                 check_dense(self._name, name, tensor)
                 limit = f"must be contiguous on {where}, from a multiple of {POINTER_ALIGNMENT} bytes on"
-                given = f"of strides {tensor.stride()} on {tensor.device}"
-                raise ArgumentError(self._name, name, given, limit)
+                shown = (str(tensor.device), tensor.stride())
+                raise ArgumentError(self._name, name, shown, limit + " (shown are its device and strides)")
             if self._cached is not None and tensor.requires_grad:
                 limit = "must not require grad: autograd would not learn what a kernel writes into it"
                 raise ArgumentError(self._name, name, "requires_grad", limit)
