@@ -42,5 +42,4 @@ def own_path(backend: str, device_type: str) -> str | None:
 @functools.lru_cache(maxsize=1)
 def own_names() -> frozenset[str]:
     """The paths that are kernels of portattn's own."""
-    variants = (variant.name for backend in Registry.load().backends.values() for variant in backend.variants)
-    return frozenset((CORE, INTERPRETER, *variants))
+    return frozenset((CORE, INTERPRETER, *Registry.load().variant_names()))

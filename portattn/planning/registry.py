@@ -47,6 +47,10 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
     retired: dict[str, Quirk] = {}
     broken: tuple[Broken, ...] = ()
 
+    def variant_names(self) -> list[str]:
+        """Kernels with a schedule of their own, of all backends (`gluon_forward`)."""
+        return [variant.name for backend in self.backends.values() for variant in backend.variants]
+
     @staticmethod
     @functools.lru_cache(maxsize=1)
     def load() -> Registry:

@@ -250,7 +250,7 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
     arches = [arch for b, named in registry.arches.items() if when.backend in (None, b) for arch in named.values()]
     arches = [arch for arch in arches if not arch.refused]  # where nothing is planned, nothing applies
     known = list(dict.fromkeys(name for arch in arches for name in (arch.name, *arch.families)))
-    kernel_names = [*KERNEL_NAMES, *(variant.name for b in registry.backends.values() for variant in b.variants)]
+    kernel_names = [*KERNEL_NAMES, *registry.variant_names()]
     for key, patterns, names in (("arch", when.arch, known), ("kernels", when.kernels, kernel_names)):
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):

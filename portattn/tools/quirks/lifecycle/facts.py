@@ -153,11 +153,6 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
     )
 
 
-def variant_names(registry: Registry) -> list[str]:
-    """Kernels with a schedule of their own, of all backends (`gluon_forward`)."""
-    return [variant.name for backend in registry.backends.values() for variant in backend.variants]
-
-
 def _named(
     registry: Registry, target: str | None, toolchain: str | None, backend: str | None, kernel: str | None
 ) -> dict[str, Any]:
@@ -180,7 +175,7 @@ def _named(
     kernels: tuple[str, ...] = ()
     if kernel is not None:
         known = {core.name: core.function for core in CORES.values()}
-        known |= dict.fromkeys(variant_names(registry), "")  # of several functions each
+        known |= dict.fromkeys(registry.variant_names(), "")  # of several functions each
         if kernel not in known:
             raise ArgumentError(OP, "--kernel", kernel, f"must be one of {', '.join(known)}")
         function, kernels = known[kernel], (kernel,)
