@@ -60,7 +60,7 @@ def _seen_or_lacking(
     try:
         return seen(variant, made, call)
     except _LACKING as error:
-        if seen_to_run(target) is not None:
+        if seen_to_run(target, problem=made.problem) is not None:
             raise
         return ensure.undescribed(made, error, target, settings)
 

@@ -92,7 +92,7 @@ def test_they_run_where_nobody_has_run_the_tests() -> None:
     seen = evidence.seen_to_run(SM_90)
     assert seen is not None
     assert seen.level == "measured"
-    newer = parse_target("cuda:sm_90", "triton==3.9.0")
+    newer = parse_target("cuda:sm_90", "triton==3.7.0")
     for target, auto in (
         (SM_90, False),
         (MI300, True),
@@ -332,7 +332,7 @@ def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path: Path, mo
 def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more of them than run at a time."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
-    newer = parse_target("cuda:sm_90", "triton==3.9.0")
+    newer = parse_target("cuda:sm_90", "triton==3.7.0")
     made = portattn.plan(FORWARD[0], newer)
     assert made.path == "gluon_forward"
     monkeypatch.setattr(canary, "Worker", Meeting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -68,7 +68,7 @@ def carried(pairs: Sequence[Pair], problems: Sequence[Named]) -> Iterator[Carrie
             was = {named.name: _refusal(variant, named.problem, old) for named in asked}
             now = {named.name: _refusal(variant, named.problem, new) for named in asked}
             takes = tuple(name for name, no in now.items() if not no)
-            before, after = _state(old, not all(was.values())), _state(new, bool(takes))
+            before, after = _state(old, asked, was), _state(new, asked, now)
             if (before, after) != ("refused", "refused"):
                 refuses = {name: no for name, no in now.items() if no and not was[name]}
                 yield Carried(
@@ -86,7 +86,9 @@ def _refusal(variant: Variant, problem: Problem, side: Side) -> str:
     return ""
 
 
-def _state(side: Side, takes: bool) -> State:
-    if not takes:
+def _state(side: Side, asked: Sequence[Named], refusals: Mapping[str, str]) -> State:
+    """Of a variant with one compiler: *run* where no canary decides about any of the problems that it takes."""
+    taken = [named.problem for named in asked if not refusals[named.name]]
+    if not taken:
         return "refused"
-    return "run" if seen_to_run(side.target, side.registry) else "tried"
+    return "run" if all(seen_to_run(side.target, side.registry, problem) for problem in taken) else "tried"

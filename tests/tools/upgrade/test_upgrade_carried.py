@@ -28,11 +28,17 @@ def upgraded(before: str, after: str, *targets: str, new: Registry | None = None
 
 
 def test_a_variant_that_nobody_has_run_with_the_new_compiler_is_tried_by_its_canaries():
-    made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90", "rocm:gfx942")
+    made = upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90", "rocm:gfx942")
     found = {one.name: one for one in made.variants}
     assert set(found) == {"gluon_forward", "gluon_backward", "gluon_mla"}, "sm_90's alone"
     assert all((one.before, one.after, one.refuses) == ("run", "tried", {}) for one in made.variants)
     assert all(one.less_sure and "canaries" in one.said for one in made.variants)
+
+
+def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries():
+    made = upgraded("triton==3.6.0", "triton==3.7.1", "cuda:sm_90")
+    after = {one.name: one.after for one in made.variants}
+    assert after == {"gluon_forward": "run", "gluon_backward": "tried", "gluon_mla": "tried"}
 
 
 def test_back_on_the_compiler_that_they_were_run_with_they_carry_over():
