@@ -16,7 +16,7 @@ FILE = Path(__file__).parent / "figures.toml"
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of one page of the documentation.
+    """Figures of one page of the documentation. A page that compares compilers has an entry for each.
 
     target     the chip's; toolchain: NAME==VERSION
     """
@@ -32,7 +32,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a target of the upgrade.
 
     carries  whether they were measured with the new compiler
-    lost     whether with the old one, and not with the new one
+    lost     whether with the old one, and the page has none of the new one
     """
 
     page: str
@@ -56,14 +56,16 @@ def published() -> tuple[Published, ...]:
 
 def figures(pairs: Collection[Pair]) -> Iterator[Figures]:
     """The published figures of the targets, and whether they hold for the new compiler."""
+    measured = {(one.page, one.target, one.toolchain) for one in published()}
     for one in published():
         for old, new in pairs:
             if new.target.name == one.target:
+                both = (one.page, one.target, new.compiler) in measured
                 yield Figures(
                     page=one.page,
                     what=one.what,
                     target=one.target,
                     measured_with=one.toolchain,
                     carries=one.toolchain == new.compiler,
-                    lost=one.toolchain == old.compiler != new.compiler,
+                    lost=one.toolchain == old.compiler and not both,
                 )
