@@ -112,6 +112,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"the {self.path} path has no kernel of ours, so no lowering and no launch")
         return self.lowering, self.launch
 
+    def __str__(self) -> str:
+        """What `explain` says: `print(portattn.last_plan())` is for people. The repr has every field."""
+        return self.explain()
+
     def explain(self) -> str:
         """The plan as text: path, kernel, quirks with their sentences, and every path not taken."""
         lines = [f"{self.problem}", f"on {self.target} with {self.toolchain}: {self.path} path"]

@@ -81,6 +81,7 @@ def test_there_is_an_answer_everywhere(target: str, toolchain: str) -> None:
             assert rejected.reason, rejected
             assert rejected.path != made.path
         text = made.explain()
+        assert str(made) == text
         assert f"{made.path} path" in text
         for quirk in made.quirks:
             assert quirk.id in text
