@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from portattn.cli import benchreport
+from portattn.cli import benchcomparison, benchreport
 from portattn.cli.errors import INTERRUPTED, RED
-from portattn.cli.output import emit_json, heading, table
+from portattn.cli.output import emit_json
 from portattn.cli.progress import Counted
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from portattn.tools.bench.cases import Case
     from portattn.tools.bench.firstcall import FirstCall
+    from portattn.tools.bench.releases.compared import Comparison
     from portattn.tools.bench.releases.named import Release
     from portattn.tools.bench.releases.process import ReleaseProcess
     from portattn.tools.bench.results import Result, Row, Run
@@ -38,11 +39,12 @@ def bench(
     results: dict[str, Result] = {}
     failed: dict[str, str] = {}
     ended = _measure(releases, chosen, options, libraries, budget, jobs, out, resume, commit, results, failed)
-    written = _write(results, failed, out) if out else []
+    whole = compared.comparison(results, failed)
+    written = _write(whole, results, out) if out else []
     if as_json:
-        emit_json(compared.with_results(results, failed))
+        emit_json(compared.with_results(whole, results))
     else:
-        show(results, failed, written)
+        benchcomparison.show(whole, written)
     if ended:
         raise SystemExit(ended)
     if failed or any(result.failed for result in results.values()):
@@ -183,45 +185,14 @@ def _outcome(items: Mapping[str, Row | FirstCall]) -> str:
     return f"{first.set}  " + " | ".join(f"{name}: {outcome(item)}" for name, item in items.items())
 
 
-def _write(results: Mapping[str, Result], failed: Mapping[str, str], out: Path) -> list[Path]:
+def _write(whole: Comparison, results: Mapping[str, Result], out: Path) -> list[Path]:
     """releases.json and releases.md, and each release's own files in its folder; their paths."""
     from portattn.files import write_whole
-    from portattn.tools.bench.releases import compared
+    from portattn.tools.bench.releases import reading, tables
 
     written = [path for name, result in results.items() for path in benchreport.write(result, out / name)]
-    as_json, as_text = out / "releases.json", out / "releases.md"
+    as_json, as_text = out / reading.NAME, out / "releases.md"
     out.mkdir(parents=True, exist_ok=True)
-    document = compared.comparison(results, failed)
-    write_whole(as_json, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
-    write_whole(as_text, compared.as_markdown(results, failed).encode())
+    write_whole(as_json, msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
+    write_whole(as_text, tables.as_markdown(whole).encode())
     return [as_json, as_text, *written]
-
-
-def show(results: Mapping[str, Result], failed: Mapping[str, str], written: list[Path]) -> None:
-    """The comparison as text, and each release's verdicts on the goals."""
-    from portattn.tools.bench.goals import goal_results
-    from portattn.tools.bench.releases import compared
-
-    for name, result in results.items():
-        click.echo(f"{name}: {result.runs[-1].toolchain}, {result.runs[-1].chip}")
-    for name, why in failed.items():
-        click.echo(f"{name}: did not start: {why}")
-    found = compared.cases(results)
-    table(*compared.case_lines(found, list(results)))
-    if calls := compared.first_calls(results):
-        heading("First calls")
-        table(*compared.first_call_lines(calls, list(results)))
-    heading("Sets: the best release's time over each one's, geometric means")
-    table(*compared.set_lines(compared.sets(found)))
-    heading("Goals")
-    goals = {name: goal_results(result) for name, result in results.items()}
-    if goals:
-        table(
-            ("goal", *goals),
-            [
-                (row[0].goal.name, *(f"{v.status}{'' if v.value is None else f' ({v.value:.2f})'}" for v in row))
-                for row in zip(*goals.values(), strict=True)
-            ],
-        )
-    for path in written:
-        click.echo(f"written: {path}")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from portattn.cli import benchcomparison
 from portattn.cli.errors import RED
-from portattn.cli.output import emit_json, heading, json_option, table
+from portattn.cli.output import emit_json, heading, json_option, table, write_texts
 from portattn.tools.number_ranges import FiniteRange
 
 if TYPE_CHECKING:
@@ -24,22 +25,21 @@ LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown
 @click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw SVG and PNG into this folder.")
 @json_option
 def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
-    """Goals, summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), or a
-    folder with either. No device is needed; --plots needs matplotlib (the extra `bench`).
+    """Goals, summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), the
+    releases.json of a run with --release, or a folder with one of these. No device is needed; --plots needs matplotlib
+    (the extra `bench`).
 
     Exit status 0 whatever the figures say; 2 when they cannot be read.
     """
-    from portattn.files import write_named
     from portattn.tools.bench import store, tables
+    from portattn.tools.bench.releases import reading
     from portattn.tools.bench.summary import document
 
+    if (comparison := reading.place(results)) is not None:
+        benchcomparison.report(comparison, markdown, as_csv, plots, as_json)
+        return
     result = store.read(results)
-    written = []
-    for path, text in ((markdown, tables.as_markdown), (as_csv, tables.as_csv)):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_named(path, text(result).encode())
-            written.append(path)
+    written = write_texts(result, ((markdown, tables.as_markdown), (as_csv, tables.as_csv)))
     if plots is not None:
         from portattn.tools.bench.plots import draw
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -13,6 +14,7 @@ import msgspec
 PIPED_WIDTH = 10_000  # columns; no row is wider
 
 F = TypeVar("F", bound=Callable[..., Any])
+Shown = TypeVar("Shown")
 
 
 def json_option(function: F) -> F:
@@ -58,6 +60,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=PIPED_WIDTH)
     console.print(shown)
+
+
+def write_texts(what: Shown, files: Iterable[tuple[Path | None, Callable[[Shown], str]]]) -> list[Path]:
+    """Write each file that is named, with what its function makes of `what`; the paths. Their folders are made."""
+    from portattn.files import write_named
+
+    written = []
+    for path, text in files:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_named(path, text(what).encode())
+            written.append(path)
+    return written
 
 
 def setting(name: str, value: Any) -> str:

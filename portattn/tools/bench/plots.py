@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from portattn.errors import PortattnError
+from portattn.files import write_whole
 from portattn.source_tree import install_extra
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import CORE, MINE, OURS, PREPARED, UNORDERED
@@ -48,7 +50,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
 
     Raises PortattnError where matplotlib is not installed.
     """
-    figure = _matplotlib()
+    figure = figure_class()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name in result.sets:
@@ -58,15 +60,27 @@ def draw(result: Result, folder: Path) -> list[Path]:
     return written
 
 
-def _matplotlib() -> Callable[..., Any]:
+def figure_class() -> Callable[..., Any]:
+    """Matplotlib's Figure, set so that the same figures give the same file. Raises PortattnError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PortattnError(f"bench report: --plots needs matplotlib ({error}): {install_extra('bench')}") from None
-    matplotlib.rcParams["svg.hashsalt"] = "portattn"  # the same file from the same figures
+    matplotlib.rcParams["svg.hashsalt"] = "portattn"  # else ids are random
     figure: Callable[..., Any] = Figure
     return figure
+
+
+def save(shown: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure in each of FORMATS, each file whole or not at all; the paths."""
+    paths = []
+    for form in FORMATS:
+        data, path = io.BytesIO(), folder / f"{name}.{form}"
+        shown.savefig(data, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+        write_whole(path, data.getvalue())
+        paths.append(path)
+    return paths
 
 
 def lines(rows: Iterable[Row]) -> dict[str, dict[Position, float]]:
@@ -136,12 +150,7 @@ def _figure(figure: Callable[..., Any], name: str, rows: list[Row], result: Resu
     run = result.runs[rows[0].run]
     shown.suptitle(f"{name}: {run.chip}, {run.toolchain}, {run.date[:10]}", fontsize=11)
     shown.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    paths = []
-    for form in FORMATS:
-        path = folder / f"{name}.{form}"
-        shown.savefig(path, dpi=150, metadata={"Date": None} if form == "svg" else None)
-        paths.append(path)
-    return paths
+    return save(shown, folder, name)
 
 
 def _panel(axes: Any, rows: list[Row], title: str, result: Result, handles: dict[str, Any], batch: bool) -> None:

@@ -24,16 +24,22 @@ WORDS = {"met": "met", "done": "done", "missed": "**missed**", "incomplete": "in
 
 def as_csv(result: Result) -> str:
     """One line for each contender of each row."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*OF_CASE, *OF_CONTENDER])
+    rows = []
     for row in result.rows:
         of_case = [
             row.set, row.name, row.case.op, row.case.timing, row.flops, row.read_bytes, row.floor_ms, row.limit,
             row.budget, row.best_peer,
         ]  # fmt: skip
-        for figures in row.contenders:
-            writer.writerow(["" if cell is None else cell for cell in (*of_case, *_cells(figures))])
+        rows += [(*of_case, *_cells(figures)) for figures in row.contenders]
+    return csv_text((*OF_CASE, *OF_CONTENDER), rows)
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lines of CSV under their columns. What is not known is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
     return text.getvalue()
 
 

@@ -22,7 +22,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.toolchain import installed
 from portattn.tools.bench import firstcall, store
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.releases import compared, measure, named, prime, process
+from portattn.tools.bench.releases import compared, measure, named, prime, process, tables
 from portattn.tools.bench.sets import SETS
 
 HERE = Path(__file__).parent
@@ -113,9 +113,12 @@ def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
     assert all(begun[1] == ended[1] for begun, ended in pairs)
     order = [begun[1] for begun, _ in pairs]
     assert sum(a != b for a, b in itertools.pairwise(order)) >= 4
-    text = bench(*SEED, *own(copy)).stdout
+    text = bench(*SEED, *own(copy), "--out", str(out)).stdout
     assert "99.0.0" in text
     assert "Goals" in text
+    # The report says the same, of the file alone.
+    again, told = bench("report", str(out)).stdout, text.partition("written: ")[0]
+    assert again == told
 
 
 @pytest.mark.usefixtures("device")
@@ -294,7 +297,9 @@ def test_first_calls_beside_each_other(monkeypatch):
     }
     (found,) = compared.first_calls(calls)
     assert [call.empty_s for call in found.releases.values()] == [3.0, 2.0]
-    assert "| first decode | 3.00 s, with kept caches 0.50 s (triton) | 2.00 s" in compared.as_markdown(calls, {})
+    assert "| first decode | 3.00 s, with kept caches 0.50 s (triton) | 2.00 s" in tables.as_markdown(
+        compared.comparison(calls, {})
+    )
     asked = {}
     monkeypatch.setattr(firstcall, "_child", lambda case, environment, *rest: asked.update(environment) or {
         "first_s": 1.0, "second_s": 1.0, "path": "triton", "warmup_s": 1.0,

@@ -6,17 +6,16 @@ Only figures of the same rounds compare: each release's rows are of one run with
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.goals import geomean
+from portattn.tools.bench.goals import Status, geomean, goal_results
 from portattn.tools.bench.results import Figures, Result, Row
 from portattn.tools.bench.summary import document
-from portattn.tools.bench.tables import table
 from portattn.tools.bench.timing import ratio
 
 SCHEMA = 1  # of releases.json
@@ -69,6 +68,46 @@ class FirstCallOfReleases(msgspec.Struct, frozen=True, kw_only=True):
 
     case: str
     releases: dict[str, FirstCall]
+
+
+class VerdictOfRelease(msgspec.Struct, frozen=True, kw_only=True):
+    """What a release's own results say of a goal: as GoalResult has it."""
+
+    status: Status
+    value: float | None = None
+
+
+class GoalOfReleases(msgspec.Struct, frozen=True, kw_only=True):
+    """A goal's verdicts, by release."""
+
+    goal: str
+    releases: dict[str, VerdictOfRelease]
+
+
+class ReleaseRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A release that was asked for. failed: why it did not start; it has no figures then."""
+
+    release: str
+    toolchain: str
+    date: str
+    failed: str
+    chip: str = ""  # files of before it was kept have none, and no goals
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """releases.json: all that is said of the releases together."""
+
+    schema: int = SCHEMA
+    releases: list[ReleaseRun]
+    sets: list[SetOfReleases]
+    cases: list[CaseOfReleases]
+    first_calls: list[FirstCallOfReleases]
+    goals: list[GoalOfReleases] = []
+
+    @property
+    def started(self) -> list[str]:
+        """The releases that have figures."""
+        return [run.release for run in self.releases if not run.failed]
 
 
 def cases(results_: Mapping[str, Result]) -> list[CaseOfReleases]:
@@ -130,87 +169,40 @@ def first_calls(results_: Mapping[str, Result]) -> list[FirstCallOfReleases]:
     return [FirstCallOfReleases(case=case, releases=found) for case, found in by_case.items()]
 
 
-def comparison(results_: Mapping[str, Result], failed: Mapping[str, str]) -> dict[str, Any]:
-    """releases.json. failed: releases that did not start, and why."""
+def goals(results_: Mapping[str, Result]) -> list[GoalOfReleases]:
+    """Each goal's verdicts."""
+    verdicts = {release: goal_results(result) for release, result in results_.items()}
+    return [
+        GoalOfReleases(
+            goal=row[0].goal.name,
+            releases={
+                release: VerdictOfRelease(status=v.status, value=v.value)
+                for release, v in zip(verdicts, row, strict=True)
+            },
+        )
+        for row in zip(*verdicts.values(), strict=True)
+    ]
+
+
+def comparison(results_: Mapping[str, Result], failed: Mapping[str, str]) -> Comparison:
+    """The releases beside each other. failed: those that did not start, and why."""
     found = cases(results_)
     runs = {release: result.runs[-1] for release, result in results_.items()}
-    started: list[dict[str, str]] = [
-        {"release": release, "toolchain": run.toolchain, "date": run.date, "failed": ""}
+    started = [
+        ReleaseRun(release=release, toolchain=run.toolchain, date=run.date, failed="", chip=run.chip)
         for release, run in runs.items()
     ]
     missing = [
-        {"release": release, "toolchain": f"triton=={release}", "date": "", "failed": why}
+        ReleaseRun(release=release, toolchain=f"triton=={release}", date="", failed=why)
         for release, why in failed.items()
     ]
-    return {
-        "schema": SCHEMA,
-        "releases": started + missing,
-        "sets": sets(found),
-        "cases": found,
-        "first_calls": first_calls(results_),
-    }
+    return Comparison(
+        releases=started + missing, sets=sets(found), cases=found, first_calls=first_calls(results_),
+        goals=goals(results_),
+    )  # fmt: skip
 
 
-def with_results(results_: Mapping[str, Result], failed: Mapping[str, str]) -> dict[str, Any]:
-    """The same, and beside it each release's own results as bench.json has them."""
+def with_results(whole: Comparison, results_: Mapping[str, Result]) -> dict[str, Any]:
+    """releases.json, and beside it each release's own results as bench.json has them."""
     own = {release: document(result) for release, result in results_.items()}
-    return comparison(results_, failed) | {"results": own}
-
-
-def case_lines(found: Iterable[CaseOfReleases], releases: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of cases: a column a release."""
-    columns = ["set", "case", "contender", *releases, "best"]
-    rows = [[c.set, c.case, c.contender, *(_cell(c.releases.get(r)) for r in releases), c.best] for c in found]
-    return columns, rows
-
-
-def _cell(of: OfRelease | None) -> str:
-    if of is None:
-        return ""
-    if of.refused:
-        return f"refused: {of.refused}"
-    if of.ms is None:
-        return "" if of.host_us is None else f"host {of.host_us:.1f} µs"
-    behind = "" if of.of_best is None else f", {of.of_best:.2f}"
-    return f"{of.ms * 1e3:.1f} µs{behind}" + (f", {of.path}" if of.path else "")
-
-
-def set_lines(found: Iterable[SetOfReleases]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of sets."""
-    columns = ["set", "contender", "release", "cells", "of the best", "worst", "in"]
-    rows = [
-        [
-            s.set, s.contender, s.release, f"{s.cells}/{s.of}", "" if s.of_best is None else f"{s.of_best:.3f}",
-            "" if s.worst is None else f"{s.worst:.3f}", s.worst_case,
-        ]
-        for s in found
-    ]  # fmt: skip
-    return columns, rows
-
-
-def first_call_lines(
-    found: Iterable[FirstCallOfReleases], releases: Sequence[str]
-) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of first calls."""
-    rows = [[c.case, *(_first(c.releases.get(release)) for release in releases)] for c in found]
-    return ["case", *releases], rows
-
-
-def _first(call: FirstCall | None) -> str:
-    if call is None:
-        return ""
-    if call.empty_s is None or call.kept_s is None:
-        return call.failed or "not measured"
-    return f"{call.empty_s:.2f} s, with kept caches {call.kept_s:.2f} s ({call.path})"
-
-
-def as_markdown(results_: Mapping[str, Result], failed: Mapping[str, str]) -> str:
-    """The tables as Markdown."""
-    found, names = cases(results_), list(results_)
-    parts = [f"- {result.runs[-1].chip}, {result.runs[-1].toolchain}" for result in results_.values()]
-    parts += [f"- triton=={release}: {why}" for release, why in failed.items()]
-    text = ["\n".join(parts), "## Sets", table(*set_lines(sets(found)))]
-    text += ["## Cases", table(*case_lines(found, names))]
-    if calls := first_calls(results_):
-        text += ["## First calls", table(*first_call_lines(calls, names))]
-    return "\n\n".join(text) + "\n"
+    return msgspec.structs.asdict(whole) | {"results": own}

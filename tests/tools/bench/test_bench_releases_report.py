@@ -1,0 +1,253 @@
+"""`portattn bench report` of a releases.json: what the run showed, its files, and errors of files that are none."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from benchfakes import a_result, figures, made
+from test_bench_cli import bench
+
+from portattn.cli import benchcomparison
+from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.releases import compared, plots, reading, tables
+from portattn.tools.bench.sets import SETS
+
+CALL = FirstCall(case="first decode", run=0, empty_s=3.0, kept_s=0.5, path="triton")
+
+
+def whole(*, peers: bool = True, backwards: bool = False, sets: tuple[str, ...] = ("decode",)) -> compared.Comparison:
+    """Two releases that ran, the second with twice the times of the first, and one that did not start."""
+    results = {}
+    for release, slow in (("3.6.0", 1.0), ("3.8.0", 2.0)):
+        rows = [
+            made(name, case, figures("portattn", slow, path="triton"), *([figures("sdpa", 3.0)] if peers else []))
+            for name in sets
+            for case in SETS[name][:: -1 if backwards else 1]
+        ]
+        results[release] = a_result(*rows, toolchain=f"triton=={release}", first_calls=[CALL])
+    return compared.comparison(results, {"3.9.0": "no such symbol"})
+
+
+def saved(path: Path, document: Any) -> Path:
+    path.write_bytes(msgspec.json.encode(document))
+    return path
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    """A file's document with other fields; those that are `...` are left out."""
+    document = msgspec.to_builtins(whole()) | fields
+    return {name: value for name, value in document.items() if value is not ...}
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    assert reading.read(saved(tmp_path / "releases.json", whole())) == whole()
+
+
+@pytest.mark.parametrize("name", ["releases.json", "new-releases.json", "of-may.json"])
+def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
+    benchcomparison.show(whole(), [])
+    shown = capsys.readouterr().out
+    called = bench("report", str(saved(tmp_path / name, whole())))
+    assert called.exit_code == 0, called.output
+    assert called.stdout == shown
+    assert "3.6.0: triton==3.6.0, a chip" in shown
+    assert "3.9.0: did not start: no such symbol" in shown
+    assert "1000.0 µs, 1.00, triton  2000.0 µs, 0.50, triton  3.6.0" in shown
+    assert "3.00 s, with kept caches 0.50 s" in shown
+    goal = next(line for line in shown.splitlines() if line.startswith("decode  ") and "(" in line)
+    assert goal.split() == ["decode", "met", "(3.00)", "met", "(1.50)"]
+
+
+def test_a_folders_comparison_comes_before_a_run_that_lies_beside_it(tmp_path):
+    (tmp_path / "bench.json").write_text("not read")
+    (tmp_path / "rows.jsonl").write_text("not read")
+    saved(tmp_path / "releases.json", whole())
+    called = bench("report", str(tmp_path), "--json")
+    assert called.exit_code == 0, called.output
+    assert json.loads(called.stdout) == msgspec.to_builtins(whole()) | {"written": []}
+
+
+def test_files_of_before_chips_and_goals_were_kept(tmp_path):
+    runs = [
+        {name: value for name, value in run.items() if name != "chip"}
+        for run in msgspec.to_builtins(whole())["releases"]
+    ]
+    called = bench("report", str(saved(tmp_path / "releases.json", changed(goals=..., releases=runs))))
+    assert called.exit_code == 0, called.output
+    assert called.stdout.startswith("3.6.0: triton==3.6.0\n")
+    assert "Goals" not in called.stdout
+
+
+def test_markdown_and_csv(tmp_path):
+    file = saved(tmp_path / "releases.json", whole())
+    markdown, as_csv = tmp_path / "new" / "a.md", tmp_path / "new" / "a.csv"
+    called = bench("report", str(file), "--markdown", str(markdown), "--csv", str(as_csv), "--json")
+    assert called.exit_code == 0, called.output
+    assert json.loads(called.stdout)["written"] == [str(markdown), str(as_csv)]
+    assert markdown.read_text() == tables.as_markdown(whole())
+    assert markdown.read_text().startswith(
+        "- a chip, triton==3.6.0\n- a chip, triton==3.8.0\n- triton==3.9.0: no such symbol\n\n## Sets\n"
+    )
+    lines = list(csv.DictReader(as_csv.open()))
+    assert len(lines) == 2 * len(SETS["decode"])
+    assert lines[1] == {
+        "set": "decode", "case": SETS["decode"][0].name, "contender": "portattn", "release": "3.8.0", "best": "3.6.0",
+        "ms": "2.0", "graph_ms": "", "host_us": "", "of_best": "0.5", "ratio": "1.5", "path": "triton", "refused": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        (b'{"schema": 1, "rel', "truncated"),
+        (b"\xff\xfe", "no comparison of releases"),
+        (b"[" * 100_000, "no comparison of releases"),
+        (b"[]", "Expected `object`, got `array`"),
+        (changed(schema=2), "schema version 2; this portattn reads version 1"),
+        *((changed(**{name: ...}), f"missing required field `{name}`") for name in ("schema", "sets", "cases")),
+        (changed(first_calls=...), "missing required field `first_calls`"),
+        (changed(releases=...), "missing required field `releases`"),
+        (changed(cases=[{"set": "decode"}]), "missing required field `case` - at `$.cases[0]`"),
+        (changed(releases=[]), "3.6.0 is no release that `releases` lists as started"),
+        (changed(releases=[*whole().releases, whole().releases[0]]), "`releases` lists 3.6.0 twice"),
+        (changed(cases=[msgspec.structs.replace(whole().cases[0], set="../x")]), "'../x' is no name of a set"),
+        (changed(cases=[msgspec.structs.replace(whole().cases[0], best="3.9.0")]), "3.9.0 is no release"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_none_is_one_error(tmp_path, document, problem):
+    file = tmp_path / "releases.json"
+    file.write_bytes(document if isinstance(document, bytes) else msgspec.json.encode(document))
+    out = [tmp_path / name for name in ("a.md", "a.csv", "plots")]
+    called = bench("report", str(file), "--markdown", str(out[0]), "--csv", str(out[1]), "--plots", str(out[2]))
+    assert called.exit_code == 2
+    assert isinstance(called.exception, SystemExit)
+    assert called.stderr.startswith(f"portattn: {file}: ")
+    assert problem in called.stderr
+    assert len(called.stderr.splitlines()) == 1
+    assert not any(path.exists() for path in out)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "releases.json").mkdir()
+    called = bench("report", str(tmp_path))
+    assert called.exit_code == 2
+    assert "releases.json: cannot be read: Is a directory" in called.stderr
+
+
+def test_another_json_is_still_read_as_a_runs_results(tmp_path):
+    (tmp_path / "of-may.json").write_text('{"schema": 3}')
+    called = bench("report", str(tmp_path / "of-may.json"))
+    assert called.exit_code == 2
+    assert "no results of portattn bench" in called.stderr
+
+
+def test_cases_are_drawn_in_the_order_of_their_set():
+    found = whole(backwards=True)
+    stranger = msgspec.structs.replace(found.cases[0], case="decode of another day")
+    prepared = msgspec.structs.replace(found.cases[0], contender="portattn prepared")
+    found = msgspec.structs.replace(found, cases=[stranger, prepared, *found.cases])
+    assert [case.case for case in plots.of_sets(found)["decode"]] == [
+        *(case.name for case in SETS["decode"]), "decode of another day",
+    ]  # fmt: skip
+
+
+def test_a_set_without_peers_is_drawn_against_the_best_release():
+    assert plots.lines(whole().cases[:2], ["3.6.0", "3.8.0"]) == ("ratio", {"3.6.0": [3.0] * 2, "3.8.0": [1.5] * 2})
+    alone = whole(peers=False).cases[:2]
+    assert plots.lines(alone, ["3.8.0", "3.9.0"]) == ("of_best", {"3.8.0": [0.5] * 2, "3.9.0": [None] * 2})
+
+
+def test_labels_leave_out_what_all_names_have():
+    assert plots.labels(["dense D=64 S=1", "dense D=64 S=2 causal"]) == ("dense D=64", ["S=1", "S=2 causal"])
+    assert plots.labels(["seed", "seed decode"]) == ("", ["seed", "seed decode"])
+    assert plots.labels(["a b", "b a"]) == ("", ["a b", "b a"])
+    for cases in SETS.values():
+        names = [case.name for case in cases]
+        assert len(set(plots.labels(names)[1])) == len(set(names))
+
+
+def test_every_release_has_a_colour_and_a_mark_of_its_own():
+    assert len(set(plots.COLOURS)) == len(plots.COLOURS) == 7
+    assert len(set(plots.MARKS)) == len(plots.MARKS)
+    looks = [(plots.COLOURS[i % len(plots.COLOURS)], plots.MARKS[i % len(plots.MARKS)]) for i in range(50)]
+    assert len(set(looks)) == 50
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    found = whole(sets=("decode", "dense18", "prefill"))
+    cases = [case for case in found.cases if case.case != SETS["prefill"][0].name]  # one of two: no figure
+    file = saved(tmp_path / "releases.json", msgspec.structs.replace(found, cases=cases))
+    called = bench("report", str(file), "--plots", str(tmp_path / "a"), "--json")
+    assert called.exit_code == 0, called.output
+    names = [f"releases-{name}.{form}" for name in ("decode", "dense18") for form in ("svg", "png")]
+    assert json.loads(called.stdout)["written"] == [str(tmp_path / "a" / name) for name in names]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(names)
+    assert bench("report", str(file), "--plots", str(tmp_path / "b")).exit_code == 0
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    svg = (tmp_path / "a" / "releases-dense18.svg").read_text()
+    for text in ("dense18, releases of Triton: a chip, 2026-01-02", "D=64 S=1024 causal", "case; all are dense bf16"):
+        assert f"<!-- {text} -->" in svg
+    assert all(colour.lower() in svg for colour in plots.COLOURS[:2])
+    assert plots.COLOURS[2].lower() not in svg  # 3.9.0 has no figures
+
+
+def drawn(monkeypatch, folder: Path, found: compared.Comparison) -> list[Any]:
+    """The axes of each figure."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    figures_: dict[int, Any] = {}
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda shown, *_, **__: figures_.update({id(shown): shown}))
+    plots.draw(found, folder)
+    return [axes for shown in figures_.values() for axes in shown.axes]
+
+
+def test_marks_are_at_their_cases(monkeypatch, tmp_path):
+    found = whole()
+    refused = msgspec.structs.replace(
+        found.cases[1], releases=found.cases[1].releases | {"3.8.0": compared.OfRelease(refused="wrong")}
+    )
+    unmatched = msgspec.structs.replace(
+        found.cases[2],
+        releases={name: msgspec.structs.replace(of, ratio=None) for name, of in found.cases[2].releases.items()},
+    )
+    found = msgspec.structs.replace(found, cases=[found.cases[0], refused, unmatched, *found.cases[3:]])
+    (axes,) = drawn(monkeypatch, tmp_path, found)
+    level, first, second = axes.lines[:3]
+    assert set(level.get_ydata()) == {1.0}
+    assert [(round(x), y) for x, y in first.get_xydata()] == [(x, 3.0) for x in (0, 1, 3, 4, 5)]
+    assert [(round(x), y) for x, y in second.get_xydata()] == [(x, 1.5) for x in (0, 3, 4, 5)]
+    assert not set(first.get_xdata()) & set(second.get_xdata())
+    low, high = axes.get_ylim()
+    assert low < 1.0 < 3.0 < high
+    assert [(text.get_text(), text.get_position()[0]) for text in axes.texts] == [("no peer", 2)]
+    assert axes.get_ylabel() == "best peer’s time over portattn’s;\nabove 1 is faster"
+    assert axes.get_xticklabels()[0].get_text() == SETS["decode"][0].name.removeprefix("decode ")
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["3.6.0", "3.8.0"]
+
+
+def test_a_figure_without_peers_says_so(monkeypatch, tmp_path):
+    (axes,) = drawn(monkeypatch, tmp_path, whole(peers=False))
+    assert axes.get_ylabel().startswith("best release’s time over this one’s")
+    assert set(axes.lines[2].get_ydata()) == {0.5}
+
+
+def test_nothing_is_drawn_where_nothing_was_timed(monkeypatch, tmp_path):
+    found = whole()
+    nothing = {"3.6.0": compared.OfRelease(refused="wrong")}
+    cases = [msgspec.structs.replace(case, best="", releases=nothing) for case in found.cases]
+    assert drawn(monkeypatch, tmp_path, msgspec.structs.replace(found, cases=cases)) == []
+
+
+def test_names_are_no_formulas(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    found = whole()
+    cases = [msgspec.structs.replace(case, case=f"{case.case} $\\frac$") for case in found.cases]
+    cases[0] = msgspec.structs.replace(cases[0], case="$\\no")
+    assert len(plots.draw(msgspec.structs.replace(found, cases=cases), tmp_path)) == 2
