@@ -20,7 +20,6 @@ from portattn.tools.upgrade.compilers import cautions, parsed
 from portattn.tools.upgrade.figures import published
 from portattn.tools.upgrade.sides import Pair, Side
 
-
 COMPARED = "docs/performance/releases.md"  # several compilers beside each other
 
 
