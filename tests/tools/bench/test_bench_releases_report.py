@@ -61,7 +61,8 @@ def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
     assert "1000.0 µs, 1.00, triton  2000.0 µs, 0.50, triton  3.6.0" in shown
     assert "3.00 s, with kept caches 0.50 s" in shown
     goal = next(line for line in shown.splitlines() if line.startswith("decode  ") and "(" in line)
-    assert goal.split() == ["decode", "met", "(3.00)", "met", "(1.50)"]
+    assert goal.split() == ["decode", "met", "(3.000)", "met", "(1.500)"]
+    assert "not measured" not in shown, "goals that no release was measured for"
 
 
 def test_a_folders_comparison_comes_before_a_run_that_lies_beside_it(tmp_path):

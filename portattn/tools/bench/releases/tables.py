@@ -65,15 +65,16 @@ def _first(call: FirstCall | None) -> str:
 
 
 def goal_lines(found: Iterable[GoalOfReleases], releases: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of goals."""
-    rows = [[g.goal, *(_verdict(g.releases.get(release)) for release in releases)] for g in found]
+    """Columns and rows of the table of goals: those that at least one release was measured for."""
+    measured = [g for g in found if any(verdict.value is not None for verdict in g.releases.values())]
+    rows = [[g.goal, *(_verdict(g.releases.get(release)) for release in releases)] for g in measured]
     return ["goal", *releases], rows
 
 
 def _verdict(verdict: VerdictOfRelease | None) -> str:
     if verdict is None:
         return ""
-    return verdict.status if verdict.value is None else f"{verdict.status} ({verdict.value:.2f})"
+    return verdict.status if verdict.value is None else f"{verdict.status} ({verdict.value:.3f})"
 
 
 def as_markdown(whole: Comparison) -> str:
