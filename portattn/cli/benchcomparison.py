@@ -20,6 +20,10 @@ def report(file: Path, markdown: Path | None, as_csv: Path | None, plots: Path |
     from portattn.tools.bench.releases import reading, tables
 
     whole = reading.read(file)
+    if plots is not None:
+        from portattn.tools.bench.plots import figure_class
+
+        figure_class()  # without matplotlib nothing is written
     written = write_texts(whole, ((markdown, tables.as_markdown), (as_csv, tables.as_csv)))
     if plots is not None:
         from portattn.tools.bench.releases.plots import draw
@@ -39,11 +43,12 @@ def show(whole: Comparison, written: list[Path]) -> None:
     for run in whole.releases:
         said = f"did not start: {run.failed}" if run.failed else f"{run.toolchain}{', ' * bool(run.chip)}{run.chip}"
         click.echo(f"{run.release}: {said}")
+    click.echo(tables.FIGURES)
     table(*tables.case_lines(whole.cases, started))
     if whole.first_calls:
         heading("First calls")
         table(*tables.first_call_lines(whole.first_calls, started))
-    heading("Sets: the best release's time over each one's, geometric means")
+    heading("Sets: the best peer's time and the best release's time over each one's, geometric means")
     table(*tables.set_lines(whole.sets))
     if whole.goals:
         heading("Goals")

@@ -10,6 +10,7 @@ import click
 from portattn.cli import benchcomparison
 from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, heading, json_option, table, write_texts
+from portattn.errors import ArgumentError
 from portattn.tools.number_ranges import FiniteRange
 
 if TYPE_CHECKING:
@@ -35,10 +36,15 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
     from portattn.tools.bench.releases import reading
     from portattn.tools.bench.summary import document
 
+    _separate({"RESULTS": results, "--markdown": markdown, "--csv": as_csv})
     if (comparison := reading.place(results)) is not None:
         benchcomparison.report(comparison, markdown, as_csv, plots, as_json)
         return
     result = store.read(results)
+    if plots is not None:
+        from portattn.tools.bench.plots import figure_class
+
+        figure_class()  # without matplotlib nothing is written
     written = write_texts(result, ((markdown, tables.as_markdown), (as_csv, tables.as_csv)))
     if plots is not None:
         from portattn.tools.bench.plots import draw
@@ -65,9 +71,8 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
     Exit status 1 when a case has lost more than the tolerance.
     """
     from portattn.tools.bench import compare as comparing
-    from portattn.tools.bench import store
 
-    found = comparing.changes(store.read(before), store.read(after))
+    found = comparing.changes(_of_a_run("before", before), _of_a_run("after", after))
     slower = comparing.slower(found, tolerance)
     sets = comparing.by_set(found)
     if as_json:
@@ -105,7 +110,7 @@ def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
     from portattn.tools.bench.join import joined
     from portattn.tools.bench.summary import document
 
-    whole = joined({path: store.read(path) for path in results})
+    whole = joined({path: _of_a_run("results", path) for path in results})
     with store.Store(out) as folder:
         if kept := folder.start():
             click.echo(f"the rows that were there are now {kept}", err=True)
@@ -115,6 +120,29 @@ def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
         emit_json(document(whole) | {"written": [str(path) for path in written]})
     else:
         show(whole, written)
+
+
+def _separate(files: dict[str, Path | None]) -> None:
+    """Raises ArgumentError where one file would be written over another, or over what is read."""
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        place = path.resolve()
+        if place in seen and (place.is_file() or not place.exists()):  # no pipe or terminal
+            raise ArgumentError("bench report", option, str(path), f"must be another file than that of {seen[place]}")
+        seen[place] = option
+
+
+def _of_a_run(argument: str, path: Path) -> Result:
+    """The results of one run. Raises ArgumentError for a comparison of releases, beside which each has its own."""
+    from portattn.tools.bench import store
+    from portattn.tools.bench.releases import reading
+
+    if reading.place(path) is not None:
+        limit = "compares releases of Triton: name the folder of one of them, which lies beside it"
+        raise ArgumentError("bench", argument, str(path), limit)
+    return store.read(path)
 
 
 def write(result: Result, folder: Path) -> list[Path]:

@@ -33,12 +33,12 @@ def untried(
     kernel: str, target: Target, settings: Settings, registry: Registry | None = None, problem: Problem | None = None
 ) -> tuple[str, ...]:
     """A caution for a plan, where the suite is not known to have passed with a kernel on such a chip with such a
-    compiler, for such problems if one is given."""
+    compiler, for such problems if one is given; and that canaries run although it has, where they were asked for."""
     if seen_to_run(target, registry, problem) is not None:
-        return ()
+        return (f"canary='always': the canaries of {kernel} run before its first call",) * (settings.canary == "always")
     decides = "its canaries run before its first call, and decide whether it runs at all"
     if settings.canary == "never":
-        decides = "canary='never' leaves out the canaries that would decide whether it may"
+        decides = "canary='never', so that it runs without the canaries that would decide whether it may"
     of = "" if seen_to_run(target, registry) is None else ", for such problems"
     where = f"{target.arch.name} with {target.toolchain}"
     return (f"no complete run of its tests is known of {kernel} on {where}{of}: {decides}",)

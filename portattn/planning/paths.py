@@ -17,6 +17,7 @@ from portattn.errors import ArgumentError
 from portattn.planning import core_path, reference_takes, variant_path
 from portattn.planning.backend import Backend, Variant, VendorPath
 from portattn.planning.checks import Refused, undeclared
+from portattn.planning.evidence import untried
 from portattn.planning.gradients import INTERPRETER, backward_problem, own_path
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
@@ -93,7 +94,8 @@ def _trained(name: str, asked: Asked, fields: dict[str, Any]) -> dict[str, Any]:
     requested = own_path(asked.settings.backend, backend.device_type) or "auto"
     settings = msgspec.structs.replace(asked.settings, backend=requested)
     gradients = dataclasses.replace(asked, problem=backward_problem(asked.problem), settings=settings)
-    deferred, no = "", Rejection(path=name, reason="no kernel computes its gradients")
+    taken: Plan | None = None
+    no = Rejection(path=name, reason="no kernel computes its gradients")
     for path in _own(gradients, backend, requested):
         try:
             made = path.plan(gradients)
@@ -101,13 +103,16 @@ def _trained(name: str, asked: Asked, fields: dict[str, Any]) -> dict[str, Any]:
             no = refused.rejection
             continue
         if requested != "auto" or not path.defers(gradients.problem):
-            deferred = made.path
+            taken = made
             break
-        deferred = deferred or made.path
-    if not deferred:
+        taken = taken or made
+    if taken is None:
         reason = f"gradients are asked for: {no.reason}"
         raise Refused(Rejection(path=name, reason=reason, hint=no.hint, quirk=no.quirk, incident=no.incident))
-    return {**fields, "notes": (*fields["notes"], _gradients_by(deferred))}
+    kernel = taken.kernel or taken.path
+    cautions = untried(kernel, asked.target, asked.settings, asked.registry, gradients.problem)
+    said = () if taken.path == INTERPRETER else cautions
+    return {**fields, "notes": (*fields["notes"], *said, _gradients_by(taken.path))}
 
 
 def _fields(taken: msgspec.Struct) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.compile import ensure, variants
 from portattn.compile.store import CompileStore, _store
 from portattn.config import Settings
+from portattn.planning.evidence import canaries_wanted
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.testing import canary
@@ -65,9 +66,7 @@ def test_it_is_planned_and_the_plan_says_that_canaries_decide(name: str, toolcha
 
 
 LEFT_OUT = {  # of verified.toml
-    ("gluon_forward_fp8", "3.6.0"),
-    ("gluon_forward_fp8", "3.7.1"), ("gluon_forward_int8", "3.7.1"), ("gluon_backward", "3.7.1"),
-    ("gluon_mla", "3.7.1"),
+    ("gluon_backward", "3.7.1"), ("gluon_mla", "3.7.1"),
     ("gluon_forward_fp8", "3.9.0"), ("gluon_forward_int8", "3.9.0"),
 }  # fmt: skip
 
@@ -81,6 +80,33 @@ def test_what_was_run_is_planned_without_a_caution(name: str, release: str) -> N
         assert f"of {name} on sm_90 with triton=={release}, for such problems: its canaries" in caution(made)
     else:
         assert caution(made) == ""
+
+
+DECODE = Problem(op="decode_attention", batch=4, heads_q=8, heads_k=8, seq_q=1, seq_k=1024, head_dim=64, dtype="bf16")
+PAGED = msgspec.structs.replace(DECODE, op="paged_attention", page_size=16, pages_in_line=True, seqlens_k=True)
+APPEND = Problem(
+    op="append_kv", batch=4, heads_q=8, heads_k=8, seq_q=1, seq_k=1024, head_dim=64, dtype="bf16", seqlens_k=True
+)
+WRITE = msgspec.structs.replace(APPEND, op="write_pages", page_size=16)
+PACKED = Problem(
+    op="varlen_attention_backward", batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128, dtype="bf16",
+    total_q=1500, total_k=1500,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
+@pytest.mark.parametrize("kv_format", ["as_q", "e4m3", "int8", "nvfp4"])
+@pytest.mark.parametrize("problem", [DECODE, PAGED, APPEND, WRITE, PACKED, LATENT], ids=lambda p: p.op)
+def test_what_a_run_left_out_is_what_the_canaries_decide(problem: Problem, kv_format: str, release: str) -> None:
+    if kv_format != "as_q":
+        if problem in (PACKED, LATENT):
+            pytest.skip(f"{problem.op} reads no such cache")
+        scales = "none" if kv_format == "nvfp4" else "head"
+        problem = msgspec.structs.replace(problem, kv_format=kv_format, kv_scales=scales)
+    target = parse_target("cuda:sm_90", f"triton=={release}")
+    left_out = (release == "3.9.0" and kv_format == "nvfp4") or (release == "3.7.1" and problem in (PACKED, LATENT))
+    assert bool(caution(plan(problem, target))) is left_out
+    assert canaries_wanted(target, Settings(), problem=problem) is left_out
 
 
 @pytest.mark.parametrize(
@@ -100,13 +126,26 @@ def test_a_core_plan_says_it_too(where: str, toolchain: str, said: str) -> None:
     made = plan(decode, target)
     assert made.path == "triton"
     assert (said in caution(made)) if said else (caution(made) == "")
-    quantised = msgspec.structs.replace(WHOLE, kv_format="e4m3", kv_scales="head")
-    if where.startswith("ascend"):
-        return
-    assert caution(plan(quantised, target))
-    never = plan(quantised, target, settings=Settings(canary="never"))
-    assert "leaves out the canaries" in caution(never)
+    never = plan(decode, target, settings=Settings(canary="never"))
+    assert ("so that it runs without the canaries" in caution(never)) is bool(said)
     assert caution(plan(decode, parse_target("cpu:generic"), settings=Settings(backend="interpreter"))) == ""
+
+
+@pytest.mark.parametrize(("release", "forward", "backward"), [("3.7.0", 1, 1), ("3.7.1", 0, 1), ("3.8.0", 0, 0)])
+def test_a_training_calls_plan_says_it_of_its_gradients(release: str, forward: int, backward: int) -> None:
+    where = parse_target("cuda:sm_90", f"triton=={release}")
+    told = plan(msgspec.structs.replace(P, needs_grad=True), where).notes
+    for kernel, expected in (("gluon_forward", forward), ("gluon_backward", backward)):
+        assert sum(f"is known of {kernel} on sm_90" in note for note in told) == expected
+    assert told[-1] == "gradients by gluon_backward"
+
+
+@pytest.mark.parametrize("name", ["gluon_forward", "gluon_mla"])
+def test_canaries_that_were_asked_for_are_said(name: str) -> None:
+    seen = parse_target("cuda:sm_90", "triton==3.8.0")
+    made = plan(PROBLEMS[name], seen, settings=Settings(canary="always"))
+    assert f"canary='always': the canaries of {name} run before its first call" in made.notes
+    assert made.key == plan(PROBLEMS[name], seen).key
 
 
 @pytest.mark.parametrize("toolchain", ["flagtree==3.6.0", "none"])
@@ -121,7 +160,7 @@ def test_another_compiler_is_refused(name: str, toolchain: str) -> None:
 def test_without_canaries_the_plan_says_that_nothing_decides() -> None:
     made = plan(P, NEWER, settings=Settings(canary="never"))
     assert made.path == NAME
-    assert caution(made).endswith("canary='never' leaves out the canaries that would decide whether it may")
+    assert caution(made).endswith("so that it runs without the canaries that would decide whether it may")
     assert made.key == plan(P, NEWER).key
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
     assert called.stdout == shown
     assert "3.6.0: triton==3.6.0, a chip" in shown
     assert "3.9.0: did not start: no such symbol" in shown
-    assert "1000.0 µs, 1.00, triton  2000.0 µs, 0.50, triton  3.6.0" in shown
+    assert "1000.0 µs (3.00), 1.00, triton  2000.0 µs (1.50), 0.50, triton  3.6.0" in shown
     assert "3.00 s, with kept caches 0.50 s" in shown
-    goal = next(line for line in shown.splitlines() if line.startswith("decode  ") and "(" in line)
+    goal = next(line for line in shown.splitlines() if line.startswith("decode  ") and "met" in line)
     assert goal.split() == ["decode", "met", "(3.000)", "met", "(1.500)"]
     assert "not measured" not in shown, "goals that no release was measured for"
 
@@ -252,3 +253,40 @@ def test_names_are_no_formulas(tmp_path):
     cases = [msgspec.structs.replace(case, case=f"{case.case} $\\frac$") for case in found.cases]
     cases[0] = msgspec.structs.replace(cases[0], case="$\\no")
     assert len(plots.draw(msgspec.structs.replace(found, cases=cases), tmp_path)) == 2
+
+
+def test_cases_are_in_the_order_of_their_set():
+    names = [case.name for case in SETS["decode"]]
+    assert [case.case for case in whole(backwards=True).cases] == names
+
+
+@pytest.mark.parametrize("command", ["compare", "join"])
+def test_a_comparison_is_no_run(tmp_path, command):
+    file = saved(tmp_path / "releases.json", whole())
+    more = ["--out", str(tmp_path / "out")] if command == "join" else []
+    called = bench(command, str(file), str(file), *more)
+    assert called.exit_code == 2
+    assert "compares releases of Triton: name the folder of one of them" in called.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("markdown", "as_csv"), [("releases.json", "r.csv"), ("r.md", "releases.json"), ("r.md", "r.md")]
+)  # fmt: skip
+def test_no_file_is_written_over_another(tmp_path, markdown, as_csv):
+    file = saved(tmp_path / "releases.json", whole())
+    before = file.read_bytes()
+    called = bench("report", str(file), "--markdown", str(tmp_path / markdown), "--csv", str(tmp_path / as_csv))
+    assert called.exit_code == 2
+    assert "must be another file than that of" in called.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["releases.json"]
+    assert file.read_bytes() == before
+
+
+def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    file = saved(tmp_path / "releases.json", whole())
+    called = bench("report", str(file), "--markdown", str(tmp_path / "r.md"), "--plots", str(tmp_path / "plots"))
+    assert called.exit_code == 2
+    assert "needs matplotlib" in called.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["releases.json"]

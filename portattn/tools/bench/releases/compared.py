@@ -6,7 +6,7 @@ Only figures of the same rounds compare: each release's rows are of one run with
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.goals import Status, geomean, goal_results
 from portattn.tools.bench.results import Figures, Result, Row
+from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.summary import document
 from portattn.tools.bench.timing import ratio
 
@@ -51,7 +52,8 @@ class CaseOfReleases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetOfReleases(msgspec.Struct, frozen=True, kw_only=True):
-    """A release over a set: geometric mean of its `of_best`, and the least of them with its case."""
+    """A release over a set: geometric mean of its `of_best`, and the least of them with its case; the same of its
+    `ratio` as ratio and least_ratio, over the cases that have a peer."""
 
     set: str
     contender: str
@@ -61,6 +63,8 @@ class SetOfReleases(msgspec.Struct, frozen=True, kw_only=True):
     of_best: float | None
     worst: float | None
     worst_case: str
+    ratio: float | None = None
+    least_ratio: float | None = None
 
 
 class FirstCallOfReleases(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +115,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cases(results_: Mapping[str, Result]) -> list[CaseOfReleases]:
-    """Every case and contender of ours that any release has a row of."""
+    """Every case and contender of ours that any release has a row of, set by set, in the sets' own order."""
     rows: dict[tuple[str, str], dict[str, Row]] = {}
     for release, result in results_.items():
         for row in result.rows:
@@ -123,7 +127,15 @@ def cases(results_: Mapping[str, Result]) -> list[CaseOfReleases]:
             there = {release: f for release, f in figures.items() if f is not None}
             if there:
                 found.append(_case(set_, name, contender, there))
+    found.sort(key=_place(found))
     return found
+
+
+def _place(found: Sequence[CaseOfReleases]) -> Callable[[CaseOfReleases], tuple[int, int]]:
+    """Where a case belongs: its set's first place in the list, its own in the set. Cases that a set lacks come last."""
+    first = {case.set: at for at, case in reversed(list(enumerate(found)))}
+    places = {(name, case.name): at for name in first for at, case in enumerate(SETS.get(name, ()))}
+    return lambda case: (first[case.set], places.get((case.set, case.case), len(places)))
 
 
 def _case(set_: str, case: str, contender: str, figures: Mapping[str, Figures]) -> CaseOfReleases:
@@ -142,19 +154,21 @@ def _case(set_: str, case: str, contender: str, figures: Mapping[str, Figures]) 
 
 def sets(found: Iterable[CaseOfReleases]) -> list[SetOfReleases]:
     """Each release's line of each set."""
-    groups: dict[tuple[str, str, str], list[tuple[float | None, str]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[OfRelease, str]]] = {}
     for case in found:
         for release, of in case.releases.items():
-            groups.setdefault((case.set, case.contender, release), []).append((of.of_best, case.case))
+            groups.setdefault((case.set, case.contender, release), []).append((of, case.case))
     made = []
     for (set_, contender, release), values in groups.items():
-        there = [(value, case) for value, case in values if value is not None]
+        there = [(of.of_best, case) for of, case in values if of.of_best is not None]
+        ratios = [of.ratio for of, _ in values if of.ratio is not None]
         worst, where = min(there, default=(None, ""))
         mean = geomean([value for value, _ in there]) if there else None
         made.append(
             SetOfReleases(
                 set=set_, contender=contender, release=release, cells=len(there), of=len(values), of_best=mean,
-                worst=worst, worst_case=where,
+                worst=worst, worst_case=where, ratio=geomean(ratios) if ratios else None,
+                least_ratio=min(ratios, default=None),
             )
         )  # fmt: skip
     return made

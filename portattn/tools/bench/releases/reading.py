@@ -33,7 +33,7 @@ def place(path: Path) -> Path | None:
     if path.is_dir():
         return path / NAME if (path / NAME).exists() else None
     if path.name.endswith(NAME):
-        return path
+        return path  # whoever reads it says what is wrong with it
     if path.suffix == ".jsonl" or not path.is_file():
         return None
     try:

@@ -16,6 +16,12 @@ from portattn.tools.bench.releases.compared import (
 )
 from portattn.tools.bench.tables import csv_text, table
 
+# What the figures of a case are, above its table.
+FIGURES = (
+    "Medians; in brackets the best peer's time over this release's; then the best release's time over this one's; the "
+    "plan's path."
+)
+
 
 def case_lines(found: Iterable[CaseOfReleases], releases: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table of cases: a column a release."""
@@ -31,21 +37,28 @@ def _cell(of: OfRelease | None) -> str:
         return f"refused: {of.refused}"
     if of.ms is None:
         return "" if of.host_us is None else f"host {of.host_us:.1f} µs"
+    ahead = "" if of.ratio is None else f" ({of.ratio:.2f})"
     behind = "" if of.of_best is None else f", {of.of_best:.2f}"
-    return f"{of.ms * 1e3:.1f} µs{behind}" + (f", {of.path}" if of.path else "")
+    return f"{of.ms * 1e3:.1f} µs{ahead}{behind}" + (f", {of.path}" if of.path else "")
 
 
 def set_lines(found: Iterable[SetOfReleases]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table of sets."""
-    columns = ["set", "contender", "release", "cells", "of the best", "worst", "in"]
+    columns = [
+        "set", "contender", "release", "cells", "over the best peer", "least", "of the best release", "least", "in"
+    ]  # fmt: skip
     rows = [
         [
-            s.set, s.contender, s.release, f"{s.cells}/{s.of}", "" if s.of_best is None else f"{s.of_best:.3f}",
-            "" if s.worst is None else f"{s.worst:.3f}", s.worst_case,
+            s.set, s.contender, s.release, f"{s.cells}/{s.of}", _part(s.ratio), _part(s.least_ratio), _part(s.of_best),
+            _part(s.worst), s.worst_case,
         ]
         for s in found
     ]  # fmt: skip
     return columns, rows
+
+
+def _part(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def first_call_lines(
@@ -84,7 +97,7 @@ def as_markdown(whole: Comparison) -> str:
         for run in whole.releases
     ]
     text = ["\n".join(runs), "## Sets", table(*set_lines(whole.sets))]
-    text += ["## Cases", table(*case_lines(whole.cases, whole.started))]
+    text += ["## Cases", FIGURES, table(*case_lines(whole.cases, whole.started))]
     if whole.first_calls:
         text += ["## First calls", table(*first_call_lines(whole.first_calls, whole.started))]
     return "\n\n".join(text) + "\n"
