@@ -27,8 +27,8 @@ LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown
 @json_option
 def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
     """Goals, summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), the
-    releases.json of a run with --release, or a folder with one of these. No device is needed; --plots needs matplotlib
-    (the extra `bench`).
+    releases.json of a run with --release, or a folder with one of these; the last comes first. No device is needed;
+    --plots needs matplotlib (the extra `bench`).
 
     Exit status 0 whatever the figures say; 2 when they cannot be read.
     """

@@ -55,8 +55,9 @@ def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: 
 def _seen_or_lacking(
     variant: Variant, made: Plan, call: Call, target: Target, settings: Settings
 ) -> list[Signature] | CompileRecord:
-    """What a compiler sees of a call's launches; or, under a Triton that nobody has run the variant with, the record
-    that it lacks what they are described by. Where somebody has, the error is the variant's own, and is raised."""
+    """What a compiler sees of a call's launches; or, under a Triton with which tests of such a problem are not known to
+    have run, the record that it lacks what they are described by. Elsewhere the error is the variant's own, and is
+    raised."""
     try:
         return seen(variant, made, call)
     except _LACKING as error:

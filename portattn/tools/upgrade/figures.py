@@ -32,7 +32,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a target of the upgrade.
 
     carries  whether they were measured with the new compiler
-    lost     whether with the old one, and the page has none of the new one
+    lost     whether with the old one, and the page has none of the new one for the same
     """
 
     page: str
@@ -56,11 +56,11 @@ def published() -> tuple[Published, ...]:
 
 def figures(pairs: Collection[Pair]) -> Iterator[Figures]:
     """The published figures of the targets, and whether they hold for the new compiler."""
-    measured = {(one.page, one.target, one.toolchain) for one in published()}
+    measured = {(one.page, one.what, one.target, one.toolchain) for one in published()}
     for one in published():
         for old, new in pairs:
             if new.target.name == one.target:
-                both = (one.page, one.target, new.compiler) in measured
+                both = (one.page, one.what, one.target, new.compiler) in measured
                 yield Figures(
                     page=one.page,
                     what=one.what,

@@ -17,14 +17,14 @@ from portattn.schema.problem import Problem
 from portattn.tools.matrix.problems import Named
 from portattn.tools.upgrade.sides import Pair, Side
 
-# run      the suite has passed with it on such a chip with such a compiler
-# tried    no such run is known: its canaries run before its first call, and decide
+# run      its tests are known to have passed on such a chip with such a compiler, for all problems that it takes
+# tried    not for all: its canaries run before the first such call, and decide
 # refused  it takes none of the problems
 State = Literal["run", "tried", "refused"]
 SAID = {
     ("run", "run"): "carries over",
     ("tried", "run"): "carries over",
-    ("run", "tried"): "is tried by its canaries: no complete run of its tests is known with the new compiler",
+    ("run", "tried"): "carries over",  # what it took before; `unseen` says otherwise
     ("tried", "tried"): "is tried by its canaries on both",
     ("run", "refused"): "refuses",
     ("tried", "refused"): "refuses",
@@ -34,9 +34,11 @@ SAID = {
 
 
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
-    """A variant on one target. takes: problems that it takes on the new compiler.
+    """A variant on one target.
 
+    takes    problems that it takes on the new compiler
     refuses  those that it took on the old one and refuses on the new: problem -> why
+    unseen   those that it takes on both, and whose tests are known to have passed with the old one alone
     """
 
     name: str
@@ -45,17 +47,21 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     after: State
     takes: tuple[str, ...]
     refuses: dict[str, str]
+    unseen: tuple[str, ...] = ()
 
     @property
     def said(self) -> str:
         """What becomes of it, as a clause."""
         text = SAID[self.before, self.after]
+        if self.unseen:
+            of = "" if self.unseen == self.takes else f" for {', '.join(self.unseen)}"
+            text = f"is tried by its canaries{of}: no complete run of its tests is known with the new compiler"
         return f"{text}, and refuses {len(self.refuses)} that it took" if self.refuses and self.takes else text
 
     @property
     def less_sure(self) -> bool:
-        """Whether somebody has run it with the old compiler, and nobody with the new one."""
-        return (self.before, self.after) == ("run", "tried")
+        """Whether the tests of something that it takes are known to have passed with the old compiler alone."""
+        return bool(self.unseen)
 
 
 def carried(pairs: Sequence[Pair], problems: Sequence[Named]) -> Iterator[Carried]:
@@ -71,9 +77,15 @@ def carried(pairs: Sequence[Pair], problems: Sequence[Named]) -> Iterator[Carrie
             before, after = _state(old, asked, was), _state(new, asked, now)
             if (before, after) != ("refused", "refused"):
                 refuses = {name: no for name, no in now.items() if no and not was[name]}
+                unseen = tuple(
+                    named.name for named in asked
+                    if not was[named.name] and not now[named.name]
+                    and _has_run(old, named.problem) and not _has_run(new, named.problem)
+                )  # fmt: skip
                 yield Carried(
-                    name=variant.name, target=new.target.name, before=before, after=after, takes=takes, refuses=refuses
-                )
+                    name=variant.name, target=new.target.name, before=before, after=after, takes=takes,
+                    refuses=refuses, unseen=unseen,
+                )  # fmt: skip
 
 
 def _refusal(variant: Variant, problem: Problem, side: Side) -> str:
@@ -87,8 +99,11 @@ def _refusal(variant: Variant, problem: Problem, side: Side) -> str:
 
 
 def _state(side: Side, asked: Sequence[Named], refusals: Mapping[str, str]) -> State:
-    """Of a variant with one compiler: *run* where no canary decides about any of the problems that it takes."""
     taken = [named.problem for named in asked if not refusals[named.name]]
     if not taken:
         return "refused"
-    return "run" if all(seen_to_run(side.target, side.registry, problem) for problem in taken) else "tried"
+    return "run" if all(_has_run(side, problem) for problem in taken) else "tried"
+
+
+def _has_run(side: Side, problem: Problem) -> bool:
+    return seen_to_run(side.target, side.registry, problem) is not None

@@ -290,3 +290,13 @@ def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch):
     assert called.exit_code == 2
     assert "needs matplotlib" in called.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["releases.json"]
+
+
+def test_each_case_of_two_sets_is_looked_at(tmp_path):
+    document = msgspec.to_builtins(whole(sets=("decode",)))
+    document["cases"] = [one | {"best": "9.9.9"} for one in document["cases"][:1]] + [
+        one | {"set": "other"} for one in document["cases"][:1]
+    ]
+    called = bench("report", str(saved(tmp_path / "releases.json", document)))
+    assert called.exit_code == 2
+    assert "9.9.9 is no release that `releases` lists as started" in called.stderr

@@ -26,7 +26,8 @@ class OfRelease(msgspec.Struct, frozen=True, kw_only=True):
     """One release's figures of one case and contender.
 
     ms, graph_ms, host_us  medians: milliseconds of a call and of one from a graph, microseconds to enqueue it
-    of_best  the best release's time over this one's, of the same round: the median; 1 of the best
+    of_best  the best release's time over this one's, of the same round: the median over rounds; 1 of the best, which
+             has the least median, so that another may have a little more
     ratio    the best peer's time over this one's
     path     the plan's
     refused  why it was not timed

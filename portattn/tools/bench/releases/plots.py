@@ -16,7 +16,7 @@ from portattn.tools.bench.sets import SETS
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 MARKS = ("o", "^", "s", "D", "v", "P", "X", "*")
 OF_PEER = "best peer’s time over portattn’s;\nabove 1 is faster"
-OF_BEST = "best release’s time over this one’s;\n1 is the fastest"
+OF_BEST = "time of the release with the least\nmedian over this one’s, by round"
 CASE, LETTER = 0.36, 0.048  # inches: of a figure's width for each case, of its height for a letter of a case's label
 BESIDE = 0.6  # of a case's width: releases' marks stand side by side in it, so that equal ones are all seen
 

@@ -69,13 +69,13 @@ def _problems(whole: Comparison) -> Iterator[str]:
     names = [run.release for run in whole.releases]
     yield from (f"`releases` lists {name} twice" for name in names if names.count(name) > 1)
     known = set(whole.started)
-    figures = {
-        **{f"`cases`, {c.case}, {c.contender}": {*c.releases, *filter(None, (c.best,))} for c in whole.cases},
-        **{f"`sets`, {s.set}, {s.contender}, {s.release}": {s.release} for s in whole.sets},
-        **{f"`first_calls`, {c.case}": set(c.releases) for c in whole.first_calls},
-        **{f"`goals`, {g.goal}": set(g.releases) for g in whole.goals},
-    }
-    for where, there in figures.items():
+    named = [
+        *((f"`cases`, {c.set}, {c.case}, {c.contender}", {*c.releases, *filter(None, (c.best,))}) for c in whole.cases),
+        *((f"`sets`, {s.set}, {s.contender}, {s.release}", {s.release}) for s in whole.sets),
+        *((f"`first_calls`, {c.case}", set(c.releases)) for c in whole.first_calls),
+        *((f"`goals`, {g.goal}", set(g.releases)) for g in whole.goals),
+    ]
+    for where, there in named:
         for name in sorted(there - known):
             yield f"{where}: {name} is no release that `releases` lists as started"
     for case in whole.cases:
