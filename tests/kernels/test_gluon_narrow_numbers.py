@@ -231,13 +231,13 @@ E4M3_LSE = (0.1, 0.75, 0.75)
 def test_calls_by_the_public_functions(chip: Device, causal: bool) -> None:
     """The second call is launched directly, with other scales and other memory; each takes the kernel."""
     # Against what is stored an H200 had a similarity of 0.99973 and an LSE within 0.007; 0.9962 against what was given.
-    check_calls(chip, VARIANT.name, "e4m3", causal, 0.9996, 0.995, lse_within=2e-2, given_lse=E4M3_LSE)
+    check_calls(chip, VARIANT.name, "e4m3", causal, 0.9996, 0.996, lse_within=2e-2, given_lse=E4M3_LSE)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_calls_by_the_reference(causal: bool) -> None:
     """What e4m3 loses is no kernel's: the limits hold where nothing else is lost."""
-    check_calls(CPU, "reference", "e4m3", causal, 0.9999, 0.995, given_lse=E4M3_LSE)
+    check_calls(CPU, "reference", "e4m3", causal, 0.9999, 0.996, given_lse=E4M3_LSE)
 
 
 def test_a_graph_replays_it(chip: Device) -> None:

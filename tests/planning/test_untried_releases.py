@@ -87,7 +87,7 @@ PAGED = msgspec.structs.replace(DECODE, op="paged_attention", page_size=16, page
 APPEND = Problem(
     op="append_kv", batch=4, heads_q=8, heads_k=8, seq_q=1, seq_k=1024, head_dim=64, dtype="bf16", seqlens_k=True
 )
-WRITE = msgspec.structs.replace(APPEND, op="write_pages", page_size=16)
+WRITE = msgspec.structs.replace(APPEND, op="write_pages", page_size=16, seqlens_k=False)
 PACKED = Problem(
     op="varlen_attention_backward", batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128, dtype="bf16",
     total_q=1500, total_k=1500,
