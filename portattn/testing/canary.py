@@ -146,9 +146,11 @@ def _in_words(made: Plan) -> bool:
 def _as_read(made: Plan, problem: Problem, target: Target, settings: Settings) -> tuple[Problem, Plan | None]:
     """The plan of a case that reads its cache as `made` does, and the case as it was changed for that."""
     case = planned(problem, target, settings, made.path)
-    if case is not None and _in_words(case) and not _in_words(made):
-        problem = msgspec.structs.replace(problem, aligned=False, word_aligned=False)
-        case = planned(problem, target, settings, made.path)
+    # Rows that are not aligned are not read in words, nor is what new rows of float32 are stored as.
+    for other in ({"aligned": False, "word_aligned": False}, {"dtype": made.problem.dtype}):
+        if case is not None and _in_words(case) and not _in_words(made):
+            problem = msgspec.structs.replace(problem, **other)
+            case = planned(problem, target, settings, made.path)
     return problem, case if case is None or _in_words(case) == _in_words(made) else None
 
 

@@ -245,19 +245,20 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
 
 
 def test_what_the_run_on_the_chip_did_not_reach_has_canaries():
-    """Attention over e4m3; what passed there has none: caches of every format, and what fills one."""
-    seen = evidence.seen_to_run(SM_90)
+    """Attention over e4m3 with 3.9.0; what passed there has none: caches of 8 bits, and what fills one."""
+    target = parse_target("cuda:sm_90", "triton==3.9.0")
+    seen = evidence.seen_to_run(target)
     assert seen is not None
     plain = canary.CASES["decode_attention"][0]
     caches = [canary.over(plain, kind, "token") for kind in ("e4m3", "int8")]
     for problem in (plain, *caches, *canary.CASES["write_pages"], *canary.CASES["append_kv"]):
         assert seen.covers(problem)
-        assert not evidence.canaries_wanted(SM_90, Settings(), problem=problem)
+        assert not evidence.canaries_wanted(target, Settings(), problem=problem)
     left = canary.over(canary.CASES["attention"][0], "e4m3", "head")
     assert left.q_format == "e4m3"
     assert not seen.covers(left)
-    assert evidence.canaries_wanted(SM_90, Settings(), problem=left)
-    assert not evidence.canaries_wanted(SM_90, Settings(canary="never"), problem=left)
+    assert evidence.canaries_wanted(target, Settings(), problem=left)
+    assert not evidence.canaries_wanted(target, Settings(canary="never"), problem=left)
 
 
 class Meeting:
@@ -341,3 +342,20 @@ def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest
     assert canary.check(made, newer, settings, torch.device("cuda", 0)) is None
     assert len(Meeting.asked) == len(set(Meeting.asked)) == len(FORWARD)
     assert len(FORWARD) > canary.MOST_AT_ONCE
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv_format", ["e4m3", "int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("op", ["append_kv", "write_pages"])
+def test_every_writer_has_cases_that_store_as_it_does(op: str, kv_format: str, dtype: str) -> None:
+    """New rows of float32 are stored by bytes where those of 16 bits are stored in words."""
+    problem = portattn.Problem(
+        op=op, batch=1, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=64, kv_format=kv_format, dtype=dtype,
+        kv_scales={"nvfp4": "none", "int4": "token"}.get(kv_format, "head"), seqlens_k=op == "append_kv",
+        page_size=16 * (op == "write_pages"),
+    )  # fmt: skip
+    target = parse_target("cuda:sm_90", "triton==3.7.0")
+    made = portattn.plan(problem, target)
+    asked = canary._asked(made, target, Settings())
+    assert len(asked) == 2
+    assert all(case is not None and canary._in_words(case) == canary._in_words(made) for _, case in asked)
