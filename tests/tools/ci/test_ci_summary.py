@@ -38,6 +38,10 @@ def report():
         [Pair(*(Side(known.target("cuda:sm_90", f"triton=={v}"), known) for v in ("3.6.0", "3.9.0")))], quick()
     )
 
+    # As where the tests' run with the new compiler left something out.
+    unseen = tuple(msgspec.structs.replace(one, unseen=one.takes[:1]) for one in made.variants)
+    made = msgspec.structs.replace(made, variants=unseen)
+
     def make(losses=(), changes=(), notes=()) -> Report:
         findings = [
             Finding(kind=one.kinds[0], text=one.what, target="t", name=n) for one in losses for n in one.problems
