@@ -13,17 +13,12 @@ if TYPE_CHECKING:
     from portattn.tools.bench.releases.compared import Comparison
 
 
-def report(file: Path, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
+def report(whole: Comparison, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
     """What `portattn bench report` does with a releases.json."""
     import msgspec
 
-    from portattn.tools.bench.releases import reading, tables
+    from portattn.tools.bench.releases import tables
 
-    whole = reading.read(file)
-    if plots is not None:
-        from portattn.tools.bench.plots import figure_class
-
-        figure_class()  # without matplotlib nothing is written
     written = write_texts(whole, ((markdown, tables.as_markdown), (as_csv, tables.as_csv)))
     if plots is not None:
         from portattn.tools.bench.releases.plots import draw

@@ -34,17 +34,19 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
     """
     from portattn.tools.bench import store, tables
     from portattn.tools.bench.releases import reading
+    from portattn.tools.bench.results import Result
     from portattn.tools.bench.summary import document
 
     _separate({"RESULTS": results, "--markdown": markdown, "--csv": as_csv})
-    if (comparison := reading.place(results)) is not None:
-        benchcomparison.report(comparison, markdown, as_csv, plots, as_json)
-        return
-    result = store.read(results)
+    comparison = reading.place(results)
+    result = store.read(results) if comparison is None else reading.read(comparison)
     if plots is not None:
         from portattn.tools.bench.plots import figure_class
 
         figure_class()  # without matplotlib nothing is written
+    if not isinstance(result, Result):
+        benchcomparison.report(result, markdown, as_csv, plots, as_json)
+        return
     written = write_texts(result, ((markdown, tables.as_markdown), (as_csv, tables.as_csv)))
     if plots is not None:
         from portattn.tools.bench.plots import draw

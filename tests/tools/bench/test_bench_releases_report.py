@@ -149,14 +149,11 @@ def test_another_json_is_still_read_as_a_runs_results(tmp_path):
     assert "no results of portattn bench" in called.stderr
 
 
-def test_cases_are_drawn_in_the_order_of_their_set():
-    found = whole(backwards=True)
-    stranger = msgspec.structs.replace(found.cases[0], case="decode of another day")
+def test_portattns_own_cases_are_drawn_in_the_comparisons_order():
+    found = whole()
     prepared = msgspec.structs.replace(found.cases[0], contender="portattn prepared")
-    found = msgspec.structs.replace(found, cases=[stranger, prepared, *found.cases])
-    assert [case.case for case in plots.of_sets(found)["decode"]] == [
-        *(case.name for case in SETS["decode"]), "decode of another day",
-    ]  # fmt: skip
+    others = msgspec.structs.replace(found, cases=[prepared, *found.cases])
+    assert plots.of_sets(others) == {"decode": found.cases}
 
 
 def test_a_set_without_peers_is_drawn_against_the_best_release():
@@ -257,7 +254,11 @@ def test_names_are_no_formulas(tmp_path):
 
 def test_cases_are_in_the_order_of_their_set():
     names = [case.name for case in SETS["decode"]]
-    assert [case.case for case in whole(backwards=True).cases] == names
+    found = whole(backwards=True).cases
+    assert [case.case for case in found] == names
+    stranger = msgspec.structs.replace(found[0], case="decode of another day")
+    mixed = [stranger, *reversed(found)]
+    assert sorted(mixed, key=compared._place(mixed)) == [*found, stranger], "what a set lacks comes last"
 
 
 @pytest.mark.parametrize("command", ["compare", "join"])

@@ -9,14 +9,13 @@ from typing import Any
 from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.plots import PANEL, figure_class, save
 from portattn.tools.bench.releases.compared import CaseOfReleases, Comparison
-from portattn.tools.bench.sets import SETS
 
 # A release has a colour and a mark of its own. Okabe and Ito's palette, which colour-blind readers tell apart, without
 # its yellow, which is faint on white. Of more releases than colours, pairs still differ: there is one mark more.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 MARKS = ("o", "^", "s", "D", "v", "P", "X", "*")
 OF_PEER = "best peer’s time over portattn’s;\nabove 1 is faster"
-OF_BEST = "time of the release with the least\nmedian over this one’s, by round"
+OF_BEST = "best release’s time over this one’s;\nmedian over rounds"
 CASE, LETTER = 0.36, 0.048  # inches: of a figure's width for each case, of its height for a letter of a case's label
 BESIDE = 0.6  # of a case's width: releases' marks stand side by side in it, so that equal ones are all seen
 
@@ -38,14 +37,11 @@ def draw(whole: Comparison, folder: Path) -> list[Path]:
 
 
 def of_sets(whole: Comparison) -> dict[str, list[CaseOfReleases]]:
-    """portattn's cases by set, in the order in which the benchmark defines them; others come last."""
+    """portattn's cases by set, in the comparison's order."""
     found: dict[str, list[CaseOfReleases]] = {}
     for case in whole.cases:
         if case.contender == OURS:
             found.setdefault(case.set, []).append(case)
-    for name, cases in found.items():
-        places = {case.name: place for place, case in enumerate(SETS.get(name, ()))}
-        cases.sort(key=lambda case: places.get(case.case, len(places)))
     return found
 
 
