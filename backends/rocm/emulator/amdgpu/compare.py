@@ -16,7 +16,7 @@ from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, VCC
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
 from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State
-from portattn.backends.rocm.emulator.amdgpu.vector import _DPP, _SDWA, base_name
+from portattn.backends.rocm.emulator.amdgpu.vector_forms import DPP, SDWA, base_name
 
 _NAME = re.compile(r"cmp(x?)_(\w+)_(f16|f32|f64|i16|u16|i32|u32|i64|u64)")
 _KIND = {"f16": "h", "f32": "f", "f64": "d", "i16": "s", "u16": "w", "i32": "i", "u32": "u", "i64": "I", "u64": "U"}
@@ -67,7 +67,7 @@ def bind(state: State, instruction: Instruction) -> Bound:
         raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
     kind = _KIND[found[3]]
     binder = Binder(state, instruction)
-    binder.allow("op_sel", "clamp", *_DPP, *_SDWA)
+    binder.allow("op_sel", "clamp", *DPP, *SDWA)
     to_exec = bool(found[1])
     # gfx10 and later: v_cmpx has no destination but exec. Dual-issue and e32 forms may leave vcc out.
     implicit = len(binder.operands) == 2

@@ -15,6 +15,7 @@ from portattn.backends.rocm.emulator.amdgpu import (
     scratch_ops,
     smem,
     vector,
+    vector_forms,
     vmem,
 )
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
@@ -30,7 +31,7 @@ FAMILIES = ("control", "scalar", "scalar memory", "vector", "compare", "packed",
 
 def family(mnemonic: str) -> str | None:
     """Which family models a mnemonic; None where none does."""
-    name = vector.base_name(mnemonic)
+    name = vector_forms.base_name(mnemonic)
     if control.known(mnemonic):
         return "control"
     if lanes.table_name(mnemonic) in lanes.TABLE:

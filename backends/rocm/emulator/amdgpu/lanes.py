@@ -17,7 +17,7 @@ from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, vector_
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC
 from portattn.backends.rocm.emulator.amdgpu.state import Array
-from portattn.backends.rocm.emulator.amdgpu.vector import base_name
+from portattn.backends.rocm.emulator.amdgpu.vector_forms import base_name
 
 if TYPE_CHECKING:
     from portattn.backends.rocm.emulator.amdgpu.context import Context
