@@ -1,45 +1,22 @@
-"""The scheduled forward of sm_90: when it is planned, that it compiles clean, and its numbers on such a chip."""
+"""The scheduled forward of sm_90 on such a chip: its numbers, and what it must not see or touch."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import math
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from gluon_forward_cases import BASE, CAUSAL, FEW_TILES, PACKED, ROWS, SIZES, UNSEEN, VARIANT, WINDOWS, problem
 from kernel_cases import with_lengths
 from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn import Problem
-from portattn.backends.cuda.hopper_forward.variant import REGISTERS, ForwardVariant, Schedule, choice, launcher, width
-from portattn.config import Settings
 from portattn.launch.variant import run_variant
-from portattn.planning.planner import plan
-from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.outcome import CompileRecord
 from portattn.testing.oracle import oracle
-from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu
-
-SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
-VARIANT = ForwardVariant()
-BASE = Problem(
-    batch=2, heads_q=4, heads_k=2, seq_q=333, seq_k=333, head_dim=128, dtype="bf16", return_lse=True,
-)  # fmt: skip
-PACKED = Problem(
-    op="varlen_attention", batch=4, heads_q=4, heads_k=2, seq_q=300, seq_k=300, total_q=700, total_k=700, head_dim=128,
-    dtype="bf16", return_lse=True,
-)  # fmt: skip
-CAUSAL = ("none", "bottom_right", "top_left")
-
-
-def problem(base: Problem = BASE, **fields: Any) -> Problem:
-    return msgspec.structs.replace(base, **fields)
+from portattn.testing.tolerance import nan_filled_memory, on_cpu
 
 
 @pytest.fixture
@@ -50,37 +27,6 @@ def chip(device: Device) -> Device:
 
 def assert_right(call: Call) -> None:
     assert_variant_right(VARIANT, call)
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "square": {},
-    "one row": {"seq_q": 1},
-    "one key": {"seq_k": 1},
-    "few keys": {"seq_q": 200, "seq_k": 70},
-    "more queries": {"seq_q": 700, "seq_k": 130},
-    "more keys": {"seq_q": 100, "seq_k": 1111},
-    "whole tiles": {"seq_q": 384, "seq_k": 512},
-    "no lse": {"return_lse": False},
-    "bshd": {"layout": "bshd", "batch": 3},
-    "one key head": {"heads_k": 1},
-    "many tiles": {"batch": 3, "heads_q": 40, "heads_k": 8, "seq_q": 769, "seq_k": 769},
-    "fp16": {"dtype": "fp16"},
-    "lengths": {"seqlens_q": True, "seqlens_k": True, "batch": 5},
-    "key lengths": {"seqlens_k": True, "batch": 5},
-    "query lengths": {"seqlens_q": True, "batch": 5},
-    "softcap": {"softcap": True},
-    "sinks": {"sinks": True},
-    "everything": {"softcap": True, "sinks": True, "seqlens_k": True, "seqlens_q": True, "window_left": 40, "batch": 4},
-}
-FEW_TILES: dict[str, dict[str, Any]] = {
-    "whole": {"seq_q": 128, "seq_k": 4096},
-    "ragged": {"seq_q": 77, "seq_k": 3001},
-    "more splits than a row's tiles": {"seq_q": 400, "seq_k": 700},
-    "window": {"seq_q": 100, "seq_k": 3000, "window_left": 700},
-    "lengths": {"seq_q": 100, "seq_k": 3000, "batch": 3, "seqlens_q": True, "seqlens_k": True},
-    "softcap": {"seq_q": 100, "seq_k": 3000, "softcap": True, "return_lse": False},
-}
-WINDOWS = [(0, -1), (100, -1), (-1, 30), (17, 5), (300, 200)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -146,16 +92,6 @@ def test_heads_between_the_kernel_s_widths(chip: Device, head_dim: int) -> None:
     assert_right(random_call(narrow, 6, device=chip.name))
 
 
-ROWS: dict[str, tuple[tuple[int, int], ...]] = {
-    "random": ((100, 100), (1, 300), (299, 257), (300, 43)),
-    "ends of tiles": ((128, 128), (64, 64), (192, 192), (127, 129)),
-    "none": ((3, 0), (0, 5), (0, 0), (200, 20)),
-    "one": ((512, 512),),
-    "nothing at all": ((0, 0), (0, 0)),
-    "many": tuple((1 + 7 * i % 50, 1 + 11 * i % 90) for i in range(100)),
-}
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("name", ROWS)
@@ -181,15 +117,6 @@ def test_keys_of_few_tiles_are_split(chip: Device, name: str, causal: str, head_
 
 def test_a_scale_of_nothing(chip: Device) -> None:
     assert_right(random_call(problem(causal="bottom_right"), 2, device=chip.name, scale=0.0))
-
-
-UNSEEN: dict[str, tuple[dict[str, Any], slice]] = {
-    "behind the last query": ({"causal": "top_left", "seq_q": 100, "seq_k": 333}, slice(100, None)),
-    "behind a window": ({"causal": "top_left", "seq_q": 70, "seq_k": 333, "window_left": 9}, slice(70, None)),
-    "before the window": ({"causal": "bottom_right", "seq_q": 70, "seq_k": 533, "window_left": 30}, slice(0, 433)),
-    "before both sides": ({"seq_q": 200, "seq_k": 500, "window_left": 77, "window_right": 9}, slice(0, 223)),
-    "before one row": ({"causal": "bottom_right", "seq_q": 1, "seq_k": 200, "window_left": 0}, slice(0, 199)),
-}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -240,90 +167,6 @@ def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
         if softcap < 1e3:  # scores past the series, and past where the cap is reached
             call.scale = softcap / head_dim**0.5
             assert_right(call)
-
-
-def assert_schedule_right(schedule: Schedule, call: Call) -> None:
-    """As assert_right, of a schedule that may not be the tuning data's."""
-    with nan_filled_memory():
-        out, lse = call.new_out(), call.new_lse()
-    launcher(call, schedule)({name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse})
-    facts = judge(call, out, lse)
-    assert not facts["wrong"]
-    assert facts["error"] <= facts["budget"]
-    assert facts["lse_error"] <= facts["lse_budget"]
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "own_out", "queries", "parts"),
-    [
-        (64, True, 1, 1), (64, True, 2, 2), (64, False, 1, 1), (64, False, 2, 1),
-        (128, True, 1, 2), (128, True, 2, 1), (128, False, 1, 1), (128, False, 2, 1),
-        (256, True, 1, 2), (256, False, 1, 1), (200, True, 1, 2), (120, True, 1, 2),
-    ],
-)  # fmt: skip
-def test_where_the_output_is_staged(chip: Device, head_dim: int, own_out: bool, queries: int, parts: int) -> None:
-    """In shared memory of its own, whole or by parts, or where the very queries were, of one or two buffers."""
-    for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
-        p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right")
-        chosen = choice(p)
-        assert chosen is not None
-        schedule = msgspec.structs.replace(
-            chosen.schedule, stages=2, own_out=own_out, queries=queries, reg_q=False, parts=parts
-        )
-        assert_schedule_right(schedule, random_call(p, 3, device=chip.name))
-
-
-@pytest.mark.parametrize("queries", [1, 2])
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_queries_in_registers(chip: Device, head_dim: int, causal: str, queries: int) -> None:
-    """Their shared memory is the next tile's as soon as they have been read from it."""
-    for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
-        p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
-        chosen = choice(p)
-        assert chosen is not None
-        assert_schedule_right(
-            msgspec.structs.replace(chosen.schedule, groups=2, own_out=True, queries=queries, reg_q=True),
-            random_call(p, 3, device=chip.name),
-        )
-
-
-LAZY: dict[str, dict[str, Any]] = {
-    "many keys": {"seq_k": 1111},
-    "fp16": {"seq_k": 1111, "dtype": "fp16"},
-    "lengths": {"seq_k": 1111, "seqlens_q": True, "seqlens_k": True, "batch": 5},
-    "window": {"seq_k": 1111, "window_left": 300},
-    "cap and sinks": {"seq_k": 1111, "softcap": True, "sinks": True, "seqlens_k": True},
-    "split": {"batch": 1, "heads_q": 2, "heads_k": 1, "seq_q": 100, "seq_k": 5000},
-}
-
-
-def grown(call: Call, growth: float) -> None:
-    """Let maxima grow by so many powers of 2 from a tile of 128 keys to the next, which is before it: of some rows. Of
-    others they fall, grow slowly, or stay."""
-    dim, keys = call.q.shape[-1], call.k.shape[2]
-    kinds = torch.tensor([8.0, -8.0, 2.0, 0.0], device=call.q.device)
-    of_rows = kinds[torch.arange(call.q.shape[2], device=call.q.device) * 7 // 3 % 4]
-    call.q[..., 0] = call.q[..., 0] * 0 + of_rows  # padding that is NaN stays so
-    steps = growth / 128 * torch.arange(keys - 1, -1, -1, device=call.q.device)
-    call.k[..., 0] = call.k[..., 0] * 0 + steps * dim**0.5 / 8 * math.log(2)
-
-
-@pytest.mark.parametrize("growth", [0.0, 0.7, 3.0, 12.0])
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", LAZY)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_accumulator_is_rescaled_where_it_must_be(
-    chip: Device, head_dim: int, name: str, late: bool, growth: float
-) -> None:
-    for causal in ("none", "bottom_right"):
-        p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal, **LAZY[name])
-        chosen = choice(p)
-        assert chosen is not None
-        call = random_call(p, 2, device=chip.name, extremes=True)
-        if growth:
-            grown(call, growth)
-        assert_schedule_right(msgspec.structs.replace(chosen.schedule, lazy=True, late=late), call)
 
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -464,80 +307,3 @@ def test_packed_rows_by_the_public_call(chip: Device) -> None:
         again = portattn.varlen_attention(*arguments, causal=True, return_lse=True)
         assert torch.equal(first[0].nan_to_num(5.0), again[0].nan_to_num(5.0))
         assert torch.equal(first[1], again[1])
-
-
-def test_every_problem_that_it_takes_has_a_schedule_that_fits() -> None:
-    """Buffers' barriers are 8 to 15, warp groups 2 or 3, and 227 KiB of shared memory all that a block can have."""
-    for head_dim in (8, 64, 72, 128, 136, 256):
-        for causal in CAUSAL:
-            for sizes in (
-                {"seq_q": 1},
-                {"seq_q": 256},
-                {"seq_q": 1000},
-                {"seq_q": 9000},
-                {"seq_q": 100, "seq_k": 9000},
-            ):
-                for base in (BASE, PACKED):
-                    p = problem(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal, **sizes)
-                    assert VARIANT.rejects(p, SM_90) is None
-                    found = choice(p)
-                    assert found is not None
-                    s, wide = found.schedule, width(head_dim)
-                    assert s.groups in REGISTERS
-                    assert 8 + 2 * s.stages <= 16
-                    assert s.own_out or (not s.reg_q and s.parts == 1)
-                    rows = s.groups * 64 * (s.queries + s.own_out / s.parts) + 2 * s.stages * s.keys
-                    assert rows * wide * 2 + 1024 <= 227 * 1024
-
-
-def test_many_short_packed_sequences_are_not_too_many_tiles() -> None:
-    short = {"batch": 4096, "heads_q": 64, "heads_k": 8, "total_q": 524_288, "total_k": 524_288}
-    assert VARIANT.rejects(problem(PACKED, **short), SM_90) is None
-    many = problem(batch=2**16, heads_q=2**10, heads_k=1, seq_q=2**13, seq_k=64)
-    no = VARIANT.rejects(many, SM_90)
-    assert no is not None
-    assert "too many tiles" in no.reason
-
-
-LEFT = {
-    "few tiles": {"head_dim": 64, "head_dim_v": 64, "seq_q": 512, "seq_k": 512},
-    "padded": {
-        "head_dim": 64, "head_dim_v": 64, "batch": 8, "heads_q": 64, "seq_q": 1024, "seq_k": 1024, "seqlens_q": True,
-        "causal": "bottom_right",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fields", LEFT.values(), ids=LEFT)
-def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any]) -> None:
-    made = plan(problem(**fields), SM_90)
-    assert made.path == "triton"
-    assert any("not gluon_forward: it leaves such problems to the core: H200" in note for note in made.notes)
-    assert plan(problem(**fields), SM_90, settings=Settings(backend="gluon_forward")).path == "gluon_forward"
-    for larger in ({"seq_k": 2048}, {"heads_q": 512}, {"head_dim": 128, "head_dim_v": 128}):
-        for more in ({}, {"seqlens_q": False}):
-            made = plan(problem(**fields | larger | more), SM_90)
-            assert made.path == "gluon_forward" or (more == {} and larger == {"heads_q": 512})
-
-
-def test_what_the_core_cannot_do_is_not_left_to_it() -> None:
-    """A record against the core's kernels: the variant, which had left the problem to them, runs it after all."""
-    p = problem(**LEFT["few tiles"])
-    core = plan(p, SM_90)
-    failed = CompileRecord(
-        key=core.key, kernel="dense_forward", target=core.target, toolchain=core.toolchain, level="compiles",
-        passed=False, date=datetime.date(2026, 1, 2), reason="signal 11",
-    )  # fmt: skip
-    made = plan(p, SM_90, records={core.key: failed})
-    assert made.path == "gluon_forward"
-    assert not made.fell_back
-    assert any("not triton" in note for note in made.notes)
-
-
-def test_it_is_planned_where_it_can_run_and_only_there() -> None:
-    assert plan(BASE, SM_90).path == "gluon_forward"
-    assert plan(PACKED, SM_90).path == "gluon_forward"
-    assert plan(BASE, SM_90, settings=Settings(backend="triton")).path == "triton"
-    for target in ("cuda:sm_80", "cuda:sm_100", "rocm:gfx942"):
-        made = plan(BASE, parse_target(target, "triton==3.6.0"))
-        assert (made.path, [n for n in made.notes if "gluon" in n]) == ("triton", [])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import gluon_forward_cases as wide
 import msgspec
 import pytest
-import test_gluon_forward as wide
 import torch
 from kernel_cases import with_lengths
 from quantised_calls import check_calls
