@@ -1,162 +1,25 @@
-"""Workers: real cross-compiles in a child process, and every way in which a child can end."""
+"""Workers: what is said between them and a child, how it is started, and every way in which it can end."""
 
 from __future__ import annotations
 
 import importlib.metadata as metadata
 import io
 import json
-import multiprocessing
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
 import pytest
-from support import fake_python, problem
+from support import fake_python
+from worker_children import SECONDS, running
 
-from portattn.compile.ensure import compile_in, over_limit
-from portattn.config import Settings
-from portattn.launch import kernel_calls, meta_call, signature
-from portattn.planning.planner import plan
-from portattn.planning.registry import parse_target
 from portattn.worker import serve
-from portattn.worker.client import SERVE, Reply, Worker
+from portattn.worker.client import SERVE, Worker
 from portattn.worker.protocol import PROTOCOL
 from portattn.worker.replies import cause as cause_of
-
-SECONDS = 120.0  # for what should take a few
-
-
-def process_of(worker: Worker) -> int:
-    """The number of the child that runs."""
-    assert worker._child is not None
-    return worker._child.process.pid
-
-
-def folder_of(worker: Worker) -> Path:
-    assert worker._child is not None
-    return Path(worker._child.folder)
-
-
-def running(worker: Worker) -> bool:
-    return worker._child is not None and not worker._child.ended()
-
-
-def gone(process: int) -> bool:
-    """Whether a process has ended and was reaped."""
-    return not Path(f"/proc/{process}").exists()
-
-
-@pytest.fixture(scope="module")
-def compiling_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """A worker with a Triton cache of its own, so that what is asked is compiled and not found."""
-    cache = tmp_path_factory.mktemp("triton-cache")
-    with Worker(environment={"TRITON_CACHE_DIR": str(cache)}) as worker:
-        yield worker
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("target", "matrix"), [("cuda:sm_80", "mma"), ("rocm:gfx942", "mfma")], ids=["sm_80", "gfx942"]
-)
-def test_a_real_compile_for_a_chip_that_is_not_here(compiling_worker: Worker, target: str, matrix: str) -> None:
-    where = parse_target(target)
-    p = problem(heads_q=8, seq_q=256, seq_k=256, head_dim=64, dtype="fp16", causal="bottom_right", seqlens_k=True)
-    made = plan(p, where)
-    if made.path != "triton":
-        pytest.skip(f"no core kernel for {where}: {made.rejected[0].reason}")
-    launches, _, _ = kernel_calls(made, meta_call(p), where.arch.cores)
-    reply = compile_in(compiling_worker, launches[0], made, where, SECONDS, "full")
-    assert reply.outcome == "ok", reply
-    assert reply.facts[matrix] > 0
-    assert reply.facts["registers"] > 0
-    assert reply.facts["num_warps"] == made.launch.num_warps
-    assert not over_limit(reply, where)
-
-
-@pytest.mark.compiles
-def test_a_kernel_that_does_not_compile(compiling_worker: Worker, tmp_path: Path) -> None:
-    """The compiler's own error comes back with its stage; the worker lives on."""
-    where = parse_target("cuda:sm_80")
-    p = problem(dtype="fp16", head_dim=64)
-    made = plan(p, where)
-    if made.path != "triton":
-        pytest.skip(f"no core kernel for {where}: {made.rejected[0].reason}")
-    launches, _, _ = kernel_calls(made, meta_call(p), 1)
-    launches[0].constexprs["BLOCK_D"] = 48  # no power of two
-    reply = compile_in(compiling_worker, launches[0], made, where, SECONDS, "basic")
-    assert (reply.outcome, reply.kind) == ("error", "CompilationError")
-    assert reply.stage == "parse" or "ttir" in reply.stage
-    assert "power of 2" in reply.message + reply.log
-    assert "Traceback" in reply.log
-    assert running(compiling_worker)
-
-
-PLANTED = {
-    "aborts": ("import os, resource, sys\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-               "print('LLVM ERROR: unsupported', flush=True)\nos.abort()\n"),
-    "hangs": "import time\ntime.sleep(60)\n",
-    "raises": "raise ImportError('no such kernel')\n",
-    "exits": "raise SystemExit(4)\n",
-    "reads_env": ("from os import environ as e\n"
-                  "raise RuntimeError(e['TRITON_PLANTED'] + e.get('TRITON_INTERPRET', '-'))"),
-}  # fmt: skip
-
-
-@pytest.fixture
-def planted(tmp_path: Path) -> Iterator[Worker]:
-    """A real worker that can import kernel modules which fail on purpose."""
-    for name, text in PLANTED.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    with Worker(environment={"PYTHONPATH": str(tmp_path), "TRITON_PLANTED": "outer"}) as worker:
-        yield worker
-
-
-def compile_planted(worker: Worker, module: str, seconds: float = SECONDS, **fields: object) -> Reply:
-    planted = {"module": module, "function": "f", "types": {}, "constants": {}, "divisible": [], "small": []}
-    return worker.request("compile", seconds, signature=planted | {"options": {}}, target=["cuda", 80, 32], **fields)
-
-
-@pytest.mark.compiles
-def test_crash_hang_and_error_are_told_apart(planted: Worker) -> None:
-    reply = compile_planted(planted, "raises")
-    assert (reply.outcome, reply.stage, reply.kind, reply.message) == (
-        "error",
-        "parse",
-        "ImportError",
-        "no such kernel",
-    )
-    first = process_of(planted)
-
-    reply = compile_planted(planted, "aborts")
-    assert (reply.outcome, reply.stage, reply.kind) == ("crash", "parse", "SIGABRT")
-    assert reply.message == "LLVM ERROR: unsupported"  # what a compiler prints to stdout is log, not protocol
-    assert "LLVM ERROR" in reply.log
-
-    assert compile_planted(planted, "raises").outcome == "error"  # started again
-    assert process_of(planted) != first
-    assert "LLVM ERROR" not in compile_planted(planted, "raises").log  # each request's own part of the log
-
-    # The limit must leave a loaded machine time to import Triton.
-    reply = compile_planted(planted, "hangs", seconds=12)
-    assert (reply.outcome, reply.stage, reply.kind) == ("hang", "parse", "timeout")
-    assert "12 s" in reply.message
-    assert compile_planted(planted, "exits").kind == "SystemExit"
-
-
-@pytest.mark.compiles
-def test_environment_is_passed_for_one_request_alone(planted: Worker) -> None:
-    """And the child compiles even where this process interprets."""
-    assert compile_planted(planted, "reads_env", env={"TRITON_PLANTED": "inner"}).message == "inner-"
-    assert compile_planted(planted, "reads_env").message == "outer-"
 
 
 def test_a_wrong_protocol_version_is_refused() -> None:
@@ -323,30 +186,6 @@ def test_a_python_that_is_no_python(tmp_path: Path) -> None:
     assert reply.stage == "start"
 
 
-def test_closing_ends_the_process(tmp_path: Path) -> None:
-    script, _ = fake_python(tmp_path, "ok")
-    worker = Worker(python=str(script))
-    worker.close()  # never started
-    assert worker.request("compile", SECONDS).outcome == "ok"
-    process = process_of(worker)
-    worker.close()
-    assert gone(process)
-
-
-def test_closing_from_another_thread_is_a_crash_to_the_request(tmp_path: Path) -> None:
-    script, requests = fake_python(tmp_path, "hang")
-    worker = Worker(python=str(script))
-    found: list[Reply] = []
-    asking = threading.Thread(target=lambda: found.append(worker.request("compile", SECONDS)))
-    asking.start()
-    deadline = time.monotonic() + SECONDS
-    while not requests.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    worker.close()
-    asking.join(30)
-    assert [(reply.outcome, reply.kind) for reply in found] == [("crash", "SIGKILL")]
-
-
 def test_the_toolchain_that_the_child_used_is_kept(tmp_path: Path) -> None:
     script, _ = fake_python(tmp_path, "ok")
     with Worker(python=str(script)) as worker:
@@ -355,130 +194,6 @@ def test_the_toolchain_that_the_child_used_is_kept(tmp_path: Path) -> None:
     script.write_text(text)
     with Worker(python=str(script)) as worker:
         assert worker.request("compile", SECONDS).toolchain == "3.1.0+planted"
-
-
-def test_nothing_is_left_of_a_child_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    script = tmp_path / "python"
-    script.write_text('#!/bin/sh\nmktemp -d > "$0.part"\nmv "$0.part" "$0.made"\nexec sleep 60\n')
-    script.chmod(0o755)
-    note = tmp_path / "python.made"
-    with Worker(python=str(script)) as worker:
-        asking = threading.Thread(target=worker.request, args=("compile", SECONDS))
-        asking.start()
-        deadline = time.monotonic() + SECONDS
-        while not note.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        made = Path(note.read_text().strip())
-        assert made.is_dir()
-        assert made.is_relative_to(tmp_path)
-    asking.join(30)
-    assert {path.name for path in tmp_path.iterdir()} == {"python", "python.made"}
-
-
-def test_a_child_whose_parent_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    """By a real child, which sees that nobody can ask any more."""
-    code = (
-        "import os, signal, sys, tempfile\n"
-        "from portattn.worker.client import Worker\n"
-        "worker = Worker()\n"
-        "print(worker.request('none', 60.0).kind, os.listdir(tempfile.gettempdir()), flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True,
-        timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert told.stdout.startswith("ProtocolError ['portattn-worker-"), told
-    deadline = time.monotonic() + SECONDS
-    while any(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_child_that_nobody_waits_for_leaves_nothing(tmp_path: Path) -> None:
-    """Its parent is killed while it compiles: it has nobody to tell, and ends."""
-    left, folder = tmp_path / "left", tmp_path / "modules"
-    left.mkdir()
-    folder.mkdir()
-    begun = tmp_path / "begun"
-    (folder / "naps.py").write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(2)\n")
-    code = (
-        "from portattn.worker.client import Worker\n"
-        f"worker = Worker(environment={{'PYTHONPATH': {str(folder)!r}}})\n"
-        "signature = dict(module='naps', function='f', types={}, constants={}, divisible=[], small=[], options={})\n"
-        "worker.request('compile', 60.0, signature=signature, target=['cuda', 80, 32])\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(left)})
-    deadline = time.monotonic() + SECONDS
-    while not begun.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert [path.name.startswith("portattn-worker-") for path in left.iterdir()] == [True]
-    parent.kill()
-    parent.wait()
-    while any(left.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(left.iterdir())
-
-
-def test_a_child_whose_folder_was_tidied_away_is_started_again(tmp_path: Path) -> None:
-    script, requests = fake_python(tmp_path, "ok")
-    with Worker(python=str(script)) as worker:
-        assert worker.request("compile", SECONDS).outcome == "ok"
-        before = process_of(worker)
-        shutil.rmtree(folder_of(worker))
-        assert worker.request("compile", SECONDS).outcome == "ok"
-        assert process_of(worker) != before
-        assert gone(before)
-        assert folder_of(worker).is_dir()
-    assert len(requests.read_text().splitlines()) == 2
-
-
-def test_a_forked_process_that_can_start_none_harms_nobody(tmp_path: Path) -> None:
-    script, _ = fake_python(tmp_path, "ok")
-    with Worker(python=str(script)) as worker:
-        assert worker.request("compile", SECONDS).outcome == "ok"
-        process, folder = process_of(worker), folder_of(worker)
-
-        def asks() -> None:
-            worker.python = str(tmp_path / "gone")
-            assert worker.request("compile", SECONDS).stage == "start"
-            worker.close()
-
-        forked = multiprocessing.get_context("fork").Process(target=asks, daemon=True)
-        forked.start()
-        forked.join(60)
-        forked.kill()
-        assert forked.exitcode == 0
-        assert not gone(process)
-        assert folder.is_dir()
-
-
-def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
-    script, _ = fake_python(tmp_path, "ok")
-    with Worker(python=str(script)) as worker:
-        assert worker.request("compile", SECONDS).outcome == "ok"
-        process = process_of(worker)
-
-        def asks(told: Connection) -> None:
-            worker.close()  # not ours
-            reply = worker.request("compile", SECONDS)
-            told.send((reply.outcome, process_of(worker)))
-            worker.close()
-
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        # As if another thread were in the middle of a request while this process is forked.
-        forked = multiprocessing.get_context("fork").Process(target=asks, args=(theirs,), daemon=True)
-        with worker._lock, worker._state:
-            forked.start()
-        outcome, pid = ours.recv() if ours.poll(60) else ("nothing", 0)
-        forked.join(60)
-        forked.kill()
-        assert (outcome, forked.exitcode) == ("ok", 0)
-        assert pid not in (0, process)
-        assert not gone(process)
-        assert worker.request("compile", SECONDS).outcome == "ok"
-        assert process_of(worker) == process
 
 
 @pytest.mark.parametrize(
@@ -492,19 +207,3 @@ def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
 )
 def test_the_line_of_a_log_that_names_the_cause(log: str, cause: str) -> None:
     assert cause_of(log) == cause
-
-
-def test_a_signature_is_plain_data() -> None:
-    p = problem(dtype="bf16", seqlens_k=True, heads_q=4)
-    made = plan(p, parse_target("cuda:sm_90", "triton==3.6.0"), settings=Settings(backend="triton"))
-    launches, _, _ = kernel_calls(made, meta_call(p), 132)
-    seen = signature(launches[0])
-    assert msgspec.json.decode(msgspec.json.encode(seen), type=type(seen)) == seen
-    assert seen.types["q"] == "*bf16"
-    assert seen.types["seqlens_k"] == "*i32"
-    assert seen.constants["seqlens_q"] is None
-    assert seen.constants["q_stride_d"] == 1
-    assert seen.types["heads_q"] == "i32"  # not specialised, though 4 is no special value either
-    assert {"q", "k", "v", "out"} <= set(seen.divisible)
-    assert "q" in seen.small
-    assert seen.options["num_warps"] == made.launch.num_warps

@@ -1,0 +1,29 @@
+"""The child that a worker has now, for tests of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from portattn.worker.client import Worker
+
+SECONDS = 120.0  # for what should take a few
+
+
+def process_of(worker: Worker) -> int:
+    """The number of the child that runs."""
+    assert worker._child is not None
+    return worker._child.process.pid
+
+
+def folder_of(worker: Worker) -> Path:
+    assert worker._child is not None
+    return Path(worker._child.folder)
+
+
+def running(worker: Worker) -> bool:
+    return worker._child is not None and not worker._child.ended()
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended and was reaped."""
+    return not Path(f"/proc/{process}").exists()
