@@ -13,7 +13,7 @@ import coverage_data
 import numpy as np
 import pytest
 from test_scalar import ONE, TWO
-from test_vector import (
+from vector_definitions import (
     FLOAT,
     GFX9_ONLY,
     GFX11_ONLY,
