@@ -11,4 +11,5 @@ apart.py     decode_apart: the same for plain problems of few rows, with each wa
 results.py   what programs of these two store of their rows
 sparse.py    sparse_split: chosen tokens
 combine.py   combine: merges what was split
+row_gradients.py, key_gradients.py, bias_gradient.py   gradients: gradients.py says what is computed
 """

@@ -1,4 +1,14 @@
-"""What the backward kernels have in common: probabilities anew from scores and LSE, in either order of rows and keys.
+"""Gradients of dense and of packed attention, and what their kernels have in common: probabilities anew from scores and
+LSE, in either order of rows and keys.
+
+row_gradients.py    backward_delta, backward_rows
+key_gradients.py    backward_keys
+bias_gradient.py    backward_bias
+
+No program adds to what another one writes: results repeat bit by bit.
+
+P = exp(S - LSE), dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P·(dP - delta), dQ = scale·dS·K, dK = scale·dSᵀ·Q.
+Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
 Rows and keys come as [N, 1] and [1, N] tiles, or the other way round: each kernel holds the one and goes through the
 other.

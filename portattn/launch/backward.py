@@ -27,7 +27,7 @@ from portattn.schema.plan import Plan
 from portattn.schema.sizes import least, most
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
-MODULE = "portattn.kernels.backward"
+BY_ROWS, BY_KEYS = "portattn.kernels.row_gradients", "portattn.kernels.key_gradients"
 UNSPECIALISED = frozenset(
     {
         "heads_q", "heads_k", "group", "seq_q", "seq_k", "key_tiles", "row_tiles", "together", "tiles", "batches",
@@ -65,7 +65,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     delta_tiles = ceil_div(rows, DELTA_ROWS)
     count = batch * problem.heads_q * delta_tiles
     first = KernelCall(
-        MODULE, "backward_delta", grid(count),
+        BY_ROWS, "backward_delta", grid(count),
         {
             "forward_out": call.forward_out, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
             "grad_lse": call.grad_lse, "delta": delta,
@@ -106,7 +106,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     tiles = kernel.key_tiles(problem, launch)
     key_tiles = packed_keys(problem, launch) if problem.packed else ceil_div(problem.seq_k, launch.block_m)
     by_keys = KernelCall(
-        MODULE, "backward_keys", grid(tiles),
+        BY_KEYS, "backward_keys", grid(tiles),
         {
             **tensors, "grad_k": call.grad_k, "grad_v": call.grad_v, **options, **inputs,
             **outer_strides("dk", call.grad_k, "bhs"), **outer_strides("dv", call.grad_v, "bhs"), **scores,
@@ -124,7 +124,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     tiles = kernel.row_tiles(problem, launch)
     row_tiles = packed_tiles(problem, of_rows, 1) if problem.packed else ceil_div(problem.seq_q, of_rows.block_m)
     by_rows = KernelCall(
-        MODULE, "backward_rows", grid(tiles),
+        BY_ROWS, "backward_rows", grid(tiles),
         {
             **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes, **options, **inputs,
             **outer_strides("dq", call.grad_q, "bhs"), **scores, "heads_q": problem.heads_q, **sizes,

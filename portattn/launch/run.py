@@ -25,7 +25,7 @@ from portattn.worker.environment import compile_environment
 
 # Functions of portattn/kernels/ that are launched.
 KERNELS = (
-    "dense_forward", "backward_keys", "backward_bias", "decode_split", "sparse_split", "combine",
+    "dense_forward", "backward_keys", "backward_rows", "backward_bias", "decode_split", "sparse_split", "combine",
     "write_cache", "merge_rows", "pause", "store_parts", "decode_apart",
 )  # fmt: skip
 NOT_TO_INTERPRET = "Triton was imported for compiling, so its interpreter is not available in this process"
