@@ -1,4 +1,5 @@
-"""decode_apart: decode_split for plain problems of few query rows, with each warp at keys of its own.
+"""decode_apart: decode_split for plain problems of few query rows, with each warp at keys of its own. It also has the
+small problems of dense_forward whose numbers are float32.
 
 Where a tile's products are shared among warps by their columns, a step's maximum and probabilities go from warp to warp
 by shared memory, and all wait for each other. With few query rows that waiting is most of a step. Here a product is a
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from portattn.kernels.dependent import let_next_kernel_begin
 from portattn.kernels.keyplaces import key_places, key_pointers, page_from, pages_from
+from portattn.kernels.parts import add_dot, dot
 from portattn.kernels.results import store_rows
 from portattn.kernels.tiles import (
     exponential,
@@ -79,6 +81,42 @@ def pages_of(table, start, end, pages, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.co
     return page
 
 
+@triton.jit
+def attend_parts(
+    q_parts, at_k, at_v, there, keep, k_stride_d, v_stride_d, acc, part_max, part_sum, factor,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EXP: tl.constexpr,
+    MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """The state (acc [PARTS, rows, BLOCK_DV], maxima and sums [PARTS, rows]) after one tile of keys more.
+
+    at_k, at_v, there: [PARTS, keys of a part], where the keys' rows begin, and whether there is one.
+    keep: what is attended, [PARTS, rows or 1, keys of a part].
+    FIRST: there is no state before, whatever is given.
+    """
+    k_tile = load_parts(at_k, there, k_stride_d, HEAD_DIM, BLOCK_D)
+    v_tile = load_parts(at_v, there, v_stride_d, HEAD_DIM_V, BLOCK_DV)
+    scores = dot(q_parts, tl.permute(k_tile, (0, 2, 1)), DOT_PRECISION)  # [PARTS, rows, keys of a part]
+    # Scaled before it is masked, as softmax_step has it.
+    scaled = tl.where(keep, scores * factor, lowest(MASK_VALUE))
+    new_max = tl.max(scaled, 2)
+    if not FIRST:
+        new_max = tl.maximum(part_max, new_max)
+    if MASK_VALUE == "finite":
+        base = new_max
+        p = tl.where(keep, exponential(scaled - base[:, :, None], EXP, False), 0.0)
+    else:
+        base = tl.where(new_max > float("-inf"), new_max, 0.0)
+        p = exponential(scaled - base[:, :, None], EXP, False)
+    if not FIRST:
+        correction = exponential(part_max - base, EXP, False)
+        part_sum = part_sum * correction + tl.sum(p, 2)
+        acc = add_dot(p.to(v_tile.dtype), v_tile, acc * correction[:, :, None], DOT_PRECISION)
+    else:
+        part_sum = tl.sum(p, 2)
+        acc = add_dot(p.to(v_tile.dtype), v_tile, acc, DOT_PRECISION)
+    return acc, new_max, part_sum
+
+
 @triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches"])
 def decode_apart(
     q, k, v, out, lse, seqlens_k, leftpad_k, cu_seqlens_q, page_table, sinks,
@@ -93,11 +131,13 @@ def decode_apart(
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, PARTS: tl.constexpr, FOLLOWED: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, PIPELINE: tl.constexpr,
 ):  # fmt: skip
-    """As decode_split, with nothing but lengths, sinks and the causal mask, over 16-bit rows; GRID is "tiles".
+    """As decode_split, with nothing but lengths, sinks and the causal mask, over rows of q's dtype; GRID is "tiles".
 
     PARTS: warps, each with its keys: a power of two up to 8.
     FOLLOWED: a kernel that merges follows, which may begin before this one ends.
+    PIPELINE: `single` has no loop: all keys of a contiguous cache are in one tile, and are not split.
 
     Every tile is masked: a second loop, for tiles that are attended whole, is as much code again, and its first loads
     would begin when the first loop's last are done.
@@ -160,44 +200,45 @@ def decode_apart(
     part_max = tl.full([PARTS, BLOCK_M], lowest(MASK_VALUE), tl.float32)
     part_sum = tl.full([PARTS, BLOCK_M], 0.0, tl.float32)
     keys = tl.reshape(tl.arange(0, BLOCK_N), [PARTS, EACH])
-    # Pages are looked up a step ahead: a lookup in the step that reads its page takes a stage of the compiler's
-    # pipeline of loads.
-    page = pages_of(table, k_first + first_step * BLOCK_N, far, pages, PAGE_SIZE, PAGE_LOOP, PARTS, BLOCK_N)
-    for step in range(first_step, last_step):
-        start = k_first + step * BLOCK_N
-        there = start + keys < far
-        if PAGE_SIZE == 0:
-            page = start
-            row = keys
-        elif PAGE_LOOP == "per_page":
-            row = start % PAGE_SIZE + keys
-        elif BLOCK_N % PAGE_SIZE == 0:
-            row = keys % PAGE_SIZE
-        else:
-            row = (start + keys) % PAGE_SIZE
-        at_k = key_pointers(k_base, start, page, row, k_stride_b, k_stride_s, PAGE_SIZE)
-        at_v = key_pointers(v_base, start, page, row, v_stride_b, v_stride_s, PAGE_SIZE)
-        page = pages_of(table, start + BLOCK_N, far, pages, PAGE_SIZE, PAGE_LOOP, PARTS, BLOCK_N)
-        k_tile = load_parts(at_k, there, k_stride_d, HEAD_DIM, BLOCK_D)
-        v_tile = load_parts(at_v, there, v_stride_d, HEAD_DIM_V, BLOCK_DV)
-        scores = tl.dot(q_parts, tl.permute(k_tile, (0, 2, 1)), input_precision="ieee")  # [PARTS, BLOCK_M, EACH]
+    if PIPELINE == "single":
+        there = k_first + keys < far
         if CAUSAL != "none":
-            keep = (start + keys)[:, None, :] < row_end[None, :, None]
+            keep = (k_first + keys)[:, None, :] < row_end[None, :, None]
         else:
             keep = there[:, None, :]
-        # Scaled before it is masked, as softmax_step has it.
-        scaled = tl.where(keep, scores * factor, lowest(MASK_VALUE))
-        new_max = tl.maximum(part_max, tl.max(scaled, 2))
-        if MASK_VALUE == "finite":
-            base = new_max
-            p = tl.where(keep, exponential(scaled - base[:, :, None], EXP, False), 0.0)
-        else:
-            base = tl.where(new_max > float("-inf"), new_max, 0.0)
-            p = exponential(scaled - base[:, :, None], EXP, False)
-        correction = exponential(part_max - base, EXP, False)
-        part_sum = part_sum * correction + tl.sum(p, 2)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, :, None], input_precision="ieee")
-        part_max = new_max
+        acc, part_max, part_sum = attend_parts(
+            q_parts, key_pointers(k_base, k_first, 0, keys, k_stride_b, k_stride_s, 0),
+            key_pointers(v_base, k_first, 0, keys, v_stride_b, v_stride_s, 0), there, keep, k_stride_d, v_stride_d,
+            acc, part_max, part_sum, factor,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, EXP, MASK_VALUE, DOT_PRECISION, True,
+        )  # fmt: skip
+    else:
+        # Pages are looked up a step ahead: a lookup in the step that reads its page takes a stage of the compiler's
+        # pipeline of loads.
+        page = pages_of(table, k_first + first_step * BLOCK_N, far, pages, PAGE_SIZE, PAGE_LOOP, PARTS, BLOCK_N)
+        for step in range(first_step, last_step):
+            start = k_first + step * BLOCK_N
+            there = start + keys < far
+            if PAGE_SIZE == 0:
+                page = start
+                row = keys
+            elif PAGE_LOOP == "per_page":
+                row = start % PAGE_SIZE + keys
+            elif BLOCK_N % PAGE_SIZE == 0:
+                row = keys % PAGE_SIZE
+            else:
+                row = (start + keys) % PAGE_SIZE
+            at_k = key_pointers(k_base, start, page, row, k_stride_b, k_stride_s, PAGE_SIZE)
+            at_v = key_pointers(v_base, start, page, row, v_stride_b, v_stride_s, PAGE_SIZE)
+            page = pages_of(table, start + BLOCK_N, far, pages, PAGE_SIZE, PAGE_LOOP, PARTS, BLOCK_N)
+            if CAUSAL != "none":
+                keep = (start + keys)[:, None, :] < row_end[None, :, None]
+            else:
+                keep = there[:, None, :]
+            acc, part_max, part_sum = attend_parts(
+                q_parts, at_k, at_v, there, keep, k_stride_d, v_stride_d, acc, part_max, part_sum, factor,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, EXP, MASK_VALUE, DOT_PRECISION, False,
+            )  # fmt: skip
     row_max = tl.max(part_max, 0)
     base = row_max
     if MASK_VALUE != "finite":

@@ -338,14 +338,19 @@ def attend(
             LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
         )  # fmt: skip
     else:
-        # Two passes: key tiles that every row attends whole, then those at the edges.
-        for edge in tl.static_range(2):
-            if edge == 0:
+        # Two passes: key tiles that every row attends whole, then those at the edges. Or one, as if all were edges.
+        ONE_PASS: tl.constexpr = 1 if PIPELINE == "masked" else 0
+        for edge in tl.static_range(ONE_PASS, 2):
+            if PIPELINE == "masked":
+                count = last_step - first_step
+            elif edge == 0:
                 count = full_end - full_begin
             else:
                 count = full_begin - first_step + last_step - full_end
             for i in range(count):
-                if edge == 0:
+                if PIPELINE == "masked":
+                    start = origin + (first_step + i) * BLOCK_N
+                elif edge == 0:
                     start = origin + (full_begin + i) * BLOCK_N
                 elif WINDOW:
                     # The edge before the full tiles, then the one after them.

@@ -17,6 +17,7 @@ from portattn.launch.arguments import (
     window,
 )
 from portattn.launch.kernelcall import KernelCall
+from portattn.launch.warps_apart import apart_call
 from portattn.planning.kernel_specs import CORES, DecodeSplit
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
@@ -26,14 +27,6 @@ MODULE = "portattn.kernels.decode"
 UNSPECIALISED = frozenset(
     {"heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right"}
 )
-
-# What decode_apart has of decode_split's arguments, in its order.
-APART = "portattn.kernels.apart"
-APART_ARGUMENTS = (
-    "q", "k", "v", "out", "lse", "seqlens_k", "leftpad_k", "cu_seqlens_q", "page_table", "sinks", "scale",
-    *(f"{name}_stride_{axis}" for name in "qkv" for axis in "bhsd"), *(f"o_stride_{axis}" for axis in "pbhs"),
-    "table_stride_b", "heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches",
-)  # fmt: skip
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -63,10 +56,10 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     followed = launch.splits > 1 and combine.dependent(plan)
     constexprs = kernel.constexprs(problem, lowering, launch) | {"FOLLOWED": followed}
-    module, function, unspecialised = MODULE, kernel.function, UNSPECIALISED
-    if kernel.is_apart(lowering):
-        module, function, unspecialised = APART, "decode_apart", UNSPECIALISED & set(APART_ARGUMENTS)
-        arguments = {name: arguments[name] for name in APART_ARGUMENTS}
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    first = KernelCall(module, function, grid, arguments, constexprs, combine.splitting(launch), unspecialised)
+    splitting = combine.splitting(launch)
+    if kernel.is_apart(lowering):
+        first = apart_call(arguments, constexprs, splitting, grid)
+    else:
+        first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, splitting, UNSPECIALISED)
     return [first, *combine.calls(plan, call, outputs, cores)], outputs.out, outputs.lse

@@ -25,7 +25,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dot_precision  how an fp32 product is computed; 16-bit operands ignore it
     grid           one program a tile, or `persistent`: as many programs as cores, each looping over tiles
     pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product; `single`
-                   has no loop, for keys that fit one tile
+                   has no loop, for keys that fit one tile; `masked` has one loop, of masked tiles, in place of two:
+                   half as much code, which a launch reads from memory where it is not in the caches
     select         `branch` skips a tile of padding rows by a run-time `if`; `where` lets it take no step of its loops,
                    for compilers that a run-time `if` leads astray
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
@@ -45,8 +46,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unpack         numbers of a quantised cache: read as `bytes` and widened to queries' dtype, one by one; or read as
                    16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions. What
                    writes a cache divides and narrows each number by operations that every chip has, or by `ptx`
-    warps          of decode's few query rows: `joint`, a program's warps share each product; `apart`, each attends
-                   keys of its own, and their results are merged once
+    warps          of decode's few query rows, and of small problems of float32: `joint`, a program's warps share each
+                   product; `apart`, each attends keys of its own, and their results are merged once
 
     >>> import portattn
     >>> portattn.Lowering(load="descriptor").exp
@@ -60,7 +61,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mask_value: Literal["-inf", "finite"] = "-inf"
     dot_precision: DotPrecision = "ieee"
     grid: Literal["tiles", "persistent"] = "tiles"
-    pipeline: Literal["plain", "rotated", "single"] = "plain"
+    pipeline: Literal["plain", "rotated", "single", "masked"] = "plain"
     select: Literal["where", "branch"] = "where"
     page_loop: Literal["per_page", "flat_masked", "by_page"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"

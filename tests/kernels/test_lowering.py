@@ -250,6 +250,29 @@ def test_one_tile_without_a_loop(device: Device, load: str, select: str, keys: s
         assert not out[:, :, :blind].isnan().any()
 
 
+SEVERAL: dict[str, dict[str, Any]] = {
+    name: fields | {"seq_k": fields["seq_k"] + 3 * TILE} for name, fields in ONE_TILE.items()
+} | {
+    "a wide window": {"seq_q": 70, "seq_k": 70, "causal": "bottom_right", "window_left": 40},
+    "rows without keys": {"seq_q": 90, "seq_k": 40, "causal": "bottom_right"},
+    "packed": {"op": "varlen_attention", "total_q": 61, "total_k": 75, "seq_q": 40, "seq_k": 50, "batch": 3},
+    "decode": {"op": "decode_attention", "seq_q": 2, "seq_k": 75, "seqlens_k": True, "causal": "bottom_right"},
+}
+
+
+@pytest.mark.parametrize("keys", SEVERAL)
+@pytest.mark.parametrize("load", ["pointer", "descriptor"])
+def test_one_loop_of_masked_tiles(device: Device, load: str, keys: str) -> None:
+    """Tiles that every row attends whole too, and those on both sides of a window. NaN is where nothing is attended."""
+    call = random_call(problem(**SEVERAL[keys], sinks=True), 5, device=device.name)
+    if keys == "lengths of 0":
+        call.seqlens_q[:2] = call.seqlens_k[:2] = 0
+    lowering = {"pipeline": "masked", "load": load}
+    made = core_plan(device, call.problem, lowering).lowering
+    assert made.pipeline == "masked"
+    assert_right(call, *run_core(device, call, lowering))
+
+
 # As backends/cuda/tuning/sm_90.toml has them.
 SHIPPED = {
     "fp16": ({"select": "branch", "load": "pointer"}, {"block_m": 64, "block_n": 64}),

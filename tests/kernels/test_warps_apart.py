@@ -1,4 +1,4 @@
-"""decode_split with each warp at keys of its own (kernels/apart.py)."""
+"""decode_split and dense_forward with each warp at keys of its own (kernels/apart.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import with_lengths
-from support import Device, assert_right, problem, random_call, run_core
+from support import Device, assert_right, core_plan, problem, random_call, run_core
+
+from portattn import Launch, Lowering
+from portattn.planning.kernel_specs import CORES
 
 APART = {"warps": "apart"}
 SMALL = {"batch": 2, "heads_q": 4, "heads_k": 2, "seq_q": 1, "head_dim": 16, "dtype": "bf16"}
@@ -35,6 +38,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "packed queries, rows of no sequence, sinks": (
         PAGES | {"page_size": 8, "seq_q": 5, "total_q": 12, "batch": 3, "sinks": True}, {"block_n": 32, "num_warps": 2},
     ),
+}  # fmt: skip
+
+DENSE = {
+    "op": "attention", "batch": 2, "heads_q": 2, "heads_k": 2, "seq_q": 40, "seq_k": 150, "head_dim": 16,
+    "dtype": "fp32", "seqlens_k": True, "return_lse": True,
+}  # fmt: skip
+ROWS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "a ragged end": (DENSE | {"seqlens_k": False}, {"block_n": 64, "num_warps": 4}),
+    "lengths and padding": (DENSE | {"leftpad_k": True}, {"block_n": 32, "num_warps": 2}),
+    "eight warps": (DENSE | {"head_dim": 40, "head_dim_v": 24}, {"block_n": 128, "num_warps": 8}),
+    "one warp": (DENSE | {"causal": "bottom_right"}, {"block_n": 16, "num_warps": 1}),
+    "rows without keys": (
+        DENSE | {"seq_q": 90, "seq_k": 20, "causal": "bottom_right"}, {"block_n": 32, "num_warps": 2},
+    ),
+    "top left": (DENSE | {"causal": "top_left", "leftpad_k": True}, {"block_n": 64, "num_warps": 4}),
+    "sinks": (DENSE | {"sinks": True, "causal": "bottom_right"}, {"block_n": 64, "num_warps": 4}),
+    "a negative scale": (DENSE | {"negative_scale": True}, {"block_n": 32, "num_warps": 2}),
+    "one tile": (DENSE, {"block_n": 256, "num_warps": 8}),
+    "one tile, causal, behind padding": (
+        DENSE | {"causal": "bottom_right", "leftpad_k": True, "sinks": True}, {"block_n": 256, "num_warps": 8},
+    ),
+    "16-bit numbers": (DENSE | {"dtype": "bf16"}, {"block_n": 64, "num_warps": 4}),
 }  # fmt: skip
 
 
@@ -81,3 +106,62 @@ def test_a_warps_large_scores_do_not_reach_the_others(device: Device) -> None:
     call.k[:, :, 32:48] -= 50.0
     out, lse = run_core(device, call, APART, {"block_n": 64, "num_warps": 4})
     assert_right(call, out, lse)
+
+
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
+@pytest.mark.parametrize("name", ROWS)
+def test_dense_rows_are_right(device: Device, name: str, precision: str) -> None:
+    """In a loop and, where the keys fit, in one tile without it; NaN is wherever a token is not attended."""
+    fields, launch = ROWS[name]
+    call = random_call(problem(**fields), seed=len(name), device=device.name, extremes=True)
+    for pipeline in ("plain", "single") if "one tile" in name else ("plain",):
+        lowering = APART | {"dot_precision": precision, "pipeline": pipeline}
+        tile = launch | {"block_m": 32}
+        made = core_plan(device, call.problem, lowering, tile).lowering
+        assert made is not None
+        assert (made.warps, made.pipeline) == ("apart", pipeline)
+        assert_right(call, *run_core(device, call, lowering, tile))
+
+
+@pytest.mark.parametrize("pipeline", ["plain", "single"])
+@pytest.mark.parametrize("mask_value", ["-inf", "finite"])
+def test_dense_sequences_of_no_keys_and_of_one(device: Device, mask_value: str, pipeline: str) -> None:
+    call = with_lengths(
+        random_call(problem(**DENSE | {"batch": 4, "seq_k": 64}), 3, device=device.name), [0, 1, 16, 17]
+    )
+    lowering = APART | {"mask_value": mask_value, "dot_precision": "bf16x6", "pipeline": pipeline}
+    assert_right(call, *run_core(device, call, lowering, {"block_m": 16, "block_n": 64, "num_warps": 4}))
+
+
+# What decode_apart does not take of dense problems.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "query lengths": ({"seqlens_q": True}, {}, "seqlens_q"),
+    "a window": ({"window_left": 3}, {}, "window"),
+    "a mask": ({"mask": True}, {}, "mask"),
+    "dropout": ({"dropout": True}, {}, "dropout"),
+    "groups": ({"heads_q": 4}, {}, "one query head"),
+    "plain products": ({}, {"dot_precision": "ieee"}, "three of TF32"),
+    "two parts of a head": ({"head_dim": 576, "head_dim_v": 512}, {}, "at most 512 columns"),
+    "small shares": ({}, {"num_warps": 8}, "at least 16 keys"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_dense_rows_do_not_have_runs_joint(name: str) -> None:
+    fields, choices, why = REFUSED[name]
+    lowering = Lowering(warps="apart", dot_precision=choices.get("dot_precision", "bf16x6"))
+    launch = Launch(block_m=16, block_n=64, num_warps=choices.get("num_warps", 4))
+    limits = CORES["attention"].limits(problem(**DENSE | fields), lowering, launch)
+    assert [limit for limit in limits if limit[:2] == ("warps", "joint") and why in limit[2]]
+
+
+@pytest.mark.parametrize("name", ["lengths and padding", "rows without keys", "sinks"])
+def test_gradients_take_what_it_stores(device: Device, name: str) -> None:
+    """Its LSE is that of dense_forward: of rows without keys -inf."""
+    fields, launch = ROWS[name]
+    call = random_call(problem(**fields | {"needs_grad": True}), seed=2, device=device.name)
+    lowering = APART | {"dot_precision": "bf16x6"}
+    made = core_plan(device, call.problem, lowering, launch).lowering
+    assert made is not None
+    assert made.warps == "apart"
+    assert_right(call, *run_core(device, call, lowering, launch))

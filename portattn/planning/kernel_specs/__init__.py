@@ -30,6 +30,7 @@ __all__ = [
     "CoreKernel",
     "DecodeSplit",
     "DenseBackward",
+    "DenseForward",
     "ceil_div",
     "head_columns",
     "heads_together",

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from portattn.planning.kernel_specs import apart
 from portattn.planning.kernel_specs.base import (
     MASKED,
     MIN_DOT,
@@ -26,17 +27,6 @@ from portattn.schema.sizes import least, most
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
-# What the loop of warps apart can do (kernels/apart.py).
-APART_TAKES = frozenset(
-    {"seqlens_k", "leftpad_k", "causal", "causal_top_left", "sinks", "return_lse", "negative_scale", "gqa",
-     "head_dim_v", "num_splits", "packed"}
-)  # fmt: skip
-MOST_APART = 8
-# What decode_apart has of decode_split's constants.
-APART_CONSTANTS = (
-    "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
-    "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "FOLLOWED",
-)  # fmt: skip
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 # Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
 # four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
@@ -88,27 +78,17 @@ class DecodeSplit(CoreKernel):
             "FOLLOWED": False,  # the launch says so (portattn/launch/decode.py)
         }
         if self.is_apart(lowering):
-            return {name: found[name] for name in APART_CONSTANTS} | {"PARTS": launch.num_warps}
+            return apart.constants(found, problem, lowering, launch)
         return found
 
     def is_apart(self, lowering: Lowering) -> bool:
         """Whether decode_apart runs in place of decode_split (kernels/apart.py)."""
-        return "warps" in self.choices and lowering.warps == "apart"
+        return "warps" in self.choices and apart.apart(lowering)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
         if self.is_apart(lowering):
-            why = not_apart(problem, lowering, launch)
-            if why:
-                found = (*found, ("warps", "joint", why))
-            else:
-                found = tuple(limit for limit in found if limit[0] not in ("load", "pipeline"))
-                if lowering.grid != "tiles":
-                    found = (*found, ("grid", "tiles", "warps apart have a program for each tile"))
-                if lowering.load != "pointer":
-                    found = (*found, ("load", "pointer", "warps apart read by pointers"))
-                if lowering.pipeline != "plain":
-                    found = (*found, ("pipeline", "plain", "the loop of warps apart has no other"))
+            found = apart.limits(found, problem, lowering, launch, ("plain",))
         if lowering.unpack == "bytes" or "unpack" not in self.choices:
             return found
         why = no_words(problem)
@@ -127,8 +107,8 @@ class DecodeSplit(CoreKernel):
             unread = "k_tile", "block_order"
         if "unpack" in self.choices and lowering.unpack != "bytes":
             unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
-        if self.is_apart(lowering):  # and kernels/apart.py
-            unread = "k_tile", "block_order", "q_operand", "dot_precision"
+        if self.is_apart(lowering):
+            unread = apart.unread(problem)
         return tuple(name for name in self.choices if name not in unread)
 
     def natural_scores(self, problem: Problem) -> bool:
@@ -243,20 +223,6 @@ class MlaSplit(PagedSplit):
             why = "rows of fp8_ds_mla hold numbers of three types"
             found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
         return found
-
-
-def not_apart(problem: Problem, lowering: Lowering, launch: Launch) -> str:
-    """Why warps cannot attend keys of their own (kernels/apart.py); empty where they can."""
-    asked = sorted(set(problem.demands()) - APART_TAKES)
-    reasons = {
-        f"their loop takes no {', '.join(asked)}": bool(asked),
-        "their products are of 16-bit numbers": problem.dtype == "fp32" or problem.kv_format != "as_q",
-        f"their loop has rows of at most {WIDEST_TILE} columns": head_columns(problem)[1] != 0,
-        "their tiles are powers of two": lowering.reads == "inside",
-        f"a warp has at least {MIN_DOT} keys of a tile": launch.block_n < MIN_DOT * launch.num_warps,
-        f"at most {MOST_APART} warps' results are merged": launch.num_warps > MOST_APART,
-    }
-    return next((text for text, holds in reasons.items() if holds), "")
 
 
 def no_words(problem: Problem) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from portattn.planning.kernel_specs import apart
 from portattn.planning.kernel_specs.base import (
     MASKED,
     MIN_DOT,
@@ -37,11 +38,13 @@ class DenseForward(CoreKernel):
     }  # fmt: skip
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
-        "q_operand", "drops", "operands",
+        "q_operand", "drops", "operands", "warps",
     )  # fmt: skip
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
+        if self.is_apart(lowering):
+            found = apart.limits(found, problem, lowering, launch, ("plain", "single"))
         if lowering.operands == "stored" and problem.q_format == "as_q":
             return (*found, ("operands", "widened", "queries and keys are not quantised"))
         main, tail = head_columns(problem)
@@ -51,7 +54,13 @@ class DenseForward(CoreKernel):
         return found
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        return super().constexprs(problem, lowering, launch) | {
+        found = super().constexprs(problem, lowering, launch)
+        found.pop("WARPS", None)
+        if self.is_apart(lowering):
+            # decode_split's names: a program's rows are of one head, its keys are not split, and lie in no pages.
+            own = {"GROUP": 1, "SPLIT": False, "PAGE_SIZE": 0, "PAGE_LOOP": "per_page", "FOLLOWED": False}
+            return apart.constants(found | own, problem, lowering, launch)
+        return found | {
             "DROPS": drops(problem, lowering),
             "KV_FORMAT": problem.kv_format,
             "KV_SCALES": problem.kv_scales,
@@ -62,6 +71,14 @@ class DenseForward(CoreKernel):
             "LISTED_Q": problem.block_q if problem.block_mask else 0,
             "LISTED_K": problem.block_k if problem.block_mask else 0,
         }
+
+    def is_apart(self, lowering: Lowering) -> bool:
+        """Whether decode_apart runs in place of dense_forward (kernels/apart.py)."""
+        return "warps" in self.choices and apart.apart(lowering)
+
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        unread = (*apart.unread(problem), "select", "operands") if self.is_apart(lowering) else ()
+        return tuple(name for name in super().read(problem, lowering) if name not in unread)
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         if problem.block_mask and problem.q_format != "as_q":
@@ -102,6 +119,7 @@ class VarlenForward(DenseForward):
     name = "varlen_forward"
     op = "varlen_attention"
     takes = TAKES | SCORED | {"needs_grad", "dropout", "kv_format"}
+    choices: tuple[str, ...] = tuple(name for name in DenseForward.choices if name != "warps")
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch, 1)

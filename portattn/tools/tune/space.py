@@ -53,6 +53,7 @@ def traits_of(arch: Arch) -> set[str]:
 WARPS, NO_WARPS = ("warps",), ("no_warps",)
 DEEP, SMALL = ("deep_pipeline",), ("small_tiles",)
 HALF, WIDE, FLOAT, NARROW = "dtype!=fp32", "widest>256", "dtype=fp32", "kv_format!=as_q"
+SMALL_FLOAT = (FLOAT, "widest<=64", "seq_k<=512")  # where a launch is short, and waiting is most of it
 
 # Options of the compilers, for every kernel that has products.
 _OPTIONS = (
@@ -73,16 +74,21 @@ _FORWARD = (
     Axis("block_m", (64, 128)),
     Axis("block_n", (16, 32, 64), SMALL),
     Axis("block_n", (16, 32, 64), when=(WIDE,)),
+    Axis("block_n", (32, 64, 128, 256), when=SMALL_FLOAT),
     Axis("block_n", (16, 32, 64), when=(FLOAT,)),
     Axis("block_n", (32, 64, 128)),
     Axis("num_warps", (1,), NO_WARPS),
     Axis("num_warps", (4, 8)),
     Axis("num_stages", (1,), NO_WARPS),
     Axis("num_stages", (1, 2), when=(WIDE,)),
+    Axis("num_stages", (1, 2, 3), when=SMALL_FLOAT),
     Axis("num_stages", (2, 3, 4), DEEP),
     Axis("num_stages", (1, 2)),
-    Axis("pipeline", ("plain", "rotated", "single"), WARPS, ("seq_k<=128",)),
+    Axis("pipeline", ("plain", "rotated", "single", "masked"), WARPS, ("seq_k<=128",)),
+    Axis("pipeline", ("plain", "rotated", "single", "masked"), WARPS, SMALL_FLOAT),
+    Axis("pipeline", ("plain", "rotated", "masked"), WARPS, ("seq_k<=1024",)),
     Axis("pipeline", ("plain", "rotated"), WARPS),
+    Axis("warps", ("joint", "apart"), WARPS, (*SMALL_FLOAT, "!gqa", "!packed", "!featured")),
     # 128 registers let four programs of four warps share an SM, 168 three: 65,536 / (4 · 128) and / (3 · 128).
     Axis("maxnreg", (None, 128, 168), when=(HALF, "widest<=64")),
     *_LOADS,
