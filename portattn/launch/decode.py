@@ -65,7 +65,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     constexprs = kernel.constexprs(problem, lowering, launch) | {"FOLLOWED": followed}
     module, function, unspecialised = MODULE, kernel.function, UNSPECIALISED
     if kernel.is_apart(lowering):
-        module, function, unspecialised = APART, "decode_apart", UNSPECIALISED & set(APART_ARGUMENTS)
+        module, function, unspecialised = APART, kernel.form(lowering), UNSPECIALISED & set(APART_ARGUMENTS)
         arguments = {name: arguments[name] for name in APART_ARGUMENTS}
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     first = KernelCall(module, function, grid, arguments, constexprs, combine.splitting(launch), unspecialised)

@@ -399,6 +399,14 @@ def test_a_plan_that_takes_the_vendors_path_says_why_each_variant_is_passed_over
     assert "triton" in [no.path for no in made.rejected]
 
 
+def test_the_form_of_a_kernel_is_named(portattn):
+    line = ("plan", "decode_attention", *WHERE, "--q", "8,32,1,128", "--kv", "8,8,4096,128", "--dtype", "bf16")
+    made = portattn(*line, "--json").json
+    assert (made["kernel"], made["form"]) == ("decode_split", "decode_apart")
+    assert "kernel   decode_split, in its form decode_apart\n" in portattn(*line).out
+    assert portattn(*line, "--softcap", "--json").json["form"] == ""
+
+
 @pytest.mark.parametrize(("toolchain", "told"), [("triton==3.7.0", True), ("triton==3.9.0", False)])
 def test_a_release_that_nobody_has_run_a_variant_with_is_said(portattn, toolchain, told):
     line = ("plan", "attention", "--target", "cuda:sm_90", "--toolchain", toolchain, *SHAPES)

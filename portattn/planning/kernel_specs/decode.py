@@ -32,6 +32,7 @@ APART_TAKES = frozenset(
      "head_dim_v", "num_splits", "packed"}
 )  # fmt: skip
 MOST_APART = 8
+APART = "decode_apart"
 # What decode_apart has of decode_split's constants.
 APART_CONSTANTS = (
     "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
@@ -51,6 +52,7 @@ class DecodeSplit(CoreKernel):
     op = "decode_attention"
     takes = TAKES | SCORED | MASKED | {"tree_mask", "leftpad_k", "num_splits", "kv_format"}
     splits_keys = True
+    forms: tuple[str, ...] = (APART,)
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
         "reads", "unpack", "warps",
@@ -90,6 +92,9 @@ class DecodeSplit(CoreKernel):
         if self.is_apart(lowering):
             return {name: found[name] for name in APART_CONSTANTS} | {"PARTS": launch.num_warps}
         return found
+
+    def form(self, lowering: Lowering) -> str:
+        return APART if self.is_apart(lowering) else ""
 
     def is_apart(self, lowering: Lowering) -> bool:
         """Whether decode_apart runs in place of decode_split (kernels/apart.py)."""
@@ -235,6 +240,7 @@ class MlaSplit(PagedSplit):
     name = "mla_split"
     op = "mla_attention"
     takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
+    forms = ()
     choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name not in ("unpack", "warps"))
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:

@@ -38,7 +38,7 @@ def check(
     problem = (named or dense(dtype=dtype, head_dim=64)).problem
     made = plan(problem, where, registry, settings=Settings(backend="triton"))  # no variant
     made = replace(made, lowering=replace(made.lowering, dot_precision=dot_precision))
-    kernels = (KernelFacts(function=CORES[problem.op].function, facts=FITS | facts),)
+    kernels = (KernelFacts(function=made.form or CORES[problem.op].function, facts=FITS | facts),)
     return {g.name: g.explained_by for g in gates.check(made, where, kernels, registry) if not g.passed}
 
 
