@@ -9,7 +9,7 @@ import click
 from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option
 from portattn.schema.problem_limits import OPS
-from portattn.tools import shell_values
+from portattn.tools import legend, shell_values
 from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from, trained
 
 
@@ -91,3 +91,5 @@ def plan(
         emit_json(made if len(made) > 1 else made[0])
     else:
         click.echo("\n\n".join(one.explain() for one in made))
+        for line in legend.of_plans(made):
+            click.echo(f"  {line}")

@@ -11,6 +11,7 @@ import click
 
 from portattn.cli.output import json_option
 from portattn.errors import ArgumentError
+from portattn.schema.tuning import TIMED_SPILLS
 from portattn.tools import shell_values
 from portattn.tools.number_ranges import SECONDS
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from portattn.tools.tune.tunable import Tunable
 
 DEFAULT_OUT = Path(".tune")
-TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 120
 
 
 @click.command(context_settings={"show_default": True})

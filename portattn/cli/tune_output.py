@@ -51,6 +51,15 @@ def dry_run_rows(
             for row in rows
         ],
     )  # fmt: skip
+    _legend(chosen)
+
+
+def _legend(classes: list[Class]) -> None:
+    """What the names in the choices mean, below what has them."""
+    from portattn.tools import legend
+
+    for line in legend.of_kernels(one.kernel for one in classes):
+        click.echo(line)
 
 
 class SearchProgress:
@@ -137,6 +146,7 @@ def tell(
                         click.echo(f"  {result.times.median:8.1f} µs{was}  {result.problem}")
         for line in bad:
             click.secho(line, fg="red")
+        _legend([one for one in chosen if one.name in outcomes])
         entries = "1 entry" if len(written) == 1 else f"{len(written)} entries"
         click.echo(f"{entries} written: {path}" if written else "nothing new to write")
         click.echo(f"log: {log_path}, {log_path.with_suffix('.txt')}")

@@ -9,6 +9,7 @@ import click
 from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
+from portattn.schema.plan import kernel_text
 from portattn.schema.problem_limits import OPS
 from portattn.tools import shell_values
 from portattn.tools.number_ranges import LONGEST, FiniteRange
@@ -81,7 +82,7 @@ def verify(
             [
                 [
                     row.verdict,
-                    row.kernel,
+                    kernel_text(row.kernel, row.form),
                     *(_shown(row.seen.get(name)) for name in means),
                     row.problem,
                 ]

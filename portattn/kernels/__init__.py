@@ -7,7 +7,7 @@ dense.py     dense_forward: dense and packed tensors
 words.py     that loop over a quantised cache's rows as 16-bit words: keyplaces.py finds and loads them,
              unpack.py makes numbers of them
 decode.py    decode_split: contiguous, paged and latent caches
-apart.py     decode_apart: the same for plain problems of few rows, with each warp at keys of its own; and small dense
+apart.py     warps_apart: the same for plain problems of few rows, with each warp at keys of its own; and small dense
              problems of float32
 results.py   what programs of these two store of their rows
 sparse.py    sparse_split: chosen tokens

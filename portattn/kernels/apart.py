@@ -1,4 +1,4 @@
-"""decode_apart: decode_split for plain problems of few query rows, with each warp at keys of its own. It also has the
+"""warps_apart: decode_split for plain problems of few query rows, with each warp at keys of its own. It also has the
 small problems of dense_forward whose numbers are float32.
 
 Where a tile's products are shared among warps by their columns, a step's maximum and probabilities go from warp to warp
@@ -118,7 +118,7 @@ def attend_parts(
 
 
 @triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches"])
-def decode_apart(
+def warps_apart(
     q, k, v, out, lse, seqlens_k, leftpad_k, cu_seqlens_q, page_table, sinks,
     scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,

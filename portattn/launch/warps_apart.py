@@ -1,4 +1,4 @@
-"""The launch of decode_apart in the place of another kernel, from what that one would be given."""
+"""The launch of warps_apart in the place of another kernel, from what that one would be given."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from portattn.launch.kernelcall import KernelCall
+from portattn.planning.kernel_specs.apart import FORM
 from portattn.schema.lowering import Launch
 
 MODULE = "portattn.kernels.apart"
-FUNCTION = "decode_apart"
 # In its order.
 ARGUMENTS = (
     "q", "k", "v", "out", "lse", "seqlens_k", "leftpad_k", "cu_seqlens_q", "page_table", "sinks", "scale",
@@ -26,5 +26,5 @@ def apart_call(
     absent = {"page_table": None, "cu_seqlens_q": None, "table_stride_b": 0, "o_stride_p": 0, "pages": 0, "splits": 1}
     given = absent | dict(arguments)
     return KernelCall(
-        MODULE, FUNCTION, grid, {name: given[name] for name in ARGUMENTS}, constexprs, launch, UNSPECIALISED
+        MODULE, FORM, grid, {name: given[name] for name in ARGUMENTS}, constexprs, launch, UNSPECIALISED
     )

@@ -64,6 +64,7 @@ class Variant:
     takes  what it can do beyond plain attention, as of a VendorPath
     arches  the chips that it is for; on others plans do not mention it
     needs  what it needs, in a few words, for people
+    legend  what the names in its schedules mean, in a few words each, for people
     canaries  problems of its own that its canary runs; empty: those of its ops that it takes (portattn.testing.canary)
     formats  of queries that it is for (Problem.q_format); of others plans do not mention it. Empty: any
     probabilities  format that it rounds them to before they are multiplied, of those that tensors may have
@@ -75,6 +76,7 @@ class Variant:
     arches: tuple[str, ...]
     takes: frozenset[str] = frozenset()
     needs: str = ""
+    legend: Mapping[str, str] = MappingProxyType({})
     canaries: tuple[Problem, ...] = ()
     formats: tuple[str, ...] = ()
     probabilities: str = "as_q"

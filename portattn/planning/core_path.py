@@ -75,6 +75,7 @@ def choose(
     cautions = () if path == INTERPRETER else untried(kernel.name, target, settings, registry, problem)
     choice = CoreChoice(
         kernel=kernel.name,
+        form=kernel.form(lowering),
         lowering=lowering,
         launch=launch,
         choices=kernel.read(problem, lowering),

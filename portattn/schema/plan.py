@@ -23,11 +23,13 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
 class CoreChoice(msgspec.Struct, frozen=True, kw_only=True):
     """How the core kernel runs, or would have run had it not been rejected.
 
+    form     the function that runs in place of the kernel's own with this lowering; empty where its own does
     choices  names of the lowering's fields that the kernel reads
     key      identifies the specialisation, target and toolchain for records
     """
 
     kernel: str
+    form: str = ""
     lowering: Lowering
     launch: Launch
     choices: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     path       `triton` or `interpreter` (core kernels), a variant's or a vendor path's name, or `reference`
     requested  what the caller asked for (`auto`, or a path)
     schedule, needs   of a variant: how it is scheduled, and what it needs, as it describes itself
-    kernel, lowering, launch, choices, env   of a core path; None and empty elsewhere
+    kernel, form, lowering, launch, choices, env   of a core path, as in CoreChoice; None and empty elsewhere
     quirks     those that changed the plan, in the order in which they were applied
     rejected   every path that comes before `path`, with its reason
     key        identifies the specialisation, target and toolchain; empty without a kernel of portattn's
@@ -89,6 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     requested: str
     path: str
     kernel: str = ""
+    form: str = ""
     lowering: Lowering | None = None
     launch: Launch | None = None
     choices: tuple[str, ...] = ()
@@ -120,7 +123,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The plan as text: path, kernel, quirks with their sentences, and every path not taken."""
         lines = [f"{self.problem}", f"on {self.target} with {self.toolchain}: {self.path} path"]
         if self.lowering and self.launch:
-            lines += _describe(self.kernel, self.lowering, self.launch, self.choices, self.env, "  ")
+            lines += _describe(
+                kernel_text(self.kernel, self.form), self.lowering, self.launch, self.choices, self.env, "  "
+            )
         if self.schedule:
             lines.append(f"  schedule {' '.join(f'{name}={value}' for name, value in self.schedule.items())}")
         if self.needs:
@@ -130,10 +135,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  not {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else ""))
             if r.choice:
                 c = r.choice
-                lines += _describe(c.kernel, c.lowering, c.launch, c.choices, c.env, "    would be ")
+                lines += _describe(
+                    kernel_text(c.kernel, c.form), c.lowering, c.launch, c.choices, c.env, "    would be "
+                )
                 lines += [f"  {line}" for line in _quirk_lines(c.quirks)]
         lines += [f"  note     {n}" for n in self.notes]
         return "\n".join(lines)
+
+
+def kernel_text(kernel: str, form: str) -> str:
+    """A kernel's name for people, with the form that runs: tuning, quirks and records know the kernel's name alone."""
+    return f"{kernel}, in its form {form}" if form else kernel
 
 
 def _describe(

@@ -153,8 +153,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ("kv_scales", get_args(KvScales)),
             ("rotary", get_args(Rotary)),
         ):
-            if getattr(self, name) not in allowed:
-                raise ArgumentError(str(self.op), name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+            value = getattr(self, name)
+            if value not in allowed:
+                limit = f"must be one of {', '.join(allowed)}"
+                if name == "dtype" and value in get_args(KvFormat):
+                    limit += f"; of quantised tensors it is the results' type, with kv_format={value!r}"
+                raise ArgumentError(str(self.op), name, value, limit)
         if not self.head_dim_v:
             msgspec.structs.force_setattr(self, "head_dim_v", self.head_dim)
         for name, (least, most) in LIMITS.items():

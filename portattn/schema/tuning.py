@@ -15,6 +15,9 @@ from portattn.schema import compilers, conditions, toml_reader
 from portattn.schema.lowering import CHOICES, BackendOptions, OptionValue, check_launch_values
 from portattn.schema.toolchain import Toolchain, nameable, parse_range, unknown_name
 
+# Bytes a thread that code may spill where its choice was timed on the chip: what they cost is in its time. Tiles that
+# were timed best on an H200 spill up to 120, and `portattn tune` times none that spills more than this.
+TIMED_SPILLS = 256
 SPLIT_THRESHOLD = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 
 
@@ -80,6 +83,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     flags     settings of a variant, by names of its own; a variant's entries name it in full
     core      a variant leaves these problems to the core kernel, which is faster at them; `note` says by how much
     timed     False for a choice that was only compiled, in a file whose others were timed
+    spills    bytes a thread that its code may spill, where that is more than TIMED_SPILLS: what the matrix's problems
+              spilled with the compiler that it was timed with, rounded up to a multiple of it
     occupancy  programs that one core runs at a time, as far as the split over keys is concerned (decode)
     split_threshold  programs a core from which on keys are not split
     provenance  this entry's own, where it is not the file's
@@ -95,6 +100,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     occupancy: int = 1
     split_threshold: float = SPLIT_THRESHOLD
     timed: bool = True
+    spills: int = 0
     note: str = ""
     provenance: Source | None = None
 
@@ -149,6 +155,14 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The compiler that an entry's choice was timed with on the chip, NAME==VERSION; empty where it was not."""
         return self.source(entry).toolchain if self.measured(entry) else ""
 
+    def most_spilled(self, entry: Entry | None, toolchain: Toolchain) -> int:
+        """Bytes a thread that code of an entry's choice may spill with a compiler: none but with the one that it was
+        timed with, and there what its record says, or TIMED_SPILLS."""
+        if entry is None or self.timed_with(entry) != str(toolchain):
+            return 0
+        recorded = entry.provenance.spills if entry.provenance else None
+        return max(TIMED_SPILLS, entry.spills, recorded or 0)
+
 
 def read_tuning(path: Path, backend: str, options: BackendOptions, two: Callable[[str], bool]) -> Tuning:
     """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema.
@@ -173,6 +187,14 @@ def read_tuning(path: Path, backend: str, options: BackendOptions, two: Callable
             if entry.core and (set("*?[") & set(entry.kernel) or entry.flags or not entry.note):
                 raise ValueError(
                     "core = true is for a variant, named in full, without flags; `note` says how much faster"
+                )
+            if entry.spills and (entry.spills % TIMED_SPILLS or entry.spills <= TIMED_SPILLS):
+                raise ValueError(
+                    f"bytes spills = {entry.spills}: must be a multiple of {TIMED_SPILLS}, which all may, and more"
+                )
+            if entry.spills and not tuning.timed_with(entry):
+                raise ValueError(
+                    f"bytes spills = {entry.spills}: goes with a choice that was timed; others may spill nothing"
                 )
             if entry.provenance and entry.provenance.measured and not entry.provenance.figures:
                 raise ValueError("provenance measured = true without figures: what was timed, and how long it took")

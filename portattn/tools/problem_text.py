@@ -12,7 +12,17 @@ from portattn.errors import ArgumentError
 from portattn.schema.features import FEATURES
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import ASKED, DTYPES, INTEGERS, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Rotary
+from portattn.schema.problem_limits import (
+    ASKED,
+    DTYPES,
+    INTEGERS,
+    MAX_SPLITS,
+    NVFP4,
+    UNLIMITED,
+    KvFormat,
+    KvScales,
+    Rotary,
+)
 from portattn.schema.target import Target
 from portattn.tools import shell_values
 from portattn.tools.shell_values import ALIGNMENTS as CAUSAL
@@ -36,6 +46,14 @@ _DEFAULTS = {
 }  # of what is no flag and not None when it is not given
 
 
+# What else the types are called that --dtype takes, and the formats that --kv-format takes.
+_TYPES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+_FORMATS = {
+    "fp8": "e4m3", "float8": "e4m3", "fp8_e4m3": "e4m3", "e4m3fn": "e4m3", "float8_e4m3fn": "e4m3",
+    "fp8_e5m2": "e5m2", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "fp4": NVFP4,
+}  # fmt: skip
+_FORMATS |= {name: name for name in get_args(KvFormat) if name != _DEFAULTS["kv_format"]}
+_OF_OPERANDS = ("e4m3", "e5m2", "e4m3fnuz", "int8")  # q, k and v may be of these
 _FLAGS = tuple(name for name in ASKED if name != "return_lse")  # which is --lse
 
 
@@ -81,7 +99,11 @@ def problem_options(function: F) -> F:
                 help="Width of the values, for mla_attention the latent rank; D by default.",
             ),
             click.option(
-                "--dtype", type=shell_values.DTYPE, required=True, metavar="|".join(DTYPES), help="Type of q, k and v."
+                "--dtype",
+                type=shell_values.DTYPE,
+                required=True,
+                metavar="|".join(DTYPES),
+                help="Type of q, k and v; where they or a cache are quantised (--kv-format) of what is not.",
             ),
             click.option(
                 "--causal",
@@ -102,12 +124,12 @@ def problem_options(function: F) -> F:
                 default="as_q",
                 show_default=True,
                 metavar="|".join(get_args(KvFormat)),
-                help="Format of the numbers of a quantised cache.",
+                help="Format of the numbers of a quantised cache, or of quantised q, k and v (portattn.quantize).",
             ),
             click.option(
                 "--kv-scales",
                 metavar="|".join(get_args(KvScales)),
-                help="What a scale of a quantised cache belongs to; of int8 and int4 token by default, of float8 none.",
+                help="What a scale of quantised tensors belongs to; of int8 and int4 token by default, of float8 none.",
             ),
             click.option(
                 "--rotary",
@@ -175,6 +197,7 @@ def problem_from(
     for name in ("bias", "mask"):
         given[name] = given[name] or given[f"{name}_by_key"]
     _check_taken(op, {"causal": causal if causal != "none" else None, "window": window, "dv": dv} | given)
+    _check_dtype(op, dtype)
     batch, heads_q, seq_q, head_dim = shape(op, "--q", q)
     batch_k, heads_k, seq_k, head_dim_k = shape(op, "--kv", kv)
     if batch_k != batch:
@@ -269,6 +292,21 @@ def _check_taken(op: str, given: dict[str, Any]) -> None:
             raise ArgumentError(op, _option(name), value, f"{op} has none")
         if absent and name in NEEDS.get(op, ()):
             raise ArgumentError(op, _option(name), value, f"must be given for {op}")
+
+
+def _check_dtype(op: str, dtype: str) -> None:
+    """The type that is no type of queries: a quantised call has the results' here, and its numbers' in --kv-format."""
+    if dtype in DTYPES:
+        return
+    limit, kind, row = f"must be one of {', '.join(DTYPES)}", _FORMATS.get(dtype.lower(), ""), ROWS[op]
+    operands = "q_scale" in row.tensors
+    if dtype.lower() in _TYPES:
+        limit += f": write {_TYPES[dtype.lower()]}"
+    elif kind and "kv_format" in row.options and (not operands or kind in _OF_OPERANDS):
+        stored = "q and k" if kind == "int8" else "q, k and v"
+        whose = f"{stored} of {kind}, as portattn.quantize makes them," if operands else f"a cache of {kind}"
+        limit += f"; for {whose} write --dtype bf16 --kv-format {kind}, where --dtype is the type of the results"
+    raise ArgumentError(op, "--dtype", dtype, limit)
 
 
 def _check_numbers(op: str, given: dict[str, Any]) -> None:

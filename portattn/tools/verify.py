@@ -53,6 +53,7 @@ RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear", "
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One problem, what each means gave, and what that says.
 
+    form   the kernel's, as in Plan
     level  evidence that this row is; `declared` where something differs, or nothing but the interpreter ran
     label  what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
     """
@@ -62,6 +63,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     toolchain: str
     kernel: str
+    form: str = ""
     path: str
     verdict: Conclusion
     sentence: str
@@ -265,6 +267,7 @@ def _row(
         target=target.name,
         toolchain=str(target.toolchain),
         kernel=canary.family(core) if core else "",
+        form=core.form if core else "",
         path=core.path if core else "",
         verdict=verdict,
         sentence=sentence,

@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.mark.parametrize("version", LOOKED_AT)
 def test_the_child_and_this_process_compile_the_same(version: str, tmp_path: Path) -> None:
     found: dict[str, Any] = fakedriver.run("once_child.py", tmp_path, TRITONS[version])
-    decoding = "decode_apart" if Version(version) >= Version("3.6") else "decode_split"
+    decoding = "warps_apart" if Version(version) >= Version("3.6") else "decode_split"
     expected = {"dense_forward": 2, decoding: 1, "combine": 1, "sparse_split": 1}
     if version == "3.6.0":
         assert found["paths"] == ["gluon_forward"]

@@ -104,6 +104,40 @@ def test_a_quantised_caches_options_reach_the_problem(portattn, given, kind, sca
     assert (called.json["problem"]["kv_format"], called.json["problem"].get("kv_scales", "none")) == (kind, scales)
 
 
+BOTH = "must be one of fp16, bf16, fp32"
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "limit", "instead"),
+    [
+        (
+            "attention",
+            "e4m3",
+            f"{BOTH}; for q, k and v of e4m3, as portattn.quantize makes them, write --dtype bf16 --kv-format e4m3",
+            "e4m3",
+        ),
+        ("attention", "float8_e5m2", f"{BOTH}; for q, k and v of e5m2", "e5m2"),
+        ("varlen_attention", "int8", f"{BOTH}; for q and k of int8", "int8"),
+        ("decode_attention", "fp8", f"{BOTH}; for a cache of e4m3 write --dtype bf16 --kv-format e4m3", "e4m3"),
+        ("decode_attention", "int4", f"{BOTH}; for a cache of int4 write", "int4"),
+        ("attention", "bfloat16", f"{BOTH}: write bf16\n", ""),
+        ("attention", "int4", f"{BOTH}\n", ""),  # attention takes none
+        ("attention_backward", "e4m3", f"{BOTH}\n", ""),  # nor do gradients take quantised tensors
+        ("attention", "fp64", f"{BOTH}\n", ""),
+    ],
+)
+def test_a_type_that_is_none_names_what_to_write(portattn, op, given, limit, instead):
+    """And what it says to write is planned."""
+    line = ("plan", op, *WHERE, *CACHE[:-1])
+    called = portattn(*line, given)
+    assert (called.status, called.out, len(called.err.splitlines())) == (2, "", 1)
+    assert f"{op}: --dtype is {given!r}, but {limit}" in called.err
+    assert (f"--dtype bf16 --kv-format {instead}" in called.err) is bool(instead)
+    if instead:
+        problem = portattn(*line, "bf16", "--kv-format", instead, "--json").json["problem"]
+        assert (problem["dtype"], problem["kv_format"]) == ("bf16", instead)
+
+
 @pytest.mark.parametrize(
     ("op", "given", "named"),
     [
@@ -397,6 +431,14 @@ def test_a_plan_that_takes_the_vendors_path_says_why_each_variant_is_passed_over
     assert made.path not in ("triton", "gluon_forward")
     assert any(note.startswith("not gluon_forward: ") for note in made.notes)
     assert "triton" in [no.path for no in made.rejected]
+
+
+def test_the_form_of_a_kernel_is_named(portattn):
+    line = ("plan", "decode_attention", *WHERE, "--q", "8,32,1,128", "--kv", "8,8,4096,128", "--dtype", "bf16")
+    made = portattn(*line, "--json").json
+    assert (made["kernel"], made["form"]) == ("decode_split", "warps_apart")
+    assert "kernel   decode_split, in its form warps_apart\n" in portattn(*line).out
+    assert portattn(*line, "--softcap", "--json").json["form"] == ""
 
 
 @pytest.mark.parametrize(("toolchain", "told"), [("triton==3.7.0", True), ("triton==3.9.0", False)])

@@ -106,8 +106,8 @@ PAGES = LONG | {"page_size": 64, "seqlens_k": True}
 LAUNCHES = {
     "attention": (LONG, ["dense_forward"]),
     "varlen_attention": (LONG | {"total_q": 1, "total_k": 4096}, ["dense_forward"]),
-    "decode_attention": (LONG, ["decode_apart", "combine"]),
-    "paged_attention": (PAGES, ["decode_apart", "combine"]),
+    "decode_attention": (LONG, ["warps_apart", "combine"]),
+    "paged_attention": (PAGES, ["warps_apart", "combine"]),
     "sparse_attention": (LONG | {"tokens": 2048}, ["sparse_split", "combine"]),
     "mla_attention": (PAGES | {"heads_k": 1, "head_dim_v": 32}, ["decode_split", "combine"]),
 }

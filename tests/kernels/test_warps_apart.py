@@ -133,7 +133,7 @@ def test_dense_sequences_of_no_keys_and_of_one(device: Device, mask_value: str, 
     assert_right(call, *run_core(device, call, lowering, {"block_m": 16, "block_n": 64, "num_warps": 4}))
 
 
-# What decode_apart does not take of dense problems.
+# What warps_apart does not take of dense problems.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "query lengths": ({"seqlens_q": True}, {}, "seqlens_q"),
     "a window": ({"window_left": 3}, {}, "window"),

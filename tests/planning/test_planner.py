@@ -7,6 +7,7 @@ import datetime
 import itertools
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,40 @@ def test_plan_of_a_problem_takes_a_target() -> None:
     for op in ("flash", ["attention"]):
         with pytest.raises(portattn.ArgumentError, match="op is"):
             portattn.plan(op)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("cuda:sm_99", "target is 'cuda:sm_99', but .*; 'cuda:sm_99' names none: cuda knows sm_80, .*near are"),
+        ("hopper9", "target is 'hopper9', but .*; 'hopper9' names none: must be BACKEND:ARCH.*hopper"),
+        ("cuda:sm_90", "target is 'cuda:sm_90', but [^;]*$"),
+        ("h100", "target is 'h100', but [^;]*$"),
+        (None, "target is None, but [^;]*$"),
+        (sm_80(), "target is 'cuda:sm_80 with triton==[^;]*', but [^;]*$"),
+        (torch.zeros(4000), "target is 'Tensor', but [^;]*$"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ask", [portattn.plan, portattn.explain])
+def test_a_wrong_target_is_named_shortly(ask: Callable[..., object], given: object, said: str) -> None:
+    """A Target has a page of fields, of which an error shows its name; a text that names none gets the nearest."""
+    q = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as call:
+        ask("attention", q, q, q, target=given)
+    assert "goes with a Problem" in str(call.value)
+    assert len(str(call.value)) < 500
+    if not isinstance(given, Target):
+        with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as other:
+            ask(problem(), given)
+        assert len(str(other.value)) < 500
+
+
+def test_what_is_given_beside_a_target_is_named_shortly() -> None:
+    with pytest.raises(portattn.ArgumentError) as error:
+        portattn.explain(problem(), sm_80(), sm_80(), causal=True)
+    assert (error.value.argument, error.value.value) == ("arguments", (str(sm_80()), "causal"))
+    assert len(str(error.value)) < 300
 
 
 def test_keys_are_split_below_so_many_programs_a_core() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ from places import ROOT
 
 import portattn
 from portattn.config import Settings
+from portattn.launch import kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan as plan_problem
 from portattn.planning.registry import parse_target
+from portattn.schema.lowering import Lowering
+from portattn.schema.outcome import CompileRecord
 
 H100 = parse_target("cuda:sm_90", "triton==3.6.0")
 SIZES: dict[str, Any] = {
@@ -49,6 +53,43 @@ def test_warps_apart_have_one_way_to_read_keys() -> None:
     assert plan.lowering is not None
     assert plan.lowering.warps == "apart"
     assert set(CORES["decode_attention"].choices) - found == UNREAD_BY_WORDS
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "kernel"),
+    [
+        ("decode_attention", {}, "decode_split"),
+        ("paged_attention", {"page_size": 16}, "paged_split"),
+    ],
+)
+def test_a_plan_names_the_form_that_runs(op: str, fields: dict[str, Any], kernel: str) -> None:
+    """As the launch does; a plan of warps that share their products names the kernel alone."""
+    for more, form in (({}, "warps_apart"), ({"softcap": True}, "")):
+        plan, _ = shown(op, **fields, **more)
+        assert (plan.kernel, plan.form) == (kernel, form)
+        first, *_ = kernel_calls(plan, meta_call(plan.problem), H100.arch.cores)[0]
+        assert first.function == (form or "decode_split")
+        assert first.function in CORES[op].functions
+        said = f"  kernel   {kernel}, in its form {form}" if form else f"  kernel   {kernel}"
+        assert said in plan.explain().splitlines()
+
+
+def test_a_kernel_that_is_not_taken_is_named_with_its_form() -> None:
+    problem = portattn.Problem(op="decode_attention", **SIZES)
+    key = plan_problem(problem, H100).key
+    failed = CompileRecord(
+        key=key, kernel="decode_split", target=H100.name, toolchain=str(H100.toolchain), level="declared",
+        passed=False, date=datetime.date(2026, 11, 27),
+    )  # fmt: skip
+    plan = plan_problem(problem, H100, records={key: failed})
+    assert (plan.kernel, plan.form) == ("", "")
+    assert "    would be kernel   decode_split, in its form warps_apart" in plan.explain().splitlines()
+
+
+def test_latent_rows_have_no_other_form() -> None:
+    kernel = CORES["mla_attention"]
+    assert kernel.functions == ("decode_split",)
+    assert kernel.form(Lowering(warps="apart")) == ""
 
 
 OTHERS: list[dict[str, Any]] = [

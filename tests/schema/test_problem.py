@@ -18,6 +18,7 @@ from portattn.testing.oracle import allowed
     [
         ("op", "flash", "attention"),
         ("dtype", "fp64", "fp16"),
+        ("dtype", "e4m3", "of quantised tensors it is the results' type, with kv_format='e4m3'"),
         ("causal", "lower", "bottom_right"),
         ("layout", "sbhd", "bhsd"),
         ("batch", -1, "from 0"),

@@ -20,6 +20,7 @@ toolchain = "triton==3.6.0"
 date = 2026-11-01
 measured = false
 """
+TIMED = HEAD.replace("measured = false", "measured = true")
 TRITON = Toolchain.parse("triton==3.6.0")
 ENTRIES = """
 [[entry]]
@@ -108,6 +109,16 @@ def test_values_of_the_kernel_of_rows(tmp_path: Path) -> None:
         assert entry.launch == {"block_m": 128, "rows_m": 64}
 
 
+def test_what_a_choice_may_spill(tmp_path: Path) -> None:
+    """Nothing but with the compiler that it was timed with, and there as much as every timed choice, or its record."""
+    tuning = load(tmp_path, TIMED + ENTRIES.replace("launch", "spills = 512\nlaunch", 1))
+    recorded, other = tuning.entry
+    assert [tuning.most_spilled(entry, TRITON) for entry in (recorded, other, None)] == [512, 256, 0]
+    assert tuning.most_spilled(recorded, Toolchain.parse("triton==3.8.0")) == 0
+    compiled = load(tmp_path, TIMED + ENTRIES.replace("launch", "timed = false\nlaunch"))
+    assert [compiled.most_spilled(entry, TRITON) for entry in compiled.entry] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -136,6 +147,9 @@ def test_values_of_the_kernel_of_rows(tmp_path: Path) -> None:
         (HEAD + ENTRIES.replace("dense_forward", "*_forward").replace("lowering", "flags"), ["flags", "'*_forward'"]),
         (HEAD + ENTRIES.replace('lowering = { load = "descriptor" }', "core = true"), ["core", "note"]),
         (HEAD.replace("2026-11-01", '"soon"') + ENTRIES, ["provenance.date"]),
+        (TIMED + ENTRIES.replace("launch", "spills = 300\nlaunch", 1), ["spills", "multiple of 256"]),
+        (TIMED + ENTRIES.replace("launch", "spills = 256\nlaunch", 1), ["spills", "and more"]),
+        (HEAD + ENTRIES.replace("launch", "spills = 512\nlaunch", 1), ["spills = 512", "that was timed"]),
     ],
 )
 def test_errors_name_file_line_and_value(tmp_path: Path, text: str, parts: list[str]) -> None:

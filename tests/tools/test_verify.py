@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import click.testing
 import pytest
 
-from portattn.tools.verify import RED, SENTENCES, conclusion, variant_conclusion
+from portattn.cli import main
+from portattn.tools import verify
+from portattn.tools.verify import RED, SENTENCES, Row, conclusion, variant_conclusion
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,13 @@ def test_conclusion_about_a_variant(outcomes: dict[str, str], said: str) -> None
     """No interpreter runs it, and the chip may be elsewhere: that it compiles is said, and is no number."""
     assert variant_conclusion(outcomes) == said
     assert (said in RED) is (said in ("compiler", "unclear"))
+
+
+def test_the_table_names_the_form_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(
+        op="decode_attention", problem="a decode", target="cuda:sm_90", toolchain="triton==3.6.0",
+        kernel="decode_split", form="warps_apart", path="triton", verdict="unseen", sentence="",
+    )  # fmt: skip
+    monkeypatch.setattr(verify, "verify", lambda *given: [row])
+    line = ["verify", "decode_attention", "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0"]
+    assert "decode_split, in its form warps_apart" in click.testing.CliRunner().invoke(main, line).stdout

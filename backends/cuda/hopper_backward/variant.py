@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -48,6 +49,17 @@ class BackwardVariant(Variant):
     name = "gluon_backward"
     ops = ("attention_backward", "varlen_attention_backward")
     # No sinks: rows that attend nothing are told by an LSE of -inf, and with a sink theirs is the sink.
+    legend = MappingProxyType(
+        {
+            "width": "columns that heads are padded to",
+            "keys": "keys of a block",
+            "stages": "buffers of what a loop reads",
+            "messages": "parts in which a tile of dQ is added to memory, 0 where dQ has a kernel of its own",
+            "late": "dQ of a tile is computed during the next one's exponentials",
+            "stagger": "query tiles by which neighbouring blocks begin apart",
+            "turns": "blocks add to dQ in the order of their keys",
+        }
+    )
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "gqa", "head_dim_v", "grad_lse",

@@ -7,6 +7,7 @@ import importlib
 import math
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -96,6 +97,32 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
 
 
+# In a few words, for people.
+LEGEND = MappingProxyType(
+    {
+        "width": "columns that heads are padded to",
+        "groups": "warp groups, of 64 query rows each",
+        "keys": "keys of a tile",
+        "stages": "buffers for keys, and as many for values",
+        "turns": "groups issue their products in turns",
+        "late": "sums are rescaled after the next scores are issued",
+        "early": "the values' product is waited for before the exponentials",
+        "pairs": "probabilities go from step to step in pairs of 16 bits",
+        "own_out": "the output has shared memory of its own",
+        "columns": "columns of a product of values, 0 for all",
+        "kept": "keys' buffers are returned after the exponentials",
+        "halved": "the tile before's values are added between two halves of the exponentials",
+        "queries": "buffers for queries",
+        "reg_q": "queries are read from registers",
+        "parts": "column parts in which the output leaves",
+        "in_turn": "tiles of several heads are worked on in turn where they differ in length",
+        "lazy": "sums are rescaled only where a row's maximum has grown much",
+        "splits": "blocks that share a tile's keys",
+        "heads_together": "heads whose tiles are worked on side by side",
+    }
+)
+
+
 class Choice(NamedTuple):
     """A schedule, and the compiler that it was timed with for such problems; empty where it was not."""
 
@@ -121,6 +148,7 @@ class ForwardVariant(Variant):
     )  # fmt: skip
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
+    legend = LEGEND
     canaries: tuple[Problem, ...] = FORWARD
 
     def __init__(self, toolchain: Toolchain = TIMED_WITH) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.canaries import LATENT
@@ -41,6 +42,14 @@ class LatentVariant(Variant):
     takes = frozenset({"causal", "seqlens_k", "return_lse", "gqa", "head_dim_v", "num_splits"})
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, 16-bit rows of {RANK} + {ROPE} columns, pages of a multiple of {KEYS} rows in line"
+    legend = MappingProxyType(
+        {
+            "heads": "query heads of a block",
+            "queries": "queries of a head in a block",
+            "keys": "keys of a tile",
+            "splits": "blocks that share a row's keys",
+        }
+    )
     canaries = LATENT
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:

@@ -15,6 +15,7 @@ from portattn.api.tracing import are_transformed
 from portattn.config import current
 from portattn.errors import ArgumentError, TracingError
 from portattn.planning.planner import plan as plan_problem
+from portattn.planning.registry import parse_target
 from portattn.schema.ops import PUBLIC
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
@@ -91,16 +92,35 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
 def _planned(asker: str, op: str | Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if isinstance(op, Problem):
         target = args[0] if args else kwargs.pop("target", None)
-        if not isinstance(target, Target) or len(args) > 1 or kwargs:
-            limit = (
-                f"{asker}(problem, target) takes a Problem and a Target, as portattn.target('BACKEND:ARCH') makes one"
-            )
-            raise ArgumentError(asker, "arguments", (*args, *kwargs), limit)
+        taken = f"{asker}(problem, target) takes a Problem and a Target, as portattn.target('BACKEND:ARCH') makes one"
+        if len(args) > 1 or kwargs:
+            others = *args[1:], *kwargs
+            raise ArgumentError(asker, "arguments", tuple(_briefly(one) for one in others), f"{taken}, and no more")
+        if not isinstance(target, Target):
+            raise ArgumentError(asker, "target", _briefly(target), f"{taken}{_unknown(target)}")
         return plan_problem(op, target, settings=current())
     if "target" in kwargs:
+        target = kwargs["target"]
         limit = f"goes with a Problem, {asker}(problem, target): a call is planned for its tensors' device"
-        raise ArgumentError(asker, "target", kwargs["target"], limit)
+        raise ArgumentError(asker, "target", _briefly(target), f"{limit}{_unknown(target)}")
     return plan_request(make_request(asker, op, args, kwargs))
+
+
+def _briefly(value: object) -> object:
+    """A value as an error shows it: a target by its name, and of what has a page of fields or numbers the type."""
+    if isinstance(value, Target):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__
+
+
+def _unknown(target: object) -> str:
+    """What an error adds where a target is a text that names none: the nearest names."""
+    if isinstance(target, str):
+        try:
+            parse_target(target, "none")
+        except ArgumentError as error:
+            return f"; {target!r} names none: {error.limit}"
+    return ""
 
 
 def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:

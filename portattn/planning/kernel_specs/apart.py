@@ -1,4 +1,4 @@
-"""What decode_apart (kernels/apart.py) takes of the problems of decode_split and dense_forward."""
+"""What warps_apart (kernels/apart.py) takes of the problems of decode_split and dense_forward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from portattn.planning.kernel_specs.base import MIN_DOT, WIDEST_TILE, head_colum
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 
+FORM = "warps_apart"  # of the kernels that have the choice
 # What its loop can do.
 TAKES_APART = frozenset(
     {"seqlens_k", "leftpad_k", "causal", "causal_top_left", "sinks", "return_lse", "negative_scale", "gqa",
@@ -23,7 +24,7 @@ Limits = tuple[tuple[str, str, str], ...]
 
 
 def apart(lowering: Lowering) -> bool:
-    """Whether decode_apart runs, where the kernel has the choice."""
+    """Whether warps_apart runs, where the kernel has the choice."""
     return lowering.warps == "apart"
 
 
@@ -65,7 +66,7 @@ def limits(found: Limits, problem: Problem, lowering: Lowering, launch: Launch, 
 
 
 def constants(found: dict[str, Any], problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-    """Those of decode_apart, of a kernel's."""
+    """Those of warps_apart, of a kernel's."""
     precision = lowering.dot_precision if problem.dtype == "fp32" else "ieee"  # products of 16-bit numbers have one
     return {name: found[name] for name in CONSTANTS} | {"PARTS": launch.num_warps, "DOT_PRECISION": precision}
 

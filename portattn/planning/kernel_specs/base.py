@@ -44,6 +44,7 @@ class CoreKernel:
     max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
     splits_keys  whether it spreads one row's keys over programs (Launch.splits)
     of_rows      the second function of gradients, whose tiles may be others (Launch.of_rows); empty for other kernels
+    forms        functions that run in place of `function` with some lowerings (`form`)
     """
 
     name: str
@@ -55,11 +56,16 @@ class CoreKernel:
     max_head_dim_v = 512
     splits_keys = False
     of_rows = ""
+    forms: tuple[str, ...] = ()
 
     @property
     def functions(self) -> tuple[str, ...]:
         """Those that compute its products."""
-        return (self.function, self.of_rows) if self.of_rows else (self.function,)
+        return (self.function, *((self.of_rows,) if self.of_rows else ()), *self.forms)
+
+    def form(self, lowering: Lowering) -> str:
+        """The one of `forms` that runs with a lowering; empty where `function` does."""
+        return ""
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""

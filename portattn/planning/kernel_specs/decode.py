@@ -41,6 +41,7 @@ class DecodeSplit(CoreKernel):
     op = "decode_attention"
     takes = TAKES | SCORED | MASKED | {"tree_mask", "leftpad_k", "num_splits", "kv_format"}
     splits_keys = True
+    forms: tuple[str, ...] = (apart.FORM,)
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
         "reads", "unpack", "warps",
@@ -81,8 +82,11 @@ class DecodeSplit(CoreKernel):
             return apart.constants(found, problem, lowering, launch)
         return found
 
+    def form(self, lowering: Lowering) -> str:
+        return apart.FORM if self.is_apart(lowering) else ""
+
     def is_apart(self, lowering: Lowering) -> bool:
-        """Whether decode_apart runs in place of decode_split (kernels/apart.py)."""
+        """Whether warps_apart runs in place of decode_split (kernels/apart.py)."""
         return "warps" in self.choices and apart.apart(lowering)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
@@ -215,6 +219,7 @@ class MlaSplit(PagedSplit):
     name = "mla_split"
     op = "mla_attention"
     takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
+    forms = ()
     choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name not in ("unpack", "warps"))
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:

@@ -40,6 +40,7 @@ class DenseForward(CoreKernel):
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
         "q_operand", "drops", "operands", "warps",
     )  # fmt: skip
+    forms: tuple[str, ...] = (apart.FORM,)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
@@ -72,8 +73,11 @@ class DenseForward(CoreKernel):
             "LISTED_K": problem.block_k if problem.block_mask else 0,
         }
 
+    def form(self, lowering: Lowering) -> str:
+        return apart.FORM if self.is_apart(lowering) else ""
+
     def is_apart(self, lowering: Lowering) -> bool:
-        """Whether decode_apart runs in place of dense_forward (kernels/apart.py)."""
+        """Whether warps_apart runs in place of dense_forward (kernels/apart.py)."""
         return "warps" in self.choices and apart.apart(lowering)
 
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
@@ -120,6 +124,7 @@ class VarlenForward(DenseForward):
     op = "varlen_attention"
     takes = TAKES | SCORED | {"needs_grad", "dropout", "kv_format"}
     choices: tuple[str, ...] = tuple(name for name in DenseForward.choices if name != "warps")
+    forms = ()
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch, 1)

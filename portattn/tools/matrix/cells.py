@@ -42,7 +42,7 @@ class Footnote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What of a Plan a reader wants to see.
 
-    kernel, lowering, launch, env  of the core kernel; `lowering` holds the choices that it reads
+    kernel, form, lowering, launch, env  of the core kernel; `lowering` holds the choices that it reads
     core_taken  False: another path is taken, and this is how the core kernel would run
     schedule  of a variant, where the path is one
     """
@@ -50,6 +50,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: str
     core_taken: bool = True
     kernel: str = ""
+    form: str = ""
     lowering: dict[str, str] = {}
     launch: dict[str, bool | int | str] = {}
     env: dict[str, str] = {}

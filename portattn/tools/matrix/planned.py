@@ -24,6 +24,7 @@ def summary(made: Plan, core: Plan | None) -> PlanSummary:
         path=made.path,
         core_taken=core is made,
         kernel=core.kernel,
+        form=core.form,
         lowering={name: getattr(lowering, name) for name in CORES[made.problem.op].choices},
         launch=launch | options,
         env=core.env,

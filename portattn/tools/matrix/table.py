@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 
 from portattn.planning.registry import Registry
 from portattn.schema.ops import ROWS
+from portattn.schema.plan import kernel_text
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS
 from portattn.testing.numerics import figure
@@ -132,6 +133,7 @@ def environment() -> jinja2.Environment:
     made.filters |= {
         "kind": words.kind, "word": words.word, "said": words.said, "brief": words.brief, "dot": words.dot,
         "label": said_label, "steps": steps, "figure": figure, "link": link, "sizes": sizes, "coded": coded,
+        "kernel_text": kernel_text,
     }  # fmt: skip
     return made
 

@@ -9,9 +9,11 @@ from portattn.compile.ensure import compile_in
 from portattn.launch import Signature, meta_call
 from portattn.launch.described import signatures
 from portattn.planning.backend import Variant
+from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Arch, Target
+from portattn.schema.tuning import TIMED_SPILLS
 from portattn.testing.findings import Facts, Gate, KernelFacts
 from portattn.testing.gates import gate_of, limits, matrix_count
 from portattn.worker.client import Reply, Worker
@@ -46,16 +48,24 @@ def compiled(
     return tuple(found), None, ""
 
 
-def check(variant: Variant, problem: Problem, target: Target, kernels: tuple[KernelFacts, ...]) -> tuple[Gate, ...]:
+def check(
+    variant: Variant,
+    problem: Problem,
+    target: Target,
+    kernels: tuple[KernelFacts, ...],
+    registry: Registry | None = None,
+) -> tuple[Gate, ...]:
     """Every gate of a variant's compiled kernels, those that hold included.
 
     One of its kernels must have the chip's matrix instruction (another may prepare what it reads), and ptxas must have
-    left them as asynchronous as they are written: that is what they are for. Spills of a schedule that was timed are in
-    its time; with another compiler than the one that it was timed with they are noted.
+    left them as asynchronous as they are written: that is what they are for. A schedule that was timed may have some
+    spills, which are in its time; with another compiler than the one that it was timed with they are noted.
     """
     timed_with = variant.for_toolchain(target.toolchain).timed_with(problem)
     timed = timed_with == str(target.toolchain)
-    gates = [gate for kernel in kernels for gate in limits(kernel, target.arch, timed, "" if timed else timed_with)]
+    most_spilled = _most_spilled(variant, problem, target, registry or Registry.load()) if timed else 0
+    other = "" if timed else timed_with
+    gates = [gate for kernel in kernels for gate in limits(kernel, target.arch, most_spilled, other)]
     for kernel in kernels:
         serialised = int(kernel.facts.get("serialized_wgmma", 0))
         gates.append(gate_of("products made to wait by ptxas", kernel, serialised, "none allowed", serialised == 0))
@@ -63,6 +73,13 @@ def check(variant: Variant, problem: Problem, target: Target, kernels: tuple[Ker
         most = max(kernels, key=lambda kernel: matrix_count(kernel.facts, target.arch))
         gates.append(_matrix(most, most.facts, target.arch))
     return tuple(gates)
+
+
+def _most_spilled(variant: Variant, problem: Problem, target: Target, registry: Registry) -> int:
+    """Bytes a thread that a schedule that was timed with the target's compiler may spill."""
+    tuning = registry.tuning(target)
+    entry = tuning.find(variant.name, problem.features(), target.toolchain, variant=True) if tuning else None
+    return max(TIMED_SPILLS, tuning.most_spilled(entry, target.toolchain) if tuning else 0)
 
 
 def broken(gates: tuple[Gate, ...]) -> list[str]:

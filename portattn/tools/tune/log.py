@@ -13,6 +13,7 @@ import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
+from portattn.tools import legend
 from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
 from portattn.tools.tune.records import QUIET, SCHEMA, Candidate, Code, Origin, Outcome, Record, Stopped, Trying
 
@@ -171,6 +172,8 @@ def text(records: Sequence[Record], quiet: bool = True) -> str:
     ptxas = f"ptxas {origin.ptxas}, " if origin.ptxas else ""
     console.print(Text(f"{origin.target}, {origin.chip}, {origin.toolchain}, {ptxas}{origin.date}; {head}"))
     console.print(Text(f"portattn {origin.portattn} {origin.commit} (kernels {origin.kernels}): {origin.command}"))
+    for line in legend.of_kernels(name.partition(":")[0] for name in origin.classes):
+        console.print(Text(line))
     outcomes = {record.name: record for record in records if isinstance(record, Outcome)}
     for name in origin.classes:
         rows = latest(records, name)

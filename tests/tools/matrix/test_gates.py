@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,8 +12,10 @@ from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.ops import ROWS
+from portattn.schema.tuning import TIMED_SPILLS, Figures, Source
 from portattn.testing import gates
 from portattn.testing.findings import KernelFacts
+from portattn.tools.matrix import variants
 from portattn.tools.matrix.problems import dense, quick
 
 FITS = {"scratchpad_bytes": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
@@ -38,7 +42,7 @@ def check(
     problem = (named or dense(dtype=dtype, head_dim=64)).problem
     made = plan(problem, where, registry, settings=Settings(backend="triton"))  # no variant
     made = replace(made, lowering=replace(made.lowering, dot_precision=dot_precision))
-    kernels = (KernelFacts(function=CORES[problem.op].function, facts=FITS | facts),)
+    kernels = (KernelFacts(function=made.form or CORES[problem.op].function, facts=FITS | facts),)
     return {g.name: g.explained_by for g in gates.check(made, where, kernels, registry) if not g.passed}
 
 
@@ -66,9 +70,67 @@ def test_the_limit_is_the_archs_own():
     assert check("rocm:gfx942", mfma=0) == {"matrix instructions": ""}  # mma is no instruction of that chip
 
 
-def test_a_tile_that_was_timed_on_the_chip_may_spill():
-    assert check(timed=True, spills=96) == {}
+def test_a_tile_that_was_timed_on_the_chip_may_spill_so_much():
+    unrecorded = with_spills(Registry.load(), "*_forward", spills=0)
+    assert check(timed=True, registry=unrecorded, spills=TIMED_SPILLS) == {}
+    assert check(timed=True, registry=unrecorded, spills=TIMED_SPILLS + 4) == {"bytes spilled": ""}
     assert check(timed=True, scratchpad_bytes=232449) == {"bytes of shared memory": ""}
+
+
+def planned(registry, toolchain="triton==3.6.0", **fields):
+    """A core plan of a dense problem on sm_90, and its gate of spills by their number."""
+    target = parse_target("cuda:sm_90", toolchain)
+    made = plan(replace(dense(dtype="fp16", head_dim=64).problem, **fields), target, registry,
+                settings=Settings(backend="triton"))  # fmt: skip
+
+    def spilled(number):
+        facts = KernelFacts(function="dense_forward", facts=FITS | {"spills": number})
+        (gate,) = [one for one in gates.check(made, target, (facts,), registry) if one.name == "bytes spilled"]
+        return gate
+
+    return spilled
+
+
+def with_spills(registry, kernel, **fields):
+    """The registry whose entries of a kernel on sm_90 have these fields."""
+    tuning = registry.tunings["cuda"]["sm_90"]
+    entries = tuple(replace(one, **fields) if one.kernel == kernel else one for one in tuning.entry)
+    cuda = registry.tunings["cuda"] | {"sm_90": replace(tuning, entry=entries)}
+    return replace(registry, tunings=registry.tunings | {"cuda": cuda})
+
+
+def test_a_timed_tile_may_spill_what_its_entry_says():
+    registry = with_spills(Registry.load(), "*_forward", spills=1024)
+    spilled = planned(registry)
+    assert spilled(1024).passed
+    assert str(spilled(1028)) == "dense_forward: 1028 bytes spilled, 1024 allowed: the tile was timed"
+    assert not spilled(1028).passed
+    assert not planned(registry, "triton==3.8.0")(4).passed, "it was timed with another compiler"
+
+
+def test_a_timed_tile_may_spill_what_tune_recorded_of_it():
+    figures = Figures(problem="a problem")
+    recorded = Source(chip="H200", toolchain="triton==3.6.0", date=datetime.date(2026, 11, 22), measured=True,
+                      spills=488, figures=(figures,))  # fmt: skip
+    spilled = planned(with_spills(Registry.load(), "*_forward", spills=0, provenance=recorded))
+    assert [spilled(number).passed for number in (488, 492)] == [True, False]
+    few = with_spills(Registry.load(), "*_forward", spills=0, provenance=replace(recorded, spills=8))
+    assert [planned(few)(number).passed for number in (TIMED_SPILLS, TIMED_SPILLS + 4)] == [True, False]
+
+
+@pytest.mark.parametrize(("toolchain", "allowed"), [("triton==3.6.0", TIMED_SPILLS), ("triton==3.9.0", 488)])
+def test_a_timed_schedule_may_spill_so_much(toolchain, allowed):
+    """Of long causal heads of 64 columns, whose schedule for 3.9 has a record of its own."""
+    target = parse_target("cuda:sm_90", toolchain)
+    long = replace(dense(dtype="fp16", head_dim=64).problem, seq_q=16384, seq_k=16384, causal="bottom_right")
+    variant = next(one for one in Registry.load().backends["cuda"].variants if one.name == "gluon_forward")
+
+    def passed(number):
+        facts = KernelFacts(function="scheduled_forward", facts=FITS | {"spills": number})
+        found = variants.check(variant, long, target, (facts,))
+        return next(gate for gate in found if gate.name == "bytes spilled").passed
+
+    assert [passed(number) for number in (allowed, allowed + 4)] == [True, False]
 
 
 def test_an_exact_fp32_product_needs_no_matrix_instruction():

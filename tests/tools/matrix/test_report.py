@@ -8,11 +8,14 @@ from collections import Counter
 import msgspec
 import pytest
 
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.problem_limits import OPS
 from portattn.testing.findings import Gate, KernelFacts, Numerics
 from portattn.tools.matrix.cells import Footnote, PlanSummary
 from portattn.tools.matrix.evidence import steps
 from portattn.tools.matrix.merge import merge
+from portattn.tools.matrix.planned import summary
 from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
 from portattn.tools.matrix.report import render
 from portattn.tools.matrix.table import BAND, link, sizes
@@ -207,6 +210,19 @@ def test_the_interpreters_dot_is_that_of_the_path_that_is_taken(cell, run):
     found = {step.name: step for step in steps(variant)}
     assert found["interpreter"].outcome == found["emulated"].outcome == "not seen"
     assert found["interpreter"].said.startswith("not of the path gluon_forward; the core kernel beside it: max error")
+
+
+def test_a_card_names_the_form_of_the_kernel(cell, run):
+    long = {"batch": 8, "heads_q": 32, "heads_k": 8, "seq_k": 4096}
+    problem = msgspec.structs.replace(decode("GQA", dtype="bf16", head_dim=128).problem, **long)
+    made = plan(problem, parse_target("cuda:sm_90", "triton==3.6.0"))
+    for one, said in (
+        (summary(made, made), "decode_split, in its form warps_apart"),
+        (msgspec.structs.replace(summary(made, made), form=""), "decode_split"),
+    ):
+        filled = cell(plan=one)
+        [told] = re.findall(r"<dt>kernel</dt><dd>(.*?)</dd>", render(run([filled]), [filled]))
+        assert told == said
 
 
 def test_an_empty_cell_says_why_and_what_fills_it(cells, cell, run):

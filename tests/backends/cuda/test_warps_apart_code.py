@@ -1,4 +1,4 @@
-"""decode_apart for sm_90 as each release of Triton that this machine has compiles it, and how it is launched."""
+"""warps_apart for sm_90 as each release of Triton that this machine has compiles it, and how it is launched."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_release_compiles_it(release_compiler: Worker, release_target: Target,
 
 def test_the_merging_kernel_has_programs_for_parts_of_a_row() -> None:
     _, (first, merging) = launches(FORMS["split"], parse_target("cuda:sm_90", "triton==3.6.0"))
-    assert (first.function, first.constexprs["FOLLOWED"]) == ("decode_apart", True)
+    assert (first.function, first.constexprs["FOLLOWED"]) == ("warps_apart", True)
     assert (merging.function, merging.constexprs["DEPENDENT"]) == ("combine", True)
     assert merging.grid == (32, 4)
     assert merging.constexprs["BLOCK_DV"] * merging.grid[1] == 128
