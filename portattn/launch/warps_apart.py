@@ -25,6 +25,4 @@ def apart_call(
     """arguments: by name, of decode_split or of dense_forward, which has no pages and no splits."""
     absent = {"page_table": None, "cu_seqlens_q": None, "table_stride_b": 0, "o_stride_p": 0, "pages": 0, "splits": 1}
     given = absent | dict(arguments)
-    return KernelCall(
-        MODULE, FORM, grid, {name: given[name] for name in ARGUMENTS}, constexprs, launch, UNSPECIALISED
-    )
+    return KernelCall(MODULE, FORM, grid, {name: given[name] for name in ARGUMENTS}, constexprs, launch, UNSPECIALISED)
