@@ -6,6 +6,9 @@ by shared memory, and all wait for each other. With few query rows that waiting 
 batch of products, one for each warp: no step waits for another warp but for the tile that is read, and the warps'
 results are merged once, after the loop. The kernel has nothing but what these problems need, since a short cache takes
 less time than decode_split's beginning and end.
+
+A product of float32 numbers is six, or three, one after the other. Warps that share them wait for each other between
+products as well.
 """
 
 import triton

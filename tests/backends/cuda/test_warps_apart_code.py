@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from portattn import Plan, Problem
@@ -77,3 +78,60 @@ def test_what_it_does_not_take_runs_joint(fields: dict[str, Any]) -> None:
     made = plan(Problem(**ONE | fields, seq_k=4096), parse_target("cuda:sm_90", "triton==3.6.0"))
     assert made.lowering is not None
     assert made.lowering.warps == "joint"
+
+
+SMALL: dict[str, Any] = {"op": "attention", "batch": 2, "heads_q": 8, "heads_k": 8, "head_dim": 64, "dtype": "fp32"}
+DENSE = {
+    "16 rows, 64 keys": Problem(**SMALL, seq_q=64, seq_k=64),
+    "16 rows, 128 keys": Problem(**SMALL, seq_q=128, seq_k=128, causal="bottom_right"),
+    "16 rows of 128 columns": Problem(**SMALL | {"head_dim": 128}, seq_q=128, seq_k=128, return_lse=True),
+    "16 rows, 256 keys": Problem(**SMALL | {"batch": 1}, seq_q=256, seq_k=256),
+    "32 rows, 256 keys": Problem(**SMALL, seq_q=256, seq_k=256, seqlens_k=True),
+}
+# Bytes a thread: all of a tile's keys and products are in registers. 3.8.0 spills most, 2,096.
+MOST_SPILLED_DENSE = 2304
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("form", DENSE)
+def test_a_release_compiles_small_float32(release_compiler: Worker, release_target: Target, form: str) -> None:
+    """Into products of bfloat16 parts, without a loop."""
+    made, (only,) = launches(DENSE[form], release_target)
+    assert made.lowering is not None
+    assert (made.form, made.lowering.pipeline, made.lowering.dot_precision) == ("warps_apart", "single", "bf16x6")
+    reply = compile_in(release_compiler, only, made, release_target, 240.0, "all")
+    assert reply.outcome == "ok", reply.message
+    assert reply.facts["spills"] <= MOST_SPILLED_DENSE
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in str(reply.facts["ptx"])
+
+
+# What each problem of float32 may be asked for beside its sizes.
+ASKED: dict[str, dict[str, Any]] = {
+    **{name: {name: True} for name in ("seqlens_q", "leftpad_q", "softcap", "alibi_slopes", "bias", "mask", "dropout")},
+    "a window": {"window_left": 5},
+    "a right window": {"window_right": 5},
+    "groups": {"heads_k": 4},
+    "block_mask": {"block_mask": True, "block_q": 64, "block_k": 64},
+    "packed": {"op": "varlen_attention", "total_q": 200, "total_k": 200},
+    "unaligned": {"aligned": False},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("form", DENSE)
+def test_what_it_does_not_take_has_no_schedule_of_it(form: str, asked: str) -> None:
+    """Its tiles would be none for warps that share products: the plan has another entry, and no limit has to step in."""
+    made = plan(msgspec.structs.replace(DENSE[form], **ASKED[asked]), parse_target("cuda:sm_90", "triton==3.6.0"))
+    assert made.lowering is not None
+    assert made.launch is not None
+    assert made.lowering.warps == "joint"
+    assert made.launch.block_n <= 64
+    assert "warps=" not in str(made).partition("read")[0].replace("warps=joint", "").replace("num_warps=", "")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"leftpad_k": True}, {"sinks": True}, {"needs_grad": True, "return_lse": True}], ids=str
+)
+@pytest.mark.parametrize("form", DENSE)
+def test_what_it_takes_beside_sizes(form: str, fields: dict[str, Any]) -> None:
+    launches(msgspec.structs.replace(DENSE[form], **fields), parse_target("cuda:sm_90", "triton==3.9.0"))
