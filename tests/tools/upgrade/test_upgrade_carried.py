@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import evidence_files
 import msgspec
 import pytest
 import quirk_files
@@ -39,7 +40,16 @@ def test_a_variant_that_nobody_has_run_with_the_new_compiler_is_tried_by_its_can
     assert all(one.less_sure and "canaries" in one.said for one in made.variants)
 
 
-def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries():
+@pytest.mark.parametrize("release", ["3.7.1", "3.8.0", "3.9.0"])
+def test_what_was_run_with_the_new_compiler_carries_over(release):
+    made = upgraded("triton==3.6.0", f"triton=={release}", "cuda:sm_90")
+    assert {one.name: one.said for one in made.variants} == dict.fromkeys(
+        ("gluon_forward", "gluon_backward", "gluon_mla"), "carries over"
+    )
+
+
+def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries(tmp_path, monkeypatch):
+    evidence_files.plant(tmp_path, monkeypatch)
     made = upgraded("triton==3.6.0", "triton==3.7.1", "cuda:sm_90")
     after = {one.name: one.after for one in made.variants}
     assert after == {"gluon_forward": "run", "gluon_backward": "tried", "gluon_mla": "tried"}
