@@ -16,7 +16,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.matrix.problems import quick
-from portattn.tools.upgrade import variants
+from portattn.tools.upgrade import figures, variants
 from portattn.tools.upgrade.compare import Upgrade, compare
 from portattn.tools.upgrade.compilers import cautions, parsed
 from portattn.tools.upgrade.figures import published
@@ -139,12 +139,19 @@ def test_a_schedule_is_lost_only_where_it_was_timed_with_the_old_compiler():
     assert not any(one.lost for one in later.figures)
     assert {one.page for one in later.figures if one.carries} == {COMPARED}
     both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
-    assert [(one.measured_with, one.carries, one.lost) for one in both if one.what != "gradients"] == [
+    assert [(one.measured_with, one.carries, one.lost) for one in both] == 2 * [
         ("triton==3.6.0", False, False), ("triton==3.8.0", False, False), ("triton==3.9.0", True, False)
     ], "figures that the page has of the new one too are not lost"  # fmt: skip
-    assert [(one.measured_with, one.lost) for one in both if one.what == "gradients"] == [
-        ("triton==3.6.0", True), ("triton==3.8.0", False)
-    ]  # fmt: skip
+
+
+def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch):
+    """Also beside others of the same page that it has of both."""
+    known = published()
+    part = tuple(one for one in known if (one.what[:9], one.toolchain) != ("gradients", "triton==3.9.0"))
+    assert len(part) == len(known) - 1
+    monkeypatch.setattr(figures, "published", lambda: part)
+    both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
+    assert {(one.what[:9], one.measured_with) for one in both if one.lost} == {("gradients", "triton==3.6.0")}
 
 
 def test_a_plan_that_keeps_its_path_and_changes_its_schedule_is_told(monkeypatch):
