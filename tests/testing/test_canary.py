@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import evidence_files
 import msgspec
 import pytest
 import torch
@@ -244,8 +245,9 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
         assert portattn.last_plan().path == "triton"
 
 
-def test_what_the_run_on_the_chip_did_not_reach_has_canaries():
+def test_what_a_run_on_the_chip_did_not_reach_has_canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention over e4m3 with 3.9.0; what passed there has none: caches of 8 bits, and what fills one."""
+    evidence_files.plant(tmp_path, monkeypatch)
     target = parse_target("cuda:sm_90", "triton==3.9.0")
     seen = evidence.seen_to_run(target)
     assert seen is not None

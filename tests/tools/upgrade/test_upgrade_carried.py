@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import evidence_files
 import msgspec
 import pytest
 import quirk_files
@@ -15,7 +16,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.matrix.problems import quick
-from portattn.tools.upgrade import variants
+from portattn.tools.upgrade import figures, variants
 from portattn.tools.upgrade.compare import Upgrade, compare
 from portattn.tools.upgrade.compilers import cautions, parsed
 from portattn.tools.upgrade.figures import published
@@ -39,7 +40,16 @@ def test_a_variant_that_nobody_has_run_with_the_new_compiler_is_tried_by_its_can
     assert all(one.less_sure and "canaries" in one.said for one in made.variants)
 
 
-def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries():
+@pytest.mark.parametrize("release", ["3.7.1", "3.8.0", "3.9.0"])
+def test_what_was_run_with_the_new_compiler_carries_over(release):
+    made = upgraded("triton==3.6.0", f"triton=={release}", "cuda:sm_90")
+    assert {one.name: one.said for one in made.variants} == dict.fromkeys(
+        ("gluon_forward", "gluon_backward", "gluon_mla"), "carries over"
+    )
+
+
+def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries(tmp_path, monkeypatch):
+    evidence_files.plant(tmp_path, monkeypatch)
     made = upgraded("triton==3.6.0", "triton==3.7.1", "cuda:sm_90")
     after = {one.name: one.after for one in made.variants}
     assert after == {"gluon_forward": "run", "gluon_backward": "tried", "gluon_mla": "tried"}
@@ -129,12 +139,19 @@ def test_a_schedule_is_lost_only_where_it_was_timed_with_the_old_compiler():
     assert not any(one.lost for one in later.figures)
     assert {one.page for one in later.figures if one.carries} == {COMPARED}
     both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
-    assert [(one.measured_with, one.carries, one.lost) for one in both if one.what != "gradients"] == [
+    assert [(one.measured_with, one.carries, one.lost) for one in both] == 2 * [
         ("triton==3.6.0", False, False), ("triton==3.8.0", False, False), ("triton==3.9.0", True, False)
     ], "figures that the page has of the new one too are not lost"  # fmt: skip
-    assert [(one.measured_with, one.lost) for one in both if one.what == "gradients"] == [
-        ("triton==3.6.0", True), ("triton==3.8.0", False)
-    ]  # fmt: skip
+
+
+def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch):
+    """Also beside others of the same page that it has of both."""
+    known = published()
+    part = tuple(one for one in known if (one.what[:9], one.toolchain) != ("gradients", "triton==3.9.0"))
+    assert len(part) == len(known) - 1
+    monkeypatch.setattr(figures, "published", lambda: part)
+    both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
+    assert {(one.what[:9], one.measured_with) for one in both if one.lost} == {("gradients", "triton==3.6.0")}
 
 
 def test_a_plan_that_keeps_its_path_and_changes_its_schedule_is_told(monkeypatch):

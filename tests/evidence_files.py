@@ -1,0 +1,44 @@
+"""Evidence of runs on a chip that left something out, in the place of the backends' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from portattn.planning import evidence
+from portattn.planning.data_files import load_verified
+
+# Of 3.6.0 all was run; 3.7.1 lacks latent attention and gradients, 3.9.0 a format of caches and two of queries.
+PARTS = """\
+[[seen]]
+arch = ["sm_90"]
+toolchain = "triton==3.6.0"
+level = "measured"
+date = 2026-11-24
+what = "planted by a test"
+
+[[seen]]
+arch = ["sm_90"]
+toolchain = "triton==3.7.1"
+level = "runs"
+date = 2026-11-24
+what = "planted by a test"
+untested_ops = ["mla_attention", "attention_backward", "varlen_attention_backward"]
+
+[[seen]]
+arch = ["sm_90"]
+toolchain = "triton==3.9.0"
+level = "measured"
+date = 2026-11-24
+what = "planted by a test"
+untested = ["kv_format=nvfp4"]
+untested_queries = ["e4m3", "int8"]
+"""
+
+
+def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of PARTS are all that is known, of every backend."""
+    (folder / "verified.toml").write_text(PARTS, encoding="utf-8")
+    found = load_verified(folder)
+    monkeypatch.setattr(evidence, "_seen", lambda backend: found)
