@@ -1,5 +1,5 @@
-"""warps_apart: decode_split for plain problems of few query rows, with each warp at keys of its own. It also has the
-small problems of dense_forward whose numbers are float32.
+"""warps_apart: each warp attends keys of its own. It runs in place of decode_split for plain problems of few query
+rows, over 16-bit numbers, and of dense_forward for small problems of float32.
 
 Where a tile's products are shared among warps by their columns, a step's maximum and probabilities go from warp to warp
 by shared memory, and all wait for each other. With few query rows that waiting is most of a step. Here a product is a
@@ -90,11 +90,11 @@ def attend_parts(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The state (acc [PARTS, rows, BLOCK_DV], maxima and sums [PARTS, rows]) after one tile of keys more.
+    """The state (acc [PARTS, rows, BLOCK_DV], maxima and sums [PARTS, rows]) after one more tile of keys.
 
     at_k, at_v, there: [PARTS, keys of a part], where the keys' rows begin, and whether there is one.
     keep: what is attended, [PARTS, rows or 1, keys of a part].
-    FIRST: there is no state before, whatever is given.
+    FIRST: there is no state before: acc is 0, and the maxima and sums that are given are not read.
     """
     k_tile = load_parts(at_k, there, k_stride_d, HEAD_DIM, BLOCK_D)
     v_tile = load_parts(at_v, there, v_stride_d, HEAD_DIM_V, BLOCK_DV)
@@ -104,6 +104,8 @@ def attend_parts(
     new_max = tl.max(scaled, 2)
     if not FIRST:
         new_max = tl.maximum(part_max, new_max)
+    elif MASK_VALUE == "finite":  # scores may be -inf without being masked, and -inf less -inf is NaN
+        new_max = tl.maximum(new_max, lowest(MASK_VALUE))
     if MASK_VALUE == "finite":
         base = new_max
         p = tl.where(keep, exponential(scaled - base[:, :, None], EXP, False), 0.0)

@@ -25,8 +25,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dot_precision  how an fp32 product is computed; 16-bit operands ignore it
     grid           one program a tile, or `persistent`: as many programs as cores, each looping over tiles
     pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product; `single`
-                   has no loop, for keys that fit one tile; `masked` has one loop, of masked tiles, in place of two:
-                   half as much code, which a launch reads from memory where it is not in the caches
+                   has no loop, for keys that fit one tile; `masked` has one loop, of masked tiles, in place of two
     select         `branch` skips a tile of padding rows by a run-time `if`; `where` lets it take no step of its loops,
                    for compilers that a run-time `if` leads astray
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks

@@ -49,7 +49,7 @@ def limits(kernel: KernelFacts, arch: Arch, most_spilled: int, other: str) -> li
         gates.append(gate_of("registers", kernel, used, f"{arch.name} has {arch.registers}", used <= arch.registers))
     if "spills" in facts:
         used = int(facts["spills"])
-        limit = f"{most_spilled} allowed: the tile was timed" if most_spilled and used else "none allowed"
+        limit = f"{most_spilled} allowed by the tuning entry" if most_spilled and used else "none allowed"
         limit += f"; the tile was chosen with {other}" if other and used and not most_spilled else ""
         gate = gate_of("bytes spilled", kernel, used, limit, used <= most_spilled)
         gates.append(msgspec.structs.replace(gate, noted=bool(other) and not gate.passed))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from kernel_cases import with_lengths
-from support import Device, assert_right, core_plan, problem, random_call, run_core
+from support import Device, assert_right, problem, random_call, run_core
 
 from portattn import Launch, Lowering
 from portattn.planning.kernel_specs import CORES
@@ -59,7 +60,6 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "one tile, causal, behind padding": (
         DENSE | {"causal": "bottom_right", "leftpad_k": True, "sinks": True}, {"block_n": 256, "num_warps": 8},
     ),
-    "16-bit numbers": (DENSE | {"dtype": "bf16"}, {"block_n": 64, "num_warps": 4}),
 }  # fmt: skip
 
 
@@ -117,9 +117,7 @@ def test_dense_rows_are_right(device: Device, name: str, precision: str) -> None
     for pipeline in ("plain", "single") if "one tile" in name else ("plain",):
         lowering = APART | {"dot_precision": precision, "pipeline": pipeline}
         tile = launch | {"block_m": 32}
-        made = core_plan(device, call.problem, lowering, tile).lowering
-        assert made is not None
-        assert (made.warps, made.pipeline) == ("apart", pipeline)
+        assert not CORES["attention"].limits(call.problem, Lowering(**lowering), Launch().changed(tile))
         assert_right(call, *run_core(device, call, lowering, tile))
 
 
@@ -139,10 +137,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a window": ({"window_left": 3}, {}, "window"),
     "a mask": ({"mask": True}, {}, "mask"),
     "dropout": ({"dropout": True}, {}, "dropout"),
-    "groups": ({"heads_q": 4}, {}, "one query head"),
-    "plain products": ({}, {"dot_precision": "ieee"}, "three of TF32"),
+    "groups": ({"heads_q": 4}, {}, "as many key heads"),
+    "plain products": ({}, {"dot_precision": "ieee"}, "one of bf16x6, tf32x3"),
     "two parts of a head": ({"head_dim": 576, "head_dim_v": 512}, {}, "at most 512 columns"),
+    "16-bit numbers": ({"dtype": "bf16"}, {}, "float32"),
     "small shares": ({}, {"num_warps": 8}, "at least 16 keys"),
+    "three warps": ({}, {"num_warps": 3}, "1, 2, 4 or 8"),
+    "sixteen warps": ({}, {"num_warps": 16, "block_n": 256}, "1, 2, 4 or 8"),
 }
 
 
@@ -150,9 +151,61 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_dense_rows_do_not_have_runs_joint(name: str) -> None:
     fields, choices, why = REFUSED[name]
     lowering = Lowering(warps="apart", dot_precision=choices.get("dot_precision", "bf16x6"))
-    launch = Launch(block_m=16, block_n=64, num_warps=choices.get("num_warps", 4))
+    launch = Launch(block_m=16, block_n=choices.get("block_n", 64), num_warps=choices.get("num_warps", 4))
     limits = CORES["attention"].limits(problem(**DENSE | fields), lowering, launch)
     assert [limit for limit in limits if limit[:2] == ("warps", "joint") and why in limit[2]]
+
+
+# What it has one way of: the choice that is asked for, and what the limits make of it.
+ONE_WAY: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = {
+    "more keys than a tile": ({"seq_k": 65}, {"pipeline": "single"}, ("pipeline", "plain")),
+    "a rotated loop": ({"seq_k": 64}, {"pipeline": "rotated"}, ("pipeline", "plain")),
+    "a masked loop": ({"seq_k": 64}, {"pipeline": "masked"}, ("pipeline", "plain")),
+    "descriptors": ({"seq_k": 64}, {"load": "descriptor"}, ("load", "pointer")),
+    "a persistent grid": ({"seq_k": 64}, {"grid": "persistent"}, ("grid", "tiles")),
+}
+
+
+@pytest.mark.parametrize("name", ONE_WAY)
+def test_dense_rows_have_one_way_of(name: str) -> None:
+    fields, choices, limit = ONE_WAY[name]
+    launch = Launch(block_m=16, block_n=64, num_warps=4)
+    plain = Lowering(warps="apart", dot_precision="bf16x6")
+    assert not CORES["attention"].limits(problem(**DENSE | fields), plain, launch)
+    asked = msgspec.structs.replace(plain, **choices)
+    assert [found[:2] for found in CORES["attention"].limits(problem(**DENSE | fields), asked, launch)] == [limit]
+
+
+def test_one_tile_of_exactly_its_keys_has_no_loop() -> None:
+    lowering = Lowering(warps="apart", dot_precision="bf16x6", pipeline="single")
+    assert not CORES["attention"].limits(problem(**DENSE | {"seq_k": 64}), lowering, Launch(block_n=64, num_warps=4))
+
+
+def test_decodes_of_float32_run_joint() -> None:
+    limits = CORES["decode_attention"].limits(
+        problem(**DECODE | {"dtype": "fp32"}), Lowering(**APART), Launch(block_n=64, num_warps=4)
+    )
+    assert [limit[:2] for limit in limits] == [("warps", "joint")]
+
+
+@pytest.mark.parametrize("share", [slice(0, 16), slice(16, 32), slice(48, 64), slice(0, 64)], ids=str)
+@pytest.mark.parametrize("pipeline", ["plain", "single"])
+@pytest.mark.parametrize("mask_value", ["-inf", "finite"])
+def test_scores_of_minus_infinity(device: Device, mask_value: str, pipeline: str, share: slice) -> None:
+    """All of a warp's scores may be -inf without being masked: they weigh nothing. Of a row, they leave nothing."""
+    call = random_call(problem(**DENSE | {"seq_q": 16, "seq_k": 64, "seqlens_k": False}), 1, device=device.name)
+    call.q.fill_(1.0)
+    call.k.fill_(0.0)
+    call.k[:, :, share] = float("-inf")
+    lowering = APART | {"mask_value": mask_value, "dot_precision": "bf16x6", "pipeline": pipeline}
+    out, lse = run_core(device, call, lowering, {"block_m": 16, "block_n": 64, "num_warps": 4})
+    left = 64 - (share.stop - share.start)
+    kept = torch.ones(64, dtype=torch.bool)
+    kept[share] = False
+    expected = call.v[:, :, kept].mean(2, keepdim=True).expand_as(out) if left else torch.zeros_like(out)
+    torch.testing.assert_close(out, expected)
+    assert lse is not None
+    torch.testing.assert_close(lse, torch.full_like(lse, left).log())
 
 
 @pytest.mark.parametrize("name", ["lengths and padding", "rows without keys", "sinks"])
@@ -161,7 +214,5 @@ def test_gradients_take_what_it_stores(device: Device, name: str) -> None:
     fields, launch = ROWS[name]
     call = random_call(problem(**fields | {"needs_grad": True}), seed=2, device=device.name)
     lowering = APART | {"dot_precision": "bf16x6"}
-    made = core_plan(device, call.problem, lowering, launch).lowering
-    assert made is not None
-    assert made.warps == "apart"
+    assert not CORES["attention"].limits(call.problem, Lowering(**lowering), Launch().changed(launch))
     assert_right(call, *run_core(device, call, lowering, launch))

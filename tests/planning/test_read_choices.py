@@ -55,6 +55,15 @@ def test_warps_apart_have_one_way_to_read_keys() -> None:
     assert set(CORES["decode_attention"].choices) - found == UNREAD_BY_WORDS
 
 
+def test_warps_apart_of_dense_float32_show_their_products() -> None:
+    sizes = {"batch": 2, "heads_q": 8, "heads_k": 8, "seq_q": 64, "seq_k": 64, "head_dim": 64, "dtype": "fp32"}
+    plan, found = shown("attention", **sizes)
+    assert plan.lowering is not None
+    assert plan.lowering.warps == "apart"
+    unread = {"k_tile", "block_order", "q_operand", "select", "operands", "drops"}
+    assert set(CORES["attention"].choices) - found == unread
+
+
 @pytest.mark.parametrize(
     ("op", "fields", "kernel"),
     [

@@ -15,6 +15,7 @@ TAKES_APART = frozenset(
      "head_dim_v", "num_splits", "packed"}
 )  # fmt: skip
 MOST_APART = 8
+PRECISIONS = ("bf16x6", "tf32x3")  # of float32; products as they are have no matrix instructions
 # What it has of decode_split's constants.
 CONSTANTS = (
     "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
@@ -31,25 +32,26 @@ def apart(lowering: Lowering) -> bool:
 def not_apart(problem: Problem, lowering: Lowering, launch: Launch) -> str:
     """Why warps cannot attend keys of their own; empty where they can."""
     asked = sorted(set(problem.demands()) - TAKES_APART - {"needs_grad"})
-    dense = problem.op == "attention"
+    dense, warps = problem.op == "attention", launch.num_warps
     reasons = {
         f"their loop takes no {', '.join(asked)}": bool(asked),
-        "their products are of numbers as q has them": problem.kv_format != "as_q",
-        "their products of float32 numbers are made of parts, or of three of TF32": problem.dtype == "fp32"
-        and lowering.dot_precision not in ("bf16x6", "tf32x3"),
-        "beside a key head there is one query head": dense and problem.group > 1,
+        "decodes have 16-bit numbers": not dense and (problem.dtype == "fp32" or problem.kv_format != "as_q"),
+        "tensors have float32 numbers": dense and (problem.dtype != "fp32" or problem.kv_format != "as_q"),
+        f"dot_precision is one of {', '.join(PRECISIONS)}": dense and lowering.dot_precision not in PRECISIONS,
+        "tensors have as many key heads as query heads": dense and problem.group > 1,
         f"their loop has rows of at most {WIDEST_TILE} columns": head_columns(problem)[1] != 0,
         "their tiles are powers of two": lowering.reads == "inside",
-        f"a warp has at least {MIN_DOT} keys of a tile": launch.block_n < MIN_DOT * launch.num_warps,
-        f"at most {MOST_APART} warps' results are merged": launch.num_warps > MOST_APART,
+        f"a warp has at least {MIN_DOT} keys of a tile": launch.block_n < MIN_DOT * warps,
+        f"1, 2, 4 or {MOST_APART} warps' results are merged": warps > MOST_APART or warps & (warps - 1) != 0,
     }
     return next((text for text, holds in reasons.items() if holds), "")
 
 
 def limits(found: Limits, problem: Problem, lowering: Lowering, launch: Launch, pipelines: tuple[str, ...]) -> Limits:
-    """A kernel's limits where warps apart are asked for: theirs in their place.
+    """What limits a problem whose lowering asks for warps apart: their own limits, or that it cannot have them.
 
-    pipelines: those that the kernel's problems can have with them
+    found      the kernel's limits
+    pipelines  those that its problems can have with warps apart
     """
     why = not_apart(problem, lowering, launch)
     if why:

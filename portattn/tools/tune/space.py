@@ -53,7 +53,9 @@ def traits_of(arch: Arch) -> set[str]:
 WARPS, NO_WARPS = ("warps",), ("no_warps",)
 DEEP, SMALL = ("deep_pipeline",), ("small_tiles",)
 HALF, WIDE, FLOAT, NARROW = "dtype!=fp32", "widest>256", "dtype=fp32", "kv_format!=as_q"
-SMALL_FLOAT = (FLOAT, "widest<=64", "seq_k<=512")  # where a launch is short, and waiting is most of it
+# Where a launch is short, and waiting is most of it; and where warps can have keys of their own.
+SMALL_FLOAT = (FLOAT, "widest<=128", "seq_k<=256", "!featured", "!dropout", "!block_mask")
+PLAIN_ROWS = (*SMALL_FLOAT, "!gqa", "!packed", "!seqlens_q", "!leftpad_q", "kv_format=as_q")
 
 # Options of the compilers, for every kernel that has products.
 _OPTIONS = (
@@ -74,7 +76,7 @@ _FORWARD = (
     Axis("block_m", (64, 128)),
     Axis("block_n", (16, 32, 64), SMALL),
     Axis("block_n", (16, 32, 64), when=(WIDE,)),
-    Axis("block_n", (32, 64, 128, 256), when=SMALL_FLOAT),
+    Axis("block_n", (32, 64, 128, 256), when=PLAIN_ROWS),
     Axis("block_n", (16, 32, 64), when=(FLOAT,)),
     Axis("block_n", (32, 64, 128)),
     Axis("num_warps", (1,), NO_WARPS),
@@ -84,11 +86,11 @@ _FORWARD = (
     Axis("num_stages", (1, 2, 3), when=SMALL_FLOAT),
     Axis("num_stages", (2, 3, 4), DEEP),
     Axis("num_stages", (1, 2)),
-    Axis("pipeline", ("plain", "rotated", "single", "masked"), WARPS, ("seq_k<=128",)),
-    Axis("pipeline", ("plain", "rotated", "single", "masked"), WARPS, SMALL_FLOAT),
-    Axis("pipeline", ("plain", "rotated", "masked"), WARPS, ("seq_k<=1024",)),
+    Axis("pipeline", ("plain", "single", "masked"), WARPS, SMALL_FLOAT),
+    Axis("pipeline", ("plain", "rotated", "single"), WARPS, ("seq_k<=128",)),
+    Axis("pipeline", ("plain", "rotated", "masked"), WARPS, (FLOAT, "seq_k<=1024")),
     Axis("pipeline", ("plain", "rotated"), WARPS),
-    Axis("warps", ("joint", "apart"), WARPS, (*SMALL_FLOAT, "!gqa", "!packed", "!featured")),
+    Axis("warps", ("joint", "apart"), WARPS, PLAIN_ROWS),
     # 128 registers let four programs of four warps share an SM, 168 three: 65,536 / (4 · 128) and / (3 · 128).
     Axis("maxnreg", (None, 128, 168), when=(HALF, "widest<=64")),
     *_LOADS,

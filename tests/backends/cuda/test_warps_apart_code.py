@@ -88,21 +88,37 @@ DENSE = {
     "16 rows, 256 keys": Problem(**SMALL | {"batch": 1}, seq_q=256, seq_k=256),
     "32 rows, 256 keys": Problem(**SMALL, seq_q=256, seq_k=256, seqlens_k=True),
 }
-# Bytes a thread: all of a tile's keys and products are in registers. 3.8.0 spills most, 2,096.
-MOST_SPILLED_DENSE = 2304
+NARROW = "32 rows, 256 keys, 32 columns"
+DENSE[NARROW] = Problem(**SMALL | {"head_dim": 32}, seq_q=256, seq_k=256)
+# Bytes a thread, a multiple of 256: all of a tile's keys and products are in registers. 3.8.0 spills most.
+SPILLED = {"16 rows of 128 columns": 512, "32 rows, 256 keys": 256, "16 rows, 256 keys": 256}
+SPILLED_380 = {"16 rows of 128 columns": 1280, "16 rows, 256 keys": 768}
+# At 32 rows and 64 columns it spills 2 KB, which is slow.
+JOINT_380 = "32 rows, 256 keys"
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", DENSE)
 def test_a_release_compiles_small_float32(release_compiler: Worker, release_target: Target, form: str) -> None:
-    """Into products of bfloat16 parts, without a loop."""
+    """Into products of bfloat16 parts, without a loop: six for the scores, and six for the values."""
+    release = str(release_target.toolchain)
+    if form == JOINT_380 and "3.8" in release:
+        made = plan(DENSE[form], release_target)
+        assert made.lowering is not None
+        assert made.lowering.warps == "joint"
+        return
     made, (only,) = launches(DENSE[form], release_target)
     assert made.lowering is not None
     assert (made.form, made.lowering.pipeline, made.lowering.dot_precision) == ("warps_apart", "single", "bf16x6")
     reply = compile_in(release_compiler, only, made, release_target, 240.0, "all")
     assert reply.outcome == "ok", reply.message
-    assert reply.facts["spills"] <= MOST_SPILLED_DENSE
-    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in str(reply.facts["ptx"])
+    assert reply.facts["spills"] <= (SPILLED_380 if "3.8" in release else SPILLED).get(form, 32)
+    # A warp's products in instructions of 16 x 8 x 16.
+    assert made.launch is not None
+    columns, each = DENSE[form].head_dim, made.launch.block_n // made.launch.num_warps
+    products = 2 * 6 * (made.launch.block_m // 16) * (columns // 16) * (each // 8)
+    ptx = str(reply.facts["ptx"])
+    assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == products
 
 
 # What each problem of float32 may be asked for beside its sizes.
@@ -120,13 +136,13 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("form", DENSE)
 def test_what_it_does_not_take_has_no_schedule_of_it(form: str, asked: str) -> None:
-    """Its tiles would be none for warps that share products: the plan has another entry, and no limit has to step in."""
+    """Its tiles are none for warps that share products: the plan has another entry, and no limit has to step in."""
     made = plan(msgspec.structs.replace(DENSE[form], **ASKED[asked]), parse_target("cuda:sm_90", "triton==3.6.0"))
     assert made.lowering is not None
     assert made.launch is not None
     assert made.lowering.warps == "joint"
     assert made.launch.block_n <= 64
-    assert "warps=" not in str(made).partition("read")[0].replace("warps=joint", "").replace("num_warps=", "")
+    assert not [note for note in made.notes if note.startswith("warps = ")]
 
 
 @pytest.mark.parametrize(
