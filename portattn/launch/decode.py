@@ -58,7 +58,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     constexprs = kernel.constexprs(problem, lowering, launch) | {"FOLLOWED": followed}
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     splitting = combine.splitting(launch)
-    if kernel.is_apart(lowering):
+    if kernel.form(lowering):
         first = apart_call(arguments, constexprs, splitting, grid)
     else:
         first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, splitting, UNSPECIALISED)

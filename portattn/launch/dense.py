@@ -18,7 +18,7 @@ from portattn.launch.arguments import (
 from portattn.launch.dropping import dropping
 from portattn.launch.kernelcall import KernelCall
 from portattn.launch.warps_apart import apart_call
-from portattn.planning.kernel_specs import CORES, DenseForward, ceil_div, heads_together, packed_tiles
+from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, packed_tiles
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
@@ -33,7 +33,6 @@ UNSPECIALISED = frozenset(
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
     """Launches of one forward, with its outputs (B,Hq,Sq,Dv) and LSE (B,Hq,Sq). Nothing else is allocated."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
-    assert isinstance(kernel, DenseForward)
     lowering, launch = plan.specialised
     out = call.new_out()
     lse = call.new_lse() if problem.return_lse else None
@@ -56,7 +55,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "tiles": tiles, "batches": problem.batch, **window(problem), "threshold": threshold,
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
-    if kernel.is_apart(lowering):
+    if kernel.form(lowering):
         own = arguments | {"heads_k": problem.heads_k}
         return [apart_call(own, constexprs, launch, (tiles,))], out, lse
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)

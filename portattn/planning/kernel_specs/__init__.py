@@ -30,7 +30,6 @@ __all__ = [
     "CoreKernel",
     "DecodeSplit",
     "DenseBackward",
-    "DenseForward",
     "ceil_div",
     "head_columns",
     "heads_together",

@@ -24,11 +24,6 @@ CONSTANTS = (
 Limits = tuple[tuple[str, str, str], ...]
 
 
-def apart(lowering: Lowering) -> bool:
-    """Whether warps_apart runs, where the kernel has the choice."""
-    return lowering.warps == "apart"
-
-
 def not_apart(problem: Problem, lowering: Lowering, launch: Launch) -> str:
     """Why warps cannot attend keys of their own; empty where they can."""
     asked = sorted(set(problem.demands()) - TAKES_APART - {"needs_grad"})

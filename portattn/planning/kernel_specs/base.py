@@ -44,7 +44,7 @@ class CoreKernel:
     max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
     splits_keys  whether it spreads one row's keys over programs (Launch.splits)
     of_rows      the second function of gradients, whose tiles may be others (Launch.of_rows); empty for other kernels
-    forms        functions that run in place of `function` with some lowerings (`form`)
+    forms        the function that runs in place of `function` where warps are apart (`form`), if there is one
     """
 
     name: str
@@ -65,7 +65,7 @@ class CoreKernel:
 
     def form(self, lowering: Lowering) -> str:
         """The one of `forms` that runs with a lowering; empty where `function` does."""
-        return ""
+        return self.forms[0] if self.forms and lowering.warps == "apart" else ""
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""

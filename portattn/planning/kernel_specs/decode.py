@@ -78,20 +78,13 @@ class DecodeSplit(CoreKernel):
             "HEADS_FIRST": unpack != "bytes" and bool(problem.page_size) and problem.page_layout == "phd",
             "FOLLOWED": False,  # the launch says so (portattn/launch/decode.py)
         }
-        if self.is_apart(lowering):
+        if self.form(lowering):
             return apart.constants(found, problem, lowering, launch)
         return found
 
-    def form(self, lowering: Lowering) -> str:
-        return apart.FORM if self.is_apart(lowering) else ""
-
-    def is_apart(self, lowering: Lowering) -> bool:
-        """Whether warps_apart runs in place of decode_split (kernels/apart.py)."""
-        return "warps" in self.choices and apart.apart(lowering)
-
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
-        if self.is_apart(lowering):
+        if self.form(lowering):
             found = apart.limits(found, problem, lowering, launch, ("plain",))
         if lowering.unpack == "bytes" or "unpack" not in self.choices:
             return found
@@ -111,7 +104,7 @@ class DecodeSplit(CoreKernel):
             unread = "k_tile", "block_order"
         if "unpack" in self.choices and lowering.unpack != "bytes":
             unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
-        if self.is_apart(lowering):
+        if self.form(lowering):
             unread = apart.unread(problem)
         return tuple(name for name in self.choices if name not in unread)
 
@@ -190,9 +183,9 @@ class PagedSplit(DecodeSplit):
         if page_loop == "by_page":
             bytes_read = "unpack" not in self.choices or any(limit[:2] == ("unpack", "bytes") for limit in found)
             words = lowering.unpack != "bytes" and not bytes_read and lowering.reads == "masked"
-            apart = self.is_apart(lowering) and not any(limit[:2] == ("warps", "joint") for limit in found)
+            by_apart = self.form(lowering) and not any(limit[:2] == ("warps", "joint") for limit in found)
             if (
-                not (words or apart)
+                not (words or by_apart)
                 or launch.block_n % problem.page_size
                 or launch.block_n // problem.page_size not in (2, 4)
             ):

@@ -44,7 +44,7 @@ class DenseForward(CoreKernel):
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
-        if self.is_apart(lowering):
+        if self.form(lowering):
             found = apart.limits(found, problem, lowering, launch, ("plain", "single"))
         if lowering.operands == "stored" and problem.q_format == "as_q":
             return (*found, ("operands", "widened", "queries and keys are not quantised"))
@@ -57,7 +57,7 @@ class DenseForward(CoreKernel):
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         found = super().constexprs(problem, lowering, launch)
         found.pop("WARPS", None)
-        if self.is_apart(lowering):
+        if self.form(lowering):
             # decode_split's names: a program's rows are of one head, its keys are not split, and lie in no pages.
             own = {"GROUP": 1, "SPLIT": False, "PAGE_SIZE": 0, "PAGE_LOOP": "per_page", "FOLLOWED": False}
             return apart.constants(found | own, problem, lowering, launch)
@@ -73,15 +73,8 @@ class DenseForward(CoreKernel):
             "LISTED_K": problem.block_k if problem.block_mask else 0,
         }
 
-    def form(self, lowering: Lowering) -> str:
-        return apart.FORM if self.is_apart(lowering) else ""
-
-    def is_apart(self, lowering: Lowering) -> bool:
-        """Whether warps_apart runs in place of dense_forward (kernels/apart.py)."""
-        return "warps" in self.choices and apart.apart(lowering)
-
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
-        unread = (*apart.unread(problem), "select", "operands") if self.is_apart(lowering) else ()
+        unread = (*apart.unread(problem), "select", "operands") if self.form(lowering) else ()
         return tuple(name for name in super().read(problem, lowering) if name not in unread)
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
