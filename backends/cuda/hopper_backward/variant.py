@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
     from portattn.schema.toolchain import Toolchain
+    from portattn.tools.tune.tunable import Tunable
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
@@ -38,6 +40,9 @@ QUERY_ROWS = 128  # of a block of the kernel of dQ
 REGISTERS, WORKER = 168, 24
 # A program of the kernels before and after the products has a tile of 64 rows.
 ROW_WARPS = {64: 4, 128: 8, 256: 8}
+
+
+DESCRIBED = ("q", "k", "v", "grad_out")  # of a call's tensors (copies.py)
 
 
 class BackwardVariant(Variant):
@@ -106,7 +111,7 @@ class BackwardVariant(Variant):
         """What runs calls like this one: given q, k, v, forward_out, forward_lse, grad_out, grad_lse, lengths, and
         grad_q, grad_k, grad_v and `out` (delta) to fill."""
         steps = self.described(call)
-        return steps if call.scale == 0.0 else with_copies(steps, call, ("q", "k", "v", "grad_out"), ())
+        return steps if call.scale == 0.0 else with_copies(steps, call, DESCRIBED, ())
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """The schedule, and the width that heads are padded to."""
@@ -116,9 +121,14 @@ class BackwardVariant(Variant):
         """What the tuning data says of the schedule; nobody timed repeatable dQ of narrow heads."""
         return choice(problem, self.toolchain).timed_with
 
+    def tunable(self) -> Tunable:
+        """Its schedules, to `portattn tune`. By name: they know this module."""
+        module = importlib.import_module("portattn.backends.cuda.hopper_backward.tuning")
+        return cast("Tunable", module.BackwardTunable())
+
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        return _Launcher(call, choice(call.problem, self.toolchain).schedule)
+        return steps_of(call, choice(call.problem, self.toolchain).schedule)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The caller's tensors, and the results', as a Call has them."""
@@ -132,6 +142,11 @@ class BackwardVariant(Variant):
             for name in ("forward_lse", "grad_lse", "out"):
                 seen[name] = None if tensors.get(name) is None else tensors[name][None]
         return seen
+
+
+def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
+    """The launches of calls like this one with a schedule."""
+    return _Launcher(call, schedule)
 
 
 def _edges(p: Problem) -> bool:

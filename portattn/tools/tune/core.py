@@ -106,10 +106,11 @@ def compiled(
     made: Plan, launches: Sequence[KernelCall | Signature], target: Target, worker: Worker, seconds: float
 ) -> Compiled:
     """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the launch that
-    does the work: the first, and of gradients the most that either kernel with products has.
+    does the work: the first, and of gradients the most that any kernel with products has.
     """
     kernel = CORES[made.problem.op]
-    working = kernel.functions if kernel.of_rows and made.kernel == kernel.name else ()
+    core = made.kernel == kernel.name
+    working = () if not kernel.of_rows else kernel.functions if core else tuple(each.function for each in launches)
     found: Facts | None = None
     reader = analyst(target)
     for launch in launches:

@@ -1,9 +1,12 @@
-"""The Hopper forward's schedules as candidates."""
+"""The Hopper variants' schedules as candidates."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from portattn.backends.cuda.hopper_backward.schedule import Schedule as BackwardSchedule
+from portattn.backends.cuda.hopper_backward.tuning import BackwardTunable
 from portattn.backends.cuda.hopper_forward import variant as forward
 from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
 from portattn.planning.registry import parse_target
@@ -13,11 +16,13 @@ from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
 DENSE = "attention q=1,16,4096,{dim} kv=1,16,4096,{dim} dtype={dtype} causal"
+GRADIENTS = "attention_backward q=1,16,4096,{dim} kv=1,16,4096,{dim} dtype={dtype} causal"
 
 
 @pytest.mark.parametrize("dim", forward.WIDTHS)
-def test_todays_schedule_is_among_the_candidates_and_the_nearest(target, dim):
-    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=dim, dtype="bf16"))).problem
+@pytest.mark.parametrize(("tunable", "text"), [(ForwardTunable(), DENSE), (BackwardTunable(), GRADIENTS)])
+def test_todays_schedule_is_among_the_candidates_and_the_nearest(target, tunable, text, dim):
+    problem = workload(parse(text.format(dim=dim, dtype="bf16"))).problem
     today = tunable.today(problem, target)
     assert today is not None
     found = list(tunable.space(problem, target, today))
@@ -27,19 +32,50 @@ def test_todays_schedule_is_among_the_candidates_and_the_nearest(target, dim):
     assert len({one.identity for one in built}) == len(found)
 
 
-def test_what_the_variant_rejects_is_not_built(target):
-    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=64, dtype="fp32"))).problem
+@pytest.mark.parametrize(("tunable", "text"), [(ForwardTunable(), DENSE), (BackwardTunable(), GRADIENTS)])
+def test_what_the_variant_rejects_is_not_built(target, tunable, text):
+    problem = workload(parse(text.format(dim=64, dtype="fp32"))).problem
     with pytest.raises(NotBuilt, match="not fp32"):
         tunable.build(problem, tunable.today(problem, target), target)
 
 
-def test_a_variant_says_how_it_is_tuned(target, monkeypatch):
-    variant = forward.ForwardVariant()
-    monkeypatch.setattr(forward.ForwardVariant, "tunable", staticmethod(ForwardTunable), raising=False)
-    backend = type("Backend", (), {"core_path": "", "variants": (variant,)})()
-    registry = type("Registry", (), {"backends": {"cuda": backend}})()
-    assert [one.name for one in tunables(target, registry)] == ["gluon_forward"]
-    assert tunables(parse_target("cuda:sm_80", "triton==3.6.0"), registry) == []
+def test_variants_say_how_they_are_tuned(target):
+    cores = {one.name for one in tunables(parse_target("cuda:sm_80", "triton==3.6.0"))}
+    assert [one.name for one in tunables(target) if one.name not in cores] == ["gluon_forward", "gluon_backward"]
+
+
+@pytest.mark.parametrize("dim", forward.WIDTHS)
+def test_schedules_of_gradients_add_dq_in_parts_or_leave_it_to_a_kernel_of_its_own(target, dim):
+    """A part is a message of TMA's: DIM / 4 rows of 256 numbers are divided without a rest."""
+    tunable, problem = BackwardTunable(), workload(parse(GRADIENTS.format(dim=dim, dtype="bf16"))).problem
+    found = [choice.flags for choice in tunable.space(problem, target, tunable.today(problem, target))]
+    assert all(flags["messages"] == 0 or dim // 4 % flags["messages"] == 0 for flags in found)
+    assert any(flags["messages"] == 0 for flags in found)
+    assert any(flags["messages"] > 0 for flags in found) == (dim <= 128)
+    assert not any(flags["turns"] for flags in found)
+    with pytest.raises(NotBuilt, match="messages must not be 0"):
+        tunable.build(problem, Choice(flags={**found[0], "messages": 0, "late": True}), target)
+
+
+def test_repeatable_gradients_are_not_searched(target):
+    """Their schedule is made of the other's: what is not repeatable must not be timed for them."""
+    tunable, problem = BackwardTunable(), workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
+    today = tunable.today(problem, target)
+    with pytest.raises(NotBuilt, match="same bits"):
+        tunable.build(msgspec.structs.replace(problem, deterministic=True), today, target)
+
+
+@pytest.mark.compiles
+def test_a_schedule_of_gradients_is_compiled_without_the_chip(gluon_compiler, target):
+    """The facts are those of the kernel with the products, and the schedule is in its code."""
+    tunable, problem = BackwardTunable(), workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
+    today = tunable.today(problem, target)
+    made = tunable.build(problem, today, target).compile(gluon_compiler, 120.0)
+    assert made.failure == ""
+    assert made.facts["wgmma"] > 0
+    codes = {tunable.build(problem, choice, target).code for choice in tunable.space(problem, target, today)}
+    assert len(codes) == len(list(tunable.space(problem, target, today)))
+    assert msgspec.convert(today.flags, BackwardSchedule).messages
 
 
 @pytest.mark.compiles

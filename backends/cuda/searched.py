@@ -1,0 +1,119 @@
+"""What the Gluon variants' tunables share: a candidate is a schedule, built by the variant whatever its entries say."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+from portattn.backends.cuda.copies import with_copies
+from portattn.backends.cuda.gluon import described_by
+from portattn.launch import meta_call
+from portattn.launch.described import signatures
+from portattn.schema.plan import Plan
+from portattn.schema.toolchain import installed
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.core import compiled
+from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started, started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from portattn.planning.backend import Variant
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.steps import StepLauncher
+    from portattn.schema.target import Target
+    from portattn.worker.client import Worker
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ScheduleTunable(ABC, Generic[S]):
+    """A variant's schedules as candidates of a search.
+
+    variant   that whose schedules they are
+    schedule  their type: raises ValueError for flags that do not go together
+    described, queries  of a call's tensors those that with_copies must know (copies.py)
+    """
+
+    variant: Variant
+    schedule: type[S]
+    described: tuple[str, ...]
+    queries: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.variant.name
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return self.variant.ops
+
+    @abstractmethod
+    def flags(self, problem: Problem, base: Choice) -> Iterable[dict[str, Any]]:
+        """Schedules to try by their fields, in any order; those that do not go together are left out."""
+
+    @abstractmethod
+    def today_of(self, problem: Problem, target: Target) -> S | None:
+        """The schedule of the variant's entries for that compiler."""
+
+    @abstractmethod
+    def steps(self, call: Call, schedule: S) -> StepLauncher:
+        """The launches of calls like this one with a schedule."""
+
+    def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
+        """What goes together, nearest to the base first."""
+        found = []
+        for flags in self.flags(problem, base):
+            try:
+                msgspec.convert(flags, self.schedule)
+            except msgspec.ValidationError:
+                continue
+            found.append(Choice(flags=flags))
+        yield from sorted(found, key=lambda choice: choice.differs(base))
+
+    def today(self, problem: Problem, target: Target) -> Choice | None:
+        chosen = self.today_of(problem, target)
+        return None if chosen is None else Choice(flags=msgspec.structs.asdict(chosen))
+
+    def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
+        no = self.variant.rejects(problem, target)
+        if no is not None:
+            raise NotBuilt(f"it {no.reason}")
+        try:
+            schedule = msgspec.convert(choice.flags, self.schedule)
+        except msgspec.ValidationError as error:
+            raise NotBuilt(str(error)) from None
+
+        def start(call: Call) -> Started:
+            return started(with_copies(self.steps(call, schedule), call, self.described, self.queries), call)
+
+        identity = _digest(f"{self.name} {problem} {schedule}".encode())
+        if not described_by(installed()):
+            return Built(identity, start)
+        seen = signatures(_Scheduled(self, schedule), meta_call(problem))
+        made = Plan(
+            problem=problem, target=target.name, toolchain=str(target.toolchain), requested=self.name, path=self.name
+        )
+
+        def compile_it(worker: Worker, seconds: float) -> Compiled:
+            return compiled(made, seen, target, worker, seconds)
+
+        return Built(identity, start, _digest(msgspec.json.encode(seen, order="deterministic")), compile_it)
+
+
+class _Scheduled(Generic[S]):
+    """The variant with this schedule, whatever its tuning data says."""
+
+    def __init__(self, tunable: ScheduleTunable[S], schedule: S) -> None:
+        self._tunable, self._schedule = tunable, schedule
+
+    def described(self, call: Call) -> StepLauncher:
+        return self._tunable.steps(call, self._schedule)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
