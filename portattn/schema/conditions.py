@@ -17,7 +17,10 @@ import msgspec
 from portattn.schema.problem_limits import ASKED, KvFormat, KvScales, Rotary
 
 FLAGS = frozenset(
-    {*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "words", "large", "dropout"}
+    {
+        *ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "words", "large", "dropout",
+        "deterministic",
+    }  # fmt: skip
 )
 NUMBERS = frozenset(
     {

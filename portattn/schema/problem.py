@@ -375,6 +375,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "words": self.words,
             "large": self.large,
             "dropout": self.dropout,
+            "deterministic": self.deterministic,
             "batch": 1 if self.num_splits else self.batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,

@@ -36,7 +36,8 @@ PACKED = ("packed", "!packed")
 _FEATURES = tuple((name,) for name in EVERY_SCORE)
 _FORWARD = (_DTYPE, _WIDTH, _MASK, _KEYS, *_FEATURES)
 _SPLIT = (_ROWS, _DTYPE, _WIDTH, ("seq_k<=4096", "seq_k>4096"), _BATCH, *_FEATURES)
-_BACKWARD = (*_FORWARD, ("window", "!window"), ("dropout", "!dropout"), ("aligned", "!aligned"))
+_REPEATABLE = ("deterministic", "!deterministic")
+_BACKWARD = (*_FORWARD, ("window", "!window"), ("dropout", "!dropout"), ("aligned", "!aligned"), _REPEATABLE)
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention": _FORWARD,
     "varlen_attention": _FORWARD,
