@@ -20,8 +20,8 @@ FLAGS = frozenset(
     {
         *ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "words", "large", "dropout",
         "deterministic",
-    }  # fmt: skip
-)
+    }
+)  # fmt: skip
 NUMBERS = frozenset(
     {
         "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "widest", "page_size",

@@ -39,9 +39,7 @@ class BackwardTunable(ScheduleTunable[Schedule]):
         alone = {"messages": 0, "late": False, "stagger": 0, "turns": False}
         for keys, stages in itertools.product(KEYS.get(dim, ()), STAGES):
             yield {"keys": keys, "stages": stages, **alone}
-        for stages, messages, late, stagger in itertools.product(
-            STAGES, MESSAGES.get(dim, ()), (True, False), STAGGER
-        ):
+        for stages, messages, late, stagger in itertools.product(STAGES, MESSAGES.get(dim, ()), (True, False), STAGGER):
             yield {
                 "keys": 128, "stages": stages, "messages": messages, "late": late, "stagger": stagger, "turns": False
             }  # fmt: skip

@@ -8,7 +8,7 @@ from portattn.tools.tune.race import DeviceClock, Times, against, replaces
 
 
 class SlowHost:
-    """A device clock whose single launches take the host longer than they take the device: `us` of each run by name."""
+    """A device clock with which a launch seems to take `launched_ms`, and a replay `device_ms`."""
 
     def __init__(self, launched_ms: float, device_ms: float) -> None:
         self.launched_ms, self.device_ms, self.captured = launched_ms, device_ms, 0
