@@ -37,12 +37,14 @@ class ScheduleTunable(ABC, Generic[S]):
     variant   that whose schedules they are
     schedule  their type: raises ValueError for flags that do not go together
     described, queries  of a call's tensors those that with_copies must know (copies.py)
+    working   the kernels with products, where the first launch is none of them
     """
 
     variant: Variant
     schedule: type[S]
     described: tuple[str, ...]
     queries: tuple[str, ...] = ()
+    working: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -100,7 +102,7 @@ class ScheduleTunable(ABC, Generic[S]):
         )
 
         def compile_it(worker: Worker, seconds: float) -> Compiled:
-            return compiled(made, seen, target, worker, seconds)
+            return compiled(made, seen, target, worker, seconds, self.working)
 
         return Built(identity, start, _digest(msgspec.json.encode(seen, order="deterministic")), compile_it)
 

@@ -73,7 +73,7 @@ DEFAULT_OUT = Path(".tune")
     metavar="BYTES",
     help=f"That a candidate may have. [default: 0; where time will tell {TIMED_SPILLS}, or today's choice's if more]",
 )
-@click.option("--rounds", type=click.IntRange(1, 100), default=4, help="Rounds in which finalists take turns.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=6, help="Rounds in which finalists take turns.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=2, help="Compiles at a time.")
 @click.option("--seconds", type=SECONDS, default=120.0, help="Limit of each compile.")
 @click.option("--compile-only", is_flag=True, help="Time nothing, on a machine that has the chip too.")

@@ -33,6 +33,7 @@ class BackwardTunable(ScheduleTunable[Schedule]):
     variant = BackwardVariant()
     schedule = Schedule
     described = DESCRIBED
+    working = ("scheduled_backward", "scheduled_queries")
 
     def flags(self, problem: Problem, base: Choice) -> Iterator[dict[str, Any]]:
         dim = width(problem.head_dim)

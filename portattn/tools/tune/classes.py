@@ -36,8 +36,9 @@ PACKED = ("packed", "!packed")
 _FEATURES = tuple((name,) for name in EVERY_SCORE)
 _FORWARD = (_DTYPE, _WIDTH, _MASK, _KEYS, *_FEATURES)
 _SPLIT = (_ROWS, _DTYPE, _WIDTH, ("seq_k<=4096", "seq_k>4096"), _BATCH, *_FEATURES)
-_REPEATABLE = ("deterministic", "!deterministic")
-_BACKWARD = (*_FORWARD, ("window", "!window"), ("dropout", "!dropout"), ("aligned", "!aligned"), _REPEATABLE)
+_BACKWARD = (*_FORWARD, ("window", "!window"), ("dropout", "!dropout"), ("aligned", "!aligned"))
+# Of a variant's gradients: which blocks add to dQ at a time, and in which order, depends on these.
+_ADDED = (("deterministic", "!deterministic"), ("gqa", "!gqa"))
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention": _FORWARD,
     "varlen_attention": _FORWARD,
@@ -76,14 +77,17 @@ class Class(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kernel}: {', '.join(self.when)}"
 
 
-def conditions_of(problem: Problem, several_ops: bool = False) -> tuple[str, ...]:
-    """The conditions by which problems are told apart. several_ops: the kernel takes packed ones and others.
+def conditions_of(problem: Problem, several_ops: bool = False, variant: bool = False) -> tuple[str, ...]:
+    """The conditions by which problems are told apart. several_ops: the kernel takes packed ones and others; variant:
+    it is no core kernel.
 
     They hold for this class's problems alone: an entry for 4k keys says nothing of 1k, which may have kept what it had.
     """
     features = problem.features()
     found: list[str] = []
     groups = [*GROUPS[problem.op], *((PACKED,) if several_ops else ())]
+    if variant and problem.backward:
+        groups += _ADDED
     if "k_scale" in ROWS[problem.op].tensors:
         groups += [_FORMAT, *(_STORED if problem.kv_format != "as_q" else ())]
     for group in groups:
@@ -121,7 +125,7 @@ def classes(
                 continue  # an entry that is found here would never be asked for
             position = None if tuning is None else tuning.position(tunable.name, features, target.toolchain, variant)
             entry = None if tuning is None or position is None else tuning.entry[position]
-            kinds = conditions_of(load.problem, several_ops=len(tunable.ops) > 1)
+            kinds = conditions_of(load.problem, several_ops=len(tunable.ops) > 1, variant=variant)
             when = tuple(dict.fromkeys((*(entry.when if entry else ()), *kinds)))
             timed_with = tuning.timed_with(entry) if tuning is not None and entry is not None else ""
             timed_with = "" if timed_with == str(target.toolchain) else timed_with

@@ -103,14 +103,21 @@ def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Pl
 
 
 def compiled(
-    made: Plan, launches: Sequence[KernelCall | Signature], target: Target, worker: Worker, seconds: float
+    made: Plan,
+    launches: Sequence[KernelCall | Signature],
+    target: Target,
+    worker: Worker,
+    seconds: float,
+    working: tuple[str, ...] = (),
 ) -> Compiled:
     """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the launch that
-    does the work: the first, and of gradients the most that any kernel with products has.
+    does the work: the first, and of gradients the most that either kernel with products has.
+
+    working  a variant's kernels with products, where the first launch is none of them
     """
     kernel = CORES[made.problem.op]
-    core = made.kernel == kernel.name
-    working = () if not kernel.of_rows else kernel.functions if core else tuple(each.function for each in launches)
+    if kernel.of_rows and made.kernel == kernel.name:
+        working = kernel.functions
     found: Facts | None = None
     reader = analyst(target)
     for launch in launches:

@@ -8,7 +8,8 @@ The rules, in the order in which they act. Times are medians unless they say oth
    rounds, after one that does not count: a card that is capped in power is slower after a long call than after a rest.
 3. The best of them replaces the incumbent when it is faster by more than the noise. Compared is round by round, since
    neighbours in time share a clock: the median over rounds of one time over the other. The noise is half of what these
-   ratios spread, or NOISE if that is more. Otherwise the incumbent stays.
+   ratios spread, or NOISE if that is more. With TRIMMED rounds or more the spread is without the largest and the
+   smallest ratio: one disturbed round does not decide. Otherwise the incumbent stays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from portattn.tools.bench.contenders import Contender
 ABANDON = 1.25
 FINALISTS = 5
 NOISE = 0.01
-# From so many rounds on one in which something else was at work must not decide.
+# With so many rounds or more the largest and the smallest ratio are left out of the noise.
 TRIMMED = 5
 Run = Callable[[], Any]
 
@@ -51,7 +52,7 @@ class DeviceClock:
     PROBE_MS, THOROUGH_MS = 3.0, 8.0  # device time of a turn
     PROBE_TURNS, THOROUGH_TURNS = 2, 3
     MOST_CALLS = 100
-    SHORT_MS = 5.0
+    SHORT_MS = 2.0
     MOST_GRAPHS = 2 * FINALISTS  # kept: each holds the memory that its launches want
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     spills: int = 0
     spills_as_today: bool = False
     candidates: int = 0
-    rounds: int = 4
+    rounds: int = 6
     only: dict[str, tuple[str, ...]] = {}
 
 

@@ -21,6 +21,7 @@ from portattn.launch.described import signatures
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.tuning import Entry, Figures, Source, Tuning
+from portattn.tools.tune.workloads import parse, workload
 
 NEWER = "triton==3.8.0"
 FORWARD = {
@@ -123,3 +124,36 @@ def test_a_variant_is_asked_for_a_compiler() -> None:
     assert made.for_toolchain(TIMED_WITH) is made
     other = made.for_toolchain(Toolchain.parse(NEWER))
     assert (other.name, other.toolchain) == (made.name, Toolchain.parse(NEWER))
+
+
+def test_what_was_timed_takes_the_entry_that_says_so() -> None:
+    """An entry behind another that holds for the same problems would never be used, whatever was timed for it."""
+    found = schedules.tuning()
+    seen = 0
+    for entry in found.entry:
+        source = entry.provenance
+        if not entry.kernel.startswith("gluon_") or source is None:
+            continue
+        toolchain = Toolchain.parse(source.toolchain)
+        for figure in source.figures:
+            if not figure.problem.startswith(("attention ", "attention_backward ")):
+                continue  # a name of the benchmark's sets
+            problem = workload(parse(figure.problem)).problem
+            assert found.find(entry.kernel, problem.features(), toolchain, variant=True) is entry, figure.problem
+            assert found.timed_with(entry) == source.toolchain
+            seen += 1
+    assert seen > 50
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
+def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their_own(release: str) -> None:
+    """Which blocks add to dQ at a time depends on both, and neither was searched by release."""
+    toolchain, before = Toolchain.parse(f"triton=={release}"), Toolchain.parse("triton==3.6.0")
+    for dim, causal, rows, (heads_k, repeats) in itertools.product(
+        (64, 128), ("none", "bottom_right"), (512, 1024, 4096, 16384), ((2, False), (16, True), (2, True))
+    ):
+        p = backward_problem(
+            head_dim=dim, head_dim_v=dim, causal=causal, deterministic=repeats, seq_q=rows, seq_k=rows, heads_q=16,
+            heads_k=heads_k,
+        )  # fmt: skip
+        assert schedule.choice(p, toolchain).schedule == schedule.choice(p, before).schedule
