@@ -96,7 +96,7 @@ class ScheduleTunable(ABC, Generic[S]):
         identity = _digest(f"{self.name} {problem} {schedule}".encode())
         if not described_by(installed()):
             return Built(identity, start)
-        seen = signatures(_Scheduled(self, schedule), meta_call(problem))
+        seen = signatures(Scheduled(self, schedule), meta_call(problem))
         made = Plan(
             problem=problem, target=target.name, toolchain=str(target.toolchain), requested=self.name, path=self.name
         )
@@ -107,7 +107,7 @@ class ScheduleTunable(ABC, Generic[S]):
         return Built(identity, start, _digest(msgspec.json.encode(seen, order="deterministic")), compile_it)
 
 
-class _Scheduled(Generic[S]):
+class Scheduled(Generic[S]):
     """The variant with this schedule, whatever its tuning data says."""
 
     def __init__(self, tunable: ScheduleTunable[S], schedule: S) -> None:

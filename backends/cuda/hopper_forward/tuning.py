@@ -41,7 +41,7 @@ TILES = {
     128: ((2, 128, 2, 2, 1), (2, 64, 4, 2, 1), (2, 128, 2, 1, 1)),
     256: ((2, 64, 2, 1, 1), (2, 64, 2, 1, 2)),
 }
-_OF_NARROW = ("halved",)  # of e4m3 operands alone, whose schedules are not searched
+_OF_NARROW = ("halved", "kept")  # of e4m3 operands alone, whose schedules are not searched
 FLAGS = tuple(
     field.name
     for field in msgspec.structs.fields(Schedule)

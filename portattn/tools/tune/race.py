@@ -8,8 +8,8 @@ The rules, in the order in which they act. Times are medians unless they say oth
    rounds, after one that does not count: a card that is capped in power is slower after a long call than after a rest.
 3. The best of them replaces the incumbent when it is faster by more than the noise. Compared is round by round, since
    neighbours in time share a clock: the median over rounds of one time over the other. The noise is half of what these
-   ratios spread, or NOISE if that is more. With TRIMMED rounds or more the spread is without the largest and the
-   smallest ratio: one disturbed round does not decide. Otherwise the incumbent stays.
+   ratios spread, or NOISE if that is more. With TRIMMED rounds or more the spread is without the ratio that is
+   farthest from the median: one disturbed round does not decide. Otherwise the incumbent stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from portattn.tools.bench.contenders import Contender
 ABANDON = 1.25
 FINALISTS = 5
 NOISE = 0.01
-# With so many rounds or more the largest and the smallest ratio are left out of the noise.
+# With so many rounds or more the ratio that is farthest from the median is left out of the noise.
 TRIMMED = 5
 Run = Callable[[], Any]
 
@@ -129,10 +129,12 @@ def replaces(ratio: float, noise: float) -> bool:
 
 
 def _spread(ratios: Sequence[float]) -> float:
-    """How far ratios lie apart; of TRIMMED or more without the largest and the smallest."""
-    some = sorted(ratios)
-    some = some[1:-1] if len(some) >= TRIMMED else some
-    return some[-1] - some[0]
+    """How far ratios lie apart; of TRIMMED or more without the one that is farthest from the median."""
+    some = list(ratios)
+    if len(some) >= TRIMMED:
+        middle = statistics.median(some)
+        some.remove(max(some, key=lambda ratio: abs(ratio - middle)))
+    return max(some) - min(some)
 
 
 def _mean(ratios: Iterable[float]) -> float:

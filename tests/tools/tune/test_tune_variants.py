@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
 
+from portattn.backends.cuda import searched
 from portattn.backends.cuda.hopper_backward.schedule import Schedule as BackwardSchedule
 from portattn.backends.cuda.hopper_backward.tuning import BackwardTunable
+from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.backends.cuda.hopper_forward import variant as forward
 from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
+from portattn.launch import meta_call
 from portattn.planning.registry import parse_target
 from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.classes import conditions_of
 from portattn.tools.tune.tunable import NotBuilt
 from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
@@ -30,6 +35,14 @@ def test_todays_schedule_is_among_the_candidates_and_the_nearest(target, tunable
     assert len({choice.key for choice in found}) == len(found)
     built = [tunable.build(problem, choice, target) for choice in found]
     assert len({one.identity for one in built}) == len(found)
+
+
+def test_no_two_candidates_differ_in_what_the_kernel_does_not_have(target):
+    """Of tiles that are all as long, so that in which order heads are taken is no part of the search."""
+    tunable = ForwardTunable()
+    problem = workload(parse(DENSE.format(dim=256, dtype="bf16").replace(" causal", ""))).problem
+    found = list(tunable.space(problem, target, tunable.today(problem, target)))
+    assert len({tunable.build(problem, choice, target).code for choice in found}) == len(found)
 
 
 @pytest.mark.parametrize(("tunable", "text"), [(ForwardTunable(), DENSE), (BackwardTunable(), GRADIENTS)])
@@ -53,6 +66,7 @@ def test_schedules_of_gradients_add_dq_in_parts_or_leave_it_to_a_kernel_of_its_o
     assert any(flags["messages"] == 0 for flags in found)
     assert any(flags["messages"] > 0 for flags in found) == (dim <= 128)
     assert not any(flags["turns"] for flags in found)
+    assert {flags["stagger"] for flags in found if flags["messages"]} == ({0, 4, 8, 16} if dim <= 128 else set())
     with pytest.raises(NotBuilt, match="messages must not be 0"):
         tunable.build(problem, Choice(flags={**found[0], "messages": 0, "late": True}), target)
 
@@ -63,6 +77,49 @@ def test_repeatable_gradients_are_not_searched(target):
     today = tunable.today(problem, target)
     with pytest.raises(NotBuilt, match="same bits"):
         tunable.build(msgspec.structs.replace(problem, deterministic=True), today, target)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+def test_what_is_broadcast_is_copied_for_a_candidate(target, monkeypatch, name):
+    """Whether a descriptor takes a stride of 0 is not documented: a candidate reads what a call would."""
+    problem = workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
+    seen = []
+    monkeypatch.setattr(BackwardTunable, "steps", lambda self, call, schedule: lambda t: seen.append(t[name].stride()))
+    monkeypatch.setattr(searched, "started", lambda launch, call: launch)
+    monkeypatch.setattr(searched, "described_by", lambda toolchain: False)
+    call = meta_call(problem)
+    whole = getattr(call, name)
+    setattr(call, name, torch.empty((1, 1, *whole.shape[2:]), device="meta", dtype=whole.dtype).expand(whole.shape))
+    tunable = BackwardTunable()
+    launch = tunable.build(problem, tunable.today(problem, target), target).start(call)
+    launch({each: getattr(call, each) for each in ("q", "k", "v", "grad_out")})
+    assert seen
+    assert 0 not in seen[0]
+
+
+def test_the_same_schedule_of_two_problems_is_not_one_candidate(target):
+    tunable, problem = BackwardTunable(), workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
+    today = tunable.today(problem, target)
+    other = msgspec.structs.replace(problem, causal="none")
+    assert tunable.build(problem, today, target).identity != tunable.build(other, today, target).identity
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "3.8.0", "3.9.0"])
+def test_todays_schedule_is_the_releases(release):
+    where = parse_target("cuda:sm_90", f"triton=={release}")
+    problem = workload(parse("attention_backward q=4,16,4096,128 kv=4,16,4096,128 dtype=bf16")).problem
+    expected = BackwardVariant().for_toolchain(where.toolchain).describe(problem)
+    assert BackwardTunable().today(problem, where).flags == {n: v for n, v in expected.items() if n != "width"}
+
+
+@pytest.mark.parametrize(("repeats", "word"), [(True, "deterministic"), (False, "!deterministic")])
+def test_classes_of_a_variants_gradients_say_whether_they_repeat(repeats, word):
+    problem = workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
+    problem = msgspec.structs.replace(problem, deterministic=repeats)
+    assert word in conditions_of(problem, several_ops=True, variant=True)
+    assert "!gqa" in conditions_of(problem, several_ops=True, variant=True)
+    core = conditions_of(problem)
+    assert not {"deterministic", "!deterministic", "gqa", "!gqa"} & set(core), "the core's repeat whatever is asked for"
 
 
 @pytest.mark.compiles
