@@ -8,6 +8,7 @@ import pytest
 from portattn.errors import DataError
 from portattn.planning.data_files import load_tuning
 from portattn.planning.registry import Registry
+from portattn.schema.features import EVERY_SCORE
 from portattn.schema.tuning import Source
 
 SHIPPED = [
@@ -72,3 +73,13 @@ def test_a_claim_to_have_measured_needs_figures(tmp_path):
     path.write_text(ENTRY.replace("measured = true", "measured = false"))
     tuning = load_tuning(path, "cuda")
     assert not tuning.measured(tuning.entry[0])
+
+
+@pytest.mark.parametrize(("name", "tuning"), SHIPPED, ids=[name for name, _ in SHIPPED])
+def test_no_entry_asks_for_what_excludes_each_other(name, tuning):
+    """Such an entry is never used. `featured` is whatever is done to every score, a window too."""
+    for entry in tuning.entry:
+        asked = set(entry.when)
+        both = [word for word in asked if f"!{word}" in asked]
+        both += [word for word in EVERY_SCORE if word in asked and "!featured" in asked]
+        assert both == [], f"{name}: {entry.kernel} {entry.when}"
