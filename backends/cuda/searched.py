@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.gluon import described_by
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
@@ -19,7 +18,7 @@ from portattn.tools.tune.core import compiled
 from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started, started
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from portattn.planning.backend import Variant
     from portattn.schema.call import Call
@@ -36,14 +35,11 @@ class ScheduleTunable(ABC, Generic[S]):
 
     variant   that whose schedules they are
     schedule  their type: raises ValueError for flags that do not go together
-    described, queries  of a call's tensors those that with_copies must know (copies.py)
     working   the kernels with products, where the first launch is none of them
     """
 
     variant: Variant
     schedule: type[S]
-    described: tuple[str, ...]
-    queries: tuple[str, ...] = ()
     working: tuple[str, ...] = ()
 
     @property
@@ -61,6 +57,10 @@ class ScheduleTunable(ABC, Generic[S]):
     @abstractmethod
     def today_of(self, problem: Problem, target: Target) -> S | None:
         """The schedule of the variant's entries for that compiler."""
+
+    @abstractmethod
+    def launcher(self, call: Call, schedule: S) -> Callable[[Mapping[str, Any]], None]:
+        """What runs calls like this one with a schedule."""
 
     @abstractmethod
     def steps(self, call: Call, schedule: S) -> StepLauncher:
@@ -91,7 +91,7 @@ class ScheduleTunable(ABC, Generic[S]):
             raise NotBuilt(str(error)) from None
 
         def start(call: Call) -> Started:
-            return started(with_copies(self.steps(call, schedule), call, self.described, self.queries), call)
+            return started(self.launcher(call, schedule), call)
 
         identity = _digest(f"{self.name} {problem} {schedule}".encode())
         if not described_by(installed()):

@@ -6,12 +6,12 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.hopper_backward.schedule import Schedule, choice, width
-from portattn.backends.cuda.hopper_backward.variant import DESCRIBED, BackwardVariant, steps_of
+from portattn.backends.cuda.hopper_backward.variant import BackwardVariant, launcher, steps_of
 from portattn.backends.cuda.searched import ScheduleTunable
 from portattn.tools.tune.tunable import NotBuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
@@ -32,7 +32,6 @@ class BackwardTunable(ScheduleTunable[Schedule]):
 
     variant = BackwardVariant()
     schedule = Schedule
-    described = DESCRIBED
     working = ("scheduled_backward", "scheduled_queries")
 
     def flags(self, problem: Problem, base: Choice) -> Iterator[dict[str, Any]]:
@@ -47,6 +46,9 @@ class BackwardTunable(ScheduleTunable[Schedule]):
 
     def today_of(self, problem: Problem, target: Target) -> Schedule:
         return choice(problem, target.toolchain).schedule
+
+    def launcher(self, call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
+        return launcher(call, schedule)
 
     def steps(self, call: Call, schedule: Schedule) -> StepLauncher:
         return steps_of(call, schedule)

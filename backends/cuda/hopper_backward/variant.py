@@ -42,9 +42,6 @@ REGISTERS, WORKER = 168, 24
 ROW_WARPS = {64: 4, 128: 8, 256: 8}
 
 
-DESCRIBED = ("q", "k", "v", "grad_out")  # of a call's tensors (copies.py)
-
-
 class BackwardVariant(Variant):
     """Gradients of attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16.
 
@@ -110,8 +107,7 @@ class BackwardVariant(Variant):
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one: given q, k, v, forward_out, forward_lse, grad_out, grad_lse, lengths, and
         grad_q, grad_k, grad_v and `out` (delta) to fill."""
-        steps = self.described(call)
-        return steps if call.scale == 0.0 else with_copies(steps, call, DESCRIBED, ())
+        return launcher(call, choice(call.problem, self.toolchain).schedule)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """The schedule, and the width that heads are padded to."""
@@ -142,6 +138,12 @@ class BackwardVariant(Variant):
             for name in ("forward_lse", "grad_lse", "out"):
                 seen[name] = None if tensors.get(name) is None else tensors[name][None]
         return seen
+
+
+def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
+    """What runs calls like this one with a schedule."""
+    steps = steps_of(call, schedule)
+    return steps if call.scale == 0.0 else with_copies(steps, call, ("q", "k", "v", "grad_out"), ())
 
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:

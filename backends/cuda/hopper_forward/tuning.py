@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from portattn.backends.cuda.hopper_forward.variant import (
-    DESCRIBED,
-    QUERIES,
     ForwardVariant,
     Schedule,
     choice,
+    launcher,
     steps_of,
     uneven,
     width,
@@ -20,7 +19,7 @@ from portattn.backends.cuda.hopper_forward.variant import (
 from portattn.backends.cuda.searched import ScheduleTunable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
@@ -52,7 +51,6 @@ FLAGS = tuple(
 class ForwardTunable(ScheduleTunable[Schedule]):
     variant = ForwardVariant()
     schedule = Schedule
-    described, queries = DESCRIBED, QUERIES
 
     def flags(self, problem: Problem, base: Choice) -> Iterator[dict[str, Any]]:
         """Every tile of the width with every combination of flags."""
@@ -67,6 +65,9 @@ class ForwardTunable(ScheduleTunable[Schedule]):
     def today_of(self, problem: Problem, target: Target) -> Schedule | None:
         chosen = choice(problem, target.toolchain)
         return None if chosen is None else chosen.schedule
+
+    def launcher(self, call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
+        return launcher(call, schedule)
 
     def steps(self, call: Call, schedule: Schedule) -> StepLauncher:
         return steps_of(call, schedule)

@@ -62,9 +62,6 @@ MOST_SPLITS = 32
 FEW_TILES = 45
 
 
-DESCRIBED, QUERIES = ("q", "k", "v"), ("q",)  # of a call's tensors (copies.py)
-
-
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
@@ -263,7 +260,7 @@ def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = F
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
     """What runs calls like this one with a schedule: given tensors by the Call's names, and `out` and `lse`."""
-    return with_copies(steps_of(call, schedule), call, DESCRIBED, QUERIES)
+    return with_copies(steps_of(call, schedule), call, ("q", "k", "v"), ("q",))
 
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
