@@ -46,7 +46,7 @@ class DeviceClock:
 
     Short calls are replayed from a graph: a candidate is launched by way of its plan, which takes the host longer than
     a call that is kept, and longer than such a kernel runs. So what one launch seems to take tells a long call only
-    where it is far longer than the host: kernels of 90 µs seemed to take over 500 now and then (an H200's host).
+    where it is far longer than the host's part.
     """
 
     PROBE_MS, THOROUGH_MS = 3.0, 8.0  # device time of a turn
