@@ -1,4 +1,9 @@
-"""Problems that the canaries of the variants run: every form of their loops once, small."""
+"""Problems that the canaries of the variants run: small, and every form of their loops once.
+
+Which form a problem takes depends on its lengths and on the release of Triton (tuning/sm_90.toml), so that some have
+lengths for no other reason. tests/backends/cuda/test_canary_forms.py compares the forms of these problems with those
+that the tuning data has, for each release that somebody has run and for one that nobody has.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,17 @@ _NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
 _WHOLE: dict[str, Any] = {"kv_format": "int8", "kv_scales": "token"}
 _PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": True}
 
+# Lengths (queries, keys) that take the forms which the problems before them do not.
+_FULL: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((77, 341), (77, 2541), (277, 341), (277, 541)),
+    128: ((77, 341), (177, 2541), (177, 8705)),
+    256: ((77, 341),),
+}
+_CAUSAL: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((77, 341), (177, 8705), (541, 341)),
+    128: ((77, 341), (77, 541), (77, 1541)),
+    256: ((77, 341), (541, 8705)),
+}
 # Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks; over
 # pages a load for each of several, and one for a whole tile.
 FORWARD = (
@@ -30,7 +46,25 @@ FORWARD = (
         **_COMMON, **_PAGED, page_size=16, seq_k=528, total_q=350, head_dim=128, dtype="bf16", causal="bottom_right"
     ),
     Problem(**_COMMON, **_PAGED, page_size=256, seq_k=768, head_dim=64, dtype="fp16", sinks=True),
-)
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=4160, head_dim=128, dtype="bf16", causal="bottom_right"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=128, dtype="bf16", causal="bottom_right"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=128, dtype="bf16"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=256, dtype="bf16"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=64, dtype="bf16"),
+    Problem(**_COMMON, seq_q=177, seq_k=2541, head_dim=128, dtype="bf16", softcap=True),
+    *(
+        Problem(**_COMMON, seq_q=rows, seq_k=keys, head_dim=dim, dtype="bf16")
+        for dim, lengths in _FULL.items()
+        for rows, keys in lengths
+    ),
+    *(
+        Problem(**_COMMON, seq_q=rows, seq_k=keys, head_dim=dim, dtype="bf16", causal="bottom_right")
+        for dim, lengths in _CAUSAL.items()
+        for rows, keys in lengths
+    ),
+    Problem(**_COMMON, **_PACKED | {"seq_q": 77, "seq_k": 2541, "total_q": 150, "total_k": 5080}, head_dim=64,
+            dtype="bf16"),
+)  # fmt: skip
 # The forms that differ with e4m3 operands: each width, scales of a batch and of packed sequences, values out of sight.
 NARROW_FORWARD = (
     Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
@@ -51,10 +85,12 @@ LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),
     Problem(**_LATENT, seq_q=3, dtype="fp16", causal="bottom_right", num_splits=1),
 )
-# Every width and both ways to dQ; whole, causal, windowed, padded and packed.
+# Every width and the three ways to dQ (added, added in turns, a kernel of its own); whole, causal, windowed, padded and packed.
 _PACKED_GRADIENTS: dict[str, Any] = _PACKED | {"op": "varlen_attention_backward"}
 _GRADIENTS: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2}
 _DENSE_GRADIENTS: dict[str, Any] = {"op": "attention_backward", "seq_q": 277, "seq_k": 541}
+_UNGROUPED: dict[str, Any] = {"op": "attention_backward", "batch": 3, "heads_q": 4, "heads_k": 4, "seq_q": 77}
+_REPEATABLE: dict[str, Any] = _GRADIENTS | {"op": "attention_backward", "deterministic": True}
 BACKWARD = (
     Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=64, dtype="fp16", causal="bottom_right"),
     Problem(**_GRADIENTS, **_DENSE_GRADIENTS, **_LENGTHS, head_dim=128, dtype="bf16", window_left=70),
@@ -62,4 +98,12 @@ BACKWARD = (
     Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="fp16", deterministic=True),
     Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=64, dtype="bf16", window_left=70),
     Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=128, dtype="fp16", causal="bottom_right"),
+    Problem(**_REPEATABLE, seq_q=77, seq_k=341, head_dim=64, dtype="bf16"),
+    Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=64, dtype="bf16"),
+    Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=128, dtype="bf16"),
+    *(
+        Problem(**_UNGROUPED, seq_k=keys, head_dim=dim, dtype="bf16")
+        for dim, keys in ((64, 541), (64, 8705), (128, 541), (128, 2541), (128, 8705))
+    ),
+    Problem(**_UNGROUPED, seq_k=2541, head_dim=128, dtype="bf16", causal="bottom_right"),
 )

@@ -120,6 +120,7 @@ def _tensors(text: str, **named: str) -> Mapping[str, str]:
 _COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
 _PLAIN: dict[str, Any] = _COMMON | {"head_dim": 64, "dtype": "fp16", "causal": "bottom_right"}
 _FEATURED: dict[str, Any] = _COMMON | {"head_dim": 128, "dtype": "bf16", "sinks": True, "window_left": 70}
+_SINGLE: dict[str, Any] = _COMMON | {"head_dim": 64, "dtype": "fp32"}
 _ROWS: dict[str, Any] = {"seq_q": 77, "seq_k": 141}
 _LENGTHS: dict[str, Any] = _ROWS | {"seqlens_q": True, "seqlens_k": True}
 _NO_LSE: dict[str, Any] = {"return_lse": False}
@@ -155,7 +156,13 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 arguments="portattn.api.block_mask:replace",
                 validate="portattn.validate.dense:dense_call",
                 launches="portattn.launch.dense:calls",
-                canaries=(_PLAIN | _LENGTHS | {"mask": True}, _FEATURED | _LENGTHS),
+                canaries=(
+                    _PLAIN | _LENGTHS | {"mask": True},
+                    _FEATURED | _LENGTHS,
+                    # float32 products are other code, and few keys of it other loops (docs/lowering.md).
+                    _SINGLE | _ROWS | {"causal": "bottom_right"},
+                    _SINGLE | {"heads_k": 4, "seq_q": 57, "seq_k": 61},
+                ),
             ),
             OpRow(
                 name="varlen_attention",

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 # Child processes that run canaries of a family at the same time: compiling takes nearly all of their time, and each has
 # some hundred MiB of the device for its context while it lasts.
 MOST_AT_ONCE = 4
-VERSION = 3  # of the set: a family is looked at again when it changes
+VERSION = 4  # of the set: a family is looked at again when it changes
 # A device's words for what a kernel did, whose process goes on by an exception.
 _KERNELS = re.compile(
     r"illegal (memory access|instruction|address)|misaligned|invalid (program counter|address space)"
