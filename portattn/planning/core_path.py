@@ -110,8 +110,8 @@ def _untimed(target: Target) -> str:
 
 
 def timed_with_another(timed_with: str, target: Target) -> str:
-    """Said of a choice that was timed with another compiler than the target's."""
-    return f"timed with {timed_with}, not with {target.toolchain}: this concerns speed alone; `portattn tune` compares"
+    """Said of a choice that was made by times with another compiler than the target's, which may have been timed too."""
+    return f"chosen by times with {timed_with}, not with {target.toolchain}: speed alone; `portattn tune` compares"
 
 
 class _Base(msgspec.Struct):

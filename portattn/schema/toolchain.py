@@ -66,7 +66,7 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 Version(version)
             except InvalidVersion:
                 raise ValueError(f"toolchain {text!r}: {version!r} is not a PEP 440 version") from None
-            pairs.append((name if name in COMPONENTS else compilers.canonical(name), version))
+            pairs.append((name, version) if name in COMPONENTS else _released(compilers.canonical(name), version))
         if compilers.find(pairs[0][0]) is None:
             raise ValueError(f"toolchain {text!r}: {compilers.unknown(pairs[0][0])}")
         beneath = () if compilers.package(pairs[0][0]) == TRITON else (TRITON,)  # what it is added to
@@ -113,7 +113,7 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             own = compilers.find(self.distribution)
             return False if not self or (own is not None and own.apart) else None
         version = self.component(name)
-        return None if version is None else parse_range(specifier).contains(version, prereleases=True)
+        return None if version is None else in_range(version, specifier)
 
     def __str__(self) -> str:
         return f"{self.distribution}=={self.version}" if self else "none"
@@ -126,6 +126,27 @@ def parse_range(text: str) -> SpecifierSet:
         return SpecifierSet(text)
     except InvalidSpecifier:
         raise ValueError(f"{text!r} is not a PEP 440 version range") from None
+
+
+def in_range(version: str, text: str) -> bool:
+    """Whether a version lies in a PEP 440 range, a pre-release before its release.
+
+    PEP 440 leaves X's pre-releases out of `<X`, as they are most of X. A bug that X mends may still be in them: without
+    this, 3.9.0rc1 would be in neither of <3.9 and >=3.9, and what every other version needs would be left out for it.
+
+    >>> in_range("3.9.0rc1", "<3.9"), in_range("3.9.0rc1", ">=3.9"), in_range("3.9.0", "<3.9")
+    (True, False, False)
+    """
+    return all(
+        one.contains(version, prereleases=True) or (one.operator == "<" and Version(version) < Version(one.version))
+        for one in parse_range(text)
+    )
+
+
+def _released(name: str, version: str) -> tuple[str, str]:
+    """A compiler's name, and its version as it was released: 3.9 and v3.9.0 are 3.9.0."""
+    same = (known for known in compilers.released(name) if Version(known) == Version(version))
+    return name, next(same, str(Version(version)))
 
 
 def has_upper_bound(text: str) -> bool:

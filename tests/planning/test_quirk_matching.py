@@ -331,7 +331,7 @@ def test_a_tile_that_was_never_timed_is_said_to_be_whose(tmp_path: Path) -> None
 
 def test_a_tile_that_was_timed_with_another_release_is_said_to_be() -> None:
     known = Registry.load()
-    told = "timed with triton==3.6.0, not with triton==3.8.0: this concerns speed alone; `portattn tune` compares"
+    told = "chosen by times with triton==3.6.0, not with triton==3.8.0: speed alone; `portattn tune` compares"
     problem = msgspec.structs.replace(PROBLEM, op="decode_attention", seq_q=1, dtype="bf16")
     notes = {
         version: plan(problem, known.target("cuda:sm_90", f"triton=={version}"), known).notes

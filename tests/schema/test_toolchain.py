@@ -9,7 +9,7 @@ import pytest
 import support
 
 from portattn import Toolchain
-from portattn.planning.registry import parse_target
+from portattn.planning.registry import Registry, parse_target
 from portattn.schema import toolchain
 from portattn.schema.toolchain import has_upper_bound, installed, owners, parse_range
 
@@ -213,3 +213,34 @@ def test_a_component_whose_version_cannot_be_read_is_none(
     installed.cache_clear()
     assert "torch" not in components
     assert "numpy" in components
+
+
+@pytest.mark.parametrize("version", ["3.9.0rc1", "3.9.0.dev1", "3.9.0a0+git1"])
+def test_a_pre_release_lies_before_its_release_in_every_range(version: str) -> None:
+    """By PEP 440 it is in neither of <3.9 and >=3.9: work-arounds for wrong results were left out for it."""
+    toolchain = Toolchain.parse(f"triton=={version}")
+    assert toolchain.within("triton", "<3.9")
+    assert toolchain.within("triton", ">=3.8,<3.9")
+    assert not toolchain.within("triton", ">=3.9")
+    assert not toolchain.within("triton", "<3.8")
+    assert not Toolchain.parse("triton==3.9.0").within("triton", "<3.9")
+
+
+def test_a_pre_release_has_the_quirks_that_every_version_before_its_release_has() -> None:
+    quirk = Registry.load().quirks["any-0008-running-sum"]
+    assert quirk.in_range(Toolchain.parse("triton==3.9.0rc1")) is quirk.in_range(Toolchain.parse("triton==3.8.0"))
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("triton==3.9", "triton==3.9.0"),
+        ("triton==v3.9.0", "triton==3.9.0"),
+        ("triton==03.9.0", "triton==3.9.0"),
+        ("triton==3.9.0RC1", "triton==3.9.0rc1"),
+        ("triton==3.9.0+git1", "triton==3.9.0+git1"),
+        ("triton==3.99", "triton==3.99"),
+    ],
+)
+def test_a_release_has_one_spelling(text: str, read: str) -> None:
+    assert str(Toolchain.parse(text)) == read

@@ -93,6 +93,13 @@ def test_an_entry_for_a_range_of_compilers(tmp_path: Path, toolchain: str, rows:
     assert entry.launch == {"block_m": rows}
 
 
+def test_problems_are_left_to_the_core_for_the_compilers_of_the_entry_alone(tmp_path: Path) -> None:
+    text = '\n[[entry]]\nkernel = "gluon_forward"\nwhen = []\ncore = true\nnote = "the core is faster"\n'
+    tuning = load(tmp_path, HEAD + text + 'toolchain = { triton = "<3.8" }\n')
+    for release, said in (("3.6.0", "the core is faster"), ("3.8.0", "")):
+        assert tuning.left_to_core("gluon_forward", features(), Toolchain.parse(f"triton=={release}")) == said
+
+
 def test_a_range_that_leaves_out_what_the_choice_was_timed_with(tmp_path: Path) -> None:
     """Of a file that was timed with 3.6.0; an entry that was only compiled may be for any."""
     timed = HEAD.replace("measured = false", "measured = true")

@@ -56,7 +56,7 @@ def planned(problem: Problem, release: str) -> Plan:
 
 
 def timed(made: Plan) -> list[str]:
-    return [note for note in made.notes if note.startswith("timed with")]
+    return [note for note in made.notes if note.startswith("chosen by times with")]
 
 
 @pytest.mark.usefixtures("rows")
@@ -71,9 +71,9 @@ def test_a_release_has_rows_of_its_own(problem: Problem, flags: dict[str, int]) 
     # Each plan says what its schedule was timed with where that is another release.
     assert timed(old) == timed(new) == []
     (said,) = timed(newest)
-    assert said.startswith(f"timed with {NEWER}, not with triton==3.9.0")
+    assert said.startswith(f"chosen by times with {NEWER}, not with triton==3.9.0")
     (before,) = timed(planned(problem, "triton==3.7.1"))
-    assert before.startswith(f"timed with {TIMED_WITH}, not with triton==3.7.1")
+    assert before.startswith(f"chosen by times with {TIMED_WITH}, not with triton==3.7.1")
 
 
 @pytest.mark.usefixtures("rows")

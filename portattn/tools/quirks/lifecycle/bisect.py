@@ -18,7 +18,7 @@ from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
 from portattn.schema.quirk import Quirk
-from portattn.schema.toolchain import parse_range
+from portattn.schema.toolchain import in_range
 from portattn.tools.quirks.probe.results import SIGNATURE, Arm, saw
 
 OP = "quirks bisect"
@@ -147,7 +147,7 @@ def _likely(quirk: Quirk, toolchains: Sequence[str]) -> list[str]:
 def _inside(quirk: Quirk, toolchain: str) -> bool:
     """Whether the entry's range has a toolchain; one without a range has all."""
     text = quirk.when.toolchain.get(compiler_of(quirk), "")
-    return parse_range(text).contains(toolchain.partition("==")[2], prereleases=True)
+    return in_range(toolchain.partition("==")[2], text)
 
 
 def _search(side: list[str], test: Callable[[str], Seen], inside: Callable[[str], bool]) -> None:

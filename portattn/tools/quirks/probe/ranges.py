@@ -10,7 +10,7 @@ from packaging.version import Version
 from portattn.schema import compilers, toml_reader
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.schema.toolchain import parse_range
+from portattn.schema.toolchain import in_range, parse_range
 
 LOWER, UPPER = (">=", ">"), ("<=", "<")
 
@@ -53,7 +53,7 @@ def _lower_of(text: str) -> list[str]:
 def extended(text: str, version: str) -> str:
     """The range with one version more, on which the bug was seen."""
     kept = [s for s in parse_range(text) if not (s.operator == "!=" and s.contains(version) is False)]
-    missing = [s for s in kept if not s.contains(version, prereleases=True)]
+    missing = [s for s in kept if not in_range(version, str(s))]
     found = [str(s) for s in kept if s not in missing]
     for specifier in missing:
         other = Version(specifier.version.removesuffix(".*"))
