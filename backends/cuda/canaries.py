@@ -85,7 +85,8 @@ LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),
     Problem(**_LATENT, seq_q=3, dtype="fp16", causal="bottom_right", num_splits=1),
 )
-# Every width and the three ways to dQ (added, added in turns, a kernel of its own); whole, causal, windowed, padded and packed.
+# Every width and the three ways to dQ (added, added in turns, a kernel of its own); whole, causal, windowed, padded and
+# packed.
 _PACKED_GRADIENTS: dict[str, Any] = _PACKED | {"op": "varlen_attention_backward"}
 _GRADIENTS: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2}
 _DENSE_GRADIENTS: dict[str, Any] = {"op": "attention_backward", "seq_q": 277, "seq_k": 541}

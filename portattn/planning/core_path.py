@@ -110,7 +110,7 @@ def _untimed(target: Target) -> str:
 
 
 def timed_with_another(timed_with: str, target: Target) -> str:
-    """Said of a choice that was made by times with another compiler than the target's, which may have been timed too."""
+    """Said of a choice by times with another compiler than the target's, with which it may have been timed since."""
     return f"chosen by times with {timed_with}, not with {target.toolchain}: speed alone; `portattn tune` compares"
 
 
