@@ -8,7 +8,7 @@ import click
 
 from portattn.cli.drafting import new, reduce
 from portattn.cli.errors import RED
-from portattn.cli.named import quirk_of
+from portattn.cli.named import quirk_of, tell_unknown
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural, status, table
 from portattn.cli.upgrade_sections import entry_line, show_carried
 from portattn.tools import shell_values
@@ -181,15 +181,20 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
     The plans are those of `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan.
     """
     from portattn.planning.registry import Registry
+    from portattn.tools.quirks.lifecycle.upgrade import OP
     from portattn.tools.quirks.lifecycle.upgrade import upgrade as compare
+    from portattn.tools.upgrade.compilers import parsed
 
     registry = Registry.load()
+    sides = {"from": parsed(OP, "--from", before), "to": parsed(OP, "--to", after)}
+    tell_unknown(sides.values())
     targets = tuple(registry.target(target, "none").name for target in targets)
     with status("planning") as say:
         made = compare(before, after, registry, targets, say)
     unverified = [entry for entry in made.entries if entry.unverified]
     if as_json:
-        emit_json({"upgrade": made, "lost": made.lost, "unverified": [entry.id for entry in unverified]})
+        known = {name: {"toolchain": str(one), "known": not one.unknown_release()} for name, one in sides.items()}
+        emit_json(known | {"upgrade": made, "lost": made.lost, "unverified": [entry.id for entry in unverified]})
     else:
         click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
         for change in ("falls away", "newly applies", "stays"):

@@ -154,3 +154,21 @@ def test_the_shipped_registry(portattn) -> None:
     text = portattn("quirks", "upgrade", "--from", "triton==3.8.0", "--to", "triton==3.9.0", "--target", "cuda:sm_90")
     assert "newly applies" in text.out
     assert "any-0001-no-block-pointers" in text.out
+
+
+@pytest.mark.parametrize("release", ["3.99", "3.10.0", "4.0.0"])
+def test_a_release_that_nobody_knows_is_said_and_compared_all_the_same(portattn, release) -> None:
+    line = ("quirks", "upgrade", "--target", "rocm:gfx950")
+    to = portattn(*line, "--from", "triton==3.9.0", "--to", f"triton=={release}", "--json")
+    said = f"portattn: triton=={release} is no known release of triton; the nearest: "
+    assert to.err.startswith(said), "as `plan` and `matrix run` say it"
+    assert to.json["from"] == {"toolchain": "triton==3.9.0", "known": True}
+    assert to.json["to"] == {"toolchain": f"triton=={release}", "known": False}
+    back = portattn(*line, "--from", f"triton=={release}", "--to", "triton==3.9.0", "--json")
+    assert back.err.startswith(said)
+    assert (back.json["from"]["known"], back.json["to"]["known"]) == (False, True)
+
+
+def test_known_releases_are_not_remarked_upon(portattn) -> None:
+    called = portattn("quirks", "upgrade", "--from", "triton==3.8", "--to", "triton==3.9.0", "--target", "rocm:gfx950")
+    assert "no known release" not in called.err
