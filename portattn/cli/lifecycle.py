@@ -169,7 +169,8 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
 @click.option(
     "--strict",
     is_flag=True,
-    help="Red too: an entry that no probe has looked at on the new compiler, and a variant that refuses what it took.",
+    help="Red too: an entry that is less sure with the new compiler (no probe has looked there, and it newly applies, "
+    "falls away, or was probed with the old one), and a variant that refuses what it took.",
 )
 @json_option
 def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
@@ -192,9 +193,11 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
     with status("planning") as say:
         made = compare(before, after, registry, targets, say)
     unverified = [entry for entry in made.entries if entry.unverified]
+    less_sure = [entry.id for entry in made.entries if entry.less_sure]
     if as_json:
         known = {name: {"toolchain": str(one), "known": not one.unknown_release()} for name, one in sides.items()}
-        emit_json(known | {"upgrade": made, "lost": made.lost, "unverified": [entry.id for entry in unverified]})
+        found = {"lost": made.lost, "unverified": [entry.id for entry in unverified], "less_sure": less_sure}
+        emit_json(known | {"upgrade": made} | found)
     else:
         click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
         for change in ("falls away", "newly applies", "stays"):
@@ -209,7 +212,9 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
         show_carried(made)
         if unverified:
             click.echo(f"\nunverified on {made.after}: {len(unverified)}")
-    if made.lost or (strict and (unverified or any(one.refuses for one in made.variants))):
+        if less_sure:
+            click.echo(f"less sure than with {made.before}: {len(less_sure)}: {', '.join(less_sure)}")
+    if made.lost or (strict and (less_sure or any(one.refuses for one in made.variants))):
         raise click.exceptions.Exit(RED)
 
 

@@ -20,6 +20,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     targets   those that it concerns
     verified  targets on which a probe looked on the new compiler, with what it saw: "cuda:sm_90: pass"
+    verified_before  the same of the old compiler
     unprobed  targets on which it applies with the new compiler, and no probe has looked
     note      why the new compiler is in doubt; empty where it is not
     """
@@ -30,6 +31,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     change: Change
     targets: tuple[str, ...]
     verified: tuple[str, ...]
+    verified_before: tuple[str, ...] = ()
     unprobed: tuple[str, ...] = ()
     note: str = ""
 
@@ -38,18 +40,29 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it applies on the new compiler, or stops to, and no probe has looked there."""
         return not self.verified
 
+    @property
+    def less_sure(self) -> bool:
+        """Whether less is known of it with the new compiler than with the old one.
+
+        One that stays is as sure as it was where no probe has looked with either compiler. One that falls away is not:
+        what its work-around kept right now rests on its range alone.
+        """
+        return self.unverified and (self.change != "stays" or bool(self.verified_before))
+
 
 def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
     """The quirks of both sides that concern the targets, in the registry's order."""
     known = {name: quirk for pair in pairs for side in pair for name, quirk in side.registry.quirks.items()}
     for quirk in known.values():
-        changes: dict[Change, list[Target]] = {}
-        for old, new in pairs:
-            change = _change(_holds(quirk, old), _holds(quirk, new))
+        changes: dict[Change, list[Pair]] = {}
+        for pair in pairs:
+            change = _change(_holds(quirk, pair.old), _holds(quirk, pair.new))
             if change:
-                changes.setdefault(change, []).append(new.target)
-        for change, where in changes.items():
+                changes.setdefault(change, []).append(pair)
+        for change, concerned in changes.items():
+            where = [pair.new.target for pair in concerned]
             seen = dict(_verified(quirk, where))
+            before = _verified(quirk, [pair.old.target for pair in concerned])
             names = tuple(target.name for target in where)
             yield Entry(
                 id=quirk.id,
@@ -58,6 +71,7 @@ def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
                 change=change,
                 targets=names,
                 verified=tuple(f"{name}: {outcome}" for name, outcome in seen.items()),
+                verified_before=tuple(f"{name}: {outcome}" for name, outcome in before),
                 unprobed=() if change == "falls away" else tuple(name for name in names if name not in seen),
                 note=_note(quirk, change, where[0]),
             )

@@ -112,6 +112,43 @@ def test_a_plan_that_leaves_the_core_kernel_is_lost(known, portattn, monkeypatch
     strict = portattn(*line, "rocm:gfx950", "--strict", "--json")
     assert strict.status == 1
     assert "rocm-0901-fixed" in strict.json["unverified"]
+    assert "rocm-0901-fixed" in strict.json["less_sure"], "its work-around is dropped, and nobody has looked"
+
+
+STRICT = ("quirks", "upgrade", "--target", "rocm:gfx942", "--strict", "--json")
+
+
+def test_strict_is_green_where_nothing_is_less_sure(portattn) -> None:
+    """Entries that no probe has looked at stay as unsure as they were."""
+    called = portattn(*STRICT, "--from", "triton==3.6.0", "--to", "triton==3.6.0")
+    assert called.json["unverified"]
+    assert (called.json["less_sure"], called.status) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("probed", "range_", "red"),
+    [
+        ((), ">=3.4", False),  # stays, and nobody has looked with either
+        (("triton==3.6.0",), ">=3.4", True),  # stays: looked at with the old one alone
+        (("triton==3.6.0", "triton==3.9.0"), ">=3.4", False),
+        (("triton==3.9.0",), ">=3.4", False),
+        ((), ">=3.8,<3.10", True),  # newly applies
+        (("triton==3.9.0",), ">=3.8,<3.10", False),
+        ((), "<3.8", True),  # falls away
+        (("triton==3.6.0",), "<3.8", True),
+        (("triton==3.9.0",), "<3.8", False),
+    ],
+)
+def test_strict_is_red_for_an_entry_that_is_less_sure(tmp_path, portattn, monkeypatch, probed, range_, red) -> None:
+    path = quirk_files.plant(tmp_path, "rocm-0906-one", "launch = { num_warps = 2 }", when=when(range_), evidence=OPEN)
+    for toolchain in probed:
+        text = BLOCK.format(target="rocm:gfx942", off="fail:signature").replace("triton==3.9.0", toolchain)
+        path.write_text(path.read_text() + text)
+    known = quirk_files.registry(tmp_path)
+    monkeypatch.setattr(Registry, "load", lambda: known)
+    called = portattn(*STRICT, "--from", "triton==3.6.0", "--to", "triton==3.9.0")
+    assert called.json["less_sure"] == ["rocm-0906-one"] * red
+    assert called.status == int(red)
 
 
 def test_two_entries_that_contradict_each_other_on_the_new_one_leave_no_plan(tmp_path) -> None:
