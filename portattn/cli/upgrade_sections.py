@@ -42,7 +42,7 @@ def entry_line(entry: Entry) -> str:
 
 
 def variant_line(one: Carried) -> str:
-    why = next(iter(one.refuses.values()), "")
+    why = next(iter((one.refuses or one.leaves).values()), "")
     return f"{one.said}: {why}" if why else one.said
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from portattn.config import Settings
 from portattn.planning import variant_path
-from portattn.planning.backend import Variant
 from portattn.planning.checks import Refused
 from portattn.planning.evidence import seen_to_run
 from portattn.schema.outcome import NO_RECORDS
@@ -19,7 +18,7 @@ from portattn.tools.upgrade.sides import Pair, Side
 
 # run      its tests are known to have passed on such a chip with such a compiler, for all problems that it takes
 # tried    not for all: its canaries run before the first such call, and decide
-# refused  it takes none of the problems
+# refused  it takes none of the problems, or leaves them to the core
 State = Literal["run", "tried", "refused"]
 SAID = {
     ("run", "run"): "carries over",
@@ -31,13 +30,15 @@ SAID = {
     ("refused", "run"): "newly runs",
     ("refused", "tried"): "newly runs, where its canaries pass",
 }
+LEFT = "leaves all that it took to the core"
 
 
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
     """A variant on one target.
 
-    takes    problems that it takes on the new compiler
+    takes    problems that it takes on the new compiler; those that it leaves to the core are not among them
     refuses  those that it took on the old one and refuses on the new: problem -> why
+    leaves   those that it took on the old one and leaves to the core on the new: problem -> why
     unseen   those that it takes on both, and whose tests are known to have passed with the old one alone
     """
 
@@ -47,12 +48,13 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     after: State
     takes: tuple[str, ...]
     refuses: dict[str, str]
+    leaves: dict[str, str] = {}
     unseen: tuple[str, ...] = ()
 
     @property
     def said(self) -> str:
         """What becomes of it, as a clause."""
-        text = SAID[self.before, self.after]
+        text = LEFT if self.leaves and not self.takes and not self.refuses else SAID[self.before, self.after]
         if self.unseen:
             of = "" if self.unseen == self.takes else f" for {', '.join(self.unseen)}"
             text = f"is tried by its canaries{of}: no complete run of its tests is known with the new compiler"
@@ -64,42 +66,66 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.unseen)
 
 
+class _Not(NamedTuple):
+    """Why a plan does not take a variant for a problem. deferred: it could, and leaves it to the core."""
+
+    why: str
+    deferred: bool = False
+
+
 def carried(pairs: Sequence[Pair], problems: Sequence[Named]) -> Iterator[Carried]:
     """What becomes of each variant that takes one of the problems on one of the two compilers."""
-    for old, new in pairs:
-        for variant in new.registry.backends[new.target.backend].variants:
+    for pair in pairs:
+        target = pair.new.target
+        for variant in pair.new.registry.backends[target.backend].variants:
             asked = [named for named in problems if named.problem.op in variant.ops]
-            if new.target.arch.name not in variant.arches or not asked:
-                continue
-            was = {named.name: _refusal(variant, named.problem, old) for named in asked}
-            now = {named.name: _refusal(variant, named.problem, new) for named in asked}
-            takes = tuple(name for name, no in now.items() if not no)
-            before, after = _state(old, asked, was), _state(new, asked, now)
-            if (before, after) != ("refused", "refused"):
-                refuses = {name: no for name, no in now.items() if no and not was[name]}
-                unseen = tuple(
-                    named.name for named in asked
-                    if not was[named.name] and not now[named.name]
-                    and _has_run(old, named.problem) and not _has_run(new, named.problem)
-                )  # fmt: skip
-                yield Carried(
-                    name=variant.name, target=new.target.name, before=before, after=after, takes=takes,
-                    refuses=refuses, unseen=unseen,
-                )  # fmt: skip
+            if target.arch.name in variant.arches and asked:
+                found = _carried(variant.name, pair, asked)
+                if (found.before, found.after) != ("refused", "refused"):
+                    yield found
 
 
-def _refusal(variant: Variant, problem: Problem, side: Side) -> str:
-    """Why a variant refuses a problem; empty where it takes it."""
+def _carried(name: str, pair: Pair, asked: Sequence[Named]) -> Carried:
+    """What becomes of one variant, by the problems of its operations."""
+    was, now = ({named.name: _not(name, named.problem, side) for named in asked} for side in pair)
+    no_more = {problem: no for problem, no in now.items() if no and not was[problem]}
+    unseen = tuple(
+        named.name for named in asked
+        if not was[named.name] and not now[named.name]
+        and _has_run(pair.old, named.problem) and not _has_run(pair.new, named.problem)
+    )  # fmt: skip
+    return Carried(
+        name=name,
+        target=pair.new.target.name,
+        before=_state(pair.old, asked, was),
+        after=_state(pair.new, asked, now),
+        takes=tuple(problem for problem, no in now.items() if not no),
+        refuses={problem: no.why for problem, no in no_more.items() if not no.deferred},
+        leaves={problem: no.why for problem, no in no_more.items() if no.deferred},
+        unseen=unseen,
+    )
+
+
+def _not(name: str, problem: Problem, side: Side) -> _Not | None:
+    """Why plans of a side do not take a variant for a problem; None where they do.
+
+    The side's own schedules decide, and what the variant leaves to the core although it could run it: a plan takes
+    the core there.
+    """
+    variant = side.variant(name)
+    if variant is None:
+        return _Not(f"{side.target.backend} has no such variant")
     try:
         variant_path.choose(variant, problem, side.target, side.registry, NO_RECORDS, Settings())
     except Refused as refused:
         no = refused.rejection
-        return f"{no.reason} [{no.quirk}]" if no.quirk else no.reason
-    return ""
+        return _Not(f"{no.reason} [{no.quirk}]" if no.quirk else no.reason)
+    left = variant.defers_to_core(problem)
+    return _Not(left, deferred=True) if left else None
 
 
-def _state(side: Side, asked: Sequence[Named], refusals: Mapping[str, str]) -> State:
-    taken = [named.problem for named in asked if not refusals[named.name]]
+def _state(side: Side, asked: Sequence[Named], found: Mapping[str, _Not | None]) -> State:
+    taken = [named.problem for named in asked if not found[named.name]]
     if not taken:
         return "refused"
     return "run" if all(_has_run(side, problem) for problem in taken) else "tried"

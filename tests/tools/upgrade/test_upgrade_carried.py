@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import evidence_files
 import msgspec
@@ -15,7 +16,7 @@ from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.matrix.problems import quick
+from portattn.tools.matrix.problems import Named, dense, full, quick
 from portattn.tools.upgrade import figures, variants
 from portattn.tools.upgrade.compare import Upgrade, compare
 from portattn.tools.upgrade.compilers import cautions, parsed
@@ -25,10 +26,12 @@ from portattn.tools.upgrade.sides import Pair, Side
 COMPARED = "docs/performance/releases.md"  # several compilers beside each other
 
 
-def upgraded(before: str, after: str, *targets: str, new: Registry | None = None) -> Upgrade:
+def upgraded(
+    before: str, after: str, *targets: str, new: Registry | None = None, problems: Sequence[Named] = ()
+) -> Upgrade:
     known = Registry.load()
     pairs = [Pair(Side(known.target(t, before), known), Side(known.target(t, after), new or known)) for t in targets]
-    return compare(pairs, quick())
+    return compare(pairs, problems or quick())
 
 
 def test_a_variant_that_nobody_has_run_with_the_new_compiler_is_tried_by_its_canaries():
@@ -111,6 +114,41 @@ def test_a_variant_that_refuses_some_says_how_many(tmp_path):
     forward = next(one for one in made.variants if one.name == "gluon_forward")
     assert forward.said == "carries over, and refuses 2 that it took"
     assert all("planted [cuda-0901-some]" in why for why in forward.refuses.values())
+
+
+SMALL = dense("256 keys", dtype="fp16", batch=2, heads_q=8, heads_k=8, seq_q=256, seq_k=256, head_dim=64, head_dim_v=64)
+
+
+def test_a_variant_takes_what_plans_take_it_for():
+    """Of what it could run it leaves some to the core, as its schedules for that compiler say."""
+    problems = [SMALL, *(named for named in full() if named.problem.op == "attention")]
+    made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90", problems=problems)
+    known, paths = Registry.load(), {}
+    target = known.target("cuda:sm_90", "triton==3.9.0")
+    for named in problems:
+        paths.setdefault(plan(named.problem, target, known).path, set()).add(named.name)
+    assert {one.name: set(one.takes) for one in made.variants} == {
+        name: names for name, names in paths.items() if name.startswith("gluon")
+    }
+    assert SMALL.name in paths["triton"], "or this test asks nothing"
+
+
+def test_what_is_newly_left_to_the_core_is_said_and_no_refusal(monkeypatch):
+    name = "dense causal bf16 D=128 GQA"
+    (problem,) = [named.problem for named in quick() if named.name == name]
+    kind = type(next(one for one in Registry.load().backends["cuda"].variants if one.name == "gluon_forward"))
+    real = kind.defers_to_core
+    monkeypatch.setattr(
+        kind, "defers_to_core",
+        lambda self, p: "planted" if p == problem and "3.9.0" in str(self.toolchain) else real(self, p),
+    )  # fmt: skip
+    one = next(one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").variants)
+    assert (one.name, one.leaves, one.refuses) == ("gluon_forward", {name: "planted"}, {})
+    assert name not in one.takes
+    alone = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90", problems=[Named(name, problem)])
+    assert [(one.said, one.after) for one in alone.variants] == [("leaves all that it took to the core", "refused")]
+    back = upgraded("triton==3.9.0", "triton==3.6.0", "cuda:sm_90", problems=[Named(name, problem)])
+    assert [(one.before, one.after) for one in back.variants] == [("refused", "run")]
 
 
 def test_schedules_are_what_the_plans_say_of_their_timing():
