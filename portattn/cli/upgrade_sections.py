@@ -43,7 +43,8 @@ def entry_line(entry: Entry) -> str:
 
 def variant_line(one: Carried) -> str:
     why = next(iter((one.refuses or one.leaves).values()), "")
-    return f"{one.said}: {why}" if why else one.said
+    said = f"{one.said}: {why}" if why else one.said
+    return f"{said}; {one.evidence}" if one.evidence else said
 
 
 def schedule_line(one: Timed, after: str) -> str:

@@ -13,6 +13,7 @@ from portattn.planning.checks import Refused
 from portattn.planning.evidence import seen_to_run
 from portattn.schema.outcome import NO_RECORDS
 from portattn.schema.problem import Problem
+from portattn.schema.quirk import LEVELS
 from portattn.tools.matrix.problems import Named
 from portattn.tools.upgrade.sides import Pair, Side
 
@@ -33,6 +34,17 @@ SAID = {
 LEFT = "leaves all that it took to the core"
 
 
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What a variant that carries over rests on: a run of its tests on such a chip (`verified.toml`)."""
+
+    toolchain: str
+    level: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.level} with {self.toolchain}: {self.what}"
+
+
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
     """A variant on one target.
 
@@ -40,6 +52,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     refuses  those that it took on the old one and refuses on the new: problem -> why
     leaves   those that it took on the old one and leaves to the core on the new: problem -> why
     unseen   those that it takes on both, and whose tests are known to have passed with the old one alone
+    evidence of a run with the new compiler, of what it takes; None where none is known
     """
 
     name: str
@@ -50,6 +63,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     refuses: dict[str, str]
     leaves: dict[str, str] = {}
     unseen: tuple[str, ...] = ()
+    evidence: Evidence | None = None
 
     @property
     def said(self) -> str:
@@ -103,7 +117,15 @@ def _carried(name: str, pair: Pair, asked: Sequence[Named]) -> Carried:
         refuses={problem: no.why for problem, no in no_more.items() if not no.deferred},
         leaves={problem: no.why for problem, no in no_more.items() if no.deferred},
         unseen=unseen,
+        evidence=_evidence(pair.new, [named.problem for named in asked if not now[named.name]]),
     )
+
+
+def _evidence(side: Side, taken: Sequence[Problem]) -> Evidence | None:
+    """The run that the problems rest on; of several runs the one that says least."""
+    runs = [seen for problem in taken if (seen := seen_to_run(side.target, side.registry, problem))]
+    least = min(runs, key=lambda seen: LEVELS.index(seen.level), default=None)
+    return least and Evidence(toolchain=least.toolchain, level=least.level, what=least.what)
 
 
 def _not(name: str, problem: Problem, side: Side) -> _Not | None:

@@ -12,7 +12,9 @@ import pytest
 import quirk_files
 from places import DOCS, ROOT
 
+from portattn.cli.upgrade_sections import variant_line
 from portattn.errors import ArgumentError
+from portattn.planning.data_files import load_verified
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
@@ -49,6 +51,28 @@ def test_what_was_run_with_the_new_compiler_carries_over(release):
     assert {one.name: one.said for one in made.variants} == dict.fromkeys(
         ("gluon_forward", "gluon_backward", "gluon_mla"), "carries over"
     )
+
+
+@pytest.mark.parametrize(("release", "level"), [("3.7.1", "runs"), ("3.9.0", "measured")])
+def test_what_carries_over_names_the_run_that_it_rests_on(release, level):
+    toolchain = f"triton=={release}"
+    (seen,) = [one for one in load_verified(Registry.load().backends["cuda"].folder) if one.toolchain == toolchain]
+    found = upgraded("triton==3.6.0", toolchain, "cuda:sm_90").variants
+    expected = {"toolchain": toolchain, "level": level, "what": seen.what}
+    assert [msgspec.to_builtins(one)["evidence"] for one in found] == 3 * [expected]
+    assert {variant_line(one) for one in found} == {f"carries over; {level} with {toolchain}: {seen.what}"}
+
+
+def test_the_evidence_is_the_new_compilers_and_of_what_is_taken(tmp_path, monkeypatch):
+    evidence_files.plant(tmp_path, monkeypatch)
+    made = upgraded("triton==3.6.0", "triton==3.7.1", "cuda:sm_90")
+    assert {one.name: one.evidence and str(one.evidence) for one in made.variants} == {
+        "gluon_forward": "runs with triton==3.7.1: planted by a test", "gluon_backward": None, "gluon_mla": None
+    }  # fmt: skip
+    nobody = upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90")
+    assert {one.evidence for one in nobody.variants} == {None}
+    refused = upgraded("triton==3.6.0", "triton==3.5.1", "cuda:sm_90")
+    assert {one.evidence for one in refused.variants} == {None}
 
 
 def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries(tmp_path, monkeypatch):
