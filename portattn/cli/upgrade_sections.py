@@ -11,7 +11,7 @@ from portattn.cli.output import heading, pairs, plural
 if TYPE_CHECKING:
     from portattn.tools.upgrade.compare import Upgrade
     from portattn.tools.upgrade.entries import Entry
-    from portattn.tools.upgrade.figures import Figures
+    from portattn.tools.upgrade.figures import Page
     from portattn.tools.upgrade.schedules import Timed
     from portattn.tools.upgrade.variants import Carried
 
@@ -30,8 +30,18 @@ def show_carried(made: Upgrade) -> None:
     if never := len(made.schedules) - len(timed):
         click.echo(f"\n{plural(never, 'schedule')} never timed on the chip")
     if made.figures:
-        heading(f"figures: {sum(one.carries for one in made.figures)} of {len(made.figures)} carry over")
-        pairs((one.page, figures_line(one)) for one in made.figures)
+        _show_pages(made)
+
+
+def _show_pages(made: Upgrade) -> None:
+    """The pages with published figures, a line each."""
+    from portattn.tools.upgrade.figures import pages
+
+    found = pages(made.figures)
+    some = sum(one.in_part for one in found)
+    in_part = f", {some} in part" if some else ""
+    heading(f"pages with figures: {sum(one.carries for one in found)} of {len(found)} carry over{in_part}")
+    pairs((one.page, page_line(one)) for one in found)
 
 
 def entry_line(entry: Entry) -> str:
@@ -54,9 +64,17 @@ def schedule_line(one: Timed, after: str) -> str:
     )
 
 
-def figures_line(one: Figures) -> str:
-    carries = "carries over" if one.carries else "does not carry over"
-    return f"{carries}: measured with {one.measured_with} on {one.target}; {one.what}"
+def page_line(page: Page) -> str:
+    """Whether a page's figures carry over, and the releases that it has figures of."""
+    if page.carries:
+        releases = dict.fromkeys(release for one in page.figures for release in one.releases)
+        return f"carries over: has figures of {', '.join(releases)} on {page.target}"
+    word = "carries over in part" if page.in_part else "does not carry over"
+    parts = (
+        f"of {one.measured_with}{'' if one.carries else ' alone'} for {one.what}"
+        for one in sorted(page.figures, key=lambda one: not one.carries)
+    )
+    return f"{word}: has figures on {page.target} {'; '.join(parts)}"
 
 
 def named(names: tuple[str, ...], noun: str) -> str:

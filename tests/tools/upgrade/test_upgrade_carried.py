@@ -12,7 +12,7 @@ import pytest
 import quirk_files
 from places import DOCS, ROOT
 
-from portattn.cli.upgrade_sections import variant_line
+from portattn.cli.upgrade_sections import page_line, variant_line
 from portattn.errors import ArgumentError
 from portattn.planning.data_files import load_verified
 from portattn.planning.planner import plan
@@ -22,9 +22,10 @@ from portattn.tools.matrix.problems import Named, dense, full, quick
 from portattn.tools.upgrade import figures, variants
 from portattn.tools.upgrade.compare import Upgrade, compare
 from portattn.tools.upgrade.compilers import cautions, parsed
-from portattn.tools.upgrade.figures import published
+from portattn.tools.upgrade.figures import pages, published
 from portattn.tools.upgrade.sides import Pair, Side
 
+THREE = ("triton==3.6.0", "triton==3.8.0", "triton==3.9.0")
 COMPARED = "docs/performance/releases.md"  # several compilers beside each other
 
 
@@ -112,7 +113,7 @@ def test_back_on_the_compiler_that_they_were_run_with_they_carry_over():
     assert len(timed) >= 5
     assert all(one.carries and not one.lost for one in timed)
     assert not any(one.lost for one in made.figures)
-    assert all(one.carries for one in made.figures if one.page != COMPARED)
+    assert all(one.carries for one in made.figures), "every page has figures of 3.6.0"
 
 
 def test_a_version_gate_refuses_with_its_quirk_and_the_core_is_what_changes():
@@ -199,11 +200,26 @@ def test_a_schedule_is_lost_only_where_it_was_timed_with_the_old_compiler():
     carried = {(one.kernel, one.timed_with) for one in later.schedules if one.carries}
     assert carried == {("gluon_forward", "triton==3.9.0")}, "those that were timed with the new one"
     assert not any(one.lost for one in later.figures)
-    assert {one.page for one in later.figures if one.carries} == {COMPARED}
+    assert {one.page for one in later.figures if one.carries} == {COMPARED, "docs/performance.md"}
     both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
-    assert [(one.measured_with, one.carries, one.lost) for one in both] == 2 * [
-        ("triton==3.6.0", False, False), ("triton==3.8.0", False, False), ("triton==3.9.0", True, False)
-    ], "figures that the page has of the new one too are not lost"  # fmt: skip
+    assert [(one.releases, one.carries, one.lost) for one in both] == 2 * [(THREE, True, False)], (
+        "figures that the page has of the new one too are not lost"
+    )
+
+
+def test_a_page_is_one_line_that_says_which_releases_it_has_figures_of():
+    found = {one.page: one for one in pages(upgraded("triton==3.6.0", "triton==3.8.0", "cuda:sm_90").figures)}
+    assert len(found) == len({one.page for one in published()}), "one line a page"
+    said = {page: page_line(one) for page, one in found.items()}
+    assert said[COMPARED] == f"carries over: has figures of {', '.join(THREE)} on cuda:sm_90"
+    small = f"of {', '.join(THREE)} for small problems of float32"
+    others = "of triton==3.6.0 alone for dense, decode"
+    assert said["docs/performance.md"].startswith(f"carries over in part: has figures on cuda:sm_90 {small}; {others}")
+    assert said["docs/performance/training.md"] == (
+        "does not carry over: has figures on cuda:sm_90 of triton==3.6.0 alone for gradients"
+    )
+    back = pages(upgraded("triton==3.8.0", "triton==3.6.0", "cuda:sm_90").figures)
+    assert all(one.carries and not one.in_part for one in back)
 
 
 def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch):
@@ -213,7 +229,9 @@ def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch)
     assert len(part) == len(known) - 1
     monkeypatch.setattr(figures, "published", lambda: part)
     both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
-    assert {(one.what[:9], one.measured_with) for one in both if one.lost} == {("gradients", "triton==3.6.0")}
+    assert {(one.what[:9], one.measured_with) for one in both if one.lost} == {
+        ("gradients", "triton==3.6.0, triton==3.8.0")
+    }
 
 
 def test_a_plan_that_keeps_its_path_and_changes_its_schedule_is_told(monkeypatch):
@@ -238,6 +256,7 @@ def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
             named[page.relative_to(ROOT).as_posix()] = {f"triton=={found[1]}"}
     compared = json.loads((DOCS / "performance" / "releases.json").read_text(encoding="utf-8"))["releases"]
     named[COMPARED] = {one["toolchain"] for one in compared}
+    named["docs/performance.md"] |= _releases_of_small()
     assert len(named) >= 5
     listed = {}
     for one in published():
@@ -245,16 +264,28 @@ def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
     assert named == listed
 
 
+def _releases_of_small() -> set[str]:
+    """The releases that the section of small problems has figures of: it names more than one."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Small problems of float32\n")[2].partition("\n## ")[0]
+    return {f"triton=={release}" for release in re.findall(r"\b3\.\d+\.\d+\b", section)}
+
+
+def test_figures_of_small_problems_are_listed_with_each_of_their_releases():
+    listed = {one.toolchain for one in published() if one.what == "small problems of float32"}
+    assert listed == _releases_of_small() == set(THREE)
+
+
 @pytest.mark.parametrize(
-    ("file", "pages"),
+    ("file", "of"),
     [("results.json", {"docs/performance.md", "docs/performance/tables.md"}),
      ("host-cost.json", {"docs/performance/host-cost.md"})],
 )  # fmt: skip
-def test_listed_figures_are_those_of_the_results(file, pages):
+def test_listed_figures_are_those_of_the_results(file, of):
     found = json.loads((DOCS / "performance" / file).read_text(encoding="utf-8"))
     runs = found.get("runs", [found])
-    mine = [one for one in published() if one.page in pages]
-    assert {one.page for one in mine} == pages
+    mine = [one for one in published() if one.page in of and not one.what.startswith("small")]
+    assert {one.page for one in mine} == of
     assert {one.toolchain for one in mine} == {run["toolchain"] for run in runs}
     assert {str(one.date) for one in mine} == {run["date"][:10] for run in runs}
 
