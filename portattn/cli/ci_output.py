@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from portattn.cli.output import heading, pairs, plural
-from portattn.cli.upgrade_sections import entry_line, named, show_carried
+from portattn.cli.upgrade_sections import entry_line, named, show_carried, tell_outcomes
 
 if TYPE_CHECKING:
     from portattn.tools.ci.report import Report
@@ -44,6 +44,7 @@ def show(found: Report) -> None:
             one for one in made.entries if one.change == "stays" and one.unprobed
         ],
     }
+    tell_outcomes(one for entries in shown.values() for one in entries)
     for title, entries in shown.items():
         if entries:
             heading(f"{title}: {len(entries)}")

@@ -10,7 +10,7 @@ from portattn.cli.drafting import new, reduce
 from portattn.cli.errors import RED
 from portattn.cli.named import quirk_of, tell_unknown
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural, status, table
-from portattn.cli.upgrade_sections import entry_line, show_carried
+from portattn.cli.upgrade_sections import entry_line, show_carried, tell_outcomes
 from portattn.tools import shell_values
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
         emit_json(known | {"upgrade": made} | found)
     else:
         click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
+        tell_outcomes(made.entries)
         for change in ("falls away", "newly applies", "stays"):
             found = [entry for entry in made.entries if entry.change == change]
             heading(f"{change}: {len(found)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from portattn.tools.upgrade.schedules import Timed
     from portattn.tools.upgrade.variants import Carried
 
+OUTCOMES = (
+    '"probed there: TARGET: OUTCOME" is what the probe saw without the work-around. "fail:signature" is how the bug '
+    'shows itself, as the entry describes it; "fail:" and another word a failure of another kind; "pass" none'
+)
 NAMED = 3  # targets and problems that a line names; of more it gives the number
 
 
@@ -42,6 +47,13 @@ def _show_pages(made: Upgrade) -> None:
     in_part = f", {some} in part" if some else ""
     heading(f"pages with figures: {sum(one.carries for one in found)} of {len(found)} carry over{in_part}")
     pairs((one.page, page_line(one)) for one in found)
+
+
+def tell_outcomes(entries: Iterable[Entry]) -> None:
+    """What the outcomes of probes mean, once, where a line below has one that reads as if the tool had failed."""
+    seen = [outcome.rpartition(": ")[2] for entry in entries for outcome in entry.verified]
+    if any(outcome.startswith("fail") for outcome in seen):
+        click.echo(f"\n{OUTCOMES}")
 
 
 def entry_line(entry: Entry) -> str:

@@ -82,6 +82,7 @@ def test_a_probe_of_one_target_says_nothing_of_another(tmp_path, portattn, monke
     assert portattn(*line, "gfx942").status == 0
     shown = portattn(*line, "gfx942,gfx950").out
     assert "probed there: rocm:gfx942: fail:signature (not on rocm:gfx950)" in " ".join(shown.split())
+    assert shown.count('"fail:signature" is how the bug shows itself') == 1
 
 
 def test_plans(known) -> None:
@@ -190,6 +191,8 @@ def test_the_shipped_registry(portattn) -> None:
     assert "any-0001-no-block-pointers" in found
     text = portattn("quirks", "upgrade", "--from", "triton==3.8.0", "--to", "triton==3.9.0", "--target", "cuda:sm_90")
     assert "newly applies" in text.out
+    assert text.out.count('"fail:signature" is how the bug shows itself') == 1, "or it reads as a failure of the tool"
+    assert text.out.index("is how the bug shows itself") < text.out.index("probed there: cuda:sm_90: fail:signature")
     assert "any-0001-no-block-pointers" in text.out
 
 
@@ -209,3 +212,17 @@ def test_a_release_that_nobody_knows_is_said_and_compared_all_the_same(portattn,
 def test_known_releases_are_not_remarked_upon(portattn) -> None:
     called = portattn("quirks", "upgrade", "--from", "triton==3.8", "--to", "triton==3.9.0", "--target", "rocm:gfx950")
     assert "no known release" not in called.err
+
+
+def test_outcomes_are_explained_where_there_is_one_to_explain(tmp_path, portattn, monkeypatch) -> None:
+    path = quirk_files.plant(tmp_path, "rocm-0907-fixed", "launch = { num_warps = 2 }", when=when("<3.8"))
+    path.write_text(path.read_text() + BLOCK.format(target="rocm:gfx942", off="pass"))
+    known = quirk_files.registry(tmp_path)
+    monkeypatch.setattr(Registry, "load", lambda: known)
+    line = ("--from", "triton==3.6.0", "--to", "triton==3.9.0")
+    for text in (
+        portattn("quirks", "upgrade", *line, "--target", "rocm:gfx942").out,
+        portattn("ci", *line, "--targets", "gfx942").out,
+    ):
+        assert "probed there: rocm:gfx942: pass" in " ".join(text.split())
+        assert "shows itself" not in text
