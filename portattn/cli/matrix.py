@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -262,6 +262,7 @@ def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bo
         emit_json(summary | matrix_verdict.document(verdict))
     else:
         matrix_verdict.show(verdict)
+        matrix_verdict.show_noted(cells, verdict)
         click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}")
         tell_empty(made, cells)
         click.echo(f"page: {out / PAGE}")
@@ -277,6 +278,7 @@ def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bo
 def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
     from portattn.tools.matrix.empty import gaps
     from portattn.tools.matrix.snapshot import said_label
+    from portattn.tools.matrix.verdict import STATUSES
 
     return {
         "schema": made.schema,
@@ -286,9 +288,15 @@ def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
         "levels": dict(Counter(cell.level for cell in cells if cell.status == "PASS")),
         "labels": dict(Counter(label for cell in cells if (label := said_label(cell)))),
         "empty": gaps(made, cells),
-        "red": [
-            {"target": c.target, "toolchain": c.toolchain, "name": c.name, "status": c.status, "reason": c.reason}
-            for c in cells
-            if c.red
-        ],
+        # By the words of --fail-on; `notes` of a verdict are something else.
+        **{kind: _listed(cells, statuses) for kind, statuses in STATUSES.items()},
     }
+
+
+def _listed(cells: Sequence[Cell], statuses: Collection[str]) -> list[dict[str, str]]:
+    """The cells that have one of the statuses, each with its reason."""
+    return [
+        {"target": c.target, "toolchain": c.toolchain, "name": c.name, "status": c.status, "reason": c.reason}
+        for c in cells
+        if c.status in statuses
+    ]

@@ -87,6 +87,18 @@ def show(verdict: Verdict) -> None:
         click.echo(f"red: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
 
 
+def show_noted(cells: Sequence[Cell], verdict: Verdict) -> None:
+    """The cells that are a NOTE, each with its reason: without it nobody knows what kept the cell from its level.
+
+    Those that --fail-on made red stand among the findings, and those that were expected are counted there.
+    """
+    told = {finding.cell for finding in verdict.findings if finding.kind == "note"}
+    for cell in cells:
+        if cell.status == "NOTE" and cell.id not in told and cell.id not in verdict.expected:
+            click.secho(f"{'NOTE':<15} ", fg="yellow", nl=False)
+            click.echo(f"{cell.target}  {cell.toolchain}  {cell.name}: {cell.reason}")
+
+
 def document(verdict: Verdict) -> dict[str, Any]:
     return {"findings": verdict.findings, "expected": verdict.expected, "notes": verdict.notes}
 

@@ -52,6 +52,57 @@ def test_red_cells_are_status_1_and_on_the_page(portattn, tmp_path, monkeypatch,
     assert "planted refusal" in (tmp_path / "index.html").read_text()
 
 
+SPILLED = "scheduled_forward: 512 bytes spilled, none allowed; the tile was chosen with triton==3.6.0"
+
+
+@pytest.fixture
+def _spills(monkeypatch):
+    """What compiles for sm_90 spills with a release that its schedule was not chosen with."""
+    real = run._look
+
+    def look(made, core, target, *rest):
+        if target.arch.name == "sm_90":
+            return {"status": "NOTE", "level": "declared", "reason": SPILLED}
+        return real(made, core, target, *rest)
+
+    monkeypatch.setattr(run, "_look", look)
+
+
+@pytest.mark.usefixtures("_spills")
+def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path):
+    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--ops", "*fp32*")
+    called = portattn(*line)
+    assert called.status == 0
+    notes = [text for text in called.out.splitlines() if text.startswith("NOTE ")]
+    assert notes == [f"NOTE            cuda:sm_90  {installed()}  dense full fp32 D=64: {SPILLED}"]
+    found = portattn(*line, "--json").json
+    assert found["statuses"] == {"NOTE": 1, "NOT_RUN": 1}
+    (note,), (absent,) = found["note"], found["not_run"]
+    assert note == {
+        "target": "cuda:sm_90", "toolchain": str(installed()), "name": "dense full fp32 D=64", "status": "NOTE",
+        "reason": SPILLED,
+    }  # fmt: skip
+    assert (absent["target"], absent["status"]) == ("ascend:ascend910b2", "NOT_RUN")
+    assert "`portattn lab create triton-ascend==3.2.0` makes it" in absent["reason"]
+    assert found["red"] == []
+    report = portattn("matrix", "report", str(tmp_path), "--json").json
+    assert (report["note"], report["not_run"]) == (found["note"], found["not_run"])
+
+
+@pytest.mark.usefixtures("_spills")
+def test_a_note_that_is_red_or_expected_is_not_said_twice(portattn, tmp_path):
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*")
+    red = portattn(*line, "--fail-on", "note")
+    assert red.status == 1
+    assert red.out.count(SPILLED) == 1
+    listed = tmp_path / "expected.toml"
+    listed.write_text(
+        '[[expected]]\ntarget = "*"\nproblem = "*"\nsignature = "spilled"\nreason = "known"\nowner = "kernels"\n'
+        'expires = 2999-01-01\nstatus = "NOTE"\n'
+    )
+    assert SPILLED not in portattn(*line, "--expected", str(listed)).out
+
+
 def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--ops", "*fp32*")
     called = portattn(*line, "--toolchain", "triton==3.2", "--toolchain", "triton==3.3.1", "--json")
