@@ -196,12 +196,15 @@ def _need_compilers(what: Asked, create: bool) -> None:
     """Raise ArgumentError where a side cannot be compiled here, and LabError where its environment cannot be made."""
     from portattn.cli.lab import create_all
     from portattn.tools.ci.cells import missing
-    from portattn.tools.lab import LabError
+    from portattn.tools.lab import LabError, folders
 
     sides = [("--to", what.new)] if what.baseline else [("--from", what.old), ("--to", what.new)]
     for option, toolchain in sides:
         if (names := missing([(option, toolchain)])) and not create:
-            limit = f"is neither installed nor in the lab: `portattn lab create {names[0]}`, --create, or no --compile"
+            limit = (
+                f"is neither installed nor in the lab, {folders.root()}: `portattn lab create {names[0]}`, --create, "
+                "another PORTATTN_CACHE_DIR, or no --compile"
+            )
             raise ArgumentError("ci", option, names[0], limit)
     _, failed = create_all(names) if (names := missing(sides)) else ([], {})
     if failed:

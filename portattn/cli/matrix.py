@@ -149,6 +149,7 @@ def run(
         asked_for.must_share(before, specs)
     if create:
         _create(select.missing(where, pythons))
+    _tell_no_lab(select.missing(where, pythons))
     here = tuple(devices())
     if run_ptx_compat:
         _older(where, here)
@@ -243,6 +244,23 @@ def _create(toolchains: list[str]) -> None:
     _, failed = create_all(toolchains) if toolchains else ([], {})
     if failed:
         raise LabError("\n".join(failed.values()))
+
+
+def _tell_no_lab(toolchains: list[str]) -> None:
+    """A line on standard error for compilers that are not in the lab: which folder that is, and what makes them.
+
+    The cells are NOT_RUN and the status may be 0, which is easily taken for a run; another PORTATTN_CACHE_DIR than the
+    one that the lab was made under is a common reason.
+    """
+    from portattn.tools.lab import folders
+
+    if toolchains:
+        click.echo(
+            f"portattn: no whole environment of {', '.join(toolchains)} in the lab {folders.root()}: its cells are not "
+            f"run; `portattn lab create {' '.join(toolchains)}` makes it there, and PORTATTN_CACHE_DIR names another "
+            "folder around the lab",
+            err=True,
+        )
 
 
 def _older(where: Sequence[Target], here: Sequence[Target]) -> None:

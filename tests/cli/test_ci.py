@@ -7,6 +7,7 @@ import re
 import pytest
 from quirk_files import plant
 
+from portattn.config import settings
 from portattn.schema.toolchain import installed
 from portattn.testing import numerics
 from portattn.tools.ci import cells, github, summary
@@ -224,6 +225,13 @@ def test_bad_input_is_one_line(portattn, line, message):
     assert called.out == ""
     assert message in called.err
     assert len(called.err.splitlines()) == 1
+
+
+def test_a_compiler_that_is_not_in_the_lab_names_the_lab(portattn, tmp_path):
+    with settings(cache_dir=str(tmp_path / "other")):
+        called = portattn("ci", "--from", "triton==3.2.0", "--to", "triton==3.4.0", "--targets", "sm_90", "--compile")
+    assert called.status == 2
+    assert f"nor in the lab, {tmp_path / 'other' / 'lab'}: `portattn lab create triton==3.2.0`" in called.err
 
 
 def test_quirks_whose_id_is_taken_and_folders_without_any_are_refused(portattn, tmp_path):

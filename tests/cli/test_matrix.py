@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from portattn.cli import progress
+from portattn.config import settings
 from portattn.schema.toolchain import installed
 from portattn.testing import numerics
 from portattn.tools.lab import LabError, toolchains
@@ -117,6 +118,40 @@ def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_pat
     assert "<small>3.3.1</small>" in page  # two columns of one chip are told apart
     assert portattn(*line, "--all-toolchains").status == 0
     assert results.read(tmp_path / results.NAME)[0].toolchains == toolchains()
+
+
+@pytest.mark.usefixtures("_spills")
+def test_a_lab_that_is_not_there_is_named_with_what_makes_it(portattn, tmp_path):
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*", "--json")
+    with settings(cache_dir=str(tmp_path / "other")):
+        called = portattn(*line, "--toolchain", "triton==3.2.0")
+    assert called.status == 0
+    (said,) = [text for text in called.err.splitlines() if "PORTATTN_CACHE_DIR" in text]
+    assert f"no whole environment of triton==3.2.0 in the lab {tmp_path / 'other' / 'lab'}" in said
+    assert "`portattn lab create triton==3.2.0`" in said
+    here = portattn(*line)
+    assert (here.status, here.json["statuses"]) == (0, {"NOTE": 1})
+    assert "PORTATTN_CACHE_DIR" not in here.err, "the installed compiler is no lab's"
+
+
+@pytest.mark.parametrize("below", ["", "sub/folder"])
+def test_a_cache_folder_that_is_a_file_is_named_with_its_value_and_limit(portattn, tmp_path, below):
+    file = tmp_path / "file"
+    file.write_text("")
+    given = str(file / below)
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*")
+    for command in (
+        (*line, "--toolchain", "triton==3.2.0"),
+        ("ci", "--from", "triton==3.2.0", "--to", "triton==3.4.0", "--targets", "sm_90", "--compile"),
+        ("lab", "list"),
+    ):
+        with settings(cache_dir=given):
+            called = portattn(*command)
+        assert called.status == 2, command
+        assert called.err == (
+            f"portattn: PORTATTN_CACHE_DIR (setting cache_dir) is {given!r}, but must be a folder, or a path where one "
+            f"can be made: {file} is no folder\n"
+        )
 
 
 def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begin(portattn, tmp_path, monkeypatch):

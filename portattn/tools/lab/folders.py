@@ -17,7 +17,7 @@ import msgspec
 from packaging.version import Version
 
 from portattn.config import current
-from portattn.errors import ArgumentError, PortattnError
+from portattn.errors import ArgumentError, PortattnError, SettingError
 from portattn.files import cache_folder
 from portattn.schema import compilers
 from portattn.schema.compilers import TRITON, Compiler, Recipe
@@ -113,8 +113,21 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def root() -> Path:
-    """The folder of all environments, under the cache folder that PORTATTN_CACHE_DIR names or the user's own."""
-    return cache_folder(current().cache_dir) / "lab"
+    """The folder of all environments, under the cache folder that PORTATTN_CACHE_DIR names or the user's own.
+
+    Raises SettingError where the named one is no folder, and cannot be one: no path below it could be read or made.
+    """
+    given = current().cache_dir
+    if given and (blocking := _no_folder(Path(given))):
+        limit = f"must be a folder, or a path where one can be made: {blocking} is no folder"
+        raise SettingError(f"PORTATTN_CACHE_DIR (setting cache_dir) is {given!r}, but {limit}")
+    return cache_folder(given) / "lab"
+
+
+def _no_folder(path: Path) -> Path | None:
+    """What of a path exists and is no folder, itself or one above it; None where nothing is in the way."""
+    there = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
+    return there if os.path.lexists(there) and not there.is_dir() else None
 
 
 def canonical(toolchain: str) -> str:
