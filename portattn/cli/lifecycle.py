@@ -15,6 +15,7 @@ from portattn.tools import shell_values
 
 if TYPE_CHECKING:
     from portattn.tools.quirks.lifecycle.bisect import Tested
+    from portattn.tools.upgrade.compare import Upgrade
 
 
 def add_to(group: click.Group) -> None:
@@ -192,31 +193,37 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
     targets = tuple(registry.target(target, "none").name for target in targets)
     with status("planning") as say:
         made = compare(before, after, registry, targets, say)
-    unverified = [entry for entry in made.entries if entry.unverified]
     less_sure = [entry.id for entry in made.entries if entry.less_sure]
     if as_json:
+        unverified = [entry.id for entry in made.entries if entry.unverified]
         known = {name: {"toolchain": str(one), "known": not one.unknown_release()} for name, one in sides.items()}
-        found = {"lost": made.lost, "unverified": [entry.id for entry in unverified], "less_sure": less_sure}
-        emit_json(known | {"upgrade": made} | found)
+        emit_json(
+            {**known, "upgrade": made, "lost": made.lost, "unverified": unverified, "less_sure": less_sure},
+        )
     else:
-        click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
-        tell_outcomes(made.entries)
-        for change in ("falls away", "newly applies", "stays"):
-            found = [entry for entry in made.entries if entry.change == change]
-            heading(f"{change}: {len(found)}")
-            pairs((entry.id, entry_line(entry)) for entry in found)
-        heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
-        for moved in made.moved:
-            click.secho(f"  {moved.problem} on {', '.join(moved.targets)}", fg="red" if moved.lost else None)
-            for line in moved.differs:
-                click.echo(f"    {line}")
-        show_carried(made)
-        if unverified:
-            click.echo(f"\nunverified on {made.after}: {len(unverified)}")
-        if less_sure:
-            click.echo(f"less sure than with {made.before}: {len(less_sure)}: {', '.join(less_sure)}")
+        _show_upgrade(made)
     if made.lost or (strict and (less_sure or any(one.refuses for one in made.variants))):
         raise click.exceptions.Exit(RED)
+
+
+def _show_upgrade(made: Upgrade) -> None:
+    """The answer as text: entries by what becomes of them, plans that change, what carries over, what is less sure."""
+    click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
+    tell_outcomes(made.entries)
+    for change in ("falls away", "newly applies", "stays"):
+        found = [entry for entry in made.entries if entry.change == change]
+        heading(f"{change}: {len(found)}")
+        pairs((entry.id, entry_line(entry)) for entry in found)
+    heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
+    for moved in made.moved:
+        click.secho(f"  {moved.problem} on {', '.join(moved.targets)}", fg="red" if moved.lost else None)
+        for line in moved.differs:
+            click.echo(f"    {line}")
+    show_carried(made)
+    if unverified := sum(entry.unverified for entry in made.entries):
+        click.echo(f"\nunverified on {made.after}: {unverified}")
+    if less_sure := [entry.id for entry in made.entries if entry.less_sure]:
+        click.echo(f"less sure than with {made.before}: {len(less_sure)}: {', '.join(less_sure)}")
 
 
 _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}

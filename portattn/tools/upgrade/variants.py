@@ -124,8 +124,10 @@ def _carried(name: str, pair: Pair, asked: Sequence[Named]) -> Carried:
 def _evidence(side: Side, taken: Sequence[Problem]) -> Evidence | None:
     """The run that the problems rest on; of several runs the one that says least."""
     runs = [seen for problem in taken if (seen := seen_to_run(side.target, side.registry, problem))]
-    least = min(runs, key=lambda seen: LEVELS.index(seen.level), default=None)
-    return least and Evidence(toolchain=least.toolchain, level=least.level, what=least.what)
+    if not runs:
+        return None
+    least = min(runs, key=lambda seen: LEVELS.index(seen.level))
+    return Evidence(toolchain=least.toolchain, level=least.level, what=least.what)
 
 
 def _not(name: str, problem: Problem, side: Side) -> _Not | None:
