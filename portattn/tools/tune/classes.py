@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import get_args
 
 import msgspec
-from packaging.version import Version
 
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import conditions
@@ -15,8 +14,8 @@ from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import KvFormat
 from portattn.schema.target import Target
-from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import Entry, Tuning
+from portattn.tools.tune import ranges
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.tunable import Tunable
 from portattn.tools.tune.workloads import Workload
@@ -111,7 +110,8 @@ def classes(
     """The workloads of each tunable in classes, in the order in which they are first met.
 
     Problems that have different entries today are never in one class: an entry that is put before today's keeps its
-    conditions, so that it takes no other entry's problems, and no later entry can become unreachable.
+    conditions, and is for no compiler that today's is not for, so that it takes no other entry's problems, and no later
+    entry can become unreachable. Raises ArgumentError where the compiler is one that no entry could be for.
     """
     loads = list(workloads)
     found: dict[tuple[str, str, tuple[str, ...]], Class] = {}
@@ -128,7 +128,8 @@ def classes(
             kinds = conditions_of(load.problem, several_ops=len(tunable.ops) > 1, variant=variant)
             when = tuple(dict.fromkeys((*(entry.when if entry else ()), *kinds)))
             timed_with = tuning.timed_with(entry) if tuning is not None and entry is not None else ""
-            timed_with = "" if timed_with == str(target.toolchain) else timed_with
+            timed_with = "" if timed_with and ranges.same_compiler(timed_with, target.toolchain) else timed_with
+            todays = dict(entry.toolchain) if entry else {}
             key = (tunable.name, load.problem.op, when)
             made = Class(
                 kernel=tunable.name,
@@ -139,27 +140,13 @@ def classes(
                 incumbent=tunable.today(load.problem, target) if entry is None else choice_of(entry),
                 measured=tuning is not None and entry is not None and tuning.measured(entry),
                 timed_with=timed_with,
-                toolchain=_range(timed_with, target) or (dict(entry.toolchain) if entry else {}),
+                toolchain=ranges.beside(timed_with, todays, target.toolchain) if timed_with else todays,
             )
             before = found.get(key)
             if before is not None:
                 made = msgspec.structs.replace(before, workloads=(*before.workloads, load))
             found[key] = made
     return list(found.values())
-
-
-def _range(timed_with: str, target: Target) -> dict[str, str]:
-    """For which compilers a choice is that stands beside one that was timed with another; empty without such a one.
-
-    Of a newer release, for it and those after it; of an older one, for those before the other.
-    """
-    if not timed_with:
-        return {}
-    own, other = target.toolchain, Toolchain.parse(timed_with)
-    if own.distribution != other.distribution:
-        return {own.distribution: ">=0"}
-    newer = Version(own.version) > Version(other.version)
-    return {own.distribution: f">={Version(own.version).base_version}" if newer else f"<{other.version}"}
 
 
 def choice_of(entry: Entry) -> Choice:

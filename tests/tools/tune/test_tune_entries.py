@@ -6,13 +6,14 @@ import difflib
 import fnmatch
 
 import pytest
-from faketunable import OTHER, SMALL, FakeTunable, Made, choice
+from faketunable import FILE, OTHER, SMALL, FakeTunable, Made, choice
 
-from portattn.errors import DataError
+from portattn.errors import ArgumentError, DataError
 from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.toolchain import Toolchain
+from portattn.tools.tune import ranges
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
 from portattn.tools.tune.core import CoreTunable
@@ -116,6 +117,100 @@ def test_a_choice_of_another_release_stands_beside_todays(
     assert not again.timed_with
     assert TuningFile(path, first, origin(of.name, toolchain=str(toolchain)), "cuda").put(of, made)
     assert path.read_text() == first
+
+
+def dense_file(*entries: str) -> str:
+    """A file of one entry for all dense kernels for each of these, in TOML but for its kernel."""
+    head, _, _ = FILE.partition("# Narrow")
+    return head + "".join(f'[[entry]]\nkernel = "*_forward"\n{entry}\n' for entry in entries)
+
+
+def timed(toolchain_range: str, block_n: int, release: str) -> str:
+    """An entry that was timed with a release of its own."""
+    figures = '[{ problem = "p", us = 1.0 }]'
+    return (
+        f'toolchain = {{ triton = "{toolchain_range}" }}\nlaunch = {{ block_m = 64, block_n = {block_n} }}\n'
+        f'provenance = {{ chip = "c", toolchain = "triton=={release}", date = 2026-11-01, measured = true, '
+        f"figures = {figures} }}\n"
+    )
+
+
+LATER = timed(">=3.9.0", 16, "3.9.0")
+SINCE = timed(">=3.8,<3.9", 32, "3.8.0")
+BEFORE = timed("<3.8", 64, "3.6.0")
+RELEASES = (
+    "3.5.1", "3.6.0", "3.6.0.post1", "3.6.0+unowned", "3.7.0", "3.7.1", "3.8.0", "3.8.1", "3.9.0", "3.10.0", "4.0.0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("release", "its_range", "also"),
+    [
+        ("3.7.1", ">=3.7.1,<3.8", ()),
+        ("3.7.0", ">=3.7.0,<3.8", ("3.7.1",)),
+        ("3.5.1", "<3.6.0", ()),
+        ("3.8.1", ">=3.8.1,<3.9", ()),
+        ("3.10.0", ">=3.10.0", ("4.0.0",)),
+        ("3.10.0rc1", ">=3.10.0rc1", ("3.10.0", "4.0.0")),
+        ("3.6.0.post1", "===3.6.0.post1", ()),
+        ("3.6.0+unowned", "===3.6.0+unowned", ()),
+        ("3.7.0+git1", "===3.7.0+git1", ()),
+        ("3.10.0.dev7", ">=3.10.0.dev7", ("3.10.0", "4.0.0")),
+    ],
+)
+def test_a_choice_takes_no_problems_of_releases_that_have_another_entry(
+    tmp_path, class_with, tunable, origin, release, its_range, also
+):
+    """Ranges of its own and of today's entry together; and the release itself is among them."""
+    path, toolchain = tmp_path / "sm_90.toml", Toolchain.parse(f"triton=={release}")
+    file = dense_file(LATER, SINCE, BEFORE)
+    of = class_with(toolchain, tunable, file=file)
+    assert of.toolchain == {"triton": its_range}
+    before, features = load_tuning(tmp_path / "made.toml", "cuda"), of.workloads[0].problem.features()
+    assert TuningFile(path, file, origin(of.name, toolchain=str(toolchain)), "cuda").put(of, outcome(of))
+    after = load_tuning(path, "cuda")
+    assert after.find("dense_forward", features, toolchain).launch["block_n"] == 128
+    for other in {*RELEASES} - {release, *also}:
+        other = Toolchain.parse(f"triton=={other}")
+        assert after.find("dense_forward", features, other) == before.find("dense_forward", features, other), other
+
+
+@pytest.mark.parametrize(
+    ("release", "of_today", "its_range"),
+    [
+        ("3.6.0", "3.6.0+unowned", "===3.6.0"),
+        ("3.6.0", "3.6.0.post1", "===3.6.0"),
+        ("3.5.0", "3.6.0+unowned", "<3.6.0"),
+        ("3.10.0rc1", "3.10.0", "<=3.10.0rc1"),
+        ("3.10.0", "3.10.0rc1", ">=3.10.0"),
+        ("3.10.0rc1", "3.10.0rc2", "<3.10.0rc2"),
+    ],
+)
+def test_beside_what_was_timed_with_another_build(tmp_path, class_with, tunable, origin, release, of_today, its_range):
+    """Each file is one that a reader takes, and by which today's compiler keeps its choice."""
+    path, own, other = tmp_path / "sm_90.toml", f"triton=={release}", f"triton=={of_today}"
+    file = FILE.replace("triton==3.6.0", other)
+    of = class_with(Toolchain.parse(own), tunable, file=file)
+    assert of.toolchain == {"triton": its_range}
+    assert TuningFile(path, file, origin(of.name, toolchain=own), "cuda").put(of, outcome(of))
+    after, features = load_tuning(path, "cuda"), of.workloads[0].problem.features()
+    found = [after.find("dense_forward", features, Toolchain.parse(one)).launch["block_n"] for one in (own, other)]
+    assert found == [128, 64]
+
+
+def test_a_version_that_is_spelt_otherwise_is_the_same(class_with, tunable):
+    assert class_with(Toolchain.parse("triton==3.6"), tunable).timed_with == ""
+
+
+def test_another_compiler_has_a_range_of_its_own(class_with, tunable):
+    assert class_with(Toolchain.parse("triton-ascend==3.2.0"), tunable).toolchain == {"triton-ascend": ">=0"}
+
+
+def test_what_no_reader_would_take_is_told_before_anything_is_timed(class_with, tunable):
+    with pytest.raises(ArgumentError, match=r"--toolchain is 'unowned==0'.*'unowned' is unknown"):
+        class_with(Toolchain(distribution="unowned", version="0"), tunable)
+    with pytest.raises(ArgumentError, match="that leaves it out"):
+        ranges.beside("triton==3.6.0", {"triton": "<3.8"}, Toolchain.parse("triton-ascend==3.2.0"))
 
 
 def test_an_incumbent_that_stays_is_written_only_where_that_says_something_new(
