@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import tomlkit
+from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT, Table
 
 from portattn.errors import DataError
@@ -19,18 +24,22 @@ from portattn.tools.tune.classes import Class
 from portattn.tools.tune.records import Origin, Outcome
 
 DIGITS = 4  # significant ones that a figure keeps
+LOCK_S = 60.0  # that another run may take to put an entry in: it takes far less than one second
 
 
 class TuningFile:
     """A tuning file that classes are written into, one after the other. The file is replaced as a whole each time.
 
+    Several runs may write one file, each with a log of its own: what is there is read anew before each entry.
+
     path     where it is written
-    base     the text that it begins from; None for a new file
+    base     the text that it begins from where there is no such file; None for a new one
     """
 
     def __init__(self, path: Path, base: str | None, origin: Origin, backend: str) -> None:
         self.path, self.origin, self.backend = path, origin, backend
-        self.document = tomlkit.parse(base) if base is not None else self._new()
+        self.base = base
+        self.document = self._read()
 
     def _new(self) -> tomlkit.TOMLDocument:
         document = tomlkit.document()
@@ -54,7 +63,39 @@ class TuningFile:
         An entry for the same kernel and conditions is replaced; otherwise the new one goes before the entry that holds
         today, or to the end. Raises DataError where what would be written is no tuning file.
         """
-        if outcome.choice is None or not self._worth(of, outcome):
+        if outcome.choice is None:
+            return False
+        with self._locked():
+            self.document = self._read()
+            return self._put(of, outcome)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the file among runs: what one reads, another must not replace before it has written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(self.path.with_name(f".{self.path.name}.lock"))
+            lock.acquire(timeout=LOCK_S)
+        except filelock.Timeout:
+            limit = f"another run has held it for {LOCK_S:g} s; what was chosen is in the log: --resume puts it in"
+            raise DataError(self.path, None, limit) from None
+        except OSError as error:
+            raise DataError(self.path, None, f"cannot be written: {error.strerror}") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _read(self) -> tomlkit.TOMLDocument:
+        """What the file holds now, or what it begins from."""
+        text = read_base(self.path) if self.path.exists() else self.base
+        try:
+            return tomlkit.parse(text) if text is not None else self._new()
+        except TOMLKitError as error:  # somebody has written it since the run began
+            raise DataError(self.path, None, f"is no TOML: {error}") from None
+
+    def _put(self, of: Class, outcome: Outcome) -> bool:
+        if not self._worth(of, outcome):
             return False
         entries = self.document.get("entry")
         if entries is None:
@@ -77,8 +118,7 @@ class TuningFile:
     def write(self) -> None:
         """Write the file, if a reader takes it."""
         text = tomlkit.dumps(self.document)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.new")
+        beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.part")  # files.sweep knows such names
         try:
             beside.write_text(text, encoding="utf-8")
             load_tuning(beside, self.backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 
+import filelock
 import pytest
 from faketunable import FILE, OTHER, SMALL, FakeTunable, Made, choice
 
@@ -13,7 +14,7 @@ from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.tune import ranges
+from portattn.tools.tune import entries, ranges
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
 from portattn.tools.tune.core import CoreTunable
@@ -251,7 +252,59 @@ def test_what_no_reader_takes_is_not_written(tmp_path, base, class_of, tunable, 
     with pytest.raises(DataError, match="power of two"):
         TuningFile(path, base, origin(of.name), "cuda").put(of, bad)
     assert path.read_text() == base
-    assert [one.name for one in tmp_path.iterdir() if "sm_90" in one.name] == ["sm_90.toml"]
+    assert [one.name for one in tmp_path.iterdir() if "sm_90" in one.name and one.suffix != ".lock"] == ["sm_90.toml"]
+
+
+WIDE = SMALL.replace(",16 ", ",128 ")
+
+
+def test_two_runs_with_one_file_keep_each_others_entries(tmp_path, base, class_of, tunable, origin):
+    """Both begin from the same text, and put their entries in by turns; one that goes on later is no exception."""
+    path, narrow, wide = tmp_path / "sm_90.toml", class_of(tunable), class_of(tunable, WIDE)
+    one, other = (TuningFile(path, base, origin(narrow.name, wide.name), "cuda") for _ in range(2))
+    assert one.put(narrow, outcome(narrow, choice(128)))
+    assert other.put(wide, outcome(wide, choice(16)))
+    assert one.put(narrow, outcome(narrow, choice(32)))
+    assert TuningFile(path, base, origin(narrow.name), "cuda").put(narrow, outcome(narrow, choice(32)))
+    added(base, path.read_text())
+    after = load_tuning(path, "cuda")
+    found = [after.find("dense_forward", of.workloads[0].problem.features(), TRITON) for of in (narrow, wide)]
+    assert [entry.launch["block_n"] for entry in found] == [32, 16]
+
+
+def test_a_file_is_read_and_written_under_a_lock(tmp_path, base, class_of, tunable, origin, monkeypatch):
+    """Else the entry that another run puts in between is lost."""
+    monkeypatch.setattr(entries, "LOCK_S", 0.05)
+    path, of = tmp_path / "sm_90.toml", class_of(tunable)
+    file = TuningFile(path, base, origin(of.name), "cuda")
+    with (
+        filelock.FileLock(tmp_path / ".sm_90.toml.lock"),
+        pytest.raises(DataError, match=r"another run has held it for 0\.05 s; .* --resume"),
+    ):
+        file.put(of, outcome(of))
+    assert not path.exists()
+    assert file.put(of, outcome(of))
+
+
+def test_runs_try_what_they_write_in_files_of_their_own(tmp_path, base, class_of, tunable, origin, monkeypatch):
+    """One of a fixed name would be read, and removed, by the other run."""
+    tried = []
+    monkeypatch.setattr(entries, "load_tuning", lambda path, backend: tried.append(path))
+    of = class_of(tunable)
+    file = TuningFile(tmp_path / "sm_90.toml", base, origin(of.name), "cuda")
+    assert file.put(of, outcome(of))
+    assert file.put(of, outcome(of, choice(32)))
+    assert len({*tried}) == 2
+    assert not any(path.exists() for path in tried)
+
+
+def test_a_file_that_was_broken_meanwhile_stays(tmp_path, base, class_of, tunable, origin):
+    path, of = tmp_path / "sm_90.toml", class_of(tunable)
+    file = TuningFile(path, base, origin(of.name), "cuda")
+    path.write_text("[[entry")
+    with pytest.raises(DataError, match="is no TOML"):
+        file.put(of, outcome(of))
+    assert path.read_text() == "[[entry"
 
 
 def test_a_variants_entry_has_flags_and_no_glob_finds_it(tmp_path, base, class_of, target, origin):
