@@ -105,10 +105,6 @@ def bench(
     wanted = _wanted(peers)
     if resume and out is None:
         raise ArgumentError("bench", "--resume", True, "needs --out, the folder of the run to go on with")
-    if releases:
-        from portattn.tools.bench.releases import named
-
-        several = named.releases(releases)
 
     import torch
 
@@ -125,6 +121,9 @@ def bench(
 
     options = Options(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
     if releases:
+        from portattn.tools.bench.releases import named
+
+        several = named.releases(releases)  # nobody is to make a folder for a machine that cannot time anything
         benchreleases.bench(several, chosen, options, libraries, budget, jobs, out, resume, commit, as_json)
         return
     result, ended = _measure(chosen, options, libraries, budget, jobs, out, resume, commit)

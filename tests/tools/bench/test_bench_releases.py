@@ -268,18 +268,41 @@ def test_an_interrupt_leaves_no_process(tmp_path, copy, faults):
 @pytest.mark.parametrize(
     ("texts", "limit"),
     [
-        (("3.8",), "the lab has none|its lab environment|is not the installed"),
+        (("3.8",), r"the lab has none: `portattn lab create triton==3\.8\.0` makes one, or give its folder, 3\.8\.0="),
         (("x",), "must be VERSION or VERSION=FOLDER"),
         (("99.0.0=/no/such/folder",), "triton/__init__.py"),
         ((OWN.version, f"triton=={OWN.version}"), "each release once"),
+        ((OWN.version, OWN.version.removesuffix(".0")), f"each release once, and {re.escape(OWN.version)} was named"),
+        ((OWN.version, f"v{OWN.version}"), "each release once"),
+        ((OWN.version, f" {OWN.version} "), "each release once"),
     ],
 )
+@pytest.mark.usefixtures("device")
 def test_bad_releases(texts, limit, monkeypatch, tmp_path):
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
     with pytest.raises(ArgumentError, match=limit):
         named.releases(texts)
     called = bench(*(word for text in texts for word in ("--release", text)))
     assert called.exit_code == 2
+    assert re.search(limit, called.stderr)
+
+
+def test_a_release_is_written_as_the_lab_writes_it(copy):
+    """Its version is a folder of --out: one that another text names again."""
+    folder = copy.partition("=")[2]
+    found = named.releases((f" 3.8={folder}", f"v99.0.0={folder}", f"triton=={OWN.version}"))
+    assert [one.version for one in found] == ["3.8.0", "99.0.0", OWN.version]
+    assert [one.folder for one in found] == [folder, folder, ""]
+    with pytest.raises(ArgumentError, match=r"each release once, and 99\.0\.0 was named"):
+        named.releases((copy, f"99={folder}"))
+
+
+def test_without_a_device_nobody_is_asked_for_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    called = bench("--release", "99.0.0")
+    assert called.exit_code == 2
+    assert "no CUDA or ROCm device is here" in called.stderr
 
 
 def test_the_best_is_told_from_the_rounds_that_they_shared():

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+from packaging.version import Version
 
 from portattn.errors import ArgumentError
 from portattn.schema.compilers import TRITON
@@ -42,19 +43,28 @@ def releases(texts: Iterable[str]) -> list[Release]:
 
     Raises ArgumentError on a text that is neither, a version that is given twice, or a folder without Triton.
     """
-    found: dict[str, Release] = {}
+    found: dict[Version, Release] = {}
     for text in texts:
         release = _release(text)
-        if release.version in found:
-            raise ArgumentError("bench", OPTION, text, f"must name each release once, and {release.version} was named")
-        found[release.version] = release
+        named = found.setdefault(Version(release.version), release)
+        if named is not release:
+            raise ArgumentError("bench", OPTION, text, f"must name each release once, and {named.version} was named")
     return list(found.values())
 
 
+def _canonical(version: str) -> str:
+    """A version as the lab writes it (3.8 and v3.8.0 are 3.8.0), or as PEP 440 has it: it names a folder of --out.
+
+    Raises ValueError on what is no version.
+    """
+    parsed = Toolchain.parse(f"{TRITON}=={version}").version
+    return lab.canonical(f"{TRITON}=={Version(parsed)}").partition("==")[2]
+
+
 def _release(text: str) -> Release:
-    version, equals, folder = text.removeprefix(f"{TRITON}==").partition("=")
+    stated, equals, folder = text.strip().removeprefix(f"{TRITON}==").partition("=")
     try:
-        Toolchain.parse(f"{TRITON}=={version}")
+        version = _canonical(stated)
     except ValueError:
         raise ArgumentError("bench", OPTION, text, "must be VERSION or VERSION=FOLDER, such as 3.8.0") from None
     if not equals:
@@ -74,6 +84,7 @@ def _place(version: str, text: str) -> str:
     made = lab.find(f"{TRITON}=={version}")
     if made is None or not made.python_version.startswith(f"{python}."):
         wrong = f"its lab environment has Python {made.python_version}" if made else "the lab has none"
-        limit = f"is not the installed release ({own}), and {wrong}: give its folder, {version}=FOLDER"
+        helps = "" if made else f"`portattn lab create {TRITON}=={version}` makes one, or "
+        limit = f"is not the installed release ({own}), and {wrong}: {helps}give its folder, {version}=FOLDER"
         raise ArgumentError("bench", OPTION, text, f"{limit} (scripts/pack_triton.py makes one for Python {python})")
     return str(made.folder / "lib" / f"python{python}" / "site-packages")
