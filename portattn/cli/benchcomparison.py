@@ -36,7 +36,7 @@ def show(whole: Comparison, written: list[Path]) -> None:
 
     started = whole.started
     for run in whole.releases:
-        said = f"did not start: {run.failed}" if run.failed else f"{run.toolchain}{', ' * bool(run.chip)}{run.chip}"
+        said = f"did not start: {run.said}" if run.failed else f"{run.toolchain}{', ' * bool(run.chip)}{run.chip}"
         click.echo(f"{run.release}: {said}")
     click.echo(tables.FIGURES)
     table(*tables.case_lines(whole.cases, started))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from portattn.tools.bench.store import Store
 
 
+class Found(msgspec.Struct, kw_only=True):
+    """What came of the releases, by name.
+
+    results  of those that started: each with a run
+    earlier  of those that did not start, what --resume finds of them in --out
+    failed   why they did not start
+    """
+
+    results: dict[str, Result] = msgspec.field(default_factory=dict)
+    earlier: dict[str, Result] = msgspec.field(default_factory=dict)
+    failed: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 def bench(
     releases: list[Release], chosen: dict[str, list[Case]], options: Options, libraries: Path | None,
     budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, as_json: bool,
@@ -36,27 +49,26 @@ def bench(
     """Measure, write and show. Exits as `portattn bench` does; with status 1 also where a release did not start."""
     from portattn.tools.bench.releases import compared
 
-    results: dict[str, Result] = {}
-    failed: dict[str, str] = {}
-    ended = _measure(releases, chosen, options, libraries, budget, jobs, out, resume, commit, results, failed)
-    whole = compared.comparison(results, failed)
-    written = _write(whole, results, out) if out else []
+    found = Found()
+    ended = _measure(releases, chosen, options, libraries, budget, jobs, out, resume, commit, found)
+    every = found.results | found.earlier
+    whole = compared.comparison(every, found.failed)
+    written = _write(whole, found.results, out) if out else []
     if as_json:
-        emit_json(compared.with_results(whole, results))
+        emit_json(compared.with_results(whole, every))
     else:
         benchcomparison.show(whole, written)
     if ended:
         raise SystemExit(ended)
-    if failed or any(result.failed for result in results.values()):
+    if found.failed or any(result.failed for result in found.results.values()):
         raise SystemExit(RED)
 
 
 def _measure(
     releases: list[Release], chosen: dict[str, list[Case]], options: Options, libraries: Path | None,
-    budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, results: dict[str, Result],
-    failed: dict[str, str],
+    budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, found: Found,
 ) -> int:  # fmt: skip
-    """Measure into `results`, and note in `failed` why a release did not start; the exit status of an early end."""
+    """Measure into `found`; the exit status of an early end."""
     from portattn.tools.bench import order, peers
     from portattn.tools.bench.clock import DeviceClock
     from portattn.tools.bench.gate import DeviceLost
@@ -73,9 +85,10 @@ def _measure(
             "peers": peers.presence(options.wanted, options.others), "libraries": loaded, "commit": commit,
         }  # fmt: skip
         try:
-            processes, runs = _started(releases, about, stack, failed)
+            processes, runs = _started(releases, about, stack, found.failed)
             runs = {name: msgspec.structs.replace(run, ceilings=limits) for name, run in runs.items()}
-            stores = _stores(out, runs, resume, results, stack)
+            stores = _stores(out, runs, resume, found, stack)
+            results = found.results
             done = set.intersection(*(result.done for result in results.values())) if results else set()
             left = [(name, case) for name, case in cells if (name, case.name) not in done]
             if not processes:
@@ -125,37 +138,66 @@ def _started(
 
 
 def _stores(
-    out: Path | None, runs: Mapping[str, Run], resume: bool, results: dict[str, Result], stack: ExitStack
+    out: Path | None, runs: Mapping[str, Run], resume: bool, found: Found, stack: ExitStack
 ) -> dict[str, Store]:
-    """The releases' folders in --out, with their runs; `results` gets what each one holds.
+    """The releases' folders in --out, with their runs; `found` gets what each one holds.
 
-    A cell counts as measured where every release has it: what an interrupt left of one is measured anew.
+    A cell counts as measured where every release that started has it: what an interrupt left of one is measured anew.
+    An interrupt in here leaves `found` without any of them: there is nothing new to write then.
     """
     from portattn.tools.bench.results import Result
     from portattn.tools.bench.store import ROWS, Store
 
     stores = {name: stack.enter_context(Store(out / name)) for name in runs} if out else {}
-    if resume and not any(store.path.exists() for store in stores.values()):
-        raise ArgumentError("bench", "--resume", str(out), f"holds no release's {ROWS} to go on with")
-    for name, run in runs.items():
-        results[name] = Result(runs=[], rows=[])
-        if not stores:
-            continue
-        if resume and stores[name].path.exists():
-            results[name] = stores[name].resume(run)
-        elif kept := stores[name].start():
+    if resume and stores and not any(store.path.exists() for store in stores.values()):
+        those = " of those that start" if found.failed else ""
+        raise ArgumentError("bench", "--resume", str(out), f"holds no release's {ROWS} to go on with{those}")
+    results = {name: Result(runs=[], rows=[]) for name in runs}
+    for name, store in stores.items():
+        if resume and store.path.exists():
+            results[name] = store.resume(runs[name])
+        elif kept := store.start():
             click.echo(f"the rows that were there are now {kept}", err=True)
     common = set.intersection(*(result.done for result in results.values())) if results else set()
     for name, run in runs.items():
         result = results[name]
         if result.done - common:
-            result.rows = [row for row in result.rows if (row.set, row.name) in common]
-            result.first_calls = [call for call in result.first_calls if (call.set, call.case) in common]
+            _keep_only(result, common)
             stores[name].replace(result)
         result.runs.append(run)
         if stores:
             stores[name].append(run)
+    found.results.update(results)
+    if resume and out:
+        found.earlier.update(_earlier(out, found, common))
     return stores
+
+
+def _keep_only(result: Result, cells: Set[tuple[str, str]]) -> None:
+    result.rows = [row for row in result.rows if (row.set, row.name) in cells]
+    result.first_calls = [call for call in result.first_calls if (call.set, call.case) in cells]
+
+
+def _earlier(out: Path, found: Found, common: Set[tuple[str, str]]) -> dict[str, Result]:
+    """What --out holds of releases that did not start, of the cells that all the others had when the run went on.
+
+    Those were measured in turns with theirs. The files stay as they are: the next run may start these releases again.
+    """
+    from portattn.tools.bench import store
+
+    now = next((result.runs[-1] for result in found.results.values()), None)
+    kept = {}
+    for name in found.failed if now else ():
+        if not (out / name / store.ROWS).exists():
+            continue
+        result = store.read(out / name)
+        if any(getattr(result.runs[0], one) != getattr(now, one) for one in store.SAME if one != "toolchain"):
+            click.echo(f"triton=={name}: what {out / name} holds is of other code or options: left out", err=True)
+            continue
+        _keep_only(result, common)
+        if result.done:
+            kept[name] = result
+    return kept
 
 
 def _prime(
@@ -186,13 +228,21 @@ def _outcome(items: Mapping[str, Row | FirstCall]) -> str:
 
 
 def _write(whole: Comparison, results: Mapping[str, Result], out: Path) -> list[Path]:
-    """releases.json and releases.md, and each release's own files in its folder; their paths."""
+    """releases.json and releases.md, and the own files of each release that started, in its folder; their paths.
+
+    Without a figure nothing is written over what an earlier run has left.
+    """
     from portattn.files import write_whole
     from portattn.tools.bench.releases import reading, tables
 
-    written = [path for name, result in results.items() for path in benchreport.write(result, out / name)]
+    def worth(results: Iterable[Result], place: Path) -> bool:
+        return not place.exists() or any(result.done for result in results)
+
     as_json, as_text = out / reading.NAME, out / "releases.md"
-    out.mkdir(parents=True, exist_ok=True)
+    if not results or not worth(results.values(), as_json):
+        return []
+    theirs = {name: result for name, result in results.items() if worth([result], out / name / "bench.json")}
+    written = [path for name, result in theirs.items() for path in benchreport.write(result, out / name)]
     write_whole(as_json, msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
     write_whole(as_text, tables.as_markdown(whole).encode())
     return [as_json, as_text, *written]

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from benchfakes import a_result, figures, made
@@ -196,6 +197,117 @@ def test_a_run_goes_on_where_every_release_has_a_cell(tmp_path, copy, faults):
     nothing = bench(*chosen[:-2], "--out", str(tmp_path / "new"), *own(copy), "--resume")
     assert nothing.exit_code == 2
     assert "no release's rows.jsonl" in nothing.stderr
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+SHORT = (*SEED[:4], "--peer", "none", "--rounds", "1")
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+@pytest.mark.parametrize("moment", [(process.ReleaseProcess, "identify"), (store.Store, "append")])
+def test_an_interrupt_before_the_first_figure_leaves_the_comparison(
+    tmp_path, copy, faults, monkeypatch, resume, moment
+):
+    out = tmp_path / "out"
+    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
+    before = contents(out)
+    monkeypatch.setattr(*moment, interrupted)
+    called = bench(*SHORT, *own(copy), "--out", str(out), *resume)
+    assert called.exit_code == 130, called.output
+    after = contents(out)
+    kept = [name for name in before if name.endswith(("releases.json", "releases.md", "bench.json", "bench.csv"))]
+    assert len(kept) == 6
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+
+
+@pytest.mark.usefixtures("device")
+def test_an_interrupt_while_rows_are_begun_ends_as_any_other(tmp_path, copy, faults, monkeypatch):
+    out, start, begun = tmp_path / "out", store.Store.start, []
+
+    def second(self: store.Store) -> Path | None:
+        begun.append(self)
+        return start(self) if len(begun) == 1 else interrupted()
+
+    monkeypatch.setattr(store.Store, "start", second)
+    called = bench(*SHORT, *own(copy), "--out", str(out), "--json")
+    assert called.exit_code == 130, called.output
+    assert json.loads(called.stdout)["releases"] == []
+    assert not (out / "releases.json").exists()
+
+
+@pytest.mark.usefixtures("device")
+def test_an_interrupt_before_a_cell_is_done_replaces_no_figures(tmp_path, copy, faults, monkeypatch):
+    out = tmp_path / "out"
+    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
+    before = contents(out)
+    monkeypatch.setattr(measure, "run_case", interrupted)
+    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 130
+    after = contents(out)
+    assert [after[name] == before[name] for name in ("releases.json", "99.0.0/bench.json")] == [True, True]
+
+
+@pytest.mark.usefixtures("device")
+def test_where_no_release_starts_nothing_is_written(tmp_path, copy, faults):
+    out = tmp_path / "out"
+    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
+    before = contents(out)
+    faults["99.0.0"] = faults[OWN.version] = {"start": "no such symbol"}
+    for resume in ((), ("--resume",)):
+        called = bench(*SHORT, *own(copy), "--out", str(out), *resume)
+        assert called.exit_code == 1, called.output
+        assert "written" not in called.stdout
+        assert contents(out) == before
+
+
+@pytest.mark.usefixtures("device")
+def test_who_does_not_start_again_keeps_its_figures(tmp_path, copy, faults):
+    out = tmp_path / "out"
+    once = json.loads(bench(*SHORT, *own(copy), "--out", str(out), "--json").stdout)
+    before = contents(out / "99.0.0")
+    faults["99.0.0"] = {"start": "no such symbol"}
+    called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json")
+    assert called.exit_code == 1, called.output
+    told = json.loads(called.stdout)
+    assert told["cases"] == once["cases"]
+    assert ["no such symbol" in one["failed"] for one in told["releases"]] == [False, True]
+    assert told["releases"][1]["date"]
+    assert contents(out / "99.0.0") == before
+    said = bench("report", str(out))
+    assert said.exit_code == 0, said.output
+    assert re.search(r"99\.0\.0: did not start: .*no such symbol; figures of ", said.stdout)
+    other = bench(*SHORT[:-1], "2", *own(copy), "--out", str(out), "--resume")
+    assert other.exit_code == 2
+
+
+@pytest.mark.usefixtures("device")
+def test_figures_that_no_other_release_shares_are_not_compared(tmp_path, copy, faults):
+    """Nor are those of other options, which is said: neither are of the same rounds."""
+    out = tmp_path / "out"
+    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
+    with store.Store(out / OWN.version) as folder:
+        result = store.read(out / OWN.version)
+        result.rows = result.rows[:1]
+        folder.replace(result)
+    faults["99.0.0"] = {"start": "no such symbol"}
+    arguments = (*SHORT, *own(copy), "--out", str(out), "--resume", "--json")
+    told = json.loads(bench(*arguments).stdout)
+    there = {case["case"]: list(case["releases"]) for case in told["cases"]}
+    assert there == {"seed decode": [OWN.version, "99.0.0"], "seed paged decode": [OWN.version]}
+    with store.Store(out / "99.0.0") as folder:
+        result = store.read(out / "99.0.0")
+        result.runs = [msgspec.structs.replace(run, commit="other") for run in result.runs]
+        folder.replace(result)
+    called = bench(*arguments)
+    assert "is of other code or options: left out" in called.stderr
+    assert all(list(case["releases"]) == [OWN.version] for case in json.loads(called.stdout)["cases"])
 
 
 @pytest.mark.usefixtures("device")

@@ -90,13 +90,18 @@ class GoalOfReleases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A release that was asked for. failed: why it did not start; it has no figures then."""
+    """A release that was asked for. failed: why it did not start; with a date, it has figures of an earlier run."""
 
     release: str
     toolchain: str
     date: str
     failed: str
     chip: str = ""  # files of before it was kept have none, and no goals
+
+    @property
+    def said(self) -> str:
+        """Why it did not start, and of when its figures are; empty where it did."""
+        return f"{self.failed}; figures of {self.date}" if self.failed and self.date else self.failed
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +117,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def started(self) -> list[str]:
         """The releases that have figures."""
-        return [run.release for run in self.releases if not run.failed]
+        return [run.release for run in self.releases if run.date or not run.failed]
 
 
 def cases(results_: Mapping[str, Result]) -> list[CaseOfReleases]:
@@ -200,16 +205,19 @@ def goals(results_: Mapping[str, Result]) -> list[GoalOfReleases]:
 
 
 def comparison(results_: Mapping[str, Result], failed: Mapping[str, str]) -> Comparison:
-    """The releases beside each other. failed: those that did not start, and why."""
+    """The releases beside each other. failed: those that did not start, and why; some may have earlier results."""
     found = cases(results_)
     runs = {release: result.runs[-1] for release, result in results_.items()}
     started = [
-        ReleaseRun(release=release, toolchain=run.toolchain, date=run.date, failed="", chip=run.chip)
+        ReleaseRun(
+            release=release, toolchain=run.toolchain, date=run.date, failed=failed.get(release, ""), chip=run.chip
+        )
         for release, run in runs.items()
     ]
     missing = [
         ReleaseRun(release=release, toolchain=f"triton=={release}", date="", failed=why)
         for release, why in failed.items()
+        if release not in runs
     ]
     return Comparison(
         releases=started + missing, sets=sets(found), cases=found, first_calls=first_calls(results_),

@@ -93,7 +93,7 @@ def _verdict(verdict: VerdictOfRelease | None) -> str:
 def as_markdown(whole: Comparison) -> str:
     """The tables as Markdown: releases.md."""
     runs = [
-        f"- {run.toolchain}: {run.failed}" if run.failed else f"- {run.chip}{', ' * bool(run.chip)}{run.toolchain}"
+        f"- {run.toolchain}: {run.said}" if run.failed else f"- {run.chip}{', ' * bool(run.chip)}{run.toolchain}"
         for run in whole.releases
     ]
     text = ["\n".join(runs), "## Sets", table(*set_lines(whole.sets))]
