@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -82,7 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so many; 0: when all have run")
     parser.add_argument("--jobs", type=int, default=0, help=f"test processes; {PROCESSES_A_GPU} a GPU, one a core")
     parser.add_argument("--all", action="store_true", help="also the tests that use no device, after the others")
-    parser.add_argument("--again", action="store_true", help="run all; earlier results under this Triton are renamed")
+    parser.add_argument(
+        "--again", action="store_true", help="run all; earlier results under this Triton are kept under their date"
+    )
     parser.add_argument("--report", action="store_true", help="only say what ran")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
     given = parser.parse_args(words[:at])
@@ -207,7 +210,7 @@ def source_digest(out: Path) -> str:
 def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, list[str]]:
     """The tests of an earlier run, by whether they need another one; a new file is begun where there is none."""
     if again and results.exists():
-        results.replace(results.with_suffix(".jsonl.before"))
+        results.rename(aside(results))
     if not results.exists():
         part = results.with_suffix(".jsonl.part")
         part.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
@@ -221,6 +224,16 @@ def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, lis
     os.truncate(results, whole.rfind(b"\n") + 1)  # the next line must not follow half a one
     passed = sorted(name for name, test in tests.items() if test["outcome"] == "passed")
     return {"passed": passed, "others": sorted(tests.keys() - passed)}
+
+
+def aside(results: Path) -> Path:
+    """A name for results that are put aside, which no other file has: each --again keeps what the one before found.
+
+    Its end is another than that of results, which --report reads.
+    """
+    changed = datetime.datetime.fromtimestamp(results.stat().st_mtime, datetime.timezone.utc)
+    names = (f"{results.name}.before-{changed:%Y%m%d-%H%M%S}{'' if n == 1 else f'-{n}'}" for n in range(1, 10_000))
+    return next(path for name in names if not (path := results.with_name(name)).exists())
 
 
 def decoded(data: bytes) -> tuple[list[dict[str, Any]], int]:

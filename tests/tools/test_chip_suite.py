@@ -200,7 +200,26 @@ def test_results_of_another_state_are_refused(
     assert f"{name} {other}, now" in capfd.readouterr().err
     assert file.read_text() == before
     assert script.begun(file, IDENTITY["identity"], True) == {"passed": [], "others": []}
-    assert file.with_suffix(".jsonl.before").read_text() == before
+    (kept,) = file.parent.glob("*.before-*")
+    assert kept.read_text() == before
+
+
+def test_each_run_again_keeps_what_the_one_before_found(script: ModuleType, pytester: pytest.Pytester) -> None:
+    """Of the same second too; --report counts none of them."""
+    file = left_there(pytester, IDENTITY, {"test": "a", "outcome": "failed", "why": "the first"})
+    os.utime(file, (1.8e9, 1.8e9))
+    first = file.read_text()
+    assert script.begun(file, IDENTITY["identity"], True) == {"passed": [], "others": []}
+    file.write_text(first.replace("the first", "the second"))
+    os.utime(file, (1.8e9, 1.8e9))
+    second = file.read_text()
+    assert script.begun(file, IDENTITY["identity"], True) == {"passed": [], "others": []}
+    kept = sorted(file.parent.glob("*.before-*"))
+    assert [path.name.rpartition(".jsonl.")[2] for path in kept] == [
+        "before-20270115-080000", "before-20270115-080000-2"
+    ]  # fmt: skip
+    assert [path.read_text() for path in kept] == [first, second]
+    assert [one["file"] for one in script.reported(file.parent)] == [str(file)]
 
 
 def test_one_run_at_a_time(script: ModuleType, pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]) -> None:
