@@ -143,6 +143,7 @@ def _stores(
     """The releases' folders in --out, with their runs; `found` gets what each one holds.
 
     A cell counts as measured where every release that started has it: what an interrupt left of one is measured anew.
+    With a release that has no rows yet that is every cell: the others' rows are then kept under their date.
     An interrupt in here leaves `found` without any of them: there is nothing new to write then.
     """
     from portattn.tools.bench.results import Result
@@ -153,6 +154,7 @@ def _stores(
         those = " of those that start" if found.failed else ""
         raise ArgumentError("bench", "--resume", str(out), f"holds no release's {ROWS} to go on with{those}")
     results = {name: Result(runs=[], rows=[]) for name in runs}
+    new = [name for name, store in stores.items() if not store.path.exists()]
     for name, store in stores.items():
         if resume and store.path.exists():
             results[name] = store.resume(runs[name])
@@ -162,6 +164,8 @@ def _stores(
     for name, run in runs.items():
         result = results[name]
         if result.done - common:
+            if new and (kept := stores[name].rotate()):
+                click.echo(f"triton=={', '.join(new)} begins: triton=={name}'s rows are now {kept}", err=True)
             _keep_only(result, common)
             stores[name].replace(result)
         result.runs.append(run)

@@ -288,6 +288,23 @@ def test_who_does_not_start_again_keeps_its_figures(tmp_path, copy, faults):
 
 
 @pytest.mark.usefixtures("device")
+def test_a_release_that_begins_later_loses_nobodys_rows(tmp_path, copy, faults):
+    """All cells are measured anew with it; what the others have is kept under its date."""
+    out = tmp_path / "out"
+    faults["99.0.0"] = {"start": "no such symbol"}
+    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 1
+    before = (out / OWN.version / "rows.jsonl").read_bytes()
+    del faults["99.0.0"]
+    called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json")
+    assert called.exit_code == 0, called.output
+    (kept,) = (out / OWN.version).glob("rows-*.jsonl")
+    assert kept.read_bytes() == before
+    assert f"triton==99.0.0 begins: triton=={OWN.version}'s rows are now {kept}" in called.stderr
+    done = [store.read(out / name).done for name in (OWN.version, "99.0.0")]
+    assert done[0] == done[1] != set()
+
+
+@pytest.mark.usefixtures("device")
 def test_figures_that_no_other_release_shares_are_not_compared(tmp_path, copy, faults):
     """Nor are those of other options, which is said: neither are of the same rounds."""
     out = tmp_path / "out"
