@@ -20,7 +20,7 @@ from portattn.schema.lowering import Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import Toolchain, installed
 from portattn.testing.findings import Numerics
 from portattn.worker.client import Reply, Worker
 
@@ -31,6 +31,9 @@ RAGGED = 5  # rows or keys beyond the last full tile
 SPARSITY = 2  # keys for each place of a chosen token
 # From NumPy 2.4 on a one-element array is no index; Triton's interpreter uses it as one before 3.7 (triton #9171).
 FIRST_BAD_NUMPY, FIRST_GOOD_TRITON = Version("2.4"), Version("3.7")
+# Ways to load a tile, by the releases of Triton that have them: quirks any-0001 and any-0002. A cell's plan heeds those
+# of its own compiler, which is not always the Triton whose interpreter runs it.
+LOADS = {"block_ptr": ("block pointers", "<3.9"), "descriptor": ("tensor descriptors", ">=3.4")}
 # On a device: large enough for every tile and split to be used, small enough for a float64 oracle.
 DEVICE_SEQ, DEVICE_BATCH, DEVICE_HEADS_K = 1024, 3, 2
 COMPARE = "portattn.testing.run_plan:compare"  # the task of a child that runs a plan's path
@@ -46,6 +49,12 @@ def interpreter_missing() -> str:
     if Version(numpy) >= FIRST_BAD_NUMPY and Version(toolchain.version) < FIRST_GOOD_TRITON:
         return f"the interpreter of {toolchain} needs NumPy before {FIRST_BAD_NUMPY}, and this Python has {numpy}"
     return ""
+
+
+def lacking(load: str, toolchain: Toolchain) -> str:
+    """What this Triton lacks of what a way to load tiles needs, in words; empty where it has all."""
+    name, releases = LOADS.get(load, ("", ""))
+    return name if name and toolchain.within("triton", releases) is False else ""
 
 
 def scaled(problem: Problem, launch: Launch) -> Problem:
@@ -156,6 +165,10 @@ class Interpreter:
             fields["lowering"]["unpack"] = "bytes" if ROWS[problem.op].writes else "words"
         if "reads" in fields["lowering"]:
             fields["lowering"]["reads"] = "masked"  # its tiles are powers of two, and it reads what a mask lets it
+        if lacks := lacking(fields["lowering"].get("load", ""), installed()):
+            # The same elements by other code of the kernel: all else of it is shown, and that this is not is said.
+            fields["lowering"]["load"] = "pointer"
+            where += f", which has no {lacks}: tiles are loaded by pointers instead"
         fields["env"] = {}
         key = msgspec.json.encode(fields, order="deterministic")
         with self._lock:
@@ -167,7 +180,7 @@ class Interpreter:
             except BaseException as error:
                 future.set_exception(error)  # a waiting thread must not wait for ever
                 raise
-        return future.result()
+        return msgspec.structs.replace(future.result(), where=where)  # the first asker's plan may load otherwise
 
 
 def numerics(reply: Reply, where: str, problem: Problem) -> Numerics:

@@ -93,10 +93,18 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
         return _failure(PROTOCOL_STAGE, "ProtocolError", f"unknown task {request['task']!r}")
     except (Exception, SystemExit) as error:  # noqa: BLE001
         # Whatever a compiler raises is this request's result; the parent classifies it.
-        return _failure(stage["now"], type(error).__name__, str(error), traceback.format_exc())
+        cause = _innermost(error)
+        return _failure(stage["now"], type(cause).__name__, str(cause), traceback.format_exc())
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What was raised: Triton's interpreter wraps it once for each function on the way, as the repr of the last one."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _failure(stage: str, kind: str, message: str, log: str = "") -> dict[str, Any]:

@@ -207,3 +207,24 @@ def test_the_toolchain_that_the_child_used_is_kept(tmp_path: Path) -> None:
 )
 def test_the_line_of_a_log_that_names_the_cause(log: str, cause: str) -> None:
     assert cause_of(log) == cause
+
+
+def test_what_the_interpreter_wrapped_is_told_as_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each function on the way: the repr of a repr of a repr, where the backslashes hide the words."""
+
+    class InterpreterError(Exception):
+        pass
+
+    def task(request: dict[str, object], enter: object) -> dict[str, object]:
+        try:
+            try:
+                raise NotImplementedError("Block pointers have been removed")
+            except NotImplementedError as error:
+                raise InterpreterError(repr(error)) from error
+        except InterpreterError as error:
+            raise InterpreterError(repr(error)) from error
+
+    monkeypatch.setattr("portattn.testing.run_plan.compare", task)
+    said = serve.answer({"version": PROTOCOL, "task": "portattn.testing.run_plan:compare"}, lambda line: None)
+    assert (said["kind"], said["message"]) == ("NotImplementedError", "Block pointers have been removed")
+    assert "InterpreterError" in said["log"]

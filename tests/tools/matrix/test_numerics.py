@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
+import fakedriver
 import msgspec
 import pytest
 import support
@@ -16,6 +20,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
+from portattn.schema.toolchain import Toolchain
 from portattn.testing import numerics, run_plan, tolerance
 from portattn.testing.numerics import Interpreter, on_device, request_of, scaled
 from portattn.tools.matrix.problems import PADDED, dense, full
@@ -112,6 +117,75 @@ def test_ptx_is_interpreted_as_the_form_without_it(op, read):
     worker.go.set()
     interpreter.check(made, worker)
     assert [asked["lowering"]["unpack"] for asked in worker.requests] == [read]
+
+
+@pytest.mark.parametrize(
+    ("here", "load", "interpreted", "said"),
+    [
+        ("triton==3.9.0", "block_ptr", "pointer", "which has no block pointers: tiles are loaded by pointers instead"),
+        ("triton==3.8.0", "block_ptr", "block_ptr", ""),
+        ("triton==3.3.1", "descriptor", "pointer", "which has no tensor descriptors: tiles are loaded by pointers"),
+        ("triton==3.9.0", "descriptor", "descriptor", ""),
+        ("triton==3.9.0", "pointer", "pointer", ""),
+    ],
+)
+def test_loads_that_this_triton_has_not_are_interpreted_by_pointers_and_that_is_said(
+    monkeypatch, here, load, interpreted, said
+):
+    """The plan is another compiler's, whose quirks say nothing of the Triton that interprets."""
+    monkeypatch.setattr(numerics, "installed", lambda: Toolchain.parse(here))
+    interpreter, worker = Interpreter(1.0), CountingWorker()
+    interpreter.missing = ""
+    worker.go.set()
+    made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target("ascend:ascend910b2", "triton-ascend==3.2.0"))
+    assert made.lowering.load == "block_ptr"
+    seen = interpreter.check(loading(made, load), worker)
+    assert [asked["lowering"]["load"] for asked in worker.requests] == [interpreted]
+    assert seen.where.startswith(f"interpreter, {here}")
+    assert (said in seen.where) if said else (seen.where == f"interpreter, {here}")
+    # What a plan that loads by pointers is told is its own, though the same code is interpreted once for both.
+    assert interpreter.check(loading(made, "pointer"), worker).where == f"interpreter, {here}"
+    assert len(worker.requests) == (1 if interpreted == "pointer" else 2)
+
+
+def loading(made, load):
+    return msgspec.structs.replace(made, lowering=msgspec.structs.replace(made.lowering, load=load))
+
+
+def test_what_loads_need_of_triton_is_what_the_quirks_say():
+    quirks = Registry.load().quirks
+    for load, lost in (("block_ptr", "any-0001-no-block-pointers"), ("descriptor", "any-0002-no-descriptors")):
+        for version in ("3.3.1", "3.4.0", "3.8.0", "3.9.0"):
+            toolchain = Toolchain.parse(f"triton=={version}")
+            without = toolchain.within("triton", quirks[lost].when.toolchain["triton"])
+            assert bool(numerics.lacking(load, toolchain)) is without, (load, version)
+
+
+@pytest.mark.interpreter
+def test_block_pointers_of_a_plan_are_no_fault_under_a_triton_without_them(tmp_path):
+    """Triton 3.9.0 of the lab, whose interpreter runs Ascend's plan in a child."""
+    tritons = fakedriver.triton_folders()
+    if "3.9.0" not in tritons:
+        pytest.skip("the lab has no Triton 3.9.0 for this Python")
+    program = """
+import sys
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.testing.numerics import Interpreter
+from portattn.tools.matrix.problems import dense
+from portattn.worker.client import Worker
+made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target("ascend:ascend910b2", "triton-ascend==3.2.0"))
+with Worker(runs="interpreter") as worker:
+    seen = Interpreter(120.0).check(made, worker)
+print(made.lowering.load, seen.outcome, seen.where, seen.reason, sep="|")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tritons["3.9.0"].parent), *filter(None, sys.path)])},
+    )  # fmt: skip
+    load, outcome, where, reason = done.stdout.strip().split("|")
+    assert (load, outcome, reason) == ("block_ptr", "pass", "")
+    assert where == "interpreter, triton==3.9.0, which has no block pointers: tiles are loaded by pointers instead"
 
 
 class CountingWorker:
