@@ -258,8 +258,7 @@ class _Quirked:
         elif effect.path is not None:
             self.blockers.append(quirk)
             sets = {"path": effect.path}
-        unverified = quirk.newer_than_seen(self.target.toolchain)
-        note = f"last seen on {quirk.evidence.last_seen}, unverified on {self.target.toolchain}" if unverified else ""
+        note = quirk.doubt(self.target.toolchain)
         self.applied[quirk.id] = Applied(id=quirk.id, sentence=quirk.sentence(), sets=sets, note=note)
 
 

@@ -66,7 +66,7 @@ def plan(
                 notes.append(no.note("it"))
             else:
                 rejected.append(no)
-            found = _against(no, registry)
+            found = _against(no, registry, target)
             quirks |= {quirk.id: quirk for quirk in found}
             if not path.extra and any(quirk.sets["path"] == REFERENCE for quirk in found):
                 barred = no.quirk
@@ -84,11 +84,12 @@ def plan(
     raise PathUnavailable(f"{problem.op}: backend={settings.backend!r} cannot run this on {target}", rejected)
 
 
-def _against(no: Rejection, registry: Registry) -> list[Applied]:
+def _against(no: Rejection, registry: Registry, target: Target) -> list[Applied]:
     """Every quirk that rejects a path, as a plan has them."""
     if no.choice is not None:
         return [quirk for quirk in no.choice.quirks if "path" in quirk.sets] if no.quirk else []
     if not no.quirk:
         return []
     quirk = registry.quirks[no.quirk]
-    return [Applied(id=quirk.id, sentence=quirk.sentence(), sets={"path": quirk.effect.path})]
+    sets, doubt = {"path": quirk.effect.path}, quirk.doubt(target.toolchain)
+    return [Applied(id=quirk.id, sentence=quirk.sentence(), sets=sets, note=doubt)]

@@ -68,7 +68,8 @@ def choose(
                 incident=record.incident,
             )
         )
-    cautions = tuple(Applied(id=quirk.id, sentence=quirk.sentence()) for quirk in found)
+    known = target.toolchain
+    cautions = tuple(Applied(id=q.id, sentence=q.sentence(), note=q.doubt(known)) for q in found)
     notes = untried(variant.name, target, settings, registry, problem)
     timed_with = variant.timed_with(problem)
     if schedule and not timed_with:

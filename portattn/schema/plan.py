@@ -12,7 +12,10 @@ from portattn.schema.problem import Problem
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """A quirk that changed this plan, or cautions about it: its sentence, and what it set."""
+    """A quirk that changed this plan, or cautions about it: its sentence, what it set, and what is not sure about that.
+
+    note  that the toolchain is only assumed to have the bug, or that a hard limit overruled a choice; empty for neither
+    """
 
     id: str
     sentence: str
@@ -160,9 +163,14 @@ def _describe(
 
 
 def _quirk_lines(quirks: Sequence[Applied]) -> list[str]:
-    """A line for each quirk that changed something, and one with the ids of all that did not."""
+    """A line for each quirk that changed something, and one with the ids of all that did not, or for each doubt one."""
     lines = [f"  quirk    {q.id}: {q.sentence}" + (f" [{q.note}]" if q.note else "") for q in quirks if q.sets]
-    if noted := [q.id for q in quirks if not q.sets]:
-        why = "`portattn quirks show ID` says why"
-        lines.append(f"  noted    compiler bugs for which this plan is not changed ({why}): {', '.join(noted)}")
+    noted: dict[str, list[str]] = {}
+    for quirk in quirks:
+        if not quirk.sets:
+            noted.setdefault(quirk.note, []).append(quirk.id)
+    why = "`portattn quirks show ID` says why"
+    for note, ids in noted.items():
+        doubt = f" [{note}]" if note else ""
+        lines.append(f"  noted    compiler bugs for which this plan is not changed ({why}): {', '.join(ids)}{doubt}")
     return lines

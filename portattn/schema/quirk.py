@@ -19,6 +19,7 @@ from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
 
 __all__ = [
+    "ASSUMED",
     "EFFECTS",
     "LEVELS",
     "NUMBER",
@@ -46,6 +47,8 @@ EFFECTS = ("lowering", "launch", "env", "path", "note")
 STAGES = (
     "parse", "ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco", "ttadapter", "npubin", "load", "launch",
 )  # fmt: skip
+# What is said where a version that a quirk's range asks about is not known (Quirk.assumed).
+ASSUMED = "assumed: a version that its range asks about is not known"
 NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")  # a launch value that is compared: ">=4"
 
 Symptom = Literal["compile-error", "compiler-crash", "hang", "wrong-result", "slow", "resource-limit"]
@@ -245,6 +248,13 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def assumed(self, toolchain: Toolchain) -> bool:
         """Whether a version that the range asks about is not known, so that `in_range` answers by what is safe."""
         return any(toolchain.within(name, text) is None for name, text in self.when.toolchain.items())
+
+    def doubt(self, toolchain: Toolchain) -> str:
+        """Why it is not known that a toolchain which is `in_range` has the bug; empty where it is known."""
+        if self.assumed(toolchain):
+            return ASSUMED
+        newer = self.newer_than_seen(toolchain)
+        return f"last seen on {self.evidence.last_seen}, unverified on {toolchain}" if newer else ""
 
     def newer_than_seen(self, toolchain: Toolchain) -> bool:
         """Whether this toolchain is newer than the last one on which the quirk was seen (False when none is named)."""

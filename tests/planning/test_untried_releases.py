@@ -22,8 +22,11 @@ from portattn.compile.store import CompileStore, _store
 from portattn.config import Settings
 from portattn.planning.evidence import canaries_wanted
 from portattn.planning.planner import plan
-from portattn.planning.registry import parse_target
+from portattn.planning.registry import Registry, parse_target
+from portattn.schema.plan import Applied
+from portattn.schema.quirk import ASSUMED
 from portattn.testing import canary
+from portattn.tools.upgrade import entries
 from portattn.worker.client import Reply
 
 BACKWARD = Problem(
@@ -53,6 +56,25 @@ def caution(made: portattn.Plan) -> str:
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "doubt"), [("3.6.0", ""), ("3.10.0", ASSUMED), ("4.0", ASSUMED)])
+def test_a_bug_of_an_assembler_whose_version_is_not_known_is_said_to_be_assumed(version: str, doubt: str) -> None:
+    """Nobody knows which ptxas an unknown release brings; in the words of `quirks upgrade`."""
+    target = parse_target("cuda:sm_90", f"triton=={version}")
+    made = plan(P, target)
+    (noted,) = [quirk for quirk in made.quirks if quirk.id.startswith("cuda-0018-")]
+    assert (made.path, noted.note) == (NAME, doubt)
+    (line,) = [line for line in made.explain().splitlines() if noted.id in line]
+    assert line.endswith(f"[{doubt}]") if doubt else "[" not in line
+    assert doubt == entries._note(Registry.load().quirks[noted.id], "stays", target)
+
+
+def test_what_is_known_of_a_toolchain_is_not_listed_with_what_is_assumed() -> None:
+    quirks = [Applied(id=name, sentence="", note=note) for name, note in (("a", ""), ("b", ASSUMED), ("c", ""))]
+    made = msgspec.structs.replace(plan(P, NEWER), quirks=tuple(quirks))
+    lines = [line.rpartition("): ")[2] for line in made.explain().splitlines() if line.startswith("  noted ")]
+    assert lines == ["a, c", f"b [{ASSUMED}]"]
 
 
 @pytest.mark.parametrize("toolchain", UNTRIED)
