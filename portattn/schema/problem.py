@@ -17,6 +17,7 @@ from portattn.schema.problem_limits import (
     DS_GROUP,
     DS_MLA,
     DTYPES,
+    FOREIGN,
     INTEGERS,
     LIMITS,
     MAX_TREE,
@@ -182,6 +183,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ArgumentError(self.op, name, given, f"must be given for {self.op}")
             if given != absent and name not in row.takes:
                 raise ArgumentError(self.op, name, given, f"{self.op} has none")
+        for name in FOREIGN[self.op]:
+            if getattr(self, name):
+                raise ArgumentError(self.op, name, True, f"{self.op} has none")
         if self.tree_mask and "tree_mask" in row.tensors and self.seq_q > MAX_TREE:
             raise ArgumentError(self.op, "seq_q", self.seq_q, f"must be at most {MAX_TREE} with a tree mask")
         if self.block_mask and (self.leftpad_q or self.leftpad_k):

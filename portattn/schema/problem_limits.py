@@ -77,6 +77,12 @@ DEMAND_NAMES = {
 }  # fmt: skip
 # Flags that a caller asks for: named where a problem is shown, and by conditions.
 ASKED = tuple(FEATURES)
+# Those that no Problem of an op can have. What is not among an op's options and allowed all the same: the log-sum-exp,
+# which is a result, and a bias and a mask, which oracle and reference define for packed rows, though no call has them.
+FOREIGN = {
+    op: tuple(name for name in FEATURES if name not in (*row.options, "bias", "mask", "return_lse"))
+    for op, row in ROWS.items()
+}
 
 
 def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:

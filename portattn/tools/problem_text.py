@@ -222,14 +222,11 @@ def problem_from(
         raise ArgumentError(op, "--pages-apart", True, "goes with --page-size, which is not given")
     if unaligned_words and given["kv_format"] == _DEFAULTS["kv_format"]:
         raise ArgumentError(op, "--unaligned-words", True, "goes with --kv-format, which is not given")
-    if op == "varlen_attention":  # unless they say otherwise, all sequences are as long as the longest
-        given["total_q"] = batch * seq_q if given["total_q"] is None else given["total_q"]
-        given["total_k"] = batch * seq_k if given["total_k"] is None else given["total_k"]
     for name, longest in (("total_q", seq_q), ("total_k", seq_k)):
-        if given[name] is not None and given[name] < longest * min(batch, 1):
-            option = _option(name)
-            raise ArgumentError(op, option, given[name], f"must be at least the longest sequence's rows, {longest}")
-    if op != "varlen_attention" and given["total_q"] is not None:
+        if given[name] is None and name in ROWS[op].needs:  # then all sequences are as long as the longest
+            given[name] = batch * longest
+        _check_total(op, name, given[name], batch, longest)
+    if "total_q" not in ROWS[op].needs and given["total_q"] is not None:
         for name in ("bias", "mask"):
             if given[name]:
                 raise ArgumentError(op, _option(name), True, "goes with queries that are not packed (--total-q)")
@@ -321,6 +318,20 @@ def _check_numbers(op: str, given: dict[str, Any]) -> None:
         if value is not None and (value < least or (most is not None and value > most)):
             limit = f"must be {least} or more" if most is None else f"must be in {least}..{most}"
             raise ArgumentError(op, _option(name), value, limit)
+
+
+def _check_total(op: str, name: str, total: int | None, batch: int, longest: int) -> None:
+    """Rows of packed sequences, as many as there can be: a description is of rows that are somebody's.
+
+    A call may have more: engines pad packed rows to the sizes of their graphs, so a Problem has no such limit.
+    """
+    if total is None:
+        return
+    if total < longest * min(batch, 1):
+        raise ArgumentError(op, _option(name), total, f"must be at least the longest sequence's rows, {longest}")
+    if total > batch * longest:
+        limit = f"must be at most {batch * longest}: {batch} sequences, the longest of {longest} rows"
+        raise ArgumentError(op, _option(name), total, limit)
 
 
 def _masked(op: str, causal: str | None, window: str | None, reach: int) -> dict[str, Any]:

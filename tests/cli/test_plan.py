@@ -291,6 +291,17 @@ def test_packed_sequences_are_as_long_as_the_longest_unless_options_say_otherwis
     line = ("plan", "varlen_attention", *WHERE, "--q", "3,4,8,64", "--kv", "3,4,16,64", "--dtype", "bf16", "--json")
     problem = portattn(*line).json["problem"]
     assert (problem["total_q"], problem["total_k"]) == (24, 48)
+    problem = portattn("plan", "varlen_attention_backward", *line[2:]).json["problem"]
+    assert (problem["total_q"], problem["total_k"]) == (24, 48)
+    problem = portattn(*line, "--total-q", "24", "--total-k", "16").json["problem"]  # the most and the least
+    assert (problem["total_q"], problem["total_k"]) == (24, 16)
+
+
+def test_a_call_may_have_packed_rows_that_are_nobodys():
+    """As engines have, which pad them to the sizes of their graphs: on the command line alone there is a most."""
+    rows, ends = torch.zeros(99, 4, 64), torch.tensor([0, 8, 16], dtype=torch.int32)
+    problem = library.plan("varlen_attention", rows, rows, rows, ends, ends, 8, 8).problem
+    assert (problem.total_q, problem.batch * problem.seq_q) == (99, 16)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +322,10 @@ def test_packed_sequences_are_as_long_as_the_longest_unless_options_say_otherwis
         ("varlen_attention", "--mask-by-key", "--mask-by-key is True, but varlen_attention has none"),
         ("varlen_attention", "--layout bshd", "--layout is 'bshd', but varlen_attention has none"),
         ("varlen_attention", "--total-q 15", "--total-q is 15, but must be at least the longest sequence's rows, 16"),
+        ("varlen_attention", "--total-q 33", "--total-q is 33, but must be at most 32: 2 sequences, the longest of 16"),
+        ("varlen_attention", "--total-k 33", "--total-k is 33, but must be at most 32: 2 sequences, the longest of 16"),
+        ("varlen_attention_backward", "--total-q 9", "--total-q is 9, but must be at least the longest sequence's"),
+        ("paged_attention", "--page-size 16 --total-q 33", "--total-q is 33, but must be at most 32: 2 sequences"),
         ("paged_attention", "", "--page-size is None, but must be given for paged_attention"),
         ("paged_attention", "--page-size 0", "--page-size is 0, but must be 1 or more"),
         ("paged_attention", "--page-size 6", "--kv's S is 16, but must be a multiple of --page-size, 6"),
