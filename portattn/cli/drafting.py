@@ -43,7 +43,12 @@ _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}  # of the child that reduces: a cache wo
 @click.option("--kernel", metavar="NAME", help="Our kernel, as in dense_forward, where the log does not say.")
 @click.option("--failure", "number", type=int, metavar="N", help="Of several failures in a log only the Nth.")
 @click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; quirks/drafts of a checkout.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder; by default quirks/drafts of a checkout, and ./quirk-drafts of the working folder where portattn is "
+    "installed from a wheel.",
+)
 @click.option("--force", is_flag=True, help="Draft although the failure is an entry's, or a draft has it.")
 @click.option("--no-replay", is_flag=True, help="Do not run the draft's program here.")
 @json_option
@@ -72,8 +77,10 @@ def new(
     from portattn.tools.quirks.lifecycle import new as drafting
 
     if (log is None) == (incident_id is None):
-        given = "both" if log else "neither"
-        raise ArgumentError("quirks new", "--from-log or --from-incident", given, "must be one of the two")
+        if log:
+            raise ArgumentError("quirks new", "--from-incident", incident_id, "goes without --from-log")
+        limit = "must be given, the output of a failed compile, or --from-incident ID (`portattn doctor` lists them)"
+        raise ArgumentError("quirks new", "--from-log", None, limit)
     registry = Registry.load()
     if log is not None:
         found = facts.from_log(_read(log), log.name, registry, target, toolchain, backend, kernel)

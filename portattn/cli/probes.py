@@ -137,7 +137,7 @@ def toolchain() -> Section:
 
 
 def compilers() -> Section:
-    """Every compiler that is known: who brings it, and what of it is here."""
+    """Every compiler that is known: which package knows it, for none brings one along, and what of it is here."""
     from portattn.schema import compilers as known
     from portattn.schema.toolchain import installed, installed_beside
 
@@ -146,8 +146,8 @@ def compilers() -> Section:
     for name, one in known.known().items():
         state = f"installed {here[name]}" if name in here else "not installed"
         beside = "" if one.package == known.TRITON else f", added to Triton as {one.package}"
-        names = f"; also {', '.join(one.aliases)}" if one.aliases else ""
-        items.append(Item(name, f"{state}{beside}; brought by {one.brought_by}{names}"))
+        names = f"; also named {', '.join(one.aliases)}" if one.aliases else ""
+        items.append(Item(name, f"{state}{beside}; known to {one.brought_by}{names}"))
     return Section(title="compilers", items=tuple(items))
 
 

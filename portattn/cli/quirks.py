@@ -68,7 +68,7 @@ def list_(
     _check("--symptom", symptom, Symptom.__args__)  # type: ignore[attr-defined]
     if toolchain and not active_on:
         raise ArgumentError("quirks list", "--toolchain", toolchain, "goes with --active-on")
-    target = target_from(active_on, toolchain) if active_on else None
+    target = target_from(active_on, toolchain, "--active-on") if active_on else None
     found = [
         quirk
         for quirk in registry.quirks.values()
@@ -142,7 +142,7 @@ def why(target: str, toolchain: str | None, as_json: bool) -> None:
     """
     from portattn.cli.why import because
 
-    where = target_from(target, toolchain)
+    where = target_from(target, toolchain, "TARGET")
     tell_unknown([where.toolchain] if toolchain else [])
     found = because(where)
     if as_json:

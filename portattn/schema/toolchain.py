@@ -61,7 +61,7 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for part in text.split(","):
             name, equals, version = (s.strip() for s in part.partition("=="))
             if not (name and equals and version):
-                raise ValueError(f"toolchain {text!r}: {part!r} is not NAME==VERSION")
+                raise ValueError(f"toolchain {text!r}: {part!r} is not NAME==VERSION, as in {_example(part)}")
             try:
                 Version(version)
             except InvalidVersion:
@@ -117,6 +117,14 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __str__(self) -> str:
         return f"{self.distribution}=={self.version}" if self else "none"
+
+
+def _example(text: str) -> str:
+    """What may have been meant by a text that is no NAME==VERSION: a version alone is Triton's."""
+    try:
+        return f"{TRITON}=={Version(text)}"
+    except InvalidVersion:
+        return f"{TRITON}==3.6.0"
 
 
 @functools.lru_cache(maxsize=512)

@@ -358,13 +358,29 @@ def _masked(op: str, causal: str | None, window: str | None, reach: int) -> dict
     return {"causal": alignment, "window_left": left, "window_right": right}
 
 
-def target_from(target: str | None, toolchain: str | None) -> Target:
-    """The named target, or this machine's. Raises ArgumentError on an unknown backend, arch or toolchain."""
+def target_from(target: str | None, toolchain: str | None, argument: str = "--target") -> Target:
+    """The target that a command's `argument` names, or this machine's, with the compiler that its --toolchain names.
+
+    Raises ArgumentError, naming the command and the option, on an unknown backend, arch or toolchain.
+    """
     from portattn.planning.detect import this_target
     from portattn.planning.registry import Registry
 
     registry = Registry.load()
-    if target is None:
-        here = this_target()
-        return registry.target(here.name, toolchain) if toolchain else here
-    return registry.target(target, toolchain)
+    if target is None and not toolchain:
+        return this_target()
+    name = this_target().name if target is None else target
+    try:
+        return registry.target(name, toolchain)
+    except ArgumentError as error:
+        command = _command() or error.op
+        if error.argument == "toolchain":
+            raise ArgumentError(command, "--toolchain", toolchain, error.limit) from None
+        whose = "its backend " if error.argument == "backend" and error.limit.startswith("must") else ""
+        raise ArgumentError(command, argument, name, f"{whose}{error.limit}") from None
+
+
+def _command() -> str:
+    """The command that is being run, without the program's own name; empty outside of one."""
+    context = click.get_current_context(silent=True)
+    return context.command_path.partition(" ")[2] if context else ""

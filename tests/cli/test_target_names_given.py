@@ -51,8 +51,8 @@ def test_a_chip_that_is_not_supported_is_answered_with_the_reason(
 def test_no_chip_is_answered_with_the_nearest(portattn: Any, command: tuple[str, ...]) -> None:
     called = portattn(*command, "NVIDIA H300")
     assert called.status == 2
-    assert "name is 'NVIDIA H300'" in called.err
-    assert "target: target" not in called.err
+    assert " is 'NVIDIA H300', but must be BACKEND:ARCH" in called.err
+    assert "target: " not in called.err
     assert "h200 (cuda:sm_90)" in called.err
 
 

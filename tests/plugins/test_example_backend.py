@@ -36,15 +36,15 @@ def python(site: Path, tmp_path: Path) -> Callable[[str], str]:
 pytestmark = pytest.mark.compiles
 
 
-def test_doctor_says_who_brings_which_compiler(run: Callable[..., Any]) -> None:
+def test_doctor_says_who_knows_which_compiler(run: Callable[..., Any]) -> None:
     called = run("doctor", "--json")
     assert called.status == 0, called.out + called.err
     sections = {section["title"]: section for section in called.json["sections"]}
     compilers = {item["name"]: item["value"] for item in sections["compilers"]["items"]}
     told = compilers["triton-example"]
-    assert told.startswith("installed 1.1.0.post2, added to Triton as triton_example; brought by portattn-example 0.1")
-    assert "also pytorch-triton-example" in told
-    assert "; brought by portattn" in compilers["triton"]
+    assert told.startswith("installed 1.1.0.post2, added to Triton as triton_example; known to portattn-example 0.1")
+    assert "also named pytorch-triton-example" in told
+    assert "; known to portattn" in compilers["triton"]
     assert "example" in {item["name"] for item in sections["backends"]["items"]}
     assert not sections["backends"]["errors"]
 

@@ -119,9 +119,10 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
             raise ArgumentError(
                 OP, "--from-log", origin, f"must be a compiler's failure: {said}; give --backend if one did"
             )
-        which = f"the log does not say which of {', '.join(registry.backends)} it is about"
+        which = "must name a chip or a compiler's backend, and names neither: give --target, as in --target cuda:sm_90"
         where = "" if alone else f" (line {failure.line}: {failure.cause[:80]})"
-        raise ArgumentError(OP, "--backend", named["backend"], f"must be given: {which}{where}")
+        limit = f"{which}, or --backend ({', '.join(registry.backends)}){where}"
+        raise ArgumentError(OP, "--from-log", origin, limit)
     # What the log says of another backend than the one that was named says nothing about this one.
     same = around.backend is not None and around.backend.value == chosen
     arch = named["arch"] or (around.arch.value if around.arch and same else "")
@@ -161,7 +162,10 @@ def _named(
         raise ArgumentError(OP, "--backend", backend, f"must be one of {', '.join(registry.backends)}")
     arch, compiler, components = "", "", {}
     if target is not None:
-        where = registry.target(target, "none")
+        try:
+            where = registry.target(target, "none")
+        except ArgumentError as error:
+            raise ArgumentError(OP, "--target", target, error.limit) from None
         if backend not in (None, where.backend):
             raise ArgumentError(OP, "--backend", backend, f"must be {where.backend}, which --target names")
         backend, arch = where.backend, where.arch.name

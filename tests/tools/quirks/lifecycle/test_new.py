@@ -181,6 +181,11 @@ def test_an_installed_portattn_drafts_where_it_is_called(monkeypatch, tmp_path) 
     assert writing.drafts_folder() == tmp_path / "quirk-drafts"
 
 
+def test_help_says_where_drafts_go(portattn) -> None:
+    told = " ".join(portattn("quirks", "new", "--help").out.split())
+    assert "by default quirks/drafts of a checkout, and ./quirk-drafts of the working folder" in told
+
+
 def test_a_long_log_is_cut_round_its_cause() -> None:
     log = "\n".join(f"line {n}" for n in range(1, 501))
     shown = excerpt(log, 250)
@@ -294,8 +299,8 @@ def test_a_draft_that_cannot_be_written_is_one_clear_error(portattn, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [
-        ((), "--from-log or --from-incident"),
-        (("--from-log", "x", "--from-incident", "y"), "--from-log or --from-incident"),
+        ((), "--from-log"),
+        (("--from-log", "x", "--from-incident", "y"), "--from-incident"),
         (("--from-log", "/not/here"), "--from-log"),
         (("--from-log", FOLDER), "--from-log"),
         (("--from-incident", "x"), "ID"),

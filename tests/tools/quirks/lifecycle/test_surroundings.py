@@ -73,17 +73,22 @@ def test_what_is_named_counts_more_than_the_log(registry) -> None:
         ("green", {}, "--from-log"),
         ("ascend-3.2-no-cann", {}, "--from-log"),
         ("triton-3.4-no-rocm-linker", {}, "--from-log"),
-        ("triton-3.2-sm_120", {}, "--backend"),
+        ("triton-3.2-sm_120", {}, "--from-log"),
         ("triton-3.2-sm_120", {"backend": "tpu"}, "--backend"),
         ("triton-3.2-sm_120", {"backend": "rocm", "target": "cuda:sm_120"}, "--backend"),
         ("triton-3.2-sm_120", {"backend": "cuda", "toolchain": "gcc==14"}, "--toolchain"),
-        ("triton-3.2-sm_120", {"target": "cuda:sm_1"}, "arch"),
+        ("triton-3.2-sm_120", {"target": "cuda:sm_1"}, "--target"),
     ],
 )
 def test_what_cannot_be_used_is_refused(name: str, named: dict[str, str], argument: str, registry) -> None:
     with pytest.raises(ArgumentError) as refused:
         facts_of(name, registry, **named)
     assert refused.value.argument == argument
+
+
+def test_a_log_that_names_no_chip_is_answered_with_what_to_give(registry) -> None:
+    with pytest.raises(ArgumentError, match=r"must name a chip .* give --target, as in .*, or --backend .cuda, rocm, "):
+        facts_of("triton-3.2-sm_120", registry)
 
 
 def test_programs_in_a_log() -> None:
