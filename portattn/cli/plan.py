@@ -39,6 +39,7 @@ from portattn.tools.problem_text import CausalCommand, problem_from, problem_opt
     help="A path that must be taken; `auto` takes the best one.",
 )
 @click.option("--quirks", type=shell_values.OVERRIDES, metavar="+ID,-ID", help="Apply (+) or switch off (-) quirks.")
+@click.option("--legend", "explained", is_flag=True, help="Say what the names in a schedule mean.")
 @json_option
 def plan(
     op: str,
@@ -49,6 +50,7 @@ def plan(
     grad: bool,
     dropout: bool,
     deterministic: bool,
+    explained: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -91,5 +93,8 @@ def plan(
         emit_json(made if len(made) > 1 else made[0])
     else:
         click.echo("\n\n".join(one.explain() for one in made))
-        for line in legend.of_plans(made):
+        lines = legend.of_plans(made)
+        if lines and not explained:
+            lines = ["--legend says what the names in a schedule mean"]
+        for line in lines:
             click.echo(f"  {line}")

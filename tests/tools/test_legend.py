@@ -53,12 +53,19 @@ def test_the_forwards_page_has_every_name() -> None:
     assert [name for name in forward.legend if f"`{name}`" not in page] == []
 
 
-def test_plans_are_followed_by_what_the_names_mean_but_for_json() -> None:
+def test_plans_are_followed_by_what_the_names_mean_where_that_is_asked_for_but_for_json() -> None:
     line = ("plan", "attention", "--target", "h100", "--toolchain", "triton==3.6.0", *SIZES)
-    said = " ".join(called(*line).split())
+    told = called(*line)
+    assert told.endswith("\n  --legend says what the names in a schedule mean\n")
+    assert "columns that heads" not in told
+    said = " ".join(called(*line, "--legend").split())
+    assert "--legend" not in said
     assert "gluon_forward: width: columns that heads are padded to; groups: warp groups" in said
-    assert "columns that heads" not in called(*line, "--json")
-    assert "columns that heads" not in called(*line, "--backend", "triton")  # which has no schedule
+    assert "columns that heads" not in called(*line, "--legend", "--json")
+    for more in ((), ("--legend",)):
+        plain = called(*line, "--backend", "triton", *more)  # which has no schedule
+        assert "--legend" not in plain
+        assert "columns that heads" not in plain
 
 
 def test_plans_of_several_chips_have_it_once() -> None:
