@@ -195,7 +195,7 @@ def test_problems_of_quantised_caches_are_checked() -> None:
         ({"kv_format": "int4", "head_dim": 33}, "must be even with kv_format int4"),
         ({"kv_format": "int4", "head_dim_v": 31}, "must be even with kv_format int4"),
         ({"kv_format": "int4", "op": "attention"}, "attention takes no operands of int4"),
-        ({"kv_format": "int4", "op": "mla_attention", "page_size": 8, "heads_q": 4, "heads_k": 1},
+        ({"kv_format": "int4", "op": "mla_attention", "page_size": 8, "heads_q": 4, "heads_k": 1, "leftpad_k": False},
          "takes no latent rows of int4"),
         ({"op": "attention_backward"}, "reads keys and values in q's dtype"),
         ({"kv_format": "fp8_ds_mla"}, "reads no latent rows"),
