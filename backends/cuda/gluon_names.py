@@ -19,7 +19,7 @@ mbarrier        init(barrier, count), expect(barrier, bytes), wait(barrier, phas
                 that what 3.9 adds (from_cta) stays as it is. `invalidate` is not called: a block's barriers end with it
 store_wait      store_wait(pendings) until shared memory has been read. Later releases say read_only=True, the default
 fences          fence_async_shared(), between what threads write to shared memory and what TMA or a product reads
-warp_specialize ([(function, arguments), …], warps of the workers, their registers); optional from 3.9 on
+warp_specialize ([(function, arguments), …], warps of the workers, their registers); optional from 3.7 on
 hardware barriers  none of Gluon's functions names one: named_barriers.py does. The compilers take 0 to 2 of the 16 for
                 their own synchronisation in these kernels (0 to 4 is what 3.6 may), a test looks with each release
 """
@@ -57,9 +57,9 @@ else:
 
 # A tile's 32 addresses, at fixed distances of each other, which move with a loop's number: 3.6.0 to 3.8.0 (LLVM 22 and
 # 23) carry one pointer over the loop for all of them, 3.9.0 (LLVM 24) 29 of two registers each, be they used only in a
-# branch that is hardly ever taken. whole.hidden keeps the number from it.
+# branch that is hardly ever taken. whole.hidden keeps the number from it. No name of a release tells: its number does.
 CARRIES_ADDRESSES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
-__all__ = ["aggregate", "load", "reduce_add", "reinterpreted", "store"]
+__all__ = ["CARRIES_ADDRESSES", "aggregate", "load", "reduce_add", "reinterpreted", "store"]
