@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 
 from portattn.errors import ArgumentError
 from portattn.schema import compilers
-from portattn.schema.toolchain import Toolchain, nameable, parse_range, unknown_name
+from portattn.schema.toolchain import Toolchain, nameable, unknown_name
 from portattn.schema.tuning import Entry
 
 
@@ -44,9 +44,7 @@ def _bound(own: str, other: str) -> str:
         return f"==={own}"
     if Version(release) > Version(others):
         return f">={release}"
-    before = f"<{others}"
-    # A release's candidates are not before it, in ranges.
-    return before if parse_range(before).contains(own, prereleases=True) else f"<={release}"
+    return f"<{others}"
 
 
 def _release(version: str) -> str:
@@ -80,7 +78,6 @@ def _idle(one: str, bound: str) -> bool:
 
 def _check(made: Mapping[str, str], own: Toolchain) -> None:
     """Raise ArgumentError where a reader of tuning files would refuse these ranges of a choice timed with `own`."""
-
     wrong = next((f"{name!r} is {unknown_name()}" for name in made if not nameable(name)), "")
     # As the reader looks at it: of compilers alone, and of this one's name and version.
     named = {name: text for name, text in made.items() if compilers.is_compiler(name)}

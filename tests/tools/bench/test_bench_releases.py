@@ -461,3 +461,9 @@ def test_first_calls_beside_each_other(monkeypatch):
     })  # fmt: skip
     firstcall.measure(firstcall.CASES[0], 0, variables={"PYTHONPATH": "/a/release"})
     assert asked["PYTHONPATH"] == "/a/release"
+
+
+def test_a_releases_folder_comes_before_what_is_installed(tmp_path):
+    """Otherwise the installed Triton would be timed under the other's name."""
+    release = named.Release(version="99.0.0", folder=str(tmp_path))
+    assert release.variables["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)

@@ -301,3 +301,20 @@ def test_each_case_of_two_sets_is_looked_at(tmp_path):
     called = bench("report", str(saved(tmp_path / "releases.json", document)))
     assert called.exit_code == 2
     assert "9.9.9 is no release that `releases` lists as started" in called.stderr
+
+
+def test_the_best_release_is_that_of_the_least_median_and_refused_cells_do_not_count():
+    """One round that was fast by chance makes no release the best."""
+    first, second = SETS["decode"][:2]
+    times = {"3.6.0": (1.0, 9.0, 9.0), "3.8.0": (5.0, 5.0, 5.0)}
+    results = {
+        release: a_result(
+            made("decode", first, figures("portattn", *ms)),
+            made("decode", second, figures("portattn", *(ms if release == "3.6.0" else ()), refused="planted")),
+            toolchain=f"triton=={release}",
+        )
+        for release, ms in times.items()
+    }
+    found = compared.comparison(results, {})
+    assert found.cases[0].best == "3.8.0"
+    assert {one.release: (one.cells, one.of) for one in found.sets} == {"3.6.0": (2, 2), "3.8.0": (1, 2)}
