@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,14 +239,10 @@ def _write(whole: Comparison, results: Mapping[str, Result], out: Path) -> list[
     from portattn.files import write_whole
     from portattn.tools.bench.releases import reading, tables
 
-    def worth(results: Iterable[Result], place: Path) -> bool:
-        return not place.exists() or any(result.done for result in results)
-
     as_json, as_text = out / reading.NAME, out / "releases.md"
-    if not results or not worth(results.values(), as_json):
+    if not results or (as_json.exists() and not any(result.done for result in results.values())):
         return []
-    theirs = {name: result for name, result in results.items() if worth([result], out / name / "bench.json")}
-    written = [path for name, result in theirs.items() for path in benchreport.write(result, out / name)]
+    written = [path for name, result in results.items() for path in benchreport.write(result, out / name)]
     write_whole(as_json, msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
     write_whole(as_text, tables.as_markdown(whole).encode())
     return [as_json, as_text, *written]

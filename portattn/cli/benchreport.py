@@ -148,7 +148,7 @@ def _of_a_run(argument: str, path: Path) -> Result:
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """bench.json and bench.csv in the folder; their paths."""
+    """bench.json and bench.csv in the folder; their paths. Without a figure nothing is written over earlier ones."""
     import msgspec
 
     from portattn.files import write_whole
@@ -156,6 +156,8 @@ def write(result: Result, folder: Path) -> list[Path]:
     from portattn.tools.bench.summary import document
 
     as_json, as_csv = folder / "bench.json", folder / "bench.csv"
+    if not result.done and as_json.exists():
+        return []
     write_whole(as_json, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")
     write_whole(as_csv, tables.as_csv(result).encode())
     return [as_json, as_csv]

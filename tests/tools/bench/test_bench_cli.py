@@ -175,6 +175,21 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("device")
+def test_an_end_before_the_first_row_leaves_earlier_figures(tmp_path, monkeypatch):
+    assert bench(*SEED, "--out", str(tmp_path)).exit_code == 0
+    before = {name: (tmp_path / name).read_bytes() for name in ("bench.json", "bench.csv")}
+
+    def interrupted(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_cells", interrupted)
+    called = bench(*SEED, "--out", str(tmp_path))
+    assert called.exit_code == 130
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert "written" not in called.stdout
+
+
+@pytest.mark.usefixtures("device")
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     cells = run.run_cells
 
