@@ -62,4 +62,4 @@ CARRIES_ADDRESSES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
-__all__ = ["CARRIES_ADDRESSES", "aggregate", "load", "reduce_add", "reinterpreted", "store"]
+__all__ = ["aggregate", "load", "reduce_add", "reinterpreted", "store"]

@@ -128,7 +128,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "a right window": {"window_right": 5},
     "groups": {"heads_k": 4},
     "block_mask": {"block_mask": True, "block_q": 64, "block_k": 64},
-    "packed": {"op": "varlen_attention", "total_q": 200, "total_k": 200},
+    "packed": {"op": "varlen_attention", "total_q": 200, "total_k": 200, "seqlens_k": False},
     "unaligned": {"aligned": False},
 }
 

@@ -119,7 +119,7 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
             raise ArgumentError(
                 OP, "--from-log", origin, f"must be a compiler's failure: {said}; give --backend if one did"
             )
-        which = "must name a chip or a compiler's backend, and names neither: give --target, as in --target cuda:sm_90"
+        which = "must name a chip or a compiler's backend, and names neither: give --target BACKEND:CHIP"
         where = "" if alone else f" (line {failure.line}: {failure.cause[:80]})"
         limit = f"{which}, or --backend ({', '.join(registry.backends)}){where}"
         raise ArgumentError(OP, "--from-log", origin, limit)
