@@ -87,7 +87,9 @@ def test_what_cannot_be_used_is_refused(name: str, named: dict[str, str], argume
 
 
 def test_a_log_that_names_no_chip_is_answered_with_what_to_give(registry) -> None:
-    with pytest.raises(ArgumentError, match=r"must name a chip .* give --target BACKEND:CHIP, or --backend .cuda, rocm, "):
+    with pytest.raises(
+        ArgumentError, match=r"must name a chip .* give --target BACKEND:CHIP, or --backend .cuda, rocm, "
+    ):
         facts_of("triton-3.2-sm_120", registry)
 
 
