@@ -14,7 +14,6 @@ from types import ModuleType
 
 import filelock
 import msgspec
-from packaging.version import Version
 
 from portattn.config import current
 from portattn.errors import ArgumentError, PortattnError, SettingError
@@ -142,11 +141,7 @@ def canonical(toolchain: str) -> str:
     if parsed.distribution not in distributions():
         limit = f"must be one of {', '.join(distributions())}, which can be installed by name"
         raise ArgumentError("lab", "toolchain", toolchain, limit)
-    for known in toolchains():
-        name, _, version = known.partition("==")
-        if name == parsed.distribution and Version(version) == Version(parsed.version):
-            return known  # 3.4 is 3.4.0
-    return str(parsed)
+    return f"{parsed.distribution}=={parsed.version}"
 
 
 def folder_of(toolchain: str) -> Path:

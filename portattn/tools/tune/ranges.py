@@ -14,9 +14,7 @@ from portattn.schema.tuning import Entry
 
 def same_compiler(timed_with: str, toolchain: Toolchain) -> bool:
     """Whether NAME==VERSION is this compiler, however its version is spelt: 3.6 is 3.6.0."""
-    other = Toolchain.parse(timed_with)
-    same = other.distribution == toolchain.distribution
-    return same and Version(other.version) == Version(toolchain.version)
+    return str(Toolchain.parse(timed_with)) == str(toolchain)
 
 
 def beside(timed_with: str, todays: Mapping[str, str], toolchain: Toolchain) -> dict[str, str]:

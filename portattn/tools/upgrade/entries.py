@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from portattn.planning.kernel_specs import KERNEL_NAMES
-from portattn.schema.quirk import Quirk
+from portattn.schema.quirk import ASSUMED, Quirk
 from portattn.schema.target import Target
 from portattn.tools.upgrade.sides import Pair, Side
 
@@ -104,7 +104,7 @@ def _verified(quirk: Quirk, where: list[Target]) -> Iterator[tuple[str, str]]:
 
 def _note(quirk: Quirk, change: Change, target: Target) -> str:
     if quirk.assumed(target.toolchain):
-        return "assumed: a version that its range asks about is not known"
+        return ASSUMED
     if quirk.newer_than_seen(target.toolchain):
         kept = "is left out" if change == "falls away" else "applies to be safe"
         return f"last seen on {quirk.evidence.last_seen}; {kept}"

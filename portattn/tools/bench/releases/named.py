@@ -43,7 +43,7 @@ def releases(texts: Iterable[str]) -> list[Release]:
 
     Raises ArgumentError on a text that is neither, a version that is given twice, or a folder without Triton.
     """
-    found: dict[Version, Release] = {}
+    found: dict[Version, Release] = {}  # 99 is 99.0.0, though nobody knows how it is written
     for text in texts:
         release = _release(text)
         named = found.setdefault(Version(release.version), release)
@@ -52,19 +52,10 @@ def releases(texts: Iterable[str]) -> list[Release]:
     return list(found.values())
 
 
-def _canonical(version: str) -> str:
-    """A version as the lab writes it (3.8 and v3.8.0 are 3.8.0), or as PEP 440 has it: it names a folder of --out.
-
-    Raises ValueError on what is no version.
-    """
-    parsed = Toolchain.parse(f"{TRITON}=={version}").version
-    return lab.canonical(f"{TRITON}=={Version(parsed)}").partition("==")[2]
-
-
 def _release(text: str) -> Release:
     stated, equals, folder = text.strip().removeprefix(f"{TRITON}==").partition("=")
     try:
-        version = _canonical(stated)
+        version = Toolchain.parse(f"{TRITON}=={stated}").version  # 3.8 and v3.8.0 are 3.8.0: it names a folder
     except ValueError:
         raise ArgumentError("bench", OPTION, text, "must be VERSION or VERSION=FOLDER, such as 3.8.0") from None
     if not equals:
