@@ -3,6 +3,9 @@
 scaled_dot_product_attention runs it (aten::_scaled_dot_product_flash_attention_for_cpu). It has a causal mask that is
 aligned at the top left, and an additive mask. Both are used here so that no row block reads keys that none of its rows
 sees.
+
+The kernel gets some rows wrong: its maximum passes over NaN if there is no mask, and a row that it takes for an empty
+one has an output and an LSE of 0. `check_rows` raises NotFinite for every row that may be such.
 """
 
 from __future__ import annotations
@@ -27,8 +30,27 @@ WIDE_ELEMENTS = 2**19
 # Fewer products than this a head are not worth the conversions.
 WIDE_PRODUCTS = 2**10
 GEMV_ROWS = 4  # fewer query rows to a key head than this are no matrix
+# The kernel's maximum passes over NaN in the keys beyond the last whole vector, of 4 to 64 float32 numbers.
+VECTOR_KEYS = 64
 
 Result = tuple[torch.Tensor, torch.Tensor]
+
+
+class NotFinite(ArithmeticError):
+    """A row may attend a score that is NaN or +inf, or scores that are all -inf: torch's kernel may be wrong there."""
+
+
+def check_rows(lse: torch.Tensor, idle: torch.Tensor | None = None) -> None:
+    """Raise NotFinite if the kernel's LSE (B,Hq,Sq) is NaN, +inf or 0 in a row that is not idle.
+
+    An LSE of 0 is right where one key has a score of 0, or a sum of weights happens to be exp(-maximum); it is also
+    what the kernel gives where every score is -inf. x/x is NaN for all three, and one sum finds it.
+
+    idle  rows that are known to attend nothing, bool, broadcast to the LSE's shape
+    """
+    counted = lse if idle is None else lse.masked_fill(idle, 1.0)
+    if not math.isfinite((counted / counted).sum().item()):
+        raise NotFinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +120,8 @@ def attend(
     q, k, v  (B,Hq,Sq,D), (B,Hk,Sk,D), (B,Hk,Sk,Dv), any strides. Keys that no row sees can hold anything
     wide     compute in float32 whatever the dtype: the kernel's LSE of 16-bit tensors is off by 4e-5, a hundred units
              in float32's last place
+
+    Raises NotFinite if a row's scores may not be finite, hidden ones included: NaN less infinity is NaN.
     """
     rows, keys = q.shape[2], k.shape[2]
     if terms is None and sight.hides(rows, keys) == (False, False) and rows and keys and q.shape[0]:
@@ -162,7 +186,7 @@ def _in_blocks(
             added = terms.part(some, seen).added()
             mask = added if mask is None else torch.where(mask == 0.0, added, mask)
             idle, its_k, its_v = _shown(mask, its_k, its_v)
-        its_out, its_lse = _wide(q[:, :, some], its_k, its_v, scale, wide, mask)
+        its_out, its_lse = _wide(q[:, :, some], its_k, its_v, scale, wide, mask, idle=idle)
         if idle is not None:  # the kernel's LSE is 0 there, and NaN in a query of theirs is NaN in the output
             its_out, its_lse = its_out.masked_fill(idle[..., None], 0.0), its_lse.masked_fill(idle, -math.inf)
         out[:, :, some], lse[:, :, some] = its_out, its_lse
@@ -205,10 +229,23 @@ def _wide(
     wide: bool,
     mask: torch.Tensor | None = None,
     causal: bool = False,
+    idle: torch.Tensor | None = None,
 ) -> Result:
-    """The kernel; 16-bit tensors in float32, some heads at a time, where that is asked for or is faster."""
+    """Run the kernel and check its rows; 16-bit tensors in float32, some heads at a time, if asked or if faster.
+
+    idle  rows that the mask hides from all keys, as of `check_rows`
+    """
     if q.dtype is torch.float32 or not (wide or _slow(q, k)):
-        return kernel(q, k, v, scale, mask, causal)
+        out, lse = kernel(q, k, v, scale, mask, causal)
+    else:
+        out, lse = _in_float32(q, k, v, scale, mask, causal)
+    check_rows(lse, idle)
+    return out, lse
+
+
+def _in_float32(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool
+) -> Result:
     batch, heads = k.shape[:2]
     group, each = q.shape[1] // heads, max(WIDE_ELEMENTS // (k.shape[2] * max(k.shape[3], v.shape[3])), 1)
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -250,6 +287,8 @@ def kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool
 ) -> Result:
     """One call of torch's kernel: with a scale above 0, contiguous rows, and V as wide as K, which it needs."""
+    if mask is None and (k.shape[2] < VECTOR_KEYS or _loses_nan()):
+        mask = _no_mask()  # the maximum of masked scores does not pass over NaN
     if scale <= 0.0:  # a causal mask would be multiplied by it
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     width, width_v = q.shape[3], v.shape[3]
@@ -262,3 +301,19 @@ def kernel(
         q, k, v, is_causal=causal, attn_mask=mask, scale=scale
     )
     return (out if width <= width_v else out[..., :width_v]), lse
+
+
+@functools.cache
+def _no_mask() -> torch.Tensor:
+    """Return a mask that hides nothing, which autograd may save."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, 1, 1, 1, device="cpu")
+
+
+@functools.cache
+def _loses_nan() -> bool:
+    """Return whether this torch's kernel passes over NaN in whole vectors of keys too, as its source of 2.6 does."""
+    q = torch.full((1, 1, 1, 4), math.nan, device="cpu")
+    k = torch.zeros(1, 1, VECTOR_KEYS, 4, device="cpu")
+    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)
+    return not lse.isnan().all()

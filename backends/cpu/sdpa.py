@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention on a CPU: its flash kernel, for every op whose keys lie in a row or on pages.
+"""torch's flash kernel for CPUs as a vendor path, for every op whose keys lie in a row or on pages.
 
-Where gradients are asked for, the public function itself is called. Else it is the kernel beneath it, which gives the
-LSE as well: sequences of other lengths, caches on pages, windows and sinks need it, or parts of it.
+The kernel beneath scaled_dot_product_attention is called, which gives the LSE as well: sequences of other lengths,
+caches on pages, windows and sinks need it, and it shows the rows that the kernel gets wrong (flash.check_rows).
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ class CpuSdpaPath(VendorPath):
 
         Memory beyond the inputs: a mask of at most 4 MiB, a few MiB of float32 where 16-bit products are slow, two
         outputs where a causal mask has many keys before its square, and of pages one sequence's keys and values.
+
+        A call with NaN or infinity among its scores is the reference's: torch's kernel makes such rows 0.
         """
-        p = call.problem
-        if p.needs_grad:
-            return _differentiable(call), None
-        if not (p.padded or p.packed or p.page_size or p.total_k is not None):
-            out, lse = _attended(call, Segment(0, slice(None), slice(None), slice(None), call.q, call.k, call.v))
-            return _laid_out(call, out), lse.contiguous() if p.return_lse else None
-        return _by_sequence(call)
+        from portattn.backends.cpu.flash import NotFinite
+        from portattn.reference import blockwise
+
+        try:
+            return _by_kernel(call)
+        except NotFinite:
+            return blockwise.run(call)
 
     def repeated(self, call: Call) -> Callable[..., Results] | None:
         """Of plain and causal attention alone."""
@@ -93,15 +95,21 @@ class CpuSdpaPath(VendorPath):
         if p.op != "attention" or not plain.issuperset(p.demands()):
             return None
         from portattn.backends.cpu import flash
+        from portattn.reference import blockwise
+        from portattn.schema.call import Call
 
         scale, sight, with_lse, swapped = call.scale, _sight(p, p.seq_q, p.seq_k), p.return_lse, p.layout == "bshd"
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
             if swapped:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out, lse = flash.attend(q, k, v, scale, sight, wide=with_lse)
+            lse: torch.Tensor | None
+            try:
+                out, lse = flash.attend(q, k, v, scale, sight, wide=with_lse)
+            except flash.NotFinite:
+                out, lse = blockwise.run(Call(problem=p, q=q, k=k, v=v, scale=scale))
             out = out.transpose(1, 2).contiguous() if swapped else out.contiguous()
-            return out, lse.contiguous() if with_lse else None
+            return out, lse.contiguous() if lse is not None and with_lse else None
 
         return run
 
@@ -132,6 +140,17 @@ def _sight(p: Problem, rows: int, keys: int) -> Any:
     right = p.window_right if p.window_right >= 0 else math.inf
     shift = 0 if p.causal == "top_left" else keys - rows
     return Sight(shift, left, right if p.causal == "none" else 0)
+
+
+def _by_kernel(call: Call) -> Results:
+    """Run a call by torch's kernel. Raises NotFinite (flash.check_rows)."""
+    p = call.problem
+    if p.needs_grad:
+        return _differentiable(call), None
+    if not (p.padded or p.packed or p.page_size or p.total_k is not None):
+        out, lse = _attended(call, Segment(0, slice(None), slice(None), slice(None), call.q, call.k, call.v))
+        return _laid_out(call, out), lse.contiguous() if p.return_lse else None
+    return _by_sequence(call)
 
 
 def _attended(call: Call, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,20 +236,13 @@ def _keys(call: Call, b: int, places: slice) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _differentiable(call: Call) -> torch.Tensor:
-    """Plain or causal attention by the public function, whose kernel autograd can differentiate once."""
-    from torch.nn.functional import pad, scaled_dot_product_attention
+    """Plain or causal attention by torch's kernel, which autograd can differentiate once."""
+    from portattn.backends.cpu import flash
 
-    p = call.problem
-    q, k, v, scale = call.q, call.k, call.v, call.scale
-    if scale <= 0.0:  # a causal mask would be multiplied by it
-        q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
+    p, k, v = call.problem, call.k, call.v
     causal = p.causal == "top_left" or (p.causal == "bottom_right" and p.seq_q > 1)
     if p.causal == "top_left" and p.seq_k > p.seq_q:  # what no row sees may be NaN, and 0·NaN is NaN
         k, v = k[:, :, : p.seq_q], v[:, :, : p.seq_q]
-    if p.head_dim < p.head_dim_v:
-        q, k = (pad(t, (0, p.head_dim_v - p.head_dim)) for t in (q, k))
-    elif p.head_dim > p.head_dim_v:
-        v = pad(v, (0, p.head_dim - p.head_dim_v))
-    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=p.group > 1)
-    return _laid_out(call, out[..., : p.head_dim_v])
+    out, lse = flash.kernel(call.q, k, v, call.scale, None, causal)
+    flash.check_rows(lse)
+    return _laid_out(call, out)
