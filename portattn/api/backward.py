@@ -227,6 +227,12 @@ def _between(parts: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
 def _sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """A sink has a share of each row's softmax and no value: -P·delta, summed over rows (B, Hq, Sq), or (Hq, Tq)."""
-    share = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    found = -(share * delta).sum(-1)
+    found = -(sink_share(sinks, lse) * delta).sum(-1)
     return (found if lse.ndim == 2 else found.sum(0)).to(sinks.dtype)
+
+
+def sink_share(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return the sinks' probabilities, shaped as the LSE (…, Hq, Sq), float32: all of a row for a sink of +inf."""
+    scores = sinks.float()[:, None]
+    share = torch.exp(scores - lse).masked_fill(lse == float("-inf"), 0.0)
+    return share.masked_fill((scores == float("inf")) & (lse == float("inf")), 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Quantized:
     q_scale, k_scale, v_scale  float32, what the numbers are multiplied by; v_scale is None where method is "sage"
     lse_shift  float32, shaped as the LSE: what each query's scores lost by smoothing, before the factor `scale`; None
               where nothing was smoothed
+    layout    "bshd" where q, k and v are laid out so; None else
 
     >>> import torch, portattn
     >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.bfloat16).unbind()
@@ -56,11 +57,13 @@ class Quantized:
     k_scale: torch.Tensor
     v_scale: torch.Tensor | None
     lse_shift: torch.Tensor | None = None
+    layout: str | None = None
 
     def arguments(self, **others: Any) -> dict[str, Any]:
-        """q, k, v and the scales by the names that attention and varlen_attention have for them, and `others` as given.
+        """q, k, v, the scales and a layout of "bshd" by the names that attention and varlen_attention have for them,
+        and `others` as given.
 
-        Raises ArgumentError where `others` has a softcap or sinks and the keys were smoothed: a softcap and a sink
+        Raises ArgumentError where `others` has another layout, and where it has a softcap or sinks and the keys were smoothed: a softcap and a sink
         see what smoothing took away, so that the results would be others.
 
         >>> narrow = portattn.quantize(*torch.randn(3, 1, 2, 8, 16).half().unbind(), "sage", smooth_k=False)
@@ -73,7 +76,9 @@ class Quantized:
                     why = "must not be given with smoothed keys: quantize(…, smooth_k=False) leaves them as they are"
                     shown = tuple(given.shape) if isinstance(given, torch.Tensor) else given
                     raise ArgumentError("arguments", name, shown, why)
-        names = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
+        if self.layout is not None and others.get("layout", self.layout) != self.layout:
+            raise ArgumentError("arguments", "layout", others["layout"], f"must be {self.layout!r}, as of quantize")
+        names = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "layout")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | others
 
     def corrected(self, lse: torch.Tensor, scale: float | None = None) -> torch.Tensor:
@@ -146,9 +151,12 @@ def quantize(
     check_layout(OP, layout)
     packed = _check_tensors(q, k, v, method, layout, cu_seqlens_q, cu_seqlens_k)
     with torch.no_grad():
+        rows_first, begin = packed or layout == "bshd", (cu_seqlens_q, cu_seqlens_k)
         if method == SAGE:
-            return _sage(q, k, v, block, smooth_k, packed or layout == "bshd", (cu_seqlens_q, cu_seqlens_k))
-        return _float8(q, k, v, method, scales, packed or layout == "bshd", (cu_seqlens_q, cu_seqlens_k))
+            made = _sage(q, k, v, block, smooth_k, rows_first, begin)
+        else:
+            made = _float8(q, k, v, method, scales, rows_first, begin)
+    return replace(made, layout="bshd" if layout == "bshd" and not packed else None)
 
 
 def _check_tensors(q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_q: Any, cu_seqlens_k: Any) -> bool:

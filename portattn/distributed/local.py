@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.backward import gradients, may_have_kernels
+from portattn.api.backward import gradients, may_have_kernels, sink_share
 from portattn.api.ops import attention, plan, varlen_attention
 from portattn.distributed.sharding import Span
 from portattn.schema.ops import ROWS
@@ -181,5 +181,4 @@ def of_sinks(sinks: torch.Tensor, rows: Rows) -> torch.Tensor:
     if rows.grad_lse is not None:
         delta = delta - rows.grad_lse
     nothing = torch.isneginf(rows.lse)
-    share = torch.exp(sinks.float()[None, :, None] - rows.lse).masked_fill(nothing, 0.0)
-    return -(share * delta.masked_fill(nothing, 0.0)).sum((0, 2)).to(sinks.dtype)
+    return -(sink_share(sinks, rows.lse) * delta.masked_fill(nothing, 0.0)).sum((0, 2)).to(sinks.dtype)

@@ -14,6 +14,7 @@ from portattn.kernels.tiles import (
     lowest,
     natural_lse,
     sequence_bounds,
+    sink_score,
     store_state,
 )
 
@@ -141,7 +142,7 @@ def sparse_split(
         row_sum = (split - split).to(tl.float32)
         row_max = row_sum + lowest(MASK_VALUE)
         if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32)
+            sink = sink_score(tl.load(sinks + head).to(tl.float32), EXP, True)
             row_max = tl.where(split == 0, sink, row_max)
             row_sum = tl.where(split == 0, 1.0, row_sum)
         for i in tl.range(0, tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N), num_stages=STAGES):
@@ -245,4 +246,4 @@ def sparse_split(
             if SPLIT:
                 store_state(lse, row, row_max, row_sum, None)
             else:
-                tl.store(lse + row, natural_lse(row_max, row_sum, None, head, EXP, True))
+                tl.store(lse + row, natural_lse(row_max, row_sum, sinks, head, EXP, True))

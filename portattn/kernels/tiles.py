@@ -14,6 +14,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A masked score where -inf is not wanted: the lowest float32, which loses against every finite score but itself.
 FINITE_MASK: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 # Scores are held in base 2 (EXP "exp2", log2(e) folded into their scale) or natural (EXP "exp"). With NATURAL they are
 # natural in either case, and log2(e) multiplies differences of scores: a score near float32's limits, which only what
@@ -46,12 +47,13 @@ def softmax_scale(scale, EXP: tl.constexpr, NATURAL: tl.constexpr):
 def sink_score(sink, EXP: tl.constexpr, NATURAL: tl.constexpr):
     """A sink, float32, in the base of `exponential`.
 
-    One that base 2 cannot hold stays as it is: both numbers are beyond every score.
+    One that base 2 cannot hold stays as it is: both numbers are beyond every score. +inf becomes float32's largest
+    number, which takes all the weight as well, since inf - inf is NaN; `natural_lse` gives +inf for it.
     """
     score = softmax_scale(sink, EXP, NATURAL)
     if EXP == "exp2" and not NATURAL:
         score = tl.where(tl.abs(score) == float("inf"), sink, score)
-    return score
+    return tl.where(score == float("inf"), LARGEST, score)
 
 
 @triton.jit
@@ -63,9 +65,9 @@ def natural_lse(row_max, row_sum, sinks, heads, EXP: tl.constexpr, NATURAL: tl.c
     largest = row_max
     if EXP == "exp2" and not NATURAL:
         largest = row_max * LN_2
-        if sinks is not None:
-            sink = tl.load(sinks + heads).to(tl.float32)
-            largest = tl.where(row_max == sink_score(sink, EXP, NATURAL), sink, largest)
+    if sinks is not None:
+        sink = tl.load(sinks + heads).to(tl.float32)
+        largest = tl.where(row_max == sink_score(sink, EXP, NATURAL), sink, largest)
     empty = row_sum == 0.0  # and not "is no positive number": a NaN that was attended must stay one
     return tl.where(empty, float("-inf"), largest + tl.log(tl.where(empty, 1.0, row_sum)))
 
@@ -233,8 +235,9 @@ def first_state(sinks, heads, counted,
     row_sum = tl.full([BLOCK_M], 0.0, tl.float32)
     if sinks is not None:
         sink = sink_score(tl.load(sinks + heads).to(tl.float32), EXP, NATURAL)
-        row_max = tl.where(counted, sink, row_max)
-        row_sum += tl.where(counted, 1.0, 0.0)
+        sink = tl.where(counted, sink, float("-inf"))
+        row_max = tl.where(sink == float("-inf"), row_max, sink)
+        row_sum += tl.where(sink == float("-inf"), 0.0, 1.0)
     return row_max, row_sum
 
 

@@ -1,8 +1,21 @@
-"""Triton's interpreter, mended where it computes something else than a GPU would."""
+"""Triton's interpreter, mended where it computes something else than a GPU would, and one thread at a time."""
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
+
+_turn = threading.RLock()
+
+
+def interpreter_lock() -> threading.RLock:  # type: ignore[valid-type]
+    """Return the lock that a thread holds while it interprets a kernel.
+
+    Triton's interpreter replaces functions of `triton.language` for the time of a launch, and keeps the program's
+    place in the grid in one builder: two threads at a time end each other's launch.
+    """
+    return _turn
 
 
 def mend_bf16() -> None:
@@ -63,3 +76,12 @@ def mend_bf16() -> None:
     builder.create_dot, builder.create_fsub = create_dot, create_fsub
     if negate is not None:
         builder.create_fneg = create_fneg
+
+
+def _forked() -> None:
+    global _turn
+    _turn = threading.RLock()  # a thread that held it is the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

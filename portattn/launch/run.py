@@ -14,7 +14,7 @@ import torch
 
 from portattn.errors import PortattnError
 from portattn.launch import cudadriver
-from portattn.launch.interpreter import mend_bf16
+from portattn.launch.interpreter import interpreter_lock, mend_bf16
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.compiler_options import backend_options
 from portattn.schema.call import Call
@@ -161,7 +161,7 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
     if not has_rows(plan):
         return
     interpreted = plan.path == "interpreter"
-    with device_guard(q):
+    with device_guard(q), interpreter_lock() if interpreted else contextlib.nullcontext():
         for launch in launches:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
             scratch = launch.constexprs.get("LOAD") == "descriptor" and not interpreted

@@ -15,7 +15,7 @@ from portattn.reference.extents import Reach
 from portattn.reference.keyblocks import key_heads
 from portattn.reference.keygradients import KeyGradients
 from portattn.reference.rowblocks import RowBlock, RowTensor, Statistics
-from portattn.reference.scoreterms import has_terms, with_terms
+from portattn.reference.scoreterms import finite_sinks, has_terms, with_terms
 from portattn.reference.tiles import Tile, Tiling, kept
 from portattn.schema.call import Call
 
@@ -83,7 +83,8 @@ class Backward:
     def _add_block(self, block: _Rows, seen: Reach) -> None:
         sinks = self.call.sinks
         if sinks is not None and "sinks" in self.found:  # each a score without a value
-            probabilities = torch.exp(sinks.to(self.tiling.dtype)[None, :, None, None] - block.base) * block.inverse
+            scores = finite_sinks(self.call, self.tiling.dtype)[None, :, None, None]
+            probabilities = torch.exp(scores - block.base) * block.inverse
             self.found["sinks"] -= (probabilities * block.delta).sum(dim=(0, 2, 3))
         of_q = torch.zeros_like(block.rows.q)
         for tile in self.tiling.tiles(block.rows, seen):

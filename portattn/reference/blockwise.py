@@ -14,7 +14,7 @@ from portattn.reference import recomputed
 from portattn.reference.extents import Reach
 from portattn.reference.keyblocks import key_heads
 from portattn.reference.rowblocks import Results, RowBlock, Statistics
-from portattn.reference.scoreterms import has_terms, with_terms
+from portattn.reference.scoreterms import finite_sinks, has_terms, with_terms
 from portattn.reference.tiles import Tiling, kept
 from portattn.schema.call import TENSORS, Call
 
@@ -69,7 +69,11 @@ def _forward(call: Call, statistics: Statistics | None = None) -> tuple[torch.Te
     tiling, results = tiling_of(call), Results(call)
     for rows, seen in tiling.row_blocks():
         out, row_max, row_sum, some = _attend(tiling, rows, seen)
-        lse = torch.where(some, row_max + torch.log(row_sum.masked_fill(~some, 1.0)), float("-inf"))[..., 0]
+        lse = row_max + torch.log(row_sum.masked_fill(~some, 1.0))
+        if call.sinks is not None:  # +inf, which was counted as the largest number
+            sinks = call.sinks.to(lse.dtype)[:, None, None]
+            lse = lse + torch.where(sinks == math.inf, sinks, 0.0)
+        lse = torch.where(some, lse, float("-inf"))[..., 0]
         if statistics is not None:
             statistics.put(rows, row_max, row_sum, out)
         results.add(rows, out.to(call.dtype), lse)
@@ -95,7 +99,7 @@ def _attend(
         return None if p.needs_grad else tensor
 
     if call.sinks is not None:  # a score that has been seen already, and that brought no value
-        sinks = call.sinks.to(tiling.dtype)[None, :, None, None].expand(*shape, 1)
+        sinks = finite_sinks(call, tiling.dtype)[None, :, None, None].expand(*shape, 1)
         row_max = sinks.detach()
         row_sum = torch.exp(sinks - row_max.masked_fill(row_max == float("-inf"), 0.0))
     scored, lowest = has_terms(call), torch.finfo(tiling.dtype).min

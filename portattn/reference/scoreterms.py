@@ -22,6 +22,12 @@ def has_terms(call: Call) -> bool:
     return call.problem.softcap or call.problem.magicpig or any(tensor is not None for tensor in given)
 
 
+def finite_sinks(call: Call, dtype: torch.dtype) -> torch.Tensor:
+    """Return the call's sinks (Hq,) with +inf as the dtype's largest number: it takes all the weight as well."""
+    assert call.sinks is not None
+    return call.sinks.to(dtype).clamp(max=torch.finfo(dtype).max)
+
+
 def with_terms(
     call: Call,
     rows: RowBlock,

@@ -16,7 +16,7 @@ from portattn.schema.sizes import is_size, most, next_power_of_two
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
-FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_MAX, FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
 
 
@@ -95,6 +95,15 @@ def check_number(op: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
         raise ArgumentError(op, name, value, f"must be a finite number, in float32's range of ±{FLOAT32_MAX:.4g}")
     return float(value)
+
+
+def check_scale(op: str, value: Any) -> float:
+    """Return the factor on the scores; 0 for one below float32's smallest normal number, as chips round it.
+
+    Triton's interpreter has no type for such a number.
+    """
+    scale = check_number(op, "scale", value)
+    return scale if abs(scale) >= FLOAT32_TINY else 0.0
 
 
 def check_flag(op: str, name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from portattn.validate.checks import (
     check_equal,
     check_flag,
     check_int32,
-    check_number,
+    check_scale,
     check_splits,
     check_tensor,
     check_width,
@@ -128,7 +128,7 @@ def _attention_call(
     check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", seq_k)
 
     alignment = check_causal(op, causal)
-    scale = check_number(op, "scale", head_dim**-0.5 if scale is None else scale)
+    scale = check_scale(op, head_dim**-0.5 if scale is None else scale)
     dropout_p = check_dropout(op, dropout_p, dropout_seed, q.device)
     check_flag(op, "return_lse", return_lse)
     splits = check_splits(op, num_splits)

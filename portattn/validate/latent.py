@@ -15,7 +15,7 @@ from portattn.validate.building import build
 from portattn.validate.checks import (
     check_causal,
     check_flag,
-    check_number,
+    check_scale,
     check_splits,
     check_width,
 )
@@ -66,7 +66,7 @@ def mla_call(
         if kv_scale is not None:
             values.scales(OP, {"kv_scale": scales["k_scale"]}, values.Tokens(capacity, seqlens_k, None, page_table))
     alignment = check_causal(OP, causal)
-    scale = check_number(OP, "scale", scale)
+    scale = check_scale(OP, scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
     found = Features(OP, q_nope.device, q_nope.dtype)

@@ -21,7 +21,7 @@ from portattn.validate.checks import (
     check_flag,
     check_int32,
     check_like,
-    check_number,
+    check_scale,
     check_size,
     check_splits,
     check_tensor,
@@ -196,7 +196,7 @@ def paged_call(
         values.scales(OP, scales, tokens)
         values.block_scales(OP, by_block, tokens)
     alignment = check_causal(OP, causal)
-    scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
+    scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
     found = Features(OP, q.device, q.dtype)

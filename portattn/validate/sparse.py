@@ -16,7 +16,7 @@ from portattn.validate.checks import (
     check_equal,
     check_flag,
     check_int32,
-    check_number,
+    check_scale,
     check_place,
     check_splits,
     check_tensor,
@@ -116,7 +116,7 @@ def sparse_call(
         lengths = [capacity] * batch if seqlens_k is None else seqlens_k.tolist()
         values.tokens(OP, indices, counts, lengths)
         values.scales(OP, scales, values.Chosen(indices, counts, page_table))
-    scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
+    scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
     extra = _weights(log_weights, magicpig, counts, shape, settings)

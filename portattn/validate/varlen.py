@@ -19,7 +19,7 @@ from portattn.validate.checks import (
     check_equal,
     check_flag,
     check_int32,
-    check_number,
+    check_scale,
     check_size,
     check_tensor,
     check_width,
@@ -97,7 +97,7 @@ def varlen_call(
     check_size(OP, "max_seqlen_q", max_seqlen_q)
     check_size(OP, "max_seqlen_k", max_seqlen_k)
     alignment = check_causal(OP, causal)
-    scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
+    scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
     dropout_p = check_dropout(OP, dropout_p, dropout_seed, q.device)
     check_flag(OP, "return_lse", return_lse)
     axes = ", ".join(AXES[:2])

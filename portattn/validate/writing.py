@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_LENGTH, Rotary
+from portattn.schema.tensors import spans
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
@@ -24,6 +25,7 @@ from portattn.validate.checks import (
     check_place,
     check_tensor,
     check_width,
+    has_no_data,
     is_large,
     wants_gradients,
 )
@@ -171,6 +173,41 @@ def _check_integers(op: str, name: str, tensor: Any, count: int, device: torch.d
     check_place(op, name, tensor, device, contiguous=True)
 
 
+def _check_apart(op: str, names: Sequence[str], caches: Sequence[torch.Tensor]) -> None:
+    """Raise ArgumentError if K's and V's tensors have an element in common, so that one write destroys the other's.
+
+    Views of one buffer that share no element are legal, such as the halves of (…, 2·D) or of (2, …). Of tensors whose
+    strides differ the first element alone is compared.
+    """
+    first, second = caches
+    if has_no_data(first) or has_no_data(second) or not first.numel() or not second.numel():
+        return
+    if first.device != second.device or first.element_size() != second.element_size():
+        return
+    distance = second.data_ptr() - first.data_ptr()
+    if -spans(second) >= distance or distance >= spans(first) or distance % first.element_size():
+        return
+    sizes = zip(first.shape, second.shape, strict=True)
+    axes = sorted(
+        (each for each in zip(first.stride(), sizes, strict=True) if each[1] != (1, 1)), reverse=True
+    )  # of an axis of one element the stride says nothing
+    if distance == 0 or (first.stride() == second.stride() and _meet(distance // first.element_size(), axes)):
+        limit = f"must share no memory with {names[0]}, whose numbers its own would overwrite"
+        raise ArgumentError(op, names[1], f"a view of {names[0]}'s memory", limit)
+
+
+def _meet(distance: int, axes: Sequence[tuple[int, tuple[int, int]]]) -> bool:
+    """Return whether an element of the first tensor is one of the second, which begins `distance` elements after it.
+
+    axes  strides and both sizes, the largest stride first; each is at least as long as what lies in the axes after it
+    """
+    if not axes:
+        return distance == 0
+    stride, (size, other) = axes[0]
+    steps = {distance // stride, -(-distance // stride)}
+    return any(-other < step < size and _meet(distance - step * stride, axes[1:]) for step in steps)
+
+
 class _Writing:
     """What both operations have: the cache with its scales, and the rotary embedding.
 
@@ -195,6 +232,7 @@ class _Writing:
             check_stored_width(op, name, tensor, self.kind, other, like.shape[3])
             check_width(op, name, like.shape[3])
             _check_own_memory(op, name, tensor)
+        _check_apart(op, names, (k_cache, v_cache))
         by_block = check_blocks(op, self.kind, blocks.given, blocks.caches, blocks.swapped)
         for name, tensor in by_block.items():
             _check_own_memory(op, name, tensor)
@@ -205,6 +243,7 @@ class _Writing:
         if self.scales == "token":
             for name in SCALES:
                 _check_own_memory(op, name, found[name])
+            _check_apart(op, SCALES, tuple(found[name] for name in SCALES))
         elif self.reads:
             values.scales(op, found, values.Tokens(0, None, None))
         self._rotary(k, *tables, rotary)

@@ -388,3 +388,44 @@ def test_tokens_are_a_size_of_a_class() -> None:
     assert out.numel() == 0
     assert unpinned(launches[0].arguments["rows"]) == 640 * 8
     assert not isinstance(launches[0].arguments["rows"], int), "the number of tokens was pinned"
+
+
+def split(memory: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """K's and V's cache (3, HEADS, 12, WIDTH) of one buffer."""
+    rows, count = 12, 3 * HEADS * 12 * WIDTH
+    flat = memory[: 3 * HEADS * rows * 2 * WIDTH]
+    if way == "columns":  # (…, 2·D), as vLLM's
+        return tuple(flat.view(3, HEADS, rows, 2 * WIDTH).split(WIDTH, dim=3))  # type: ignore[return-value]
+    if way == "planes":
+        return flat.view(3, 2, HEADS, rows, WIDTH).unbind(1)  # type: ignore[return-value]
+    if way == "heads":
+        return flat.view(3, HEADS, 2, rows, WIDTH).unbind(2)  # type: ignore[return-value]
+    if way == "apart":
+        return flat.view(2, 3, HEADS, rows, WIDTH).unbind(0)  # type: ignore[return-value]
+    shift = {"one": 0, "a row later": WIDTH, "a column later": 1, "a head later": rows * WIDTH}[way]
+    shape = (3, HEADS, rows, WIDTH)
+    return memory[:count].view(shape), memory[shift : shift + count].view(shape)
+
+
+@pytest.mark.parametrize("way", ["columns", "planes", "heads", "apart"])
+def test_caches_that_are_views_of_one_buffer_are_written(way: str) -> None:
+    k_cache, v_cache = split(torch.zeros(3 * HEADS * 12 * 2 * WIDTH, dtype=torch.bfloat16), way)
+    given = appending(k_cache=k_cache, v_cache=v_cache)
+    portattn.append_kv(**given)
+    for cache, new in ((k_cache, given["k"]), (v_cache, given["v"])):
+        assert torch.equal(cache[0, :, 4:6], new[0])
+        assert torch.equal(cache[2, :, 10:12], new[2])
+        assert cache.count_nonzero() == new[[0, 2]].count_nonzero()
+
+
+@pytest.mark.parametrize("way", ["one", "a row later", "a column later", "a head later"])
+def test_caches_that_share_memory_are_refused(way: str) -> None:
+    memory = torch.zeros(3 * HEADS * 12 * 2 * WIDTH, dtype=torch.bfloat16)
+    caches = split(memory, way)
+    for k_cache, v_cache in (caches, caches[::-1]):
+        with pytest.raises(portattn.ArgumentError, match="v_cache is .* must share no memory with k_cache"):
+            portattn.append_kv(**appending(k_cache=k_cache, v_cache=v_cache))
+    shared = pages()
+    with pytest.raises(portattn.ArgumentError, match="v_pages is .* must share no memory with k_pages"):
+        portattn.write_pages(**writing(k_pages=shared, v_pages=shared))
+    assert not memory.any()

@@ -84,7 +84,7 @@ def cosine(ours: torch.Tensor, exact: torch.Tensor) -> float:
 def test_attention_of_it_is_near_the_original(method: str, least: float, layout: str) -> None:
     given = tensors(layout=layout)
     made = portattn.quantize(*given, method, layout=layout)
-    out, lse = portattn.attention(**made.arguments(), causal=True, return_lse=True, layout=layout)
+    out, lse = portattn.attention(**made.arguments(causal=True, return_lse=True))
     exact, exact_lse = portattn.attention(
         *(t.float() for t in given), causal=True, return_lse=True, layout=layout
     )  # fmt: skip
@@ -204,3 +204,17 @@ def test_corrected_names_a_wrong_lse() -> None:
     made = portattn.quantize(*tensors(), "sage")
     with pytest.raises(ArgumentError, match=r"lse is \(2, 70\), but must be a tensor of shape \(2, 4, 70\)"):
         made.corrected(torch.zeros(2, 70))
+
+
+@pytest.mark.parametrize("method", ["e4m3", "sage"])
+def test_the_layout_is_an_argument(method: str) -> None:
+    """As many heads as rows: no shape tells the layouts apart."""
+    q, k, v = torch.randn(3, 2, 6, 6, 16, generator=torch.Generator().manual_seed(0)).half().unbind()
+    made = portattn.quantize(q, k, v, method, layout="bshd")
+    expected = portattn.attention(q, k, v, layout="bshd")
+    out = portattn.attention(**made.arguments()).to(expected.dtype)
+    assert (out - expected).abs().max() < 0.2
+    assert made.arguments(layout="bshd").keys() == made.arguments().keys()
+    with pytest.raises(portattn.ArgumentError, match="layout is 'bhsd'"):
+        made.arguments(layout="bhsd")
+    assert "layout" not in portattn.quantize(q, k, v, method).arguments()

@@ -102,6 +102,46 @@ def test_the_largest_sinks(device: Device, name: str, bias: bool, way: str) -> N
         assert bool((lse.abs() > 1e38).any())
 
 
+@pytest.mark.parametrize("way", ["exp2 -inf", "exp2 finite", "exp -inf", "reference"])
+@pytest.mark.parametrize(("name", "bias"), [*((name, False) for name in OPS), ("dense", True), ("decode", True)])
+def test_infinite_sinks(device: Device, name: str, bias: bool, way: str) -> None:
+    """+inf takes all the weight, -inf none: out is 0 and the LSE +inf, or as without a sink."""
+    for sinks in ((INF, -INF, 0.5, HIGHEST), (0.5, INF, -INF, INF)):
+        call = random_call(problem(name, sinks=True, bias=bias), 4, device=device.name, extremes=True)
+        call.sinks = torch.tensor(sinks[: call.problem.heads_q], device=device.name)
+        out, lse = results(device, call, way, 2 if name in SPLITTING else 1)
+        assert_each_right(call, out, lse)
+        first = call.sinks == INF
+        assert not out[:, first].any()
+        assert lse.isposinf().any()
+        assert not lse[:, ~first].isposinf().any()
+
+
+@pytest.mark.parametrize("backend", ["auto", "interpreter", "reference"])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_beside_infinite_sinks(device: Device, backend: str, with_lse: bool) -> None:
+    """Of a head whose sink is +inf, that of the LSE alone: each row's is the sink's."""
+    if device.name != "cpu" and backend == "interpreter":
+        backend = "triton"
+    made = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 3, n, 16, generator=made).to(device.name).requires_grad_() for n in (5, 9, 9)]
+    sinks = torch.tensor([INF, -INF, 0.5], device=device.name, requires_grad=True)
+    out, lse = portattn.attention(*tensors, sinks=sinks, causal=True, return_lse=True, backend=backend)
+    weight = torch.randn(out.shape, generator=made).to(device.name)
+    loss = (out * weight).sum() + (lse[:, 1:].sum() + 2.0 * lse[:, 0].sum() if with_lse else 0.0)
+    found = torch.autograd.grad(loss, [*tensors, sinks])
+    scores = tensors[0].double() @ tensors[1].double().mT * 0.25
+    hidden = torch.ones(5, 9, dtype=torch.bool, device=device.name).triu(5)
+    column = torch.tensor([1e4, -INF, 0.5], dtype=torch.float64, device=device.name, requires_grad=True)
+    scores = torch.cat([scores.masked_fill(hidden, -INF), column[None, :, None, None].expand(1, 3, 5, 1)], dim=3)
+    exact = torch.softmax(scores, dim=3)[..., :-1] @ tensors[2].double()
+    exact_lse = torch.logsumexp(scores, dim=3)
+    exact_loss = (exact * weight).sum()
+    exact_loss = exact_loss + (exact_lse[:, 1:].sum() + 2.0 * exact_lse[:, 0].sum() if with_lse else 0.0)
+    for ours, expected in zip(found, torch.autograd.grad(exact_loss, [*tensors, column]), strict=True):
+        torch.testing.assert_close(ours.double(), expected.double(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["sparse", "sparse paged"])
 def test_the_largest_weights_of_tokens(device: Device, name: str, way: str) -> None:

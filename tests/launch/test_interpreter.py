@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,4 +31,40 @@ print("right")
 @pytest.mark.interpreter
 def test_bfloat16_is_negated_as_triton_3_8_asks_for_it() -> None:
     ran = subprocess.run([sys.executable, "-c", NEGATES], capture_output=True, text=True, timeout=120, check=False)
-    assert ran.stdout == "right\n", ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr
+
+
+THREADS = """
+import threading, torch, portattn
+
+torch.set_num_threads(1)
+q, k = torch.randn(1, 2, 33, 16), torch.randn(1, 2, 70, 16)
+expected = portattn.attention(q, k, k, causal=True, backend="interpreter")
+found, together = [], threading.Barrier(6)
+
+def call():
+    together.wait()
+    for _ in range(3):
+        try:
+            found.append(portattn.attention(q, k, k, causal=True, backend="interpreter"))
+        except Exception as error:
+            found.append(error)
+
+threads = [threading.Thread(target=call) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+errors = [each for each in found if not isinstance(each, torch.Tensor)]
+assert not errors, errors[0]
+assert len(found) == 18 and all(torch.equal(each, expected) for each in found)
+print("right")
+"""
+
+
+@pytest.mark.interpreter
+def test_threads_interpret_one_after_the_other() -> None:
+    """Triton's interpreter replaces functions of triton.language while it runs."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr

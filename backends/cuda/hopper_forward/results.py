@@ -14,6 +14,7 @@ from portattn.backends.cuda.sizes import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
 _LN2: gl.constexpr = gl.constexpr(math.log(2))
+_LARGEST: gl.constexpr = gl.constexpr(3.4028234663852886e38)
 
 
 @gluon.jit
@@ -29,6 +30,7 @@ def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
         # One that base 2 cannot hold stays as it is: both numbers are beyond every score.
         score = sink * (1.0 / _LN2)
         score = gl.where(gl.abs(score) == float("inf"), sink, score)
+        score = gl.where(score == float("inf"), _LARGEST, score)  # inf - inf is NaN
         new_max = gl.maximum(row_max, score)
         factor = gl.where(row_max == -float("inf"), 0.0, gl.exp2(row_max - new_max))
         total = total * factor + gl.where(score == -float("inf"), 0.0, gl.exp2(score - new_max))

@@ -28,6 +28,7 @@ PATH = CpuSdpaPath()
 # Sparse attention, trees, and what changes a score by more than an addition, are the reference's.
 NOT_TAKEN = ("softcap", "alibi", "tree", "tree_causal_window")
 TAKEN = [(op, f) for op, f in CASES if not op.startswith("sparse") and f not in (*NOT_TAKEN, "all")]
+NAN, INF = float("nan"), float("inf")
 LEFT = [(op, f) for op, f in CASES if op.startswith("sparse") or f in NOT_TAKEN]
 
 
@@ -313,6 +314,16 @@ def test_a_sink_that_hides_beside_a_row_that_sees_nothing() -> None:
     torch.testing.assert_close(out, portattn.attention(q, k, k, causal=True, sinks=sinks, backend="reference"))
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if not op.startswith("sparse")])
+def test_infinite_sinks(op: str) -> None:
+    """+inf: 0, and an LSE of +inf; -inf: no sink."""
+    call = random_call(problem(op, "sinks"), seed=2, extremes=True)
+    call.sinks = torch.tensor([INF, -INF, 0.5, 3e38])
+    out, lse = run(call)
+    assert_right(call, out, lse)
+    assert torch.equal(lse.isposinf(), oracle(call)[1].isposinf())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_torchs_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 13, 16)
@@ -350,9 +361,6 @@ def test_training_in_threads_leaves_torchs_choice_of_kernels_alone() -> None:
     for thread in threads:
         thread.join()
     assert seen == {before}
-
-
-NAN, INF = float("nan"), float("inf")
 
 
 def plant(call: Call, generator: torch.Generator) -> None:
