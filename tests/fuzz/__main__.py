@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import msgspec
 @click.option(
     "--seconds", type=click.FloatRange(min=1), default=60, show_default=True, help="of work, start not counted"
 )
+@click.option("--cases", type=click.IntRange(min=1), help="values: end after so many cases, however long they take")
 @click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="each has its own seed")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the first process; the others count on")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -25,7 +27,7 @@ import msgspec
 @click.option("--turns", help="shapes: these turns (JSON, as a failure tells them), and the last one alone")
 @click.option("--json", "report_path", type=click.Path(path_type=Path), help="write the report there")
 def main(
-    mode: str, seconds: float, processes: int, seed: int, device: str, case: int | None, turns: str | None,
+    mode: str, seconds: float, cases: int | None, processes: int, seed: int, device: str, case: int | None, turns: str | None,
     report_path: Path | None,
 ) -> None:  # fmt: skip
     """Fuzz the public operations. Exit status 1: a case failed, or none ran; 130: interrupted, and none failed."""
@@ -44,10 +46,14 @@ def main(
             from .recorded import environment
 
             os.environ.update(environment(Path(folder)))  # for the processes, as they are started
+        if cases is not None and mode != "values":
+            raise click.UsageError("--cases goes with values")
         if turns is None:
             work = importlib.import_module(f"fuzz.{mode}").work
         else:
             work, processes = functools.partial(importlib.import_module("fuzz.shapes").again, text=turns), 1
+        if cases is not None:
+            work, seconds = functools.partial(work, most=-(-cases // processes)), math.inf
         report = running.run(mode, work, seed, device, seconds, processes)
     if report_path is not None:
         report_path.parent.mkdir(parents=True, exist_ok=True)

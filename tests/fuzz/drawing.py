@@ -11,14 +11,15 @@ from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE
 
 SOFTCAPS = (0.01, 0.7, 5.0, 60.0, 1000.0)
-SCALES = (None, None, None, 0.0, -0.0, 1.0, -0.3, 2.5)
+SCALES = (None, None, None, 0.0, -0.0, 1.0, -0.3, 2.5, 1e-45, -1e-40)
 STRIDES = ("plain", "plain", "spare", "transposed", "sliced", "expanded", "combined")
 # What lies where no query may look. "normal" leaves numbers that would change the result if they counted.
 FILLERS = ("nan", "inf", "-inf", "largest", "normal")
-# Finite extremes, and NaN in a bias where something else masks; each with the field that it needs.
+# Finite extremes, sinks that are infinite, NaN in a bias where something else masks, and NaN in what is attended; each
+# with the field that it needs.
 WILD = {
     "bias rows of finfo.min": "bias", "bias of 3e38": "bias", "bias NaN where masked": "bias", "sinks of 3e38": "sinks",
-    "log-weights of 3e38": "log_weights",
+    "log-weights of 3e38": "log_weights", "sinks of infinity": "sinks", "queries of NaN": "", "keys of NaN": "",
 }  # fmt: skip
 OPS = (
     "attention", "attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention",
@@ -71,15 +72,17 @@ def draw(seed: int, number: int, device: str) -> Case:
     fields = _problem(r, sizes)
     able = [name for name, field in WILD.items() if _takes(fields, field)]
     wild = r.choice(able) if able and r.random() < 0.35 else ""
-    if wild:
+    if WILD.get(wild):
         fields[WILD[wild]] = True
         fields["magicpig"] = False if WILD[wild] == "log_weights" else fields.get("magicpig", False)
     strides = r.choice(STRIDES)
+    if wild == "keys of NaN" and strides == "expanded":
+        strides = "plain"
     if strides == "combined" and (
         not fields.get("page_size") or fields["op"] == "mla_attention" or fields["head_dim"] != fields["head_dim_v"]
     ):
         strides = "plain"
-    backends = ("interpreter", "interpreter", "reference") if device == "cpu" else ("auto", "auto", "triton")
+    backends = ("interpreter", "interpreter", "reference", "auto") if device == "cpu" else ("auto", "auto", "triton")
     return Case(
         problem=Problem(**fields), seed=r.randrange(2**20), backend=r.choice(backends), strides=strides,
         extremes=r.random() < 0.4, scale=r.choice(SCALES), softcap=r.choice(SOFTCAPS), q=r.choice(FILLERS),
@@ -90,6 +93,8 @@ def draw(seed: int, number: int, device: str) -> Case:
 def _takes(fields: dict[str, Any], field: str) -> bool:
     """Whether the op has this feature."""
     packed = fields.get("total_q") is not None
+    if not field:  # numbers of other formats are wild already, and a latent row is a value too
+        return fields.get("kv_format", "as_q") == "as_q" and fields["op"] != "mla_attention"
     return {
         "bias": fields["op"] != "sparse_attention" and not packed,
         "log_weights": fields["op"] == "sparse_attention",

@@ -98,7 +98,15 @@ def _make_wild(call: Call, wild: str, generator: torch.Generator) -> None:
         return torch.where(some(*values.shape) & ~values.isneginf(), signs, values)
 
     p = call.problem
-    if wild == "sinks of 3e38":
+    if wild in ("queries of NaN", "keys of NaN"):
+        tensor = call.q if wild == "queries of NaN" else call.k
+        chosen = some(*tensor.shape[:3])
+        tensor[..., 0] = torch.where(chosen, float("nan"), tensor[..., 0])
+    elif wild == "sinks of infinity":
+        assert call.sinks is not None
+        infinite = torch.where(some(*call.sinks.shape), -math.inf, math.inf)
+        call.sinks = torch.where(some(*call.sinks.shape), infinite, call.sinks)
+    elif wild == "sinks of 3e38":
         assert call.sinks is not None
         call.sinks = extreme(call.sinks)
     elif wild == "log-weights of 3e38":

@@ -118,6 +118,17 @@ def test_infinite_sinks(device: Device, name: str, bias: bool, way: str) -> None
 
 
 @pytest.mark.parametrize("backend", ["auto", "interpreter", "reference"])
+@pytest.mark.parametrize("scale", [1e-45, -1e-45, 1e-40, -0.0])
+def test_a_scale_below_the_normal_numbers_counts_as_0(device: Device, backend: str, scale: float) -> None:
+    if device.name != "cpu" and backend == "interpreter":
+        backend = "triton"
+    q, k = torch.randn(1, 2, 3, 16, device=device.name), torch.randn(1, 2, 20, 16, device=device.name)
+    out, lse = portattn.attention(q, k, k, scale=scale, return_lse=True, backend=backend)
+    torch.testing.assert_close(out, k.mean(2, keepdim=True).expand_as(out), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, torch.full_like(lse, 20.0).log())
+
+
+@pytest.mark.parametrize("backend", ["auto", "interpreter", "reference"])
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_gradients_beside_infinite_sinks(device: Device, backend: str, with_lse: bool) -> None:
     """Of a head whose sink is +inf, that of the LSE alone: each row's is the sink's."""
