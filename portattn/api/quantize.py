@@ -63,8 +63,8 @@ class Quantized:
         """q, k, v, the scales and a layout of "bshd" by the names that attention and varlen_attention have for them,
         and `others` as given.
 
-        Raises ArgumentError where `others` has another layout, and where it has a softcap or sinks and the keys were smoothed: a softcap and a sink
-        see what smoothing took away, so that the results would be others.
+        Raises ArgumentError where `others` has another layout, and where it has a softcap or sinks and the keys were
+        smoothed: a softcap and a sink see what smoothing took away, so that the results would be others.
 
         >>> narrow = portattn.quantize(*torch.randn(3, 1, 2, 8, 16).half().unbind(), "sage", smooth_k=False)
         >>> portattn.attention(**narrow.arguments(softcap=20.0)).shape

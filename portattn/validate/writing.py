@@ -180,7 +180,8 @@ def _check_apart(op: str, names: Sequence[str], caches: Sequence[torch.Tensor]) 
     strides differ the first element alone is compared.
     """
     first, second = caches
-    if has_no_data(first) or has_no_data(second) or not first.numel() or not second.numel():
+    # A trace over sizes has no addresses.
+    if any(not isinstance(each, torch.Tensor) or has_no_data(each) or not each.numel() for each in caches):
         return
     if first.device != second.device or first.element_size() != second.element_size():
         return

@@ -27,8 +27,8 @@ import msgspec
 @click.option("--turns", help="shapes: these turns (JSON, as a failure tells them), and the last one alone")
 @click.option("--json", "report_path", type=click.Path(path_type=Path), help="write the report there")
 def main(
-    mode: str, seconds: float, cases: int | None, processes: int, seed: int, device: str, case: int | None, turns: str | None,
-    report_path: Path | None,
+    mode: str, seconds: float, cases: int | None, processes: int, seed: int, device: str, case: int | None,
+    turns: str | None, report_path: Path | None,
 ) -> None:  # fmt: skip
     """Fuzz the public operations. Exit status 1: a case failed, or none ran; 130: interrupted, and none failed."""
     import torch
