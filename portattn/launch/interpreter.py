@@ -9,7 +9,7 @@ from typing import Any
 _turn = threading.RLock()
 
 
-def interpreter_lock() -> threading.RLock:  # type: ignore[valid-type]
+def interpreter_lock() -> threading.RLock:
     """Return the lock that a thread holds while it interprets a kernel.
 
     Triton's interpreter replaces functions of `triton.language` for the time of a launch, and keeps the program's

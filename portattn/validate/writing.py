@@ -180,8 +180,9 @@ def _check_apart(op: str, names: Sequence[str], caches: Sequence[torch.Tensor]) 
     strides differ the first element alone is compared.
     """
     first, second = caches
-    # A trace over sizes has no addresses.
-    if any(not isinstance(each, torch.Tensor) or has_no_data(each) or not each.numel() for each in caches):
+    # Subclasses may have no address: a trace over sizes has none.
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if any(type(each) not in plain or has_no_data(each) or not each.numel() for each in caches):
         return
     if first.device != second.device or first.element_size() != second.element_size():
         return
