@@ -1,16 +1,25 @@
-"""Files of portattn's own: where they are, written whole or not at all, read under a limit, locked among processes."""
+"""Files: where portattn's own are, whose they are, written whole or not at all, read under a limit, locked.
+
+A file or a folder is trusted if its owner is this process's effective user or root, and no other user may write to it.
+A folder may be writable for others where it is sticky: there they can add files, and neither replace nor remove ours.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import functools
+import grp
 import os
+import pwd
 import re
 import secrets
 import shutil
 import stat
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,12 +31,26 @@ _OLD = "old"  # in a workshop: the folder that is being replaced, under its own 
 _LINKS = 40  # as Linux follows
 _TRIAL_BYTES = 1 << 16  # more than a file system keeps beside a file's name: a full disk does not take it
 _LEFT_OVER_SECONDS = 3600.0  # nothing of portattn's writes one file for so long
+LARGEST_GIVEN = 256 << 20  # bytes of a file that a user names: a matrix of 100,000 cells has some 100 MB
+_ROOM = 1 << 16  # bytes that are asked for beyond a file's size
+_KINDS: dict[int, str] = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class Untrusted(Exception):
+    """A file or folder that another user owns or can change. The text names its owner or its mode."""
 
 
 def cache_folder(given: str = "") -> Path:
     """portattn's cache folder: the given one, or else the platform's.
 
-    An account without a home folder has none; then it is a folder beside its temporary files, named by the user's id.
+    An account without a home folder has none; then it is a folder beside its temporary files, named by the user's id
+    (see `_temporary_cache`).
     """
     if given:
         return Path(given)
@@ -35,7 +58,100 @@ def cache_folder(given: str = "") -> Path:
         found = Path(platformdirs.user_cache_dir("portattn", appauthor=False))
         if found.is_absolute():
             return found
-    return Path(tempfile.gettempdir(), f"portattn-{os.geteuid()}")
+    return _temporary_cache(tempfile.gettempdir(), os.geteuid())
+
+
+@functools.lru_cache(maxsize=4)
+def _temporary_cache(parent: str, user: int) -> Path:
+    """Return the cache folder of a user without a home: `portattn-UID` in the folder of temporary files.
+
+    Any user can make a folder of that name first. This process then warns, and takes a new folder, which it removes
+    when it ends.
+    """
+    place = Path(parent, f"portattn-{user}")
+    try:
+        with trusted_folder(place, make=True):
+            return place
+    except OSError:
+        return place  # there is nothing to take over; whoever writes a file to it says why it cannot
+    except Untrusted as error:
+        text = (
+            f"portattn keeps nothing for later processes: {error}; set HOME, or PORTATTN_CACHE_DIR to your own folder"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    made, owner = tempfile.mkdtemp(prefix=f"{place.name}-", dir=parent), os.getpid()
+    # A forked process has the same exit functions, and its parent still needs the folder.
+    atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
+    return Path(made)
+
+
+def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bool = False) -> None:
+    """Raise Untrusted where another user owns a file or folder, or may write to it.
+
+    private_group  whether the group may write if it is the private group of this user or of root. Debian and RHEL make
+                   such a group for each user, and a umask of 0002: files that are made by the umask need this
+    """
+    mode = stat.S_IMODE(seen.st_mode)
+    if seen.st_uid not in (os.geteuid(), 0):
+        raise Untrusted(
+            f"the {kind} {name} belongs to user {seen.st_uid} (mode {mode:04o}), "
+            f"and this process is user {os.geteuid()}'s"
+        )
+    if stat.S_ISLNK(seen.st_mode) or (kind == "folder" and mode & stat.S_ISVTX):
+        return
+    others = mode & 0o022
+    if others == 0o020 and private_group and _is_private(seen.st_gid):
+        return
+    if others:
+        raise Untrusted(f"the {kind} {name} may be written by others (mode {mode:04o})")
+
+
+@functools.lru_cache(maxsize=16)
+def _is_private(group: int) -> bool:
+    """Return whether a group has this user or root as its only member, by the names of both."""
+    for user in (os.geteuid(), 0):
+        with contextlib.suppress(KeyError):  # in containers many users have no name
+            owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+            if (owner.pw_gid, owner.pw_name) == (group, found.gr_name) and not {*found.gr_mem} - {owner.pw_name}:
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def trusted_folder(path: Path, make: bool = False) -> Iterator[int]:
+    """Yield the descriptor of a folder that is trusted. Raises Untrusted and OSError.
+
+    make  make it where it is not there, and take the right to write to it from others where it is ours: earlier
+          releases left that to the user's umask. What others wrote there before fails its own check
+    """
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o755)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        raise Untrusted(f"{path} is no folder, or a symbolic link") from None
+    try:
+        seen = os.fstat(handle)
+        if make and seen.st_uid == os.geteuid() and seen.st_mode & 0o022 and not seen.st_mode & stat.S_ISVTX:
+            os.fchmod(handle, stat.S_IMODE(seen.st_mode) & ~0o022)
+            seen = os.fstat(handle)
+        check_owner(seen, str(path), "folder")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def check_tree(folder: Path) -> None:
+    """Check a folder and all in it, links not followed. Raises Untrusted, and OSError where a folder cannot be read."""
+    check_owner(os.lstat(folder), str(folder), "folder", private_group=True)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                check_tree(Path(entry.path))
+            else:
+                check_owner(entry.stat(follow_symlinks=False), entry.path, "file", private_group=True)
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666, parents: bool = False) -> None:
@@ -114,24 +230,34 @@ def _place(path: Path) -> Path | int:
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
-def read_limited(path: Path, most: int) -> bytes:
-    """A regular file's bytes. Raises OSError when it is anything else (a pipe is not waited for) or longer."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def read_limited(path: Path, most: int, *, owned: bool = False) -> bytes:
+    """Return a regular file's bytes.
+
+    owned  check the file's owner and mode first, those of the file that is read
+
+    Raises OSError for anything else (a device, a pipe, which is not waited for) and for a longer file, and Untrusted.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
+        if owned:
+            check_owner(os.fstat(handle), str(path), "file", private_group=True)
         return read_open(file.fileno(), path, most)
 
 
 def read_open(handle: int, path: Path, most: int) -> bytes:
-    """All bytes of an open descriptor, from its beginning. Raises OSError as `read_limited`."""
+    """Return all bytes of an open descriptor, from its beginning. Raises OSError as `read_limited`."""
     seen = os.fstat(handle)
     if not stat.S_ISREG(seen.st_mode):
-        raise OSError(f"{path} is no regular file")
-    if seen.st_size > most:
-        raise OSError(f"{path} has {seen.st_size} bytes, and at most {most} are read")
-    parts, place = [], 0
-    while place < most and (part := os.pread(handle, most - place, place)):
+        kind = _KINDS.get(stat.S_IFMT(seen.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, and only regular files are read", str(path))
+    parts, place, size = [], 0, seen.st_size
+    # Files that grow, and those of /proc, have more bytes than they say.
+    while size <= most and (part := os.pread(handle, min(most + 1, size + _ROOM) - place, place)):
         parts.append(part)
         place += len(part)
+        size = max(size, place)
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most} are read", str(path))
     return b"".join(parts)
 
 

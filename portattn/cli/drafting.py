@@ -12,6 +12,7 @@ from portattn.cli.errors import RED
 from portattn.cli.named import quirk_of
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural, status
 from portattn.errors import ArgumentError
+from portattn.files import read_limited
 from portattn.schema import quirk_names
 from portattn.tools import shell_values
 from portattn.tools.number_ranges import SECONDS
@@ -220,12 +221,7 @@ def _read(path: Path) -> str:
     from portattn.tools.quirks.lifecycle.normalise import decoded
 
     try:
-        size = path.stat().st_size
-        if size > LARGEST_LOG:
-            raise ArgumentError(
-                "quirks new", "--from-log", str(path), f"must be at most {LARGEST_LOG} bytes, and has {size}"
-            )
-        return decoded(path.read_bytes())
+        return decoded(read_limited(path, LARGEST_LOG))
     except OSError as error:
         raise ArgumentError("quirks new", "--from-log", str(path), f"cannot be read: {error.strerror}") from None
 

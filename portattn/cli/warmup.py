@@ -62,8 +62,10 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
 def _read(path: Path) -> list[Any]:
     import msgspec
 
+    from portattn.tools import run_log
+
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+        return msgspec.json.decode(run_log.read(path), type=list[dict[str, Any]])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(path, None, f"must be a list of calls: {error}") from None
 

@@ -3,7 +3,8 @@
     {"format": 2, "kind": "record", "key": "…", "sha256": "…", "body": {…}}
 
 The checksum is of kind, key and the body's bytes as they stand in the file. It finds what disks, half writes and people
-do to files; it is no signature, and nothing that is read this way is run as code (launch/native.py has its own check).
+do to files; it is no signature. So a file counts only if its owner and mode are trusted (portattn/files.py): anybody
+can seal a record by which no kernel runs, or one by which a kernel with wrong results does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from portattn.files import read_limited
+from portattn.errors import warn_caller
+from portattn.files import Untrusted, read_limited
 
 T = TypeVar("T")
 FORMAT = 2  # before there was no envelope
@@ -53,10 +55,24 @@ def unseal(data: bytes, kind: str, key: str, of: type[T]) -> T | None:
         return None
 
 
+_distrusted: set[Path] = set()  # folders that were warned about
+
+
 def read(path: Path, kind: str, key: str, of: type[T]) -> T | None:
-    """What a file holds for a key; None where there is none, or it cannot be read, or is another key's."""
+    """Return what a file holds for a key; None if there is none, if it cannot be read, or if it is another key's.
+
+    A file that another user owns or can change counts as absent, with one warning for each folder.
+    """
     try:
-        data = read_limited(path, MOST)
+        data = read_limited(path, MOST, owned=True)
+    except Untrusted as error:
+        if path.parent not in _distrusted:
+            _distrusted.add(path.parent)
+            warn_caller(
+                f"{error}: it and all like it in that folder count as absent. To have them counted, make them "
+                "yours (chown, chmod go-w); or set PORTATTN_CACHE_DIR to your own folder"
+            )
+        return None
     except (OSError, ValueError):  # ValueError: a key that can be no file's name
         return None
     return unseal(data, kind, key, of)

@@ -19,10 +19,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from portattn.files import cache_folder, locked, read_limited, sweep, workshop
+from portattn.files import Untrusted, cache_folder, locked, read_limited, sweep, trusted_folder, workshop
 from portattn.launch import building, trusted
 from portattn.launch.building import BuildFailed
-from portattn.launch.trusted import Untrusted
 
 SOURCE = Path(__file__).with_name("native.c")
 NAME = "portattn_native"  # what native.c initialises
@@ -92,7 +91,7 @@ def _load_or_compile(place: Path) -> Any:
     found = _cached(place)
     if found is not None:
         return found
-    with trusted.making(place.parent):  # the lock's file, too, is put where nobody else can put one
+    with trusted_folder(place.parent, make=True):  # the lock's file, too, is put where nobody else can put one
         sweep(place.parent)
         with locked(place.with_name(f".{place.name}.lock"), SECONDS + TRIAL_SECONDS):
             # Another process may have made it while this one waited.

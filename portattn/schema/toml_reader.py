@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from portattn.errors import DataError
+from portattn.files import LARGEST_GIVEN, read_limited
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,11 +29,12 @@ def files(folder: Path, pattern: str = "*.toml") -> list[Path]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
-    """Parse a TOML file into a dict, beside its text. Raises DataError with the line of a syntax error."""
+    """Parse a TOML file into a dict, beside its text. Raises DataError with the line of a syntax error, and OSError."""
+    data = read_limited(path, LARGEST_GIVEN)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = data.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        line = data[: error.start].count(b"\n") + 1
         raise DataError(path, line, f"not UTF-8: {error.reason}") from None
     return parse(text, path), text
 

@@ -18,6 +18,7 @@ import filelock
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
+from portattn.files import LARGEST_GIVEN, read_limited
 
 _SUM = re.compile(rb',"sum":"([0-9a-f]{16})"}$')
 # What msgspec raises for bytes that are no record.
@@ -85,6 +86,14 @@ class RunLog:
             raise DataError(self.path, None, f"cannot be written: {error.strerror}; what is in it stays") from None
         if written != len(line):
             raise DataError(self.path, None, "the disk took only part of a line; free space and --resume")
+
+
+def read(path: Path) -> bytes:
+    """Return the bytes of a file that a user names. Raises DataError for a device, a pipe and a file that is too large."""
+    try:
+        return read_limited(path, LARGEST_GIVEN)
+    except OSError as error:
+        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
 
 
 def encoded(record: msgspec.Struct) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from store_children import FORK, NOBODY, SECONDS, become_nobody, forked
 
+from portattn.files import Untrusted
 from portattn.launch import native, trusted
 from portattn.launch.building import BuildFailed
 
@@ -97,7 +98,7 @@ def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
             2: library + chance.randbytes(8),
         }[kind]
         place.write_bytes(changed)
-        with pytest.raises(trusted.Untrusted, match="not whole"):
+        with pytest.raises(Untrusted, match="not whole"):
             trusted.opened(place)
     place.write_bytes(library)
     os.close(trusted.opened(place))
@@ -121,7 +122,7 @@ def test_another_users_folder_is_not_used(place: Path) -> None:
     os.chown(place.parent, NOBODY, NOBODY)
     loaded, why = forked(_loaded_again, place.parents[1])
     assert not loaded
-    assert why == f"the folder {place.parent} belongs to user {NOBODY}, and this process is user 0's"
+    assert why == f"the folder {place.parent} belongs to user {NOBODY} (mode 0755), and this process is user 0's"
 
 
 @needs_root

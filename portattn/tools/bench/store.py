@@ -8,6 +8,7 @@ import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
+from portattn.tools import run_log
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.results import SCHEMA, Result, Row, Run
 from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
@@ -72,10 +73,7 @@ def read(path: Path, resumed: bool = False) -> Result:
     """
     if path.is_dir():
         path = path / ROWS if (path / ROWS).exists() else path / "bench.json"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    data = run_log.read(path)
     if path.suffix != ".jsonl":
         return _document(path, data)
     result = Result(runs=[], rows=[])

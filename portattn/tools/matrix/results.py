@@ -13,6 +13,7 @@ import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_named
+from portattn.tools import run_log
 from portattn.tools.matrix.cells import SCHEMA, Cell, Run
 from portattn.tools.matrix.identity import Identity
 from portattn.tools.matrix.snapshot import WORSE
@@ -109,10 +110,7 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
     Raises DataError (file, line) on another schema version, on a line that breaks the schema or that no run writes, and
     when the file or its first line is missing.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    data = run_log.read(path)
     run: Run | None = None
     listed: frozenset[str] = frozenset()
     cells: dict[str, Cell] = {}

@@ -20,6 +20,7 @@ from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import toml_reader
 from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import SPLIT_THRESHOLD, Tuning
+from portattn.tools import run_log
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.records import Origin, Outcome
 
@@ -235,6 +236,6 @@ def _inline(settings: dict[str, Any]) -> Any:
 def read_base(path: Path) -> str:
     """The text of a tuning file that classes are to be merged into. Raises DataError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return run_log.read(path).decode()
+    except UnicodeDecodeError as error:
         raise DataError(path, None, f"cannot be read: {error}") from None

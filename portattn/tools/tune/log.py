@@ -13,7 +13,7 @@ import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
-from portattn.tools import legend
+from portattn.tools import legend, run_log
 from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
 from portattn.tools.tune.records import QUIET, SCHEMA, Candidate, Code, Origin, Outcome, Record, Stopped, Trying
 
@@ -82,10 +82,7 @@ def read(path: Path, resumed: bool = False) -> list[Record]:
 
     Raises DataError (file, line) on another schema or a broken line, and when the file or its first line is missing.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    data = run_log.read(path)
     records: list[Record] = []
     for number, line in lines(path, data, resumed):
         try:

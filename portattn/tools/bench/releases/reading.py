@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from portattn.errors import DataError
+from portattn.tools import run_log
 from portattn.tools.bench.releases.compared import SCHEMA, Comparison
 from portattn.tools.run_log import UNREADABLE
 
@@ -29,7 +30,7 @@ class _Versioned(msgspec.Struct):
 
 def place(path: Path) -> Path | None:
     """The comparison that a path names: the releases.json of a folder, or the file itself. None where it is no such
-    file, or cannot be read to tell: a pipe gives its bytes once."""
+    file, or cannot be read to tell."""
     if path.is_dir():
         return path / NAME if (path / NAME).exists() else None
     if path.name.endswith(NAME):
@@ -37,8 +38,8 @@ def place(path: Path) -> Path | None:
     if path.suffix == ".jsonl" or not path.is_file():
         return None
     try:
-        kind = msgspec.json.decode(path.read_bytes(), type=_Kind)
-    except (OSError, *UNREADABLE):  # whoever reads it as a run's results says so
+        kind = msgspec.json.decode(run_log.read(path), type=_Kind)
+    except (DataError, *UNREADABLE):  # whoever reads it as a run's results says so
         return None
     return path if kind.releases is not msgspec.UNSET and kind.runs is msgspec.UNSET else None
 
@@ -48,10 +49,7 @@ def read(path: Path) -> Comparison:
 
     Raises DataError (file) when it is none, or of another schema version.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    data = run_log.read(path)
     try:
         version = msgspec.json.decode(data, type=_Versioned).schema
         if version != SCHEMA:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from portattn.files import read_limited
+
 LARGEST = 4 * 2**20  # bytes of a file that is saved beside a draft
 # A module that MLIR printed: aliases, the module, and what a reproducer says about its passes.
 _MODULE = re.compile(
@@ -71,11 +73,9 @@ def _module(text: str, origin: str) -> Excerpt:
 
 
 def _read(path: Path) -> str:
-    """A file that a log names; empty where it is not here any more, or too large to keep."""
+    """Return a file that a log names; empty if it is not here any more, is no regular file, or is too large to keep."""
     try:
-        if path.stat().st_size > LARGEST:
-            return ""
-        return path.read_text(encoding="utf-8")
+        return read_limited(path, LARGEST).decode()
     except (OSError, UnicodeDecodeError):
         return ""
 

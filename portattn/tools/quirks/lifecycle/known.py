@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
+from portattn.errors import DataError
 from portattn.planning.registry import Registry
-from portattn.schema import conditions
+from portattn.schema import conditions, toml_reader
 from portattn.schema.quirk import Quirk, launch_holds
 from portattn.schema.target import Arch, Target
-from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks.lifecycle.facts import Facts
 from portattn.tools.quirks.lifecycle.recognise import UNKNOWN
 
@@ -244,8 +244,8 @@ def drafted(facts: Facts, out: Path) -> list[Known]:
 def _read(path: Path) -> dict[str, Any]:
     """A draft's tables; none of a file that cannot be read, or is being written by hand and is no TOML now."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return toml_reader.read(path)[0]
+    except (OSError, DataError):
         return {}
 
 
