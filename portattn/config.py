@@ -33,7 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     isolate      whether a first compile runs in a child process: `auto` does so for what nobody has verified
     canary       whether a kernel family must first have given right numbers here: `auto` asks for that on chips and
                  toolchains where nobody has run the tests
-    cache_dir    where records and incidents are kept; empty for the platform's cache directory
+    cache_dir    where records and incidents are kept; empty for the platform's cache directory. `~` is the home folder;
+                 a relative path is read against the working folder of the moment
     validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
                  the transformers adapter still reads a mask of several queries back, once a forward
     monitor      whether a call that compiles a kernel warns: `auto` once `warmup` or `monitor` was called
@@ -83,6 +84,20 @@ def _check(name: str, value: Any, origin: str) -> None:
         raise SettingError(f"{origin} is {value!r}, but must be a positive number of seconds")
     if name not in _VOCABULARY and name != "compile_seconds" and not isinstance(value, str):
         raise SettingError(f"{origin} is {value!r}, but must be a string")
+    if name == "cache_dir" and any(character < " " or character == "\x7f" for character in value):
+        raise SettingError(f"{origin} is {value!r}, but must be a folder's path without control characters")
+
+
+def _absolute(path: str, origin: str) -> str:
+    """Return a cache folder's path as it counts from now on, whatever the working folder is then; empty stays empty.
+
+    `~` is the home folder, as in a shell: where no shell reads the value (a Dockerfile, a unit file), it would be a
+    folder of that name.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise SettingError(f"{origin} is {path!r}, but must be a folder's path: that home folder is not known")
+    return os.path.abspath(expanded) if expanded else ""
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
@@ -98,6 +113,8 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
             continue
         _check(name, environ[variable], f"environment variable {variable}")
         values[name] = environ[variable]
+        if name == "cache_dir":
+            values[name] = _absolute(environ[variable], f"environment variable {variable}")
     return Settings(**values)
 
 
@@ -150,6 +167,8 @@ def settings(**changes: Any) -> Iterator[Settings]:
         if name not in known:
             raise SettingError(f"unknown setting {name!r}; known: {', '.join(known)}")
         _check(name, value, f"setting {name}")
+    if "cache_dir" in changes:
+        changes["cache_dir"] = _absolute(changes["cache_dir"], "setting cache_dir")
     chosen = msgspec.structs.replace(current(), **changes)
     token = BLOCK.set(chosen)
     try:

@@ -37,7 +37,15 @@ def install(package: str) -> None:
 
     Before every other finder: a Python that is started in a tree's root imports that tree, all of it, whatever is
     installed, and an editable install's finder knows the folders of the tree that it was made from.
+
+    Raises ImportError where the package's folder is none of the file system's, as in a zip archive.
     """
+    if not os.path.isdir(package):
+        raise ImportError(
+            f"portattn cannot be imported from an archive ({package}): compilers read its kernels from files, "
+            "and plans read data files; unpack it, or install it with pip",
+            name="portattn",
+        )
     if is_tree(package):
         sys.meta_path.insert(0, _Beside(os.path.dirname(package)))
 

@@ -89,7 +89,7 @@ class RunLog:
 
 
 def read(path: Path) -> bytes:
-    """Return the bytes of a file that a user names. Raises DataError for a device, a pipe and a file that is too large."""
+    """Return a named file's bytes. Raises DataError, also for a device, for a pipe and for a file that is too large."""
     try:
         return read_limited(path, LARGEST_GIVEN)
     except OSError as error:

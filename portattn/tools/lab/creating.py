@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import uuid
@@ -89,6 +90,7 @@ def _make(found: State, chosen: Python | None, say: Say, commands: Commands) -> 
         say("trying it")
         versions = _tried(name, making)
         _write_marker(making, name, with_python.version, versions)
+        _take_from_others(making)
         if found.broken:
             say(f"replacing the broken one ({found.broken})")
             folders.discard(final)
@@ -167,6 +169,15 @@ def _trim(making: Path) -> None:
     for path in (making / "bin").iterdir():
         if not path.name.startswith("python"):
             path.unlink()
+
+
+def _take_from_others(folder: Path) -> None:
+    """Take the right to write from group and others, which the umask may give them: they could change what runs."""
+    for place, folders_in, files in os.walk(folder):
+        for path in (place, *(os.path.join(place, name) for name in (*folders_in, *files))):
+            mode = os.lstat(path).st_mode
+            if mode & 0o022 and not stat.S_ISLNK(mode):
+                os.chmod(path, stat.S_IMODE(mode) & ~0o022)
 
 
 def _tried(name: str, making: Path) -> dict[str, str]:

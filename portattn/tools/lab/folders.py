@@ -17,7 +17,7 @@ import msgspec
 
 from portattn.config import current
 from portattn.errors import ArgumentError, PortattnError, SettingError
-from portattn.files import cache_folder
+from portattn.files import Untrusted, cache_folder, check_owner, check_tree, trusted_folder
 from portattn.schema import compilers
 from portattn.schema.compilers import TRITON, Compiler, Recipe
 from portattn.schema.toolchain import Toolchain
@@ -150,12 +150,19 @@ def folder_of(toolchain: str) -> Path:
 
 
 def state(toolchain: str) -> State:
-    """What there is of a canonical toolchain. Reads a few files and starts nothing."""
+    """Return a canonical toolchain's state. Reads the owners of all files and starts nothing.
+
+    An environment that another user owns or can change counts as broken: its Python must not run.
+    """
     folder = folder_of(toolchain)
     if not folder.exists():
         return State(toolchain=toolchain)
     try:
+        check_owner(os.stat(folder.parent), str(folder.parent), "folder", private_group=True)
+        check_tree(folder.resolve())  # all of it is code, for a process that may be root's
         marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+    except Untrusted as error:
+        return State(toolchain=toolchain, broken=f"not to be run: {error}")
     except FileNotFoundError:
         return State(toolchain=toolchain, broken=f"{MARKER} is missing")
     except OSError as error:
@@ -276,8 +283,10 @@ def lock(name: str, seconds: float) -> Iterator[None]:
     """Hold a toolchain's lock among processes and threads. Raises LabError after `seconds`, or where none can be."""
     held = filelock.FileLock(root() / f"{folder_of(name).name}.lock", thread_local=False)
     try:
-        root().mkdir(parents=True, exist_ok=True)
-        held.acquire(timeout=seconds)
+        with trusted_folder(root().resolve(), make=True):
+            held.acquire(timeout=seconds)
+    except Untrusted as error:
+        raise LabError(f"{error}; PORTATTN_CACHE_DIR names another folder") from None
     except filelock.Timeout:
         raise LabError(f"{name}: another process is making or removing it now") from None
     except OSError as error:
