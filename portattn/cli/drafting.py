@@ -132,6 +132,8 @@ def _show_failure(made: Any, number: int, of: int) -> None:
     click.echo(f"{made.failure['symptom']} at stage {made.failure['stage']}: {made.failure['cause']}")
     if made.cut:
         click.secho("the log ends inside these words: what is missing of them is not in the signature", fg="yellow")
+    for text in made.left_out:
+        click.secho(f"left out: {text}", fg="yellow")
     if made.files:
         _show_draft(made)
     elif made.failure["not_a_bug"]:
@@ -168,11 +170,14 @@ def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, wr
     from portattn.planning.registry import Registry
     from portattn.tools import lab
     from portattn.tools.quirks.lifecycle import reduce as reducing
+    from portattn.tools.quirks.lifecycle.specialised import permitted_env
 
     if most <= 0:
         raise ArgumentError("quirks reduce", "--most", most, "must be more than 0")
     registry = Registry.load()
     subject, incident = _subject(subject_id, registry, toolchain)
+    for text in permitted_env(incident.environment_set, registry)[1] if incident else ():
+        click.secho(f"left out: {text}", fg="yellow", err=True)
     with status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:
 
         def step(tried: Tried, compiles: int) -> None:

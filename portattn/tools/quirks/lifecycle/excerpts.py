@@ -87,6 +87,8 @@ def request_in(log: str) -> dict[str, Any] | None:
             found, _ = json.JSONDecoder().raw_decode(log, match.start())
         except ValueError:
             continue  # cut short, or quoted in a way that changed it
-        if isinstance(found, dict) and {"signature", "target"} <= found.keys():
+        if not isinstance(found, dict) or "target" not in found:
+            continue
+        if isinstance(found.get("signature"), dict) and isinstance(found.get("env", {}), dict):
             return found
     return None

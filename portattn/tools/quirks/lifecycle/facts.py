@@ -20,7 +20,12 @@ from portattn.tools.quirks.lifecycle.excerpts import Excerpt, excerpts, request_
 from portattn.tools.quirks.lifecycle.normalise import Log, normalise
 from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, recognise, stage_of
 from portattn.tools.quirks.lifecycle.signature import generalise
-from portattn.tools.quirks.lifecycle.specialised import Specialised, of_incident
+from portattn.tools.quirks.lifecycle.specialised import (
+    Specialised,
+    of_incident,
+    permitted_env,
+    permitted_signature,
+)
 from portattn.tools.quirks.lifecycle.split import Found, split
 from portattn.tools.quirks.lifecycle.surroundings import surroundings
 
@@ -37,6 +42,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     streams    ranks or processes whose lines of a log tell of it; times: how often it stands there
     cut        the log ends inside its cause
     signature  what the compiler saw (launch.Signature as plain data); None where it is not known
+    left_out   what a log or an incident says and a compile here does not take, and why (specialised.py)
     alike      other incidents with the same cause, compiler and kernels
     """
 
@@ -60,6 +66,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     signature: dict[str, Any] | None = None
     specialised: Specialised | None = None
     env: dict[str, str] = {}
+    left_out: tuple[str, ...] = ()
     command: str = ""
     alike: tuple[str, ...] = ()
 
@@ -128,7 +135,9 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
     arch = named["arch"] or (around.arch.value if around.arch and same else "")
     told = {"backend": around.backend, "arch": around.arch, **around.versions}
     told["function"] = None if named["function"] else around.function
-    request = request_in(found.text)
+    request = request_in(found.text) or {}
+    env, left_out = permitted_env(request.get("env", {}), registry)
+    signature, more = permitted_signature(request.get("signature"), registry)
     components = {n: t.value for n, t in around.versions.items() if not compilers.is_compiler(n)}
     function = around.function.value if around.function else ""
     return Facts(
@@ -149,8 +158,9 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
         kernels=named["kernels"] or around.kernels,
         told={name: value.words for name, value in told.items() if value is not None},
         texts=tuple(_distinct(excerpts(found.text))),
-        signature=request["signature"] if request else None,
-        env=request.get("env", {}) if request else {},
+        signature=signature,
+        env=env,
+        left_out=(*left_out, *more),
     )
 
 
@@ -202,7 +212,9 @@ def from_incident(incident: Incident, others: Iterable[Incident], registry: Regi
     """What an incident knows. `others` with the same cause, compiler and kernel widen the draft to their chips."""
     failure = failure_of(incident)
     backend, _, arch = incident.target.partition(":")
-    what = of_incident(incident)
+    what = of_incident(incident, registry)
+    env, left_out = permitted_env(incident.environment_set, registry)
+    signature, more = permitted_signature(incident.specialisation, registry)
     alike = [
         other
         for other in others
@@ -212,7 +224,7 @@ def from_incident(incident: Incident, others: Iterable[Incident], registry: Regi
         and other.symptom == incident.symptom
         and (not failure.signature or re.search(failure.signature, text_of(other)))
     ]
-    kernels = [of.kernel if (of := of_incident(i)) else "" for i in (incident, *alike)]
+    kernels = [of.kernel if (of := of_incident(i, registry)) else "" for i in (incident, *alike)]
     if not any(kernels):
         kernels = [kernel.name for kernel in CORES.values() if incident.kernel in kernel.functions]
     arches = dict.fromkeys([arch, *(other.target.partition(":")[2] for other in alike)])
@@ -229,9 +241,10 @@ def from_incident(incident: Incident, others: Iterable[Incident], registry: Regi
         function=incident.kernel,
         kernels=tuple(dict.fromkeys(name for name in kernels if name)),
         texts=tuple(_distinct(excerpts(incident.log))),
-        signature=incident.specialisation,
+        signature=signature,
         specialised=what,
-        env=incident.environment_set,
+        env=env,
+        left_out=(*left_out, *more),
         command=incident.command,
         alike=tuple(other.id for other in alike),
     )

@@ -48,6 +48,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     known  entries that it is, or looks like
     files  paths that were written, the entry last; empty where the failure is known, or is no compiler's
     open   (line of the entry, text) of what is to be filled in
+    left_out  what the log or incident says and the program has not: variables, options or a kernel
     """
 
     id: str
@@ -61,6 +62,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     open: tuple[tuple[int, str], ...] = ()
     reproduced: bool | None = None
     replay: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def make(
@@ -87,7 +89,7 @@ def make(
         raise ArgumentError(OP, "--words", words, "must be lower-case words with dashes, as in four-stages")
     told = {
         "title": entry.title_of(facts), "failure": msgspec.to_builtins(facts.failure), "streams": facts.streams,
-        "times": facts.times, "cut": facts.cut,
+        "times": facts.times, "cut": facts.cut, "left_out": facts.left_out,
     }  # fmt: skip
     if facts.failure.not_a_bug:
         return Draft(id="", **told)

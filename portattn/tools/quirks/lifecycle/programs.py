@@ -6,6 +6,7 @@ takes (TTIR, PTX); and, where there is neither, a skeleton that says what is mis
 
 from __future__ import annotations
 
+import json
 import pprint
 import re
 import textwrap
@@ -35,7 +36,7 @@ import triton.language as tl
 
 from portattn.worker.probe import Bench, {names}
 
-TARGET = "{target}"
+TARGET = {target}
 {data}
 
 @triton.jit
@@ -154,7 +155,7 @@ def program(facts: Facts, name: str, title: str, target: Target | None) -> str:
     text = _HEAD.format(
         title=_plain(title), about=_plain(about(facts)), name=name, cause=_plain(f"fails: {facts.failure.cause[:100]}"),
         imports="".join(f"\n{line}" for line in imports) + ("\n" if imports else ""), names=", ".join(names),
-        target=where, data="\n".join(data) + "\n", body=body,
+        target=json.dumps(where), data="\n".join(data) + "\n", body=body,
     )  # fmt: skip
     if form == "ptx":
         text = text.replace(

@@ -111,7 +111,7 @@ def of_quirk(quirk: Quirk, registry: Registry, toolchain: str | None) -> Subject
 
 def subject_of_incident(incident: Incident, registry: Registry, toolchain: str | None) -> Subject:
     """Raises ArgumentError on an incident that does not say what was compiled."""
-    what = of_incident(incident)
+    what = of_incident(incident, registry)
     if what is None:
         raise ArgumentError(OP, "ID", incident.id, "must be an incident that holds its problem: this one has none")
     failure = failure_of(incident)

@@ -1,14 +1,20 @@
-"""Specialised: one specialisation of our own kernels, as it failed; and compiling it again in a worker."""
+"""Specialised: one specialisation of our own kernels, as it failed; and compiling it again in a worker.
+
+Logs and incidents come from other people. Of what they say a compile here takes only what chooses among compilations:
+`permitted_env` and `permitted_signature` leave out what would import, read or execute what a log names.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from portattn.compile.ensure import compile_in, over_limit
-from portattn.launch import KernelCall, kernel_calls, meta_call
+from portattn.launch import KernelCall, Signature, kernel_calls, meta_call
+from portattn.planning import compiler_options
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
 from portattn.schema.lowering import Launch, Lowering
@@ -17,6 +23,73 @@ from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.worker.client import Reply, Worker
+
+# Triton's variables that switch something on or off. None names a file, a folder or a program.
+SWITCHES = (
+    "AMDGCN_ANALYZE_SMALL_TENSOR_RANGE", "AMDGCN_SCALARIZE_PACKED_FOPS", "AMDGCN_USE_BUFFER_ATOMICS",
+    "AMDGCN_USE_BUFFER_OPS", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "TRITON_ALLOW_NON_CONSTEXPR_GLOBALS",
+    "TRITON_ALWAYS_COMPILE", "TRITON_DEBUG", "TRITON_DEFAULT_FP_FUSION", "TRITON_DISABLE_LINE_INFO",
+    "TRITON_ENABLE_ASAN", "TRITON_HIP_USE_ASYNC_COPY", "TRITON_HIP_USE_BLOCK_PINGPONG",
+    "TRITON_HIP_USE_IN_THREAD_TRANSPOSE",
+)  # fmt: skip
+_SWITCH = re.compile(r"0|1|y|n|on|off|yes|no|true|false", re.IGNORECASE)
+_KERNELS = ("portattn.kernels.", "portattn.backends.")
+# Triton evaluates the layout of a descriptor's type as Python: no text with calls in it gets there.
+_TYPE = re.compile(
+    r"\*{0,2}k?[a-z]\w*"
+    r"|tensordesc<[a-z]\w*\[[\d, ]+\](, ?(NVMMA|Padded|Swizzled)SharedLayout\([\w=, \[\]-]*\))?>"
+)
+
+
+def permitted_env(env: Mapping[str, Any], registry: Registry) -> tuple[dict[str, str], list[str]]:
+    """Split variables that a log or an incident sets: those that a compile here may see, and a line on each other one.
+
+    Permitted are SWITCHES with a switch's value, and exactly what the effect of a quirk sets.
+    """
+    effects = [quirk.effect.env or {} for quirk in (*registry.quirks.values(), *registry.retired.values())]
+    kept, left_out = {}, []
+    for name, value in env.items():
+        switch = name in SWITCHES and isinstance(value, str) and _SWITCH.fullmatch(value)
+        if switch or any(name in effect and effect[name] == value for effect in effects):
+            kept[name] = value
+        else:
+            why = "no switch of the compiler's, and no quirk sets it so; to have it set, add it to ENV of the program"
+            left_out.append(f"variable {name}={value!r}: {why}")
+    return kept, left_out
+
+
+def permitted_signature(given: Mapping[str, Any] | None, registry: Registry) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the signature that a log quotes as a compile here takes it, and a line on each part that is left out.
+
+    The signature is None if it is no Signature, or if its kernel is neither portattn's nor an installed backend's: to
+    import a module is to run it. Compiler options that no backend declares are left out, since some name files.
+    """
+    if given is None:
+        return None, []
+    known = {name: given[name] for name in Signature.__struct_fields__ if name in given}
+    try:
+        signature = msgspec.convert({"small": (), **known}, Signature)
+    except msgspec.ValidationError as error:
+        return None, [f"the quoted request: it is none of this release's ({error})"]
+    kernel = f"{signature.module}:{signature.function}"
+    brought = {type(backend).__module__.partition(".")[0] for backend in registry.backends.values()} - {"portattn"}
+    parts = [*signature.module.split("."), signature.function]
+    ours = signature.module.startswith(_KERNELS) or parts[0] in brought
+    if not ours or not all(part.isidentifier() for part in parts):
+        by_hand = "to try it, write its compile into the program"
+        return None, [f"kernel {kernel}: neither portattn's nor an installed backend's, so not imported; {by_hand}"]
+    wrong = next((kind for kind in signature.types.values() if not _TYPE.fullmatch(kind)), "")
+    if wrong:
+        return None, [f"kernel {kernel}: {wrong!r} is no type of an argument"]
+    options = {"num_warps", "num_stages", *compiler_options.options()}
+    left_out = [
+        f"compiler option {name}={value!r}: no backend declares it; to have it set, add it to OPTIONS of the program"
+        for name, value in signature.options.items()
+        if name not in options
+    ]
+    kept = {name: value for name, value in signature.options.items() if name in options}
+    found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(signature, options=kept))
+    return found, left_out
 
 
 class Specialised(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,13 +128,15 @@ class Specialised(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-def of_incident(incident: Incident) -> Specialised | None:
-    """What failed in an incident; None for one that an older release kept, without its problem."""
+def of_incident(incident: Incident, registry: Registry) -> Specialised | None:
+    """Return what failed in an incident; None for one that an older release kept, without its problem.
+
+    Its variables are those that `permitted_env` permits.
+    """
     if incident.problem is None or incident.lowering is None or incident.launch is None:
         return None
-    return Specialised(
-        problem=incident.problem, lowering=incident.lowering, launch=incident.launch, env=incident.environment_set
-    )
+    env, _ = permitted_env(incident.environment_set, registry)
+    return Specialised(problem=incident.problem, lowering=incident.lowering, launch=incident.launch, env=env)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
