@@ -111,7 +111,7 @@ docs: $(READY)
 
 # The documentation site, .site/html/index.html (extra `docs`). A dead link or anchor, a page that is not in the navigation
 # and an API name that is not found fail the build. The pages lie in .site/pages as in the repository, by links.
-PAGES = README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples
+PAGES = README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples
 
 site: $(READY)
 	rm -rf .site && mkdir -p .site/pages

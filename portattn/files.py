@@ -238,10 +238,12 @@ def read_limited(path: Path, most: int, *, owned: bool = False) -> bytes:
     Raises OSError for anything else (a device, a pipe, which is not waited for) and for a longer file, and Untrusted.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as file:
+    try:
         if owned:
             check_owner(os.fstat(handle), str(path), "file", private_group=True)
-        return read_open(file.fileno(), path, most)
+        return read_open(handle, path, most)
+    finally:
+        os.close(handle)
 
 
 def read_open(handle: int, path: Path, most: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +147,39 @@ def test_quirk_overrides_must_exist() -> None:
     with portattn.settings(quirks="-cuda-9999-no-such"), pytest.raises(portattn.SettingError, match="cuda-9999"):
         portattn.plan(p, target)
     assert portattn.attention(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\n", "\x7f", "\0"])
+def test_a_cache_folder_with_control_characters_is_an_error(path: str) -> None:
+    with pytest.raises(portattn.SettingError, match=r"PORTATTN_CACHE_DIR is .*without control characters"):
+        from_environment({"PORTATTN_CACHE_DIR": path})
+    with (
+        pytest.raises(portattn.SettingError, match=r"setting cache_dir is .*without control characters"),
+        portattn.settings(cache_dir=path),
+    ):
+        pass
+
+
+def test_a_cache_folders_path_means_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative: to the working folder as it is now. `~`: the home folder, where no shell reads the value."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/of-a-user")
+    with portattn.settings(cache_dir="cache/é") as now:
+        monkeypatch.chdir("/")
+        assert now.cache_dir == str(tmp_path / "cache" / "é")
+    assert from_environment({"PORTATTN_CACHE_DIR": "~/cache"}).cache_dir == "/home/of-a-user/cache"
+    with portattn.settings(cache_dir="") as now:
+        assert now.cache_dir == ""
+    with pytest.raises(portattn.SettingError, match=r"~no-such-user/x.*that home folder is not known"):
+        from_environment({"PORTATTN_CACHE_DIR": "~no-such-user/x"})
+
+
+def test_calls_go_on_where_the_cache_folder_is_a_file(tmp_path: Path) -> None:
+    import torch
+
+    (tmp_path / "file").write_text("")
+    q = torch.randn(1, 1, 4, 16)
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with portattn.settings(cache_dir=str(place)):
+            assert torch.isfinite(portattn.attention(q, q, q)).all()
+    assert (tmp_path / "file").read_text() == ""

@@ -127,7 +127,7 @@ def too_long(text: str) -> list[int]:
     ]  # fmt: skip
 
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")]
 PAGES += sorted(page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in GENERATED)
 
 

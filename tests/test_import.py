@@ -369,3 +369,22 @@ def test_an_integration_imports_no_dynamo(module: str) -> None:
 def test_packages_of_its_own_are_attributes() -> None:
     code = "import portattn; portattn.integrations.__name__; portattn.distributed.__name__"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_in_an_archive_it_says_that_it_must_be_unpacked(tmp_path: Path) -> None:
+    import zipfile
+
+    import portattn
+
+    archive = tmp_path / "portattn.zip"
+    with zipfile.ZipFile(archive, "w") as made:
+        for module in Path(portattn.__file__).parent.glob("*.py"):
+            made.write(module, f"portattn/{module.name}")
+    done = subprocess.run(
+        [sys.executable, "-c", "import portattn"],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(archive)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"ImportError: portattn cannot be imported from an archive ({archive}/portattn)")
+    assert "unpack it" in said

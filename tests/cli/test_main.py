@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 
@@ -180,3 +181,30 @@ def test_an_interrupt_is_no_red_cell(portattn, monkeypatch):
     monkeypatch.setattr(reading, "read_cells", interrupted)
     called = portattn("matrix", "site", "/nowhere", "--out", "/nowhere/site")
     assert (called.status, called.err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("matrix", "log", "A", "FILE"),
+        ("matrix", "diff", "FILE", "FILE"),
+        ("matrix", "check", "FILE"),
+        ("matrix", "check", ".", "--baseline", "FILE.toml"),
+        ("matrix", "merge", "FILE", "--out", "out"),
+        ("bench", "report", "FILE"),
+        ("bench", "compare", "FILE", "FILE"),
+        ("bench", "join", "FILE", "--out", "out"),
+        ("warmup", "FILE"),
+        ("quirks", "new", "--from-log", "FILE"),
+    ],
+    ids=lambda line: " ".join(line[:2]),
+)
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_devices_and_pipes_are_not_read(portattn, tmp_path, line, kind) -> None:
+    """/dev/zero fills the memory, and a pipe that nobody writes to is waited for for ever."""
+    for place in (tmp_path / "FILE", tmp_path / "FILE.toml"):
+        place.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(place)
+    called = portattn(*(str(tmp_path / word) if word in ("FILE", "FILE.toml", "out", ".") else word for word in line))
+    assert called.status == 2
+    if line[:4] != ("matrix", "check", ".", "--baseline"):  # that folder has no results: which it says first
+        assert {"device": "it is a character device", "pipe": "it is a pipe"}[kind] in called.err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from portattn.files import takes_no_file, write_named
+from portattn.files import read_limited, takes_no_file, write_named
 
 
 def test_a_file_is_replaced_whole_and_a_link_stays_one(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_standard_output_stays_what_it_is(tmp_path: Path, to_file: bool) -> None
     link.symlink_to("/proc/self/fd/1")  # as /dev/stdout is
     program = f"""
 from pathlib import Path
-from portattn.files import takes_no_file, write_named
+from portattn.files import read_limited, takes_no_file, write_named
 print("before", flush=True)
 assert takes_no_file(Path({str(link)!r})) == ""
 write_named(Path({str(link)!r}), b"text\\n")
@@ -85,3 +85,32 @@ def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     assert "symbolic links" in takes_no_file(tmp_path / "one")
     with pytest.raises(OSError, match="symbolic links"):
         write_named(tmp_path / "one", b"text")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("/dev/zero", "it is a character device"),
+        ("pipe", "it is a pipe"),
+        ("folder", "it is a folder"),
+        ("large", "it has 11 bytes, and at most 10 are read"),
+        ("/proc/self/environ", "bytes, and at most 10 are read"),  # a file that says that it is empty
+    ],
+)
+def test_only_regular_files_are_read_and_only_up_to_a_limit(tmp_path: Path, kind: str, said: str) -> None:
+    place = tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    elif kind == "large":
+        place.write_bytes(bytes(11))
+    with pytest.raises(OSError, match=str(place)) as raised:
+        read_limited(place, 10)
+    assert said in str(raised.value)
+
+
+def test_all_of_a_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
+    for size in (0, 1, 9, 10):
+        (tmp_path / "file").write_bytes(b"x" * size)
+        assert read_limited(tmp_path / "file", 10) == b"x" * size

@@ -6,6 +6,7 @@ import datetime
 import os
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from portattn.compile.store import CompileStore
 
 KEYS = ("a" * 32, "b" * 32, "c" * 32)
 DAMAGES = 2_000
+STRANGER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
 
 
 def record(key: str, reason: str = "PassManager::run failed — in π") -> CompileRecord:
@@ -139,3 +142,46 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
     found = CompileStore(tmp_path).get(KEYS[0])
     assert found is not None
     assert found.reason == "at ?"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "mode", "why"),
+    [
+        ((STRANGER, STRANGER), 0o644, f"belongs to user {STRANGER} (mode 0644), and this process is user 0's"),
+        ((0, STRANGER), 0o664, "may be written by others (mode 0664)"),
+        ((0, 0), 0o666, "may be written by others (mode 0666)"),
+    ],
+)
+def test_what_another_user_sealed_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[int, int], mode: int, why: str
+) -> None:
+    """A record keeps every process from a kernel, or lets one run; an incident is compiled again."""
+    monkeypatch.setattr(sealed, "_distrusted", set())
+    kept = CompileStore(tmp_path)
+    for key in KEYS:
+        kept.put(record(key))
+        kept.add_incident(incident(key))
+    for path in tmp_path.rglob("*.json"):
+        os.chown(path, *owner)
+        path.chmod(mode)
+    fresh = CompileStore(tmp_path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert [fresh.get(key) for key in KEYS] == [None] * len(KEYS)
+        assert list(fresh.incidents()) == []
+    texts = [str(one.message) for one in said]
+    assert len(texts) == 2, "one of records, one of incidents"
+    assert all(why in text and "chown" in text for text in texts)
+    fresh.put(record(KEYS[0]))
+    assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0]), "it is replaced by this user's own"
+
+
+@needs_root
+def test_a_users_own_group_may_write(tmp_path: Path) -> None:
+    """Debian and RHEL give each user such a group and a umask of 0002: files made so are the user's own."""
+    CompileStore(tmp_path).put(record(KEYS[0]))
+    place = tmp_path / "records" / f"{KEYS[0]}.json"
+    place.chmod(0o664)
+    assert (place.stat().st_uid, place.stat().st_gid) == (0, 0)
+    assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0])

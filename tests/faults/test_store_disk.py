@@ -189,3 +189,37 @@ def test_without_a_home_the_cache_is_no_relative_folder() -> None:
     assert Path(said).is_absolute()
     assert Path(said).name == f"portattn-{os.geteuid()}"
     assert cache_folder("given") == Path("given")
+
+
+@needs_root
+@pytest.mark.parametrize("made", ["folder", "open folder", "link"])
+def test_a_cache_folder_that_another_user_made_first_is_not_taken_over(tmp_path: Path, made: str) -> None:
+    """Everybody can make this name among the temporary files, and would own the folder of this user's records."""
+    taken, theirs = tmp_path / "portattn-0", tmp_path / "theirs"
+    theirs.mkdir()
+    taken.symlink_to(theirs) if made == "link" else taken.mkdir()
+    os.chown(taken, 12345, 12345, follow_symlinks=False)
+    if made == "open folder":
+        taken.chmod(0o777)
+    code = """
+import platformdirs, warnings
+platformdirs.user_cache_dir = lambda *a, **k: "relative"
+from portattn.files import cache_folder
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    found = cache_folder()
+    assert cache_folder() == found
+print(found, found.stat().st_mode & 0o777, found.stat().st_uid)
+print([str(one.message) for one in said])
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    place, said = done.stdout.splitlines()
+    folder, mode, owner = place.split()
+    assert Path(folder).parent == tmp_path
+    assert folder not in (str(taken), str(theirs))
+    assert (int(mode), int(owner)) == (0o700, 0)
+    assert not Path(folder).exists(), "it goes with the process"
+    assert str(taken) in said
+    assert "PORTATTN_CACHE_DIR" in said
+    assert list(theirs.iterdir()) == []

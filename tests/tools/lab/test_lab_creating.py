@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from portattn import config
 from portattn.errors import ArgumentError
 from portattn.tools import lab
 from portattn.tools.lab import LabError, folders, pythons
@@ -197,6 +199,57 @@ def test_a_broken_environment_is_told_and_replaced(publish, tmp_path: Path) -> N
     assert left() == ["triton-9.1.0"]
     (folders.folder_of(NAME) / folders.MARKER).unlink()
     assert lab.remove(NAME) > 0  # a broken one too
+
+
+STRANGER = 12345
+
+
+def _given_away(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+UNTRUSTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the lab": (lambda folder: _given_away(folder.parent), f"/lab belongs to user {STRANGER}"),
+    "the folder": (_given_away, f"belongs to user {STRANGER} .mode 0755., and this process is user 0's"),
+    "its Python": (lambda folder: _given_away(folder / "bin" / "python"), f"/bin/python belongs to user {STRANGER}"),
+    "a module": (
+        lambda folder: _given_away(next(folder.glob("lib/python*/site-packages/triton/__init__.py"))),
+        rf"triton/__init__\.py belongs to user {STRANGER}",
+    ),
+    "a folder of everybody's": (
+        lambda folder: next(folder.glob("lib/python*/site-packages/triton")).chmod(0o777),
+        "triton may be written by others .mode 0777.",
+    ),
+    "a group's file": (
+        lambda folder: [os.chown(folder / "pyvenv.cfg", 0, STRANGER), (folder / "pyvenv.cfg").chmod(0o664)],
+        r"pyvenv\.cfg may be written by others .mode 0664.",
+    ),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
+def test_an_environment_that_another_user_can_change_does_not_run(publish, tmp_path: Path, monkeypatch) -> None:
+    publish()
+    umask = os.umask(0o002)
+    try:
+        folder = lab.create(NAME).folder
+    finally:
+        os.umask(umask)
+    assert not any(path.lstat().st_mode & 0o022 for path in folder.rglob("*") if not path.is_symlink())
+    for what, (spoil, why) in UNTRUSTED.items():
+        shutil.copytree(folder.parent, tmp_path / what / "lab", symlinks=True)
+        monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / what))
+        config.environment_settings.cache_clear()
+        assert lab.find(NAME) is not None, what
+        spoil(folders.folder_of(NAME))
+        with pytest.raises(LabError, match=f"is broken: not to be run: .*{why}.*; `portattn lab create"):
+            lab.worker(NAME)
+        assert NAME not in {one.toolchain for one in lab.environments()}
+        if what == "the lab":
+            with pytest.raises(LabError, match=f"{why}.*PORTATTN_CACHE_DIR names another folder"):
+                lab.create(NAME)
+        else:
+            assert lab.create(NAME).folder.stat().st_uid == 0, "it is made anew"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import filelock
 
+from portattn.config import current
 from portattn.errors import ArgumentError, PortattnError
+from portattn.files import cache_folder
 from portattn.planning.registry import Registry, shipped_quirks
 
 LOCK_SECONDS = 30.0
@@ -39,12 +41,17 @@ def next_number(backend: str, out: Path, registry: Registry) -> int:
 def numbering(out: Path) -> Iterator[None]:
     """Among processes one at a time takes a number under `out`. Raises PortattnError when another takes too long."""
     digest = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]
-    lock = filelock.FileLock(Path(tempfile.gettempdir()) / f"portattn-quirks-{digest}.lock")
+    # Not among the temporary files, where any user can hold a lock of this name.
+    place = cache_folder(current().cache_dir) / "locks" / f"quirks-{digest}.lock"
     try:
-        with lock.acquire(timeout=LOCK_SECONDS):
-            yield
+        place.parent.mkdir(parents=True, exist_ok=True)
+        held = filelock.FileLock(place).acquire(timeout=LOCK_SECONDS)
     except filelock.Timeout:
         raise PortattnError(f"another process has been writing to {out} for {LOCK_SECONDS:g} s: try again") from None
+    except OSError as error:
+        raise PortattnError(f"{place}: cannot be locked: {error.strerror}; set PORTATTN_CACHE_DIR") from None
+    with held:
+        yield
 
 
 def write_new(files: Mapping[Path, str]) -> None:

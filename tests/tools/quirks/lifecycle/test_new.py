@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import json
 import os
 import re
 from pathlib import Path
@@ -24,6 +25,7 @@ from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks import evidence
 from portattn.tools.quirks.lifecycle import entry, facts, known, new, programs, writing
 from portattn.tools.quirks.lifecycle.entry import MARK, open_lines
+from portattn.tools.quirks.lifecycle.excerpts import excerpts
 from portattn.tools.quirks.lifecycle.issue import excerpt
 
 # One failure, which is a compiler's; the options are those that the log's own file names.
@@ -254,7 +256,7 @@ def test_the_command_line_says_first_what_is_known(portattn, tmp_path) -> None:
     assert called.out.startswith("this is ascend-0014-sparse-reshape-crash: ")
     assert "in range here" in called.out
     assert "--force" in called.out
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"], "which has the lock: other users hold none there"
     forced = portattn("quirks", "new", "--from-log", log, *where, "--force")
     assert forced.status == 0
     assert "ascend-0014" in forced.out
@@ -293,7 +295,7 @@ def test_a_draft_that_cannot_be_written_is_one_clear_error(portattn, tmp_path, m
     assert called.json["error"]["argument"] == "--out"
     assert called.json["error"]["limit"].startswith("cannot be written: ")
     assert len(called.err.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"a-file"}
 
 
 @pytest.mark.parametrize(
@@ -368,3 +370,125 @@ def test_a_kernel_of_a_backend_s_own_can_be_named(registry, tmp_path) -> None:
         ArgumentError, match=r"--kernel is 'gluon_x', but must be one of dense_forward, .*gluon_forward"
     ):
         facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_x")
+
+
+REQUEST = {
+    "version": 1, "task": "compile", "target": ["hip", "gfx942", 64], "env": {},
+    "signature": {
+        "module": "portattn.kernels.dense", "function": "dense_forward", "types": {"q": "*fp16"}, "constants": {},
+        "divisible": [], "small": [], "options": {"num_warps": 4, "num_stages": 8},
+    },
+}  # fmt: skip
+
+
+def crafted(env: dict[str, Any] | None = None, **signature: Any) -> str:
+    """A log that quotes a request with this environment and these parts of a signature."""
+    request = REQUEST | {"env": env or {}, "signature": REQUEST["signature"] | signature}
+    return f"triton==3.6.0\ntimeout at ttgir: no answer in 120 s\n{json.dumps(request)}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("TRITON_PTXAS_PATH", "/tmp/evil", False),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/tmp/evil", False),
+        ("LD_PRELOAD", "/tmp/evil.so", False),
+        ("PATH", "/tmp", False),
+        ("PYTHONPATH", "/tmp", False),
+        ("PTXAS_OPTIONS", "--output-file=/tmp/evil", False),
+        ("TRITON_KERNEL_OVERRIDE", "1", False),
+        ("DISABLE_LLVM_OPT", "/tmp/evil", False),
+        ("TRITON_ALWAYS_COMPILE", "1", True),
+        ("DISABLE_LLVM_OPT", "1", True),
+        ("TRITON_HIP_USE_ASYNC_COPY", "0", True),
+    ],
+)
+def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, portattn, name, value, kept) -> None:
+    [found] = facts.from_log(crafted({name: value}), "build.log", registry)
+    assert found.env == ({name: value} if kept else {})
+    (tmp_path / "build.log").write_text(crafted({name: value}))
+    called = portattn(
+        "quirks", "new", "--from-log", str(tmp_path / "build.log"), "--out", str(tmp_path), "--force", "--no-replay"
+    )
+    program = next((tmp_path / "probes").glob("*.py")).read_text()
+    assert (name in program) is kept
+    assert (f"left out: variable {name}={value!r}: no switch of the compiler's" in called.out) is not kept
+    assert ("add it to ENV of the program" in called.out) is not kept
+
+
+def test_an_incidents_variables_are_as_a_logs(registry) -> None:
+    given = Incident(
+        id="x", key="k", kernel="dense_forward", target="rocm:gfx942", toolchain="triton==3.6.0", symptom="hang",
+        stage="ttgir", message="no answer", log="", command="", environment={}, specialisation=REQUEST["signature"],
+        date=datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone.utc), lowering=Lowering(), launch=Launch(),
+        problem=Problem(batch=1, heads_q=1, heads_k=1, seq_q=64, seq_k=64, head_dim=64, dtype="fp16"),
+        environment_set={"TRITON_PTXAS_PATH": "/tmp/evil", "TRITON_HIP_USE_ASYNC_COPY": "0"},
+    )  # fmt: skip
+    found = facts.from_incident(given, [], registry)
+    assert found.specialised is not None
+    assert found.env == found.specialised.env == {"TRITON_HIP_USE_ASYNC_COPY": "0"}
+    assert any("TRITON_PTXAS_PATH='/tmp/evil'" in text for text in found.left_out)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"module": "evil"}, "kernel evil:dense_forward: neither portattn's nor an installed backend's"),
+        ({"module": "portattn.cli.__main__"}, "neither portattn's nor"),
+        ({"module": "portattn.kernels.."}, "neither portattn's nor"),
+        ({"function": "__import__('os')"}, "neither portattn's nor"),
+        ({"types": {"q": "tensordesc<fp16[1],__import__('os').abort()>"}}, "is no type of an argument"),
+        ({"types": {"q": "tensordesc<fp16[1],NVMMASharedLayout(exit())>"}}, "is no type of an argument"),
+        ({"types": 3}, "the quoted request: it is none of this release's"),
+    ],
+)
+def test_a_replay_imports_and_evaluates_nothing_of_a_log(registry, changed: dict[str, Any], why: str) -> None:
+    """Triton evaluates the layout in a descriptor's type."""
+    [found] = facts.from_log(crafted(**changed), "build.log", registry)
+    assert found.signature is None
+    assert any(why in text for text in found.left_out)
+    assert programs.form_of(found) == "missing"
+
+
+def test_a_replay_has_only_options_that_a_backend_declares(registry) -> None:
+    options = {"num_warps": 4, "waves_per_eu": 2, "extern_libs": "/tmp/evil.bc", "ir_override": "/tmp/evil.ttir"}
+    [found] = facts.from_log(crafted(options=options), "build.log", registry)
+    assert found.signature is not None
+    assert found.signature["options"] == {"num_warps": 4, "waves_per_eu": 2}
+    assert [text.split("=")[0] for text in found.left_out] == [
+        "compiler option extern_libs", "compiler option ir_override"
+    ]  # fmt: skip
+
+
+def test_signatures_of_every_kernel_of_ours_are_permitted(registry) -> None:
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, cga_layout=[])"
+    types = {"q": f"tensordesc<fp16[64, 128],{layout}>", "k": "*fp16", "n": "i32", "x": "*kfp8e4nv", "t": "**fp16"}
+    for module in ("portattn.kernels.dense", "portattn.backends.cuda.hopper_forward.kernel"):
+        [found] = facts.from_log(crafted(module=module, types=types), "build.log", registry)
+        assert found.signature is not None
+        assert (found.signature["types"], found.left_out) == (types, ())
+
+
+def test_a_module_that_a_log_names_is_not_run(portattn, triton, tmp_path, monkeypatch) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'hurt')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "build.log").write_text(crafted(module="evil"))
+    called = portattn("quirks", "new", "--from-log", str(tmp_path / "build.log"), "--out", str(tmp_path), "--force")
+    assert not (tmp_path / "hurt").exists()
+    assert "left out: kernel evil:dense_forward" in called.out
+
+
+def test_a_target_is_text_in_a_program(registry) -> None:
+    [found] = facts.from_log(crafted(), "build.log", registry)
+    found = msgspec.structs.replace(found, arches=('gfx942"; import os; x="',))
+    assert 'gfx942"; import os; x="' in str(
+        next(
+            node.value.value for node in ast.parse(programs.program(found, "name", "title", None)).body
+            if isinstance(node, ast.Assign) and node.targets[0].id == "TARGET"
+        )
+    )  # fmt: skip
+
+
+def test_a_file_that_a_log_names_is_read_only_if_it_is_regular(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "kernel.ttir")
+    assert excerpts(f"reproducer in {tmp_path}/kernel.ttir\n") == []
