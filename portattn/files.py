@@ -34,7 +34,6 @@ _LEFT_OVER_SECONDS = 3600.0  # nothing of portattn's writes one file for so long
 LARGEST_GIVEN = 256 << 20  # bytes of a file that a user names: a matrix of 100,000 cells has some 100 MB
 _ROOM = 1 << 16  # bytes that are asked for beyond a file's size
 _KINDS: dict[int, str] = {
-    stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
     stat.S_IFIFO: "a pipe",
@@ -249,6 +248,8 @@ def read_limited(path: Path, most: int, *, owned: bool = False) -> bytes:
 def read_open(handle: int, path: Path, most: int) -> bytes:
     """Return all bytes of an open descriptor, from its beginning. Raises OSError as `read_limited`."""
     seen = os.fstat(handle)
+    if stat.S_ISDIR(seen.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(seen.st_mode):
         kind = _KINDS.get(stat.S_IFMT(seen.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, and only regular files are read", str(path))

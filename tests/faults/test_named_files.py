@@ -92,7 +92,7 @@ def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     [
         ("/dev/zero", "it is a character device"),
         ("pipe", "it is a pipe"),
-        ("folder", "it is a folder"),
+        ("folder", "Is a directory"),
         ("large", "it has 11 bytes, and at most 10 are read"),
         ("/proc/self/environ", "bytes, and at most 10 are read"),  # a file that says that it is empty
     ],
