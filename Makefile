@@ -90,6 +90,8 @@ lint: $(READY) site
 	cd .lint && $(HERE) -m mypy --config-file ../pyproject.toml -p portattn
 	@# Who may import whom: the contracts of pyproject.toml.
 	cd .lint && PYTHONPATH=. $(HERE) -c 'from importlinter.cli import lint_imports_command as run; run()' --config ../pyproject.toml --no-cache
+	@# Modules, names, sentences, lines: none of the numbers of scripts/budgets.toml may rise.
+	cd .lint && PYTHONPATH=. $(HERE) ../scripts/budgets.py
 
 # SETS="dense18 decode": which sets; BENCH="--core-only --budget 600 --peer sdpa": any further options.
 SETS ?= seed
