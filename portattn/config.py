@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     graphs       whether repeated launches of several kernels are a CUDA graph: `never` lets each kernel be launched by
                  itself, as it is in calls that were launched 16 times or less
     compile_seconds  time limit of one compile in a child process
+    deterministic  whether gradients repeat their bits, as all do under torch.use_deterministic_algorithms(True)
     """
 
     backend: str = "auto"
@@ -53,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     monitor: Monitor = "auto"
     graphs: Graphs = "auto"
     compile_seconds: float = 120.0
+    deterministic: bool = False
 
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -82,7 +84,9 @@ def _check(name: str, value: Any, origin: str) -> None:
         raise SettingError(f"{origin} is {value!r}, but must be one of {', '.join(allowed)}")
     if name == "compile_seconds" and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
         raise SettingError(f"{origin} is {value!r}, but must be a positive number of seconds")
-    if name not in _VOCABULARY and name != "compile_seconds" and not isinstance(value, str):
+    if name == "deterministic" and not isinstance(value, bool):
+        raise SettingError(f"{origin} is {value!r}, but must be True or False")
+    if name not in (*_VOCABULARY, "compile_seconds", "deterministic") and not isinstance(value, str):
         raise SettingError(f"{origin} is {value!r}, but must be a string")
     if name == "cache_dir" and any(character < " " or character == "\x7f" for character in value):
         raise SettingError(f"{origin} is {value!r}, but must be a folder's path without control characters")
@@ -147,7 +151,7 @@ def settings(**changes: Any) -> Iterator[Settings]:
     """Change settings inside a block, in this thread or task only.
 
     changes  settings by name, as the fields of Settings: backend, fallback, quirks, isolate, canary, cache_dir,
-             validate, monitor, graphs, compile_seconds
+             validate, monitor, graphs, compile_seconds, deterministic
 
     Blocks nest: a block changes what it names and keeps the rest.
 
