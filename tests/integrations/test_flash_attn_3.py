@@ -272,12 +272,16 @@ Q, CACHE = torch.zeros(2, 1, 4, 16), torch.zeros(2, 8, 2, 16)
         ({"scheduler_metadata": Q}, r"scheduler_metadata is \(2, 1, 4, 16\), but must be None"),
         ({"q_descale": torch.ones(2, 2)}, r"q_descale is \(2, 2\), but goes with float8 queries"),
         ({"k_descale": torch.ones(2, 2)}, r"k_descale"),
-        ({"rotary_seqlens": ints(1, 2)}, r"rotary_seqlens is \(2,\), but goes with rotary_cos and rotary_sin"),
+        ({"rotary_seqlens": ints(1, 2).long()}, r"rotary_seqlens\.dtype is torch\.int64, but must be torch\.int32"),
         ({"cu_seqlens_k_new": ints(0, 1, 2)}, r"cu_seqlens_k_new is \(3,\), but goes with k and v"),
         ({"q": Q[0], "cu_seqlens_q": ints(0, 1, 1)}, r"max_seqlen_q is None, but must be given with cu_seqlens_q"),
         (
-            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 1), "max_seqlen_q": 1, "cache_leftpad": ints(0, 1)},
-            r"cache_leftpad is \(2,\), but is not taken with cu_seqlens_q",
+            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "cache_leftpad": ints(0, 1)},
+            r"cu_seqlens_q\[2\] is 2, but must be at most the packed rows, 1",
+        ),
+        (
+            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 1), "max_seqlen_q": "1", "cache_leftpad": ints(0, 1)},
+            r"max_seqlen_q is '1', but must be an integer",
         ),
         ({"page_table": ints(0, 1, 2, 3).view(2, 2)}, r"page_table\[1, 0\] is 2, but must be in 0\.\.1"),
     ],
@@ -292,7 +296,7 @@ def test_what_cannot_be_done_is_refused_by_name(given: dict[str, Any], text: str
     [
         ({"attention_chunk": 1}, "attention_chunk is 1, but must be 0"),
         ({"sm_margin": 1}, "sm_margin is 1, but must be 0"),
-        ({"num_splits": 2}, "num_splits is 2, but must be up to 1: only flash_attn_with_kvcache"),
+        ({"num_splits": 2.0}, "num_splits is 2.0, but must be an integer"),
         ({"qv": Q[..., :8]}, r"qv is \(\(2, 1, 4, 8\), torch\.float32\), but must be q's with v's head_dim"),
         ({"k_descale": torch.ones(2, 2)}, "k_descale"),
     ],

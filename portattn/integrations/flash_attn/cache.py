@@ -161,8 +161,8 @@ def _attention(call: Cached, after: torch.Tensor) -> tuple[str, dict[str, Any]]:
             "max_seqlen_q": call.max_seqlen_q,
         }  # fmt: skip
         if call.leftpad is not None:  # the mask hides the padding; all else is aligned at the last key
-            key = torch.arange(table.shape[1] * call.k_cache.shape[1], device=call.q.device)
-            given["mask"] = (key >= call.leftpad[:, None])[:, None, None]
+            keys = table.shape[1] * call.k_cache.shape[1]
+            given["mask"] = _beyond_padding(call.leftpad, after, call.q.shape[1], keys, given.pop("chunk", None))
         return "paged_attention", given
     # portattn counts the keys after the padding, flash_attn all rows up to the last key.
     if call.leftpad is not None:
@@ -172,6 +172,19 @@ def _attention(call: Cached, after: torch.Tensor) -> tuple[str, dict[str, Any]]:
         given |= {"k_cache": call.k_cache, "v_cache": call.v_cache, "num_splits": call.num_splits}
         return "decode_attention", given | {"k_scale": k_scale, "v_scale": v_scale}
     return "attention", given | {"k": call.k_cache, "v": call.v_cache}
+
+
+def _beyond_padding(
+    leftpad: torch.Tensor, after: torch.Tensor, rows: int, keys: int, chunk: int | None
+) -> torch.Tensor:
+    """Return the mask (B, 1, 1 or rows, keys) of keys after the left padding; chunks count from the first of them."""
+    key = torch.arange(keys, device=leftpad.device) - leftpad[:, None, None]
+    mask = key >= 0
+    if chunk:
+        row = torch.arange(rows, device=leftpad.device)[:, None]
+        position = row + (after - leftpad).clamp(min=0)[:, None, None] - rows
+        mask = mask & (key // chunk == position // chunk)
+    return mask[:, None]
 
 
 def _table(call: Cached) -> torch.Tensor:
