@@ -125,7 +125,10 @@ TABLES = (
             Row("`alibi_slopes`", "the same"),
             Row("`return_attn_probs=True`", "`return_lse=True`"),
             Row("`dropout_p`", "the same"),
-            Row("`deterministic`", "no: `torch.use_deterministic_algorithms(True)` asks for it, of all operators"),
+            Row(
+                "`deterministic`",
+                "`portattn.settings(deterministic=True)`, or `torch.use_deterministic_algorithms(True)`",
+            ),
             Row("`learnable_sink`, `s_aux`", "`sinks`"),
             Row("`block_sparse_tensors`", "`block_mask=portattn.BlockMask(*tensors[:4], block_size=…)`"),
             Row("`q_descale`, `k_descale`, `v_descale` (B, Hk)", "`q_scale`, `k_scale`, `v_scale`"),

@@ -249,11 +249,28 @@ def _bwd(
 ) -> Four:  # fmt: skip
     """Run `_flash_attn_backward`, with the extension's arguments. Returns dq, dk, dv and the row sums."""
     _check_no_generator("bwd", generator)
-    into = [torch.empty_like(like) if memory is None else memory for memory, like in ((dq, q), (dk, k), (dv, v))]
+    dq, dk, dv = (_or_new(memory, like) for memory, like in ((dq, q), (dk, k), (dv, v)))
     rows = _flash_attn_backward(
-        dout, q, k, v, out, lse, *into, dropout_p, scale, causal, left, right, softcap, alibi, deterministic, rng_state
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        scale,
+        causal,
+        left,
+        right,
+        softcap,
+        alibi,
+        deterministic,
+        rng_state,
     )
-    return into[0], into[1], into[2], rows
+    return dq, dk, dv, rows
 
 
 def _varlen_bwd(
@@ -263,12 +280,16 @@ def _varlen_bwd(
 ) -> Four:  # fmt: skip
     """Run `_flash_attn_varlen_backward`, with the extension's arguments. Returns dq, dk, dv and the row sums."""
     _check_no_generator("varlen_bwd", generator)
-    into = [torch.empty_like(like) if memory is None else memory for memory, like in ((dq, q), (dk, k), (dv, v))]
+    dq, dk, dv = (_or_new(memory, like) for memory, like in ((dq, q), (dk, k), (dv, v)))
     rows = _flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, *into, cu_q, cu_k, max_q, max_k, dropout_p, scale, causal, left, right, softcap, alibi,
+        dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, dropout_p, scale, causal, left, right, softcap, alibi,
         deterministic, rng_state, zero_tensors,
     )  # fmt: skip
-    return into[0], into[1], into[2], rows
+    return dq, dk, dv, rows
+
+
+def _or_new(memory: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like) if memory is None else memory
 
 
 def _check_no_generator(op: str, generator: Any) -> None:

@@ -157,7 +157,10 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise FlashAttnError(*ctx.about, "has no gradient: call it under torch.no_grad(), or detach the result")
+        op, argument, value = ctx.about
+        raise FlashAttnError(
+            op, argument, value, "has no gradient: call it under torch.no_grad(), or detach the result"
+        )
 
 
 def check_tensors(op: str, **tensors: Any) -> None:
