@@ -127,7 +127,7 @@ TABLES = (
             Row("`dropout_p`", "the same"),
             Row(
                 "`deterministic`",
-                "`portattn.settings(deterministic=True)`, or `torch.use_deterministic_algorithms(True)`",
+                "no: `portattn.settings(deterministic=True)` asks for it, or torch's own setting",
             ),
             Row("`learnable_sink`, `s_aux`", "`sinks`"),
             Row("`block_sparse_tensors`", "`block_mask=portattn.BlockMask(*tensors[:4], block_size=…)`"),

@@ -282,8 +282,8 @@ def _varlen_bwd(
     _check_no_generator("varlen_bwd", generator)
     dq, dk, dv = (_or_new(memory, like) for memory, like in ((dq, q), (dk, k), (dv, v)))
     rows = _flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, dropout_p, scale, causal, left, right, softcap, alibi,
-        deterministic, rng_state, zero_tensors,
+        dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, dropout_p, scale, causal, left, right, softcap,
+        alibi, deterministic, rng_state, zero_tensors,
     )  # fmt: skip
     return dq, dk, dv, rows
 
