@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
 
+LEAST_CHUNK = 32  # keys: the kernel's own blocks of rows are no smaller
 Results = tuple["torch.Tensor", "torch.Tensor | None"]
 
 
@@ -34,7 +35,7 @@ class CpuSdpaPath(VendorPath):
     ops = ("attention", "decode_attention", "varlen_attention", "paged_attention", "mla_attention")
     takes = frozenset(
         {
-            "causal", "causal_top_left", "window", "bias", "mask", "sinks", "seqlens_q", "seqlens_k", "leftpad_q",
+            "causal", "causal_top_left", "window", "chunk", "bias", "mask", "sinks", "seqlens_q", "seqlens_k", "leftpad_q",
             "leftpad_k", "packed", "paged", "return_lse", "needs_grad", "negative_scale", "gqa", "head_dim_v",
         }
     )  # fmt: skip
@@ -52,6 +53,11 @@ class CpuSdpaPath(VendorPath):
         return first_refusal(
             self.name,
             (p.op not in self.ops, f"has no operation of this kind, and op is {p.op}", "backend='reference'"),
+            (
+                0 < p.chunk < LEAST_CHUNK,
+                f"runs chunks one by one, of at least {LEAST_CHUNK} keys, and chunk is {p.chunk}",
+                "backend='reference'",
+            ),
             (bool(lacking), f"has none of what is asked for: {', '.join(lacking)}", "backend='reference'"),
             (
                 p.needs_grad and (p.op != "attention" or bool(beside)),
@@ -162,7 +168,11 @@ def _attended(call: Call, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]
     q, k, v = segment.q, segment.k, segment.v
     p = call.problem
     terms = _terms(call, segment) if call.bias is not None or call.mask is not None else None
-    out, lse = flash.attend(q, k, v, call.scale, _sight(p, q.shape[2], k.shape[2]), terms, p.return_lse)
+    sight = _sight(p, q.shape[2], k.shape[2])
+    if p.chunk:
+        out, lse = flash.attend_in_chunks(q, k, v, call.scale, sight, p.chunk, terms, p.return_lse)
+    else:
+        out, lse = flash.attend(q, k, v, call.scale, sight, terms, p.return_lse)
     out = out[..., : p.head_dim_v]
     if call.sinks is not None:  # one more score of each row: it takes its part of the weights, and brings no value
         sinks = call.sinks.float()[None, :, None]

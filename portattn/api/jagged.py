@@ -11,7 +11,7 @@ from portattn.errors import ArgumentError
 
 # Arguments that varlen_attention has, too; all others must have their defaults.
 _TAKEN = (
-    "q_scale", "k_scale", "v_scale", "out_dtype", "scale", "causal", "window", "softcap", "alibi_slopes", "sinks",
+    "q_scale", "k_scale", "v_scale", "out_dtype", "scale", "causal", "window", "chunk", "softcap", "alibi_slopes", "sinks",
     "dropout_p", "dropout_seed", "return_lse", "backend", "validate",
 )  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {

@@ -18,7 +18,7 @@ from portattn.schema.problem_limits import ASKED, KvFormat, KvScales, Rotary
 
 FLAGS = frozenset(
     {
-        *ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "words", "large", "dropout",
+        *ASKED, "causal", "gqa", "paged", "packed", "window", "chunk", "featured", "aligned", "words", "large", "dropout",
         "deterministic",
     }
 )  # fmt: skip

@@ -50,6 +50,7 @@ LIMITS = {
     "head_dim_v": (1, MAX_HEAD_DIM),
     "window_left": (UNLIMITED, MAX_SIZE),
     "window_right": (UNLIMITED, MAX_SIZE),
+    "chunk": (0, MAX_LENGTH),
     "total_q": (0, MAX_LENGTH),
     "total_k": (0, MAX_LENGTH),
     "page_size": (0, MAX_SIZE),
@@ -83,6 +84,19 @@ FOREIGN = {
     op: tuple(name for name in FEATURES if name not in (*row.options, "bias", "mask", "return_lse"))
     for op, row in ROWS.items()
 }
+
+
+def chunk_or_none(chunk: int, causal: str, rows: int, keys: int) -> int:
+    """The field of a Problem for chunks of so many keys: 0 where they hide nothing that a causal mask shows.
+
+    causal      the alignment of the causal mask, or "none"
+    rows, keys  of the longest sequence
+
+    >>> chunk_or_none(8192, "bottom_right", 4096, 4096), chunk_or_none(8192, "bottom_right", 1, 10000)
+    (0, 8192)
+    """
+    last = {"bottom_right": keys, "top_left": rows}.get(causal)  # the largest position of a query is below it
+    return 0 if last is not None and chunk >= last else min(chunk, MAX_LENGTH)
 
 
 def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
