@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
 
-LEAST_CHUNK = 32  # keys: the kernel's own blocks of rows are no smaller
 Results = tuple["torch.Tensor", "torch.Tensor | None"]
 
 
@@ -53,11 +52,6 @@ class CpuSdpaPath(VendorPath):
         return first_refusal(
             self.name,
             (p.op not in self.ops, f"has no operation of this kind, and op is {p.op}", "backend='reference'"),
-            (
-                0 < p.chunk < LEAST_CHUNK,
-                f"runs chunks one by one, of at least {LEAST_CHUNK} keys, and chunk is {p.chunk}",
-                "backend='reference'",
-            ),
             (bool(lacking), f"has none of what is asked for: {', '.join(lacking)}", "backend='reference'"),
             (
                 p.needs_grad and (p.op != "attention" or bool(beside)),

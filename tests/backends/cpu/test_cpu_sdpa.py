@@ -101,18 +101,12 @@ def test_ranges_of_keys(
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-@pytest.mark.parametrize("chunk", [32, 50, 1000])
-@pytest.mark.parametrize("feature", ["plain", "mask", "sinks", "window_before"])
+@pytest.mark.parametrize("chunk", [1, 50, 1000])
+@pytest.mark.parametrize("feature", ["mask", "sinks", "window_before"])
 def test_chunks_of_keys(sizes: tuple[int, int], causal: str, chunk: int, feature: str) -> None:
     for op in ("dense", "padded", "decode"):
         p = problem(op, feature, seq_q=sizes[0], seq_k=sizes[1], causal=causal, chunk=chunk)
         assert_right(random_call(p, seed=2), *run(random_call(p, seed=2)))
-
-
-def test_small_chunks_are_the_references() -> None:
-    rejection = PATH.rejects(problem("dense", chunk=31), TARGET)
-    assert rejection is not None
-    assert rejection.reason == "runs chunks one by one, of at least 32 keys, and chunk is 31"
 
 
 def test_a_chunk_costs_what_is_in_it() -> None:
