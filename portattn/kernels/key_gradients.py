@@ -124,9 +124,7 @@ def backward_keys(
             low_far, far = in_chunk(low_far + shift, far + shift, last, k_first, chunk)
             low_near, near, low_far, far = low_near - shift, near - shift, low_far - shift, far - shift
             q_first = tl.minimum(tl.maximum(q_first, k_first - shift), q_end)
-        first_step, full_begin, full_end, last_step = key_steps(
-            near, far, low_near, low_far, q_first, BLOCK_N, LIMITED
-        )
+        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, q_first, BLOCK_N, LIMITED)
 
         k_pointers = (
             k + slot.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h + key_0.to(tl.int64) * k_stride_s

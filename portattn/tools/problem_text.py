@@ -116,7 +116,10 @@ def problem_options(function: F) -> F:
                 "--window", metavar="L,R", help="Keys seen before and after a query's own position; -1 for all of them."
             ),
             click.option(
-                "--chunk", type=int, metavar="N", help="Keys of a chunk: a query sees those of its own position's chunk."
+                "--chunk",
+                type=int,
+                metavar="N",
+                help="Keys of a chunk: a query sees those of its own position's chunk.",
             ),
             *(click.option(_option(name), name, is_flag=True, help=f"{FEATURES[name].help}.") for name in _FLAGS),
             click.option("--bias-by-key", is_flag=True, help="A bias is given, one row for all heads and queries."),
@@ -201,7 +204,9 @@ def problem_from(
     """The Problem that the options describe, as a call with such arguments makes it. Raises ArgumentError."""
     for name in ("bias", "mask"):
         given[name] = given[name] or given[f"{name}_by_key"]
-    _check_taken(op, {"causal": causal if causal != "none" else None, "window": window, "chunk": chunk, "dv": dv} | given)
+    _check_taken(
+        op, {"causal": causal if causal != "none" else None, "window": window, "chunk": chunk, "dv": dv} | given
+    )
     _check_dtype(op, dtype)
     batch, heads_q, seq_q, head_dim = shape(op, "--q", q)
     batch_k, heads_k, seq_k, head_dim_k = shape(op, "--kv", kv)
@@ -339,9 +344,7 @@ def _check_total(op: str, name: str, total: int | None, batch: int, longest: int
         raise ArgumentError(op, _option(name), total, limit)
 
 
-def _masked(
-    op: str, causal: str | None, window: str | None, chunk: int | None, rows: int, keys: int
-) -> dict[str, Any]:
+def _masked(op: str, causal: str | None, window: str | None, chunk: int | None, rows: int, keys: int) -> dict[str, Any]:
     """Fields of the causal mask, the window and the chunk in one form, as validate/features.py makes them of a call's.
 
     A side of as many keys and rows as there are hides nothing, a right side of 0 is causal, and beside a causal mask there is none.

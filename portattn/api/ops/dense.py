@@ -138,7 +138,20 @@ def attention(
             leftpad_k,
             dropout_seed,
         ),
-        (scale, causal, window, chunk, softcap, block_size, dropout_p, out_dtype, return_lse, layout, backend, validate),
+        (
+            scale,
+            causal,
+            window,
+            chunk,
+            softcap,
+            block_size,
+            dropout_p,
+            out_dtype,
+            return_lse,
+            layout,
+            backend,
+            validate,
+        ),
     )
     if found is not None:
         return found
