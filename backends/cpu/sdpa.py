@@ -34,7 +34,8 @@ class CpuSdpaPath(VendorPath):
     ops = ("attention", "decode_attention", "varlen_attention", "paged_attention", "mla_attention")
     takes = frozenset(
         {
-            "causal", "causal_top_left", "window", "chunk", "bias", "mask", "sinks", "seqlens_q", "seqlens_k", "leftpad_q",
+            "causal", "causal_top_left", "window", "chunk", "bias", "mask", "sinks", "seqlens_q", "seqlens_k",
+            "leftpad_q",
             "leftpad_k", "packed", "paged", "return_lse", "needs_grad", "negative_scale", "gqa", "head_dim_v",
         }
     )  # fmt: skip

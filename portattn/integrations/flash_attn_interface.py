@@ -109,8 +109,8 @@ def flash_attn_func(
     qv        (B, Sq, Hq, Dv): scores are (q·k + qv·v)·softmax_scale. D + Dv ≤ 576; q, qv, k and v are copied for it
     q_descale, k_descale, v_descale  (B, Hk) float32: what float8 numbers are multiplied by
     window_size  (left, right), inclusive, aligned at the last key; negative: no limit
-    attention_chunk  a query sees the keys of the chunk of so many keys that its own position lies in, aligned at the last
-              key and counted from the first; 0 for no chunks
+    attention_chunk  a query sees the keys of the chunk of so many keys that its position, aligned at the last key, lies
+              in; 0 for no chunks
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     num_splits  up to 1; keys are split over programs by flash_attn_with_kvcache alone
     pack_gqa  None, True or False: changes no result; the plan decides here

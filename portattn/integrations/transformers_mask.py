@@ -130,7 +130,8 @@ class CompactMask:
         elif self.seqlens_q is None and self.q_length < self.kv_used and self.q_length <= DECODE_QUERIES:
             decodes = True
         found: dict[str, Any] = {
-            "causal": causal, "window": self.window, "chunk": self.chunk, "mask": self.written, "seqlens_k": self.seqlens_k,
+            "causal": causal, "window": self.window, "chunk": self.chunk, "mask": self.written,
+            "seqlens_k": self.seqlens_k,
             "leftpad_k": self.leftpad_k,
         }  # fmt: skip
         if not decodes:

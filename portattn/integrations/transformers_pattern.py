@@ -20,7 +20,7 @@ class Pattern:
     """The keys that a query may see at most, by position.
 
     left, right   keys before and after its own position; None for all. A right of 0 is a causal mask
-    chunk         keys of a chunk, and (B,) the position that chunks of each sequence are counted from; None for no chunks
+    chunk         keys of a chunk, and (B,) the position that a sequence's chunks are counted from; None for no chunks
     packed        (B, T): a query sees keys of its own number only. None where rows are not packed
     whole         that is all there is to it; else the mask function hides some of these keys too
     """

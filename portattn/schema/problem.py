@@ -444,7 +444,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []
         chunk = [f"chunk {self.chunk}"] if self.chunk else []
-        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *stored, *sizes, *causal, *window, *chunk, *flags])
+        words = (*stored, *sizes, *causal, *window, *chunk, *flags)
+        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *words])
 
     def _written(self, cache: str) -> str:
         new = f"new ({self.batch},{self.heads_k},{self.seq_q},{self.head_dim})"

@@ -347,7 +347,8 @@ def _check_total(op: str, name: str, total: int | None, batch: int, longest: int
 def _masked(op: str, causal: str | None, window: str | None, chunk: int | None, rows: int, keys: int) -> dict[str, Any]:
     """Fields of the causal mask, the window and the chunk in one form, as validate/features.py makes them of a call's.
 
-    A side of as many keys and rows as there are hides nothing, a right side of 0 is causal, and beside a causal mask there is none.
+    A side of as many keys and rows as there are hides nothing, a right side of 0 is causal, and beside a causal mask
+    there is none.
     """
     alignment = _causal(causal or "none")
     if alignment not in CAUSAL:
