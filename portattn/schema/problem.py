@@ -408,8 +408,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def flops(self) -> int:
         """Floating-point operations: 2·D per score and 2·Dv per value, causal counting only what is
-        attended (half the square when seq_q = seq_k). Windows, chunks and masks count as if they hid nothing. Of gradients 2.5
-        times as many: five products for two."""
+        attended (half the square when seq_q = seq_k). Windows, chunks and masks count as if they hid nothing. Of
+        gradients 2.5 times as many: five products for two."""
         if self.writes:
             return 0
         pairs = self.seq_q * (self.tokens or self.seq_k)

@@ -98,7 +98,7 @@ def chunk_or_none(chunk: int, causal: str, rows: Any, keys: Any) -> int:
     """
     if causal == "none" and is_size(rows) and rows == 1:
         causal = "bottom_right"  # its query sees all keys
-    end = {"bottom_right": keys, "top_left": rows}.get(causal)  # positions of queries that see a key are below it
+    end: Any = {"bottom_right": keys, "top_left": rows}.get(causal)  # positions of queries that see a key are below it
     return 0 if is_size(end) and chunk >= end else min(chunk, MAX_LENGTH)
 
 

@@ -172,7 +172,8 @@ def test_two_handles_share_nothing(device: Device, monkeypatch: pytest.MonkeyPat
 # What an operation's other arguments can be changed to.
 VALUES = {
     "scale": 0.7, "causal": False, "window": (3, None), "chunk": 3, "softcap": 2.0, "dropout_p": 0.1,
-    "return_lse": False, "layout": "bshd", "num_splits": 2, "page_layout": "hpd", "max_seqlen_q": 77, "max_seqlen_k": 77,
+    "return_lse": False, "layout": "bshd", "num_splits": 2, "page_layout": "hpd", "max_seqlen_q": 77,
+    "max_seqlen_k": 77,
 }  # fmt: skip
 TAKEN = {
     "attention": ("scale", "causal", "window", "chunk", "softcap", "dropout_p", "return_lse", "layout"),
