@@ -243,6 +243,7 @@ def _gradients() -> list[Named]:
         packed_gradients("GQA, window, softcap", **causal, heads_k=2, softcap=True, **WINDOW),
         packed_gradients("ALiBi", **causal, alibi_slopes=True, grad_slopes=True),
         packed_gradients("sinks", **causal, sinks=True),
+        packed_gradients("chunk", **causal, **CHUNK),
     ]
     return found
 
