@@ -106,6 +106,7 @@ TABLES = (
             ),
             Row("`scaling`", "`scale`"),
             Row("`sliding_window=W`", "`window=(W - 1, 0)`"),
+            Row("`attention_chunk_size`", "`chunk`, with `causal`"),
         ),
     ),
     Table(
@@ -121,6 +122,7 @@ TABLES = (
             Row("`softmax_scale`", "`scale`"),
             Row("`causal`", "the same: bottom right since flash-attn 2.1"),
             Row("`window_size=(left, right)`", "`window=(left, right)`; -1 or None for no limit"),
+            Row("`attention_chunk`, 0 for none", "`chunk`, `None` for none"),
             Row("`softcap`, 0.0 for none", "the same, or `None`"),
             Row("`alibi_slopes`", "the same"),
             Row("`return_attn_probs=True`", "`return_lse=True`"),

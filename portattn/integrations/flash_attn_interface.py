@@ -77,7 +77,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.unbind(2)
     descales = (q_descale, k_descale, v_descale)
     check_hints(op, 1, None, attention_chunk, sm_margin)
-    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
     return dense(op, q, k, v, None, descales, scores, deterministic, return_attn_probs)
 
 
@@ -110,7 +110,8 @@ def flash_attn_func(
     qv        (B, Sq, Hq, Dv): scores are (q·k + qv·v)·softmax_scale. D + Dv ≤ 576; q, qv, k and v are copied for it
     q_descale, k_descale, v_descale  (B, Hk) float32: what float8 numbers are multiplied by
     window_size  (left, right), inclusive, aligned at the last key; negative: no limit
-    attention_chunk  0; anything else is refused
+    attention_chunk  a query sees the keys of the chunk of so many keys that its position, aligned at the last key, lies
+              in; 0 for no chunks
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     num_splits  any integer: changes no result; the plan decides here
     pack_gqa  None, True or False: changes no result; the plan decides here
@@ -131,7 +132,7 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
-    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
     return dense(op, q, k, v, qv, (q_descale, k_descale, v_descale), scores, deterministic, return_attn_probs)
 
 
@@ -185,7 +186,7 @@ def flash_attn_varlen_func(
     """
     op = "flash_attn_varlen_func"
     check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
-    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
     check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
     block = repeated_bits(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
@@ -345,7 +346,7 @@ def flash_attn_with_kvcache(
     found = attend_cached(
         Cached(
             op, "page_table", q, k_cache, v_cache, k, v,
-            scores_of(op, softmax_scale, causal, window_size, softcap, None), rotary_cos, rotary_sin,
+            scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk), rotary_cos, rotary_sin,
             check_bool(op, "rotary_interleaved", rotary_interleaved), cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, rotary_seqlens,
             (q_descale, k_descale, v_descale), splits_of(op, num_splits), wanted,

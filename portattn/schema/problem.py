@@ -54,6 +54,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     causal        none; bottom_right (the last query sees the last key); top_left (query i sees keys 0..i)
     window_left, window_right  keys that a query sees before and after its own position; -1 for all of them. A right
                   side of 0 is `causal`
+    chunk         keys of a chunk: a query sees those of the chunk that its own position lies in, counted from the
+                  sequence's first key; 0 for no chunks
     total_q, total_k  rows of packed queries, and of packed keys; None where they are not packed
     seqlens_q/k   per-sequence lengths are given, on the device
     leftpad_q/k   per-sequence left padding is given, on the device
@@ -102,6 +104,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     causal: Causal = "none"
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
+    chunk: int = 0
     total_q: int | None = None
     total_k: int | None = None
     seqlens_q: bool = False
@@ -372,7 +375,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "gqa": self.group > 1,
             "paged": self.page_size > 0,
             "packed": self.packed,
-            "window": self.window,
+            "window": self.window or self.chunk > 0,  # kernels mask a chunk by the code of a window
+            "chunk": self.chunk > 0,
             # What is done to every score of a tile takes registers.
             "featured": any(getattr(self, name) for name in EVERY_SCORE),
             "aligned": self.aligned,
@@ -404,8 +408,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def flops(self) -> int:
         """Floating-point operations: 2·D per score and 2·Dv per value, causal counting only what is
-        attended (half the square when seq_q = seq_k). Windows and masks count as if they hid nothing. Of gradients 2.5
-        times as many: five products for two."""
+        attended (half the square when seq_q = seq_k). Windows, chunks and masks count as if they hid nothing. Of
+        gradients 2.5 times as many: five products for two."""
         if self.writes:
             return 0
         pairs = self.seq_q * (self.tokens or self.seq_k)
@@ -439,7 +443,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []
-        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *stored, *sizes, *causal, *window, *flags])
+        chunk = [f"chunk {self.chunk}"] if self.chunk else []
+        words = (*stored, *sizes, *causal, *window, *chunk, *flags)
+        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *words])
 
     def _written(self, cache: str) -> str:
         new = f"new ({self.batch},{self.heads_k},{self.seq_q},{self.head_dim})"

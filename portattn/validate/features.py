@@ -1,4 +1,4 @@
-"""The features that most ops take: windows, caps, slopes, sinks, biases and masks."""
+"""The features that most ops take: windows, chunks, caps, slopes, sinks, biases and masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import MAX_TREE, UNLIMITED
+from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
 from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import check_done, check_number, check_place
 
@@ -68,8 +68,8 @@ class Features:
         for name in given:
             if name not in _FEATURES or (name not in row.tensors and name not in row.values):
                 raise TypeError(f"{self.op} has no argument {name!r}")
-        if "window" in row.values and "window" not in given:
-            given = {"window": None, **given}  # beside the causal mask, which is a window too
+        if "window" in row.values:  # first: it decides the causal mask, which is a window too
+            given = {"window": None, **given}
         for name, value in given.items():
             getattr(self, name)(value, scores)
 
@@ -90,6 +90,15 @@ class Features:
         if causal != "none":
             right = UNLIMITED
         self.problem |= {"causal": causal, "window_left": left, "window_right": right}
+
+    def chunk(self, chunk: Any, scores: Scores) -> None:
+        """Keys of a chunk, 0 where chunks hide nothing. Called after `window`, which decides the causal mask."""
+        if chunk is None:
+            return
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            limit = "must be an integer ≥ 1, the keys of a chunk, or None for no chunks"
+            raise ArgumentError(self.op, "chunk", chunk, limit)
+        self.problem["chunk"] = chunk_or_none(chunk, self.problem["causal"], scores.rows, scores.keys)
 
     def _side(self, name: str, side: Any) -> int:
         if side is None:

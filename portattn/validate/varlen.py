@@ -114,7 +114,9 @@ def varlen_call(
             of = values.Tokens(max_seqlen_k, cu_seqlens_k.diff(), None) if given.ndim == 2 else rows
             values.scales(OP, {name: given}, of)
     found = Features(OP, q.device, operands.dtype)
-    scores = Scores(batch, q.shape[1], q.shape[0], k.shape[0], alignment, q.shape[0] + k.shape[0], packed=True)
+    # No sequence is longer than all rows: what a caller claims beyond changes nothing.
+    seq_q, seq_k = least(max_seqlen_q, q.shape[0]), least(max_seqlen_k, k.shape[0])
+    scores = Scores(batch, q.shape[1], seq_q, seq_k, alignment, q.shape[0] + k.shape[0], packed=True)
     found.check(features, scores)
     return build(
         OP,
@@ -125,9 +127,8 @@ def varlen_call(
             "batch": batch,
             "heads_q": q.shape[1],
             "heads_k": k.shape[1],
-            # No sequence is longer than all rows: what a caller claims beyond changes nothing.
-            "seq_q": least(max_seqlen_q, q.shape[0]),
-            "seq_k": least(max_seqlen_k, k.shape[0]),
+            "seq_q": seq_q,
+            "seq_k": seq_k,
             "head_dim": head_dim,
             "head_dim_v": v.shape[2],
             "total_q": q.shape[0],

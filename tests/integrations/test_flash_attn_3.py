@@ -24,6 +24,8 @@ SCORES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "all": {"causal": True, "window_size": (5, 0), "softcap": 2.0, "softmax_scale": 0.4},
+    "chunk": {"attention_chunk": 3},
+    "causal chunk": {"causal": True, "attention_chunk": 4},
 }
 
 
@@ -186,6 +188,30 @@ def test_sixteen_bit_rows_into_a_float8_cache(form: str) -> None:
         within(out[b], one(q[b], keys, values, causal=True)[0], same)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["own", "leftpad", "batch_idx", "pages"])
+def test_chunks_of_a_cache(form: str, causal: bool) -> None:
+    """The cache outside the chunks of the queries is NaN: two of six queries lie before the boundary at 12."""
+    torch.manual_seed(11)
+    length, chunk, pad = 16, 6, 5 if form == "leftpad" else 0
+    k_cache, v_cache = torch.full((3, 32, 2, 16), math.nan), torch.full((3, 32, 2, 24), math.nan)
+    k_cache[:, pad + 6 : pad + length].normal_()
+    v_cache[:, pad + 6 : pad + length].normal_()
+    given: dict[str, Any] = {
+        "own": {}, "leftpad": {"cache_leftpad": ints(pad, pad, pad)}, "batch_idx": {"cache_batch_idx": ints(2, 0, 1)},
+        "pages": {"page_table": ints(2, 0, 1)[:, None]},
+    }[form]  # fmt: skip
+    q = torch.randn(3, 6, 4, 16)
+    out, lse, *_ = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=pad + length, causal=causal, attention_chunk=chunk, return_softmax_lse=True,
+        **given,
+    )  # fmt: skip
+    for b, place in enumerate((2, 0, 1) if form in ("batch_idx", "pages") else range(3)):
+        keys, values = k_cache[place, pad : pad + length].clone(), v_cache[place, pad : pad + length].clone()
+        keys[:6] = values[:6] = 0.0
+        check_one(out[b], lse[b], q[b], keys, values, -math.inf, causal=causal, attention_chunk=chunk)
+
+
 @pytest.mark.parametrize("form", ["own", "batch_idx", "pages"])
 def test_packed_queries_and_new_keys(form: str) -> None:
     """cu_seqlens_q and cu_seqlens_k_new of different lengths, rotation from rotary_seqlens, a poisoned cache."""
@@ -265,7 +291,7 @@ Q, CACHE = torch.zeros(2, 1, 4, 16), torch.zeros(2, 8, 2, 16)
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"attention_chunk": 64}, r"attention_chunk is 64, but must be 0: attention within chunks is"),
+        ({"attention_chunk": -1}, r"attention_chunk is -1, but must be an integer ≥ 0"),
         ({"sm_margin": 8}, r"sm_margin is 8, but must be 0"),
         ({"pack_gqa": 3}, r"pack_gqa is 3, but must be True or False"),
         ({"qv": Q}, r"qv is \(2, 1, 4, 16\), but is not taken: portattn\.mla_attention"),
@@ -294,7 +320,7 @@ def test_what_cannot_be_done_is_refused_by_name(given: dict[str, Any], text: str
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"attention_chunk": 1}, "attention_chunk is 1, but must be 0"),
+        ({"attention_chunk": 1.0}, r"attention_chunk is 1\.0, but must be an integer ≥ 0"),
         ({"sm_margin": 1}, "sm_margin is 1, but must be 0"),
         ({"num_splits": 2.0}, "num_splits is 2.0, but must be an integer"),
         ({"qv": Q[..., :8]}, r"qv is \(\(2, 1, 4, 8\), torch\.float32\), but must be q's with v's head_dim"),

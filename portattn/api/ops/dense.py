@@ -27,6 +27,7 @@ def attention(
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -62,6 +63,9 @@ def attention(
     window      (left, right), inclusive: a query sees that many keys before and after its own position, which is
                 aligned as `causal` says (bottom-right without one). None or -1 on a side: no limit. A model that
                 speaks of a window of W keys with the query's own among them means (W - 1, 0)
+    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
+                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
+                is. causal and window hide keys beside it. None for no chunks
     softcap     scores become softcap·tanh(score / softcap), before anything is added to them; None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value (attention sinks). The LSE
@@ -134,7 +138,20 @@ def attention(
             leftpad_k,
             dropout_seed,
         ),
-        (scale, causal, window, softcap, block_size, dropout_p, out_dtype, return_lse, layout, backend, validate),
+        (
+            scale,
+            causal,
+            window,
+            chunk,
+            softcap,
+            block_size,
+            dropout_p,
+            out_dtype,
+            return_lse,
+            layout,
+            backend,
+            validate,
+        ),
     )
     if found is not None:
         return found
@@ -142,7 +159,8 @@ def attention(
         # By name: dynamo's locals() are not those of the source where it has broken the graph.
         given = {
             "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
-            "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "scale": scale, "causal": causal, "window": window, "chunk": chunk,
+            "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "block_mask": block_mask,
             "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,

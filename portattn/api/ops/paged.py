@@ -31,6 +31,7 @@ def paged_attention(
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -71,6 +72,9 @@ def paged_attention(
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
                 a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
+    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
+                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
+                is. causal and window hide keys beside it. None for no chunks
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
@@ -118,7 +122,7 @@ def paged_attention(
             q, k_pages, v_pages, k_scale, v_scale, k_block_scale, v_block_scale, page_table, seqlens_k, alibi_slopes,
             sinks, bias, mask, tree_mask, cu_seqlens_q,
         ),
-        (scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
+        (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
         (max_seqlen_q,),
     )  # fmt: skip
     return perform(request_of("paged_attention", locals())) if found is None else found

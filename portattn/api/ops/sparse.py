@@ -74,7 +74,7 @@ def sparse_attention(
     backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
     validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
 
-    A causal mask, a window, a mask or a bias are choices of tokens or log_weights here.
+    A causal mask, a window, a chunk, a mask or a bias are choices of tokens or log_weights here.
 
     Returns out (B, Hq, 1, Dv) in q's dtype and layout; with return_lse, (out, lse). A head without tokens gives 0 and
     -inf.

@@ -236,7 +236,8 @@ def query_positions(call: Cached, before: torch.Tensor) -> torch.Tensor:
     """(B, Sq) or (Tq,): where each query is, for its rotation. Without a mask that orders them, all of a sequence are
     where its new keys begin."""
     first = before if call.rotation is None else call.rotation
-    ordered = call.scores.causal or call.scores.window is not None
+    scores = call.scores
+    ordered = scores.causal or scores.window is not None or scores.chunk is not None
     if call.cu_seqlens_q is None:
         return first[:, None] + torch.arange(call.q.shape[1], device=first.device) * int(ordered)
     if not call.batch:

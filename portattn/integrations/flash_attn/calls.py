@@ -28,11 +28,13 @@ from portattn.validate.values import cu_seqlens, reads
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def scores_of(op: str, scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any) -> Scores:
+def scores_of(
+    op: str, scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any, attention_chunk: int = 0
+) -> Scores:
     """Check and translate. Raises ArgumentError."""
     is_causal = check_bool(op, "causal", causal)
     window = window_of(op, window_size, is_causal)
-    return Scores(scale, is_causal, window, softcap_of(op, softcap), alibi_slopes)
+    return Scores(scale, is_causal, window, softcap_of(op, softcap), alibi_slopes, attention_chunk or None)
 
 
 def dense(

@@ -17,12 +17,12 @@ from portattn.validate.checks import check_dense
 
 
 def check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, sm_margin: Any) -> None:
-    """What sets how FlashAttention-3's kernels run, and the one mask that is not here. Raises ArgumentError."""
+    """Check the arguments that set how FlashAttention-3's kernels run, and the size of a chunk. Raises ArgumentError."""
     splits_of(op, num_splits)
     if pack_gqa is not None:
         check_bool(op, "pack_gqa", pack_gqa)
-    if type(attention_chunk) is not int or attention_chunk != 0:
-        limit = "must be 0: attention within chunks is portattn.attention's with a mask"
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        limit = "must be an integer ≥ 0, the keys of a chunk, or 0 for no chunks"
         raise ArgumentError(op, "attention_chunk", attention_chunk, limit)
     if type(sm_margin) is not int or sm_margin != 0:
         raise ArgumentError(op, "sm_margin", sm_margin, "must be 0: kernels leave no part of the device free")

@@ -24,12 +24,13 @@ class Scores:
     window: Window | None
     softcap: float | None
     alibi_slopes: torch.Tensor | None
+    chunk: int | None = None
 
     def arguments(self) -> dict[str, Any]:
         """By portattn's names."""
         return {
             "scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
+            "alibi_slopes": self.alibi_slopes, "chunk": self.chunk,
         }  # fmt: skip
 
 
