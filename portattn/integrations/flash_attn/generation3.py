@@ -17,7 +17,7 @@ from portattn.validate.checks import check_dense
 
 
 def check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, sm_margin: Any) -> None:
-    """Check the arguments that set how FlashAttention-3's kernels run, and the size of a chunk. Raises ArgumentError."""
+    """Check the hints to FlashAttention-3's kernels and the size of a chunk. Raises ArgumentError."""
     splits_of(op, num_splits)
     if pack_gqa is not None:
         check_bool(op, "pack_gqa", pack_gqa)
