@@ -11,6 +11,7 @@ from portattn.api.operators import WRITING, arguments_of
 from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import Request, request_of
 from portattn.api.tracing import are_dispatched, are_transformed, refuse_what_lies_nowhere
+from portattn.errors import ArgumentError, SettingError, TracingError
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 
@@ -25,7 +26,12 @@ def write(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], arguments:
         return
     if found_cached(op, tensors, values, ()) is not None:
         return
-    carry_out(request_of(op, arguments))
+    try:
+        carry_out(request_of(op, arguments))
+    except (ArgumentError, SettingError, TracingError) as error:
+        raise error.with_traceback(
+            None
+        ) from error.__cause__  # as in run_operation: the caller's line, not internal ones
 
 
 def carry_out(request: Request) -> None:

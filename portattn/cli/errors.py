@@ -39,6 +39,8 @@ def refused(error: Exception, ctx: click.Context) -> Refused:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "portattn"
         text, kind = error.format_message(), "UsageError"
+        if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Option) and error.param.metavar:
+            text = f"{text.rstrip('.')}: {error.param.metavar}"
     else:
         text = _of_system(error) if isinstance(error, OSError) else str(error)
         command, kind = "portattn", type(error).__name__

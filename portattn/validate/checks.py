@@ -56,6 +56,8 @@ def check_tensor(
 
 def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
     """What takes tensors of such a dtype, where another operation does; what a dtype that none takes may stand for."""
+    if dtype is torch.float64:
+        return " (hint: float())"
     if dtype in KV_FORMAT and dtype not in taken:
         return "; the operations that read a cache take caches of it"
     if dtype is PACKED and dtype not in taken:
@@ -88,6 +90,22 @@ def check_equal(op: str, what: str, value: int, whose: str, limit: int) -> None:
 def check_width(op: str, name: str, width: int) -> None:
     if not 1 <= width <= MAX_HEAD_DIM:
         raise ArgumentError(op, f"{name}'s head_dim", width, f"must be in 1..{MAX_HEAD_DIM}")
+
+
+def as_number(op: str, name: str, value: Any) -> Any:
+    """Return a 0-d tensor or NumPy value as a Python number, and anything else as it is.
+
+    Reading a tensor on an accelerator waits for the device.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)) or getattr(value, "ndim", None) != 0:
+        return value
+    if isinstance(value, torch.Tensor):
+        if has_no_data(value):
+            raise ArgumentError(op, name, "a tensor without data", "must be a number, or a 0-d tensor that can be read")
+        if value.requires_grad:
+            limit = f"{name} has no gradient: give {name}.detach(), or multiply q by a scale that is trained"
+            raise ArgumentError(op, f"{name}.requires_grad", True, limit)
+    return value.item()
 
 
 def check_number(op: str, name: str, value: Any) -> float:
@@ -129,7 +147,8 @@ def check_splits(op: str, num_splits: Any) -> int:
 
 def check_size(op: str, name: str, value: Any) -> int:
     if not is_size(value) or not 0 <= value <= INT32_MAX:
-        raise ArgumentError(op, name, value, f"must be an integer in 0..{INT32_MAX}")
+        hint = f" (hint: int({name}), which reads it back)" if isinstance(value, torch.Tensor) else ""
+        raise ArgumentError(op, name, value, f"must be an integer in 0..{INT32_MAX}{hint}")
     return value
 
 
@@ -140,7 +159,8 @@ def check_int32(
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}")
     if tensor.dtype != torch.int32:
-        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, "must be torch.int32")
+        hint = f" (hint: {name}.int())" if tensor.dtype is torch.int64 and name.isidentifier() else ""
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be torch.int32{hint}")
     if tuple(tensor.shape) != shape:
         raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {axes}, {shape}")
     check_place(op, name, tensor, device, contiguous)
@@ -148,6 +168,8 @@ def check_int32(
 
 def check_share(op: str, dropout_p: Any) -> float:
     """dropout_p in [0, 1)."""
+    if dropout_p is None:
+        raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1); 0.0 drops nothing")
     share = check_number(op, "dropout_p", dropout_p)
     if not 0.0 <= share < 1.0:
         raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1)")

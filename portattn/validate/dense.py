@@ -40,10 +40,20 @@ from portattn.validate.stored import (
     numbers_of,
 )
 
+# Layouts by their names in other libraries, in small letters, with what to write here.
+OTHER_LAYOUTS = {
+    **{layout: f"layout={layout!r}" for layout in AXES},
+    "nhd": "layout='bshd'",
+    "hnd": "layout='bhsd'",
+    "thd": "varlen_attention takes packed rows",
+}
+
 
 def check_layout(op: str, layout: Any) -> None:
     if not isinstance(layout, str) or layout not in AXES:
-        raise ArgumentError(op, "layout", layout, f"must be one of {', '.join(AXES)}")
+        limit = f"must be one of {', '.join(AXES)}"
+        meant = OTHER_LAYOUTS.get(layout.lower(), "") if isinstance(layout, str) else ""
+        raise ArgumentError(op, "layout", layout, limit + (f" (hint: {meant})" if meant else ""))
 
 
 def attention_call(

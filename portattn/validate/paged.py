@@ -48,7 +48,9 @@ PAGE_AXES = {"phd": ("pages", "page_size", "heads", "head_dim"), "hpd": ("pages"
 
 def check_page_layout(op: str, page_layout: Any) -> None:
     if not isinstance(page_layout, str) or page_layout not in PAGE_AXES:
-        raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}")
+        meant = {"NHD": "phd", "HND": "hpd"}.get(page_layout, "") if isinstance(page_layout, str) else ""
+        hint = f" (hint: {page_layout} is page_layout={meant!r})" if meant else ""
+        raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}{hint}")
 
 
 def check_pages(

@@ -43,7 +43,7 @@ def cu_seqlens(op: str, side: str, beginnings: torch.Tensor, total: int, longest
     values = beginnings.tolist()
     name = f"cu_seqlens_{side}"
     if values[0] != 0:
-        raise ArgumentError(op, f"{name}[0]", values[0], "must be 0, the first row")
+        raise ArgumentError(op, f"{name}[0]", values[0], "must be 0, the first row; lengths are summed up first")
     for index, (before, value) in enumerate(itertools.pairwise(values), 1):
         if value < before:
             raise ArgumentError(op, f"{name}[{index}]", value, f"must be at least {name}[{index - 1}], {before}")

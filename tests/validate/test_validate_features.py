@@ -41,7 +41,7 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
     "softcap is NaN": (OPS, {"softcap": NAN}, "softcap is nan", "must be a finite number"),
     "softcap is infinite": (OPS, {"softcap": float("inf")}, "softcap is inf", "must be a finite number"),
     "softcap is True": (OPS, {"softcap": True}, "softcap is True", "must be a finite number"),
-    "softcap is a tensor": (OPS, {"softcap": torch.tensor(1.0)}, "softcap is tensor(1.)", "must be a finite number"),
+    "softcap is a tensor": (OPS, {"softcap": torch.ones(1)}, "softcap is tensor([1.])", "must be a finite number"),
     "slopes are a list": (OPS, {"alibi_slopes": [0.5] * 4}, "alibi_slopes is 'list'", "must be a torch.Tensor"),
     "slopes in half": (
         OPS, {"alibi_slopes": torch.zeros(4).half()}, "alibi_slopes.dtype is torch.float16", "must be torch.float32",

@@ -7,8 +7,8 @@ from typing import NoReturn
 import torch
 
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.perform import perform, try_cached
-from portattn.api.request import Result, Window, request_of
+from portattn.api.perform import run_operation, try_cached
+from portattn.api.request import Result, Window
 from portattn.api.unknown_arguments import operation
 
 
@@ -58,7 +58,8 @@ def decode_attention(
                 for each token, multiply them all, and may be absent.
                 (B, Hk, Smax, D/16) and (B, Hk, Smax, Dv/16), in the caches' layout, the last axis contiguous
     leftpad_k   (B,) int32: padding rows before a sequence's first key
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     causal      True or "bottom_right": query i sees what ends Sq-1-i keys before the last (speculative decoding);
                 "top_left": query i sees keys 0..i; False: no mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
@@ -109,4 +110,4 @@ def decode_attention(
         ),
         (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, backend, validate),
     )  # fmt: skip
-    return perform(request_of("decode_attention", locals())) if found is None else found
+    return run_operation("decode_attention", locals()) if found is None else found

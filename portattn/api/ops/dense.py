@@ -10,8 +10,8 @@ from portattn.api.block_mask import BlockMask, block_tensors
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.jagged import are_jagged, packed, unpacked
 from portattn.api.ops.varlen import varlen_attention
-from portattn.api.perform import perform, try_cached
-from portattn.api.request import Result, Window, request_of
+from portattn.api.perform import run_operation, try_cached
+from portattn.api.request import Result, Window
 from portattn.api.unknown_arguments import operation
 
 
@@ -57,7 +57,8 @@ def attention(
                 finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
                 numbers count as they are without. int8 must have those of q and k, also one for each token and
                 head, (B, Hq, Sq) and (B, Hk, Sk) in the layout; v is then of 16 bits without a scale
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
                 "top_left": query i sees keys 0..i (SDPA's is_causal); False: no mask
     window      (left, right), inclusive: a query sees that many keys before and after its own position, which is
@@ -168,4 +169,4 @@ def attention(
             "backend": backend, "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
-    return perform(request_of("attention", locals() | {"block_mask": blocks}))
+    return run_operation("attention", locals() | {"block_mask": blocks})

@@ -9,8 +9,8 @@ import torch
 from portattn.api.arguments import table_tensors
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
-from portattn.api.perform import perform, try_cached
-from portattn.api.request import Result, Window, request_of
+from portattn.api.perform import run_operation, try_cached
+from portattn.api.request import Result, Window
 from portattn.api.unknown_arguments import operation
 
 
@@ -117,4 +117,4 @@ def mla_attention(
         (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, backend, validate),
         (max_seqlen_q,),
     )  # fmt: skip
-    return perform(request_of(op, locals())) if found is None else found
+    return run_operation(op, locals()) if found is None else found

@@ -9,8 +9,8 @@ import torch
 from portattn.api.arguments import table_tensors
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
-from portattn.api.perform import perform, try_cached
-from portattn.api.request import Result, Window, request_of
+from portattn.api.perform import run_operation, try_cached
+from portattn.api.request import Result, Window
 from portattn.api.unknown_arguments import operation
 
 
@@ -67,7 +67,8 @@ def paged_attention(
                 (P, page, Hk, D/16) and (P, page, Hk, Dv/16), or with heads first as the pages; the last axis contiguous
     cu_seqlens_q  (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q
     max_seqlen_q  rows of the longest sequence of packed queries, or more, if known
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     causal      True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
@@ -125,4 +126,4 @@ def paged_attention(
         (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
         (max_seqlen_q,),
     )  # fmt: skip
-    return perform(request_of("paged_attention", locals())) if found is None else found
+    return run_operation("paged_attention", locals()) if found is None else found

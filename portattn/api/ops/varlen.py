@@ -7,8 +7,8 @@ from typing import NoReturn
 import torch
 
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.perform import perform, try_cached
-from portattn.api.request import Result, Window, request_of
+from portattn.api.perform import run_operation, try_cached
+from portattn.api.request import Result, Window
 from portattn.api.unknown_arguments import operation
 
 
@@ -55,7 +55,8 @@ def varlen_attention(
                 their queries and keys may differ in number
     max_seqlen_q, max_seqlen_k  rows of the longest sequence, or more: with less, what longer sequences give is
                 undefined
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     causal      True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
@@ -98,4 +99,4 @@ def varlen_attention(
         (scale, causal, window, chunk, softcap, dropout_p, out_dtype, return_lse, backend, validate),
         (max_seqlen_q, max_seqlen_k),
     )
-    return perform(request_of("varlen_attention", locals())) if found is None else found
+    return run_operation("varlen_attention", locals()) if found is None else found
