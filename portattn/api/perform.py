@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from portattn.api import autocast, dispatch, monitor, repeated
 from portattn.api.in_graph import in_graph, new_seed
 from portattn.api.jagged import are_jagged
 from portattn.api.operators import RETURNS_LSE
-from portattn.api.request import Caching, Request, Result, request_from, request_of
+from portattn.api.request import Caching, Request, Result, request_from
 from portattn.api.tracing import (
     are_dispatched,
     are_transformed,
@@ -21,7 +21,6 @@ from portattn.api.tracing import (
     shapes_alone,
 )
 from portattn.config import current
-from portattn.errors import ArgumentError, SettingError, TracingError
 from portattn.launch import cache
 from portattn.launch.guards import in_mode
 from portattn.schema.call import Call
@@ -107,14 +106,6 @@ def found_cached(
             out, lse = cached(given, addresses, sizes) if place is None else cached(given, addresses, sizes, place)
             return out if lse is None else (out, lse)
     return None
-
-
-def run_operation(op: str, given: Mapping[str, Any]) -> Result:
-    """Run an operation with its arguments by name. An error of the caller's shows no frame below this one."""
-    try:
-        return perform(request_of(op, given))
-    except (ArgumentError, SettingError, TracingError) as error:
-        raise error.with_traceback(None) from error.__cause__
 
 
 def perform(request: Request) -> Result:

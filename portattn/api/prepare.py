@@ -12,7 +12,7 @@ from portattn.api.binding import arguments_as_parts, named_arguments
 from portattn.api.left_out import leave_out, left_out
 from portattn.api.perform import admitted, carried_out, trained_or_not
 from portattn.api.request import Caching, Request, Result, request_of
-from portattn.api.unknown_arguments import names_of, unknown_argument
+from portattn.api.unknown_arguments import names_of, short_traceback, unknown_argument
 from portattn.compile import variants
 from portattn.config import current
 from portattn.errors import ArgumentError, UnknownArgument
@@ -138,7 +138,8 @@ class Prepared:
             name, tensor = ("lse", lse) if out is None else ("out", out)
             limit = f"must be None: {self._op} fills a cache, and has no result"
             raise ArgumentError(self._name, name, type(tensor).__name__, limit)
-        found = self._run(given, out, lse)
+        with short_traceback:
+            found = self._run(given, out, lse)
         return None if self._row.writes else found
 
     def _run(self, given: dict[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:

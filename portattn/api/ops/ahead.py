@@ -12,6 +12,7 @@ from portattn.api.perform import plan_request
 from portattn.api.prepare import Prepared
 from portattn.api.request import Request, request_of
 from portattn.api.tracing import are_transformed
+from portattn.api.unknown_arguments import short_traceback
 from portattn.config import current
 from portattn.errors import ArgumentError, TracingError
 from portattn.planning.planner import plan as plan_problem
@@ -43,7 +44,8 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
     >>> portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0")).kernel
     'dense_forward'
     """
-    return _planned("plan", op, args, kwargs)
+    with short_traceback:
+        return _planned("plan", op, args, kwargs)
 
 
 def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
@@ -61,7 +63,8 @@ def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
     >>> print(portattn.explain("attention", q, q, q).splitlines()[0])
     attention q (1,8,16,64) kv (1,8,16,64) fp32
     """
-    return _planned("explain", op, args, kwargs).explain()
+    with short_traceback:
+        return _planned("explain", op, args, kwargs).explain()
 
 
 def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
@@ -86,7 +89,8 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
     >>> torch.equal(out, portattn.attention(q, k, v, causal=True))
     True
     """
-    return Prepared(make_request("prepare", op, args, kwargs))
+    with short_traceback:
+        return Prepared(make_request("prepare", op, args, kwargs))
 
 
 def _planned(asker: str, op: str | Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

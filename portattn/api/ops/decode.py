@@ -7,9 +7,9 @@ from typing import NoReturn
 import torch
 
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.perform import run_operation, try_cached
-from portattn.api.request import Result, Window
-from portattn.api.unknown_arguments import operation
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, Window, request_of
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -110,4 +110,7 @@ def decode_attention(
         ),
         (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, backend, validate),
     )  # fmt: skip
-    return run_operation("decode_attention", locals()) if found is None else found
+    if found is None:
+        with short_traceback:
+            return perform(request_of("decode_attention", locals()))
+    return found

@@ -10,9 +10,9 @@ from portattn.api.block_mask import BlockMask, block_tensors
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.jagged import are_jagged, packed, unpacked
 from portattn.api.ops.varlen import varlen_attention
-from portattn.api.perform import run_operation, try_cached
-from portattn.api.request import Result, Window
-from portattn.api.unknown_arguments import operation
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, Window, request_of
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -169,4 +169,5 @@ def attention(
             "backend": backend, "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
-    return run_operation("attention", locals() | {"block_mask": blocks})
+    with short_traceback:
+        return perform(request_of("attention", locals() | {"block_mask": blocks}))

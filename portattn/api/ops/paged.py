@@ -9,9 +9,9 @@ import torch
 from portattn.api.arguments import table_tensors
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
-from portattn.api.perform import run_operation, try_cached
-from portattn.api.request import Result, Window
-from portattn.api.unknown_arguments import operation
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, Window, request_of
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -126,4 +126,7 @@ def paged_attention(
         (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
         (max_seqlen_q,),
     )  # fmt: skip
-    return run_operation("paged_attention", locals()) if found is None else found
+    if found is None:
+        with short_traceback:
+            return perform(request_of("paged_attention", locals()))
+    return found

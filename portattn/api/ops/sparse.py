@@ -9,9 +9,9 @@ import torch
 from portattn.api.arguments import magicpig_tensors, table_tensors
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
-from portattn.api.perform import run_operation, try_cached
-from portattn.api.request import Result
-from portattn.api.unknown_arguments import operation
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, request_of
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -113,5 +113,6 @@ def sparse_attention(
     if found is None:
         if constants is None and magicpig is not None:
             magicpig = sampling["magicpig_bits"], sampling["magicpig_tables"]
-        found = run_operation(op, locals())
+        with short_traceback:
+            return perform(request_of(op, locals()))
     return found

@@ -7,9 +7,9 @@ from typing import NoReturn
 import torch
 
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.perform import run_operation, try_cached
-from portattn.api.request import Result, Window
-from portattn.api.unknown_arguments import operation
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, Window, request_of
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -99,4 +99,7 @@ def varlen_attention(
         (scale, causal, window, chunk, softcap, dropout_p, out_dtype, return_lse, backend, validate),
         (max_seqlen_q, max_seqlen_k),
     )
-    return run_operation("varlen_attention", locals()) if found is None else found
+    if found is None:
+        with short_traceback:
+            return perform(request_of("varlen_attention", locals()))
+    return found
