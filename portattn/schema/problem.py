@@ -42,6 +42,13 @@ from portattn.schema.problem_limits import (
 from portattn.schema.sizes import is_size
 
 
+def check_groups(op: str, heads_q: int, heads_k: int, hint: str = "") -> None:
+    """Raise ArgumentError where no whole number of query heads shares a key/value head; `hint` ends its text."""
+    if heads_k > 0 and heads_q % heads_k:
+        limit = f"must be a multiple of the {heads_k} key/value heads (heads_k){hint}"
+        raise ArgumentError(op, "heads_q", heads_q, limit)
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
 
@@ -171,10 +178,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 continue
             if not is_size(value) or not least <= value <= most:
                 raise ArgumentError(self.op, name, value, f"must be an integer from {least} to {most}")
-        if self.heads_q % self.heads_k:
-            raise ArgumentError(
-                self.op, "heads_q", self.heads_q, f"must be a multiple of the {self.heads_k} key/value heads (heads_k)"
-            )
+        check_groups(self.op, self.heads_q, self.heads_k)
         self._check_op()
 
     def _check_op(self) -> None:

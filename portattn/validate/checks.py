@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
@@ -17,6 +18,7 @@ from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNM
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX, FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_CORNERS = {"lower_right": "bottom_right", "upper_left": "top_left"}  # torch.nn.attention.bias's words
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
 
 
@@ -44,7 +46,7 @@ def check_tensor(
 ) -> None:
     """A tensor with these axes, of one of these dtypes."""
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+        raise ArgumentError(op, name, type(tensor).__name__, f"must be a torch.Tensor{as_tensor(name, tensor)}")
     if tensor.ndim != len(axes):
         limit = f"must be {len(axes)}: ({', '.join(axes)})"
         raise ArgumentError(op, f"{name}.ndim", tensor.ndim, limit + other_rank(op, name, tensor.ndim))
@@ -52,6 +54,20 @@ def check_tensor(
         taken = list(dict.fromkeys(map(str, dtypes)))  # where k is float32, it is both k's dtype and the other one
         limit = f"must be one of {', '.join(taken)}" if len(taken) > 1 else f"must be {taken[0]}"
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit + other_dtype(tensor.dtype, dtypes))
+
+
+def as_tensor(name: str, value: Any, more: str = "") -> str:
+    """Return the hint for a list or an array that should be a tensor; empty for other values.
+
+    more  further arguments of torch.tensor
+    """
+    if not name.isidentifier() or isinstance(value, bool) or not isinstance(value, (int, list, tuple, np.ndarray)):
+        return ""
+    if isinstance(value, np.ndarray) and not more:
+        return f" (hint: torch.from_numpy({name}))"
+    whole = f"[{name}]" if isinstance(value, int) else name
+    place = "" if name == "q" else ", device=q.device"
+    return f" (hint: torch.tensor({whole}{more}{place}))"
 
 
 def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
@@ -69,6 +85,8 @@ def other_rank(op: str, name: str, ndim: int) -> str:
     """What takes tensors of this rank, where another operation or a view does."""
     if ndim == 3 and op in ("attention", "decode_attention"):
         return f"; packed rows (tokens, heads, head_dim) are varlen_attention's; of one sequence give {name}[None]"
+    if ndim == 2 and op in ("attention", "decode_attention"):
+        return f"; of one sequence and head give {name}[None, None]"
     if ndim == 4 and op == "varlen_attention":
         return "; batches (batch, heads, seq, head_dim) are attention's"
     return ""
@@ -132,7 +150,10 @@ def check_flag(op: str, name: str, value: Any) -> None:
 def check_causal(op: str, causal: Any) -> str:
     """Alignment of a causal mask: none, bottom_right or top_left."""
     if not isinstance(causal, (bool, int, str)) or causal not in (True, False, "top_left", "bottom_right"):
-        raise ArgumentError(op, "causal", causal, "must be True (bottom_right), False, 'bottom_right' or 'top_left'")
+        word = causal.lower().removeprefix("causal_") if isinstance(causal, str) else ""
+        hint = f" (hint: {_CORNERS[word]!r})" if word in _CORNERS else ""
+        limit = f"must be True (bottom_right), False, 'bottom_right' or 'top_left'{hint}"
+        raise ArgumentError(op, "causal", causal, limit)
     return causal if isinstance(causal, str) else "bottom_right" if causal else "none"
 
 
@@ -157,12 +178,15 @@ def check_int32(
 ) -> None:
     """An int32 tensor of this shape on q's device; `axes` is the shape in words."""
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}")
+        hint = "" if isinstance(tensor, int) else as_tensor(name, tensor, ", dtype=torch.int32")
+        raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}{hint}")
     if tensor.dtype != torch.int32:
         hint = f" (hint: {name}.int())" if tensor.dtype is torch.int64 and name.isidentifier() else ""
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be torch.int32{hint}")
     if tuple(tensor.shape) != shape:
-        raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {axes}, {shape}")
+        sums = axes == "(batch,)" and tuple(tensor.shape) == (shape[0] + 1,) and name.isidentifier()
+        hint = f" (hint: {name}.diff(), if it holds cumulative lengths)" if sums else ""
+        raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {axes}, {shape}{hint}")
     check_place(op, name, tensor, device, contiguous)
 
 
@@ -182,7 +206,8 @@ def check_dropout(op: str, dropout_p: Any, seed: Any, device: torch.device) -> f
     if seed is None:
         return share
     if not isinstance(seed, torch.Tensor):
-        raise ArgumentError(op, "dropout_seed", type(seed).__name__, "must be an int64 torch.Tensor of shape (1,)")
+        limit = f"must be an int64 torch.Tensor of shape (1,){as_tensor('dropout_seed', seed, ', dtype=torch.int64')}"
+        raise ArgumentError(op, "dropout_seed", type(seed).__name__, limit)
     if seed.dtype != torch.int64:
         raise ArgumentError(op, "dropout_seed.dtype", seed.dtype, "must be torch.int64")
     if tuple(seed.shape) != (1,):

@@ -10,6 +10,7 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
+from portattn.schema.problem import check_groups
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
@@ -136,6 +137,7 @@ def _attention_call(
         by_block = check_blocks(op, stored, blocks, given_caches, layout == "bshd")
     check_equal(op, f"{v_name}'s heads", v.shape[1], f"{k_name}'s", k.shape[1])
     check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", seq_k)
+    check_groups(op, heads_q, k.shape[1])  # before the lengths, which are too long for the other order of axes
 
     alignment = check_causal(op, causal)
     scale = check_scale(op, head_dim**-0.5 if scale is None else scale)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from portattn.errors import ArgumentError
@@ -13,7 +14,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
 from portattn.schema.tensors import INT32_MAX
-from portattn.validate.checks import check_done, check_number, check_place
+from portattn.validate.checks import as_tensor, check_done, check_number, check_place
 
 
 def ceil_div(a: Any, b: Any) -> Any:
@@ -84,8 +85,12 @@ class Features:
         if window is not None:
             # A list could not be part of the key by which a call is found again (portattn/launch/cache.py).
             if not isinstance(window, tuple) or len(window) != 2:
-                limit = "must be a tuple (left, right), keys before and after the query's own; "
-                limit += "the last W keys, with the own one, are (W - 1, 0)"
+                limit = "must be a tuple (left, right), keys before and after the query's own"
+                pair = isinstance(window, (list, np.ndarray, torch.Tensor)) and getattr(window, "ndim", 1) == 1
+                if pair and len(window) == 2:
+                    limit += f" (hint: tuple(window{'' if isinstance(window, list) else '.tolist()'}))"
+                else:
+                    limit += "; the last W keys, with the own one, are (W - 1, 0)"
                 raise ArgumentError(self.op, "window", window, limit)
             left, right = (self._side(name, side) for name, side in zip(("left", "right"), window, strict=True))
         left, right = (UNLIMITED if side >= reach else side for side in (left, right))
@@ -143,7 +148,8 @@ class Features:
 
     def bias(self, bias: Any, scores: Scores) -> None:
         if bias is not None:
-            hint = {torch.bool: "mask=, where True = attend"}
+            added = "bias.float(), if it is added to the scores; mask=bias.bool(), where not 0 = attend"
+            hint = {torch.bool: "mask=, where True = attend"} | dict.fromkeys(INTEGERS, added)
             self._by_score("bias", bias, (torch.float32, self.dtype), scores, hint)
 
     def mask(self, mask: Any, scores: Scores) -> None:
@@ -204,7 +210,9 @@ class Features:
     ) -> None:
         """Check dtype and device. hints: the cure to name beside each wrong dtype."""
         if not isinstance(tensor, torch.Tensor):
-            hint = " (hint: block_mask=create_block_mask(...) takes a function)" if callable(tensor) else ""
+            hint = as_tensor(name, tensor)
+            if callable(tensor):
+                hint = " (hint: block_mask=create_block_mask(...) takes a function)"
             raise ArgumentError(self.op, name, type(tensor).__name__, "must be a torch.Tensor" + hint)
         if tensor.dtype not in dtypes:
             limit = f"must be {' or '.join(str(dtype) for dtype in dict.fromkeys(dtypes))}"

@@ -63,10 +63,12 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _likelier(turned: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]], every: bool) -> bool:
     """Return whether the caller probably meant the transposed shapes.
 
-    8 query heads over 3 key heads of 16 rows each also agree as 16 heads of 8 and 3 rows. So keys have more rows than
-    heads where all three are transposed; a transposed q or k alone does not have as many rows as the other.
+    8 query heads over 3 key heads of 16 rows each also agree as 16 heads of 8 and 3 rows. So transposed keys have no
+    more heads than rows; a transposed q or k alone does not have as many rows as the other.
     """
-    return turned[1][1] <= turned[1][2] if every else not given[0][2] == given[1][2] == given[2][2]
+    if turned[1] != given[1] and turned[1][1] > turned[1][2]:
+        return False
+    return every or not given[0][2] == given[1][2] == given[2][2]
 
 
 def _agree(shapes: Sequence[tuple[int, ...]]) -> bool:

@@ -14,6 +14,7 @@ from portattn.schema.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
+    as_tensor,
     check_causal,
     check_dropout,
     check_equal,
@@ -36,7 +37,8 @@ def beginnings(op: str, name: str, cu_seqlens: object, device: torch.device) -> 
     """Check the shape of a (B + 1,) int32 tensor of sequences' beginnings; B."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         shape = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
-        raise ArgumentError(op, name, shape, "must be an int32 torch.Tensor of shape (batch + 1,)")
+        hint = as_tensor(name, cu_seqlens, ", dtype=torch.int32") if isinstance(cu_seqlens, (list, tuple)) else ""
+        raise ArgumentError(op, name, shape, f"must be an int32 torch.Tensor of shape (batch + 1,){hint}")
     check_int32(op, name, cu_seqlens, tuple(cu_seqlens.shape), "(batch + 1,)", device)
     return cu_seqlens.shape[0] - 1
 
