@@ -1,62 +1,148 @@
-"""Type checkers know the result of an operation from its flag: overloads written by scripts/typing_stubs.py."""
+"""Type checkers know an operation's result from its flag, and pass the examples: mypy always, pyright if installed."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import json
 import os
+import re
+import runpy
+import shutil
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
 from places import ROOT
 
-FUNCTIONS = [
-    ("portattn.api.ops", "attention", "return_lse"),
-    ("portattn.api.ops", "varlen_attention", "return_lse"),
-    ("portattn.api.ops", "decode_attention", "return_lse"),
-    ("portattn.api.ops", "paged_attention", "return_lse"),
-    ("portattn.api.ops", "sparse_attention", "return_lse"),
-    ("portattn.api.ops", "mla_attention", "return_lse"),
-    ("portattn.integrations.flash_attn", "flash_attn_func", "return_attn_probs"),
-    ("portattn.integrations.flash_attn", "flash_attn_kvpacked_func", "return_attn_probs"),
-    ("portattn.integrations.flash_attn", "flash_attn_qkvpacked_func", "return_attn_probs"),
-    ("portattn.integrations.flash_attn", "flash_attn_varlen_func", "return_attn_probs"),
-    ("portattn.integrations.flash_attn", "flash_attn_varlen_kvpacked_func", "return_attn_probs"),
-    ("portattn.integrations.flash_attn", "flash_attn_varlen_qkvpacked_func", "return_attn_probs"),
-    ("portattn.integrations.flash_attn", "flash_attn_with_kvcache", "return_softmax_lse"),
-]
-TRANSFORMERS = {"train_llama.py", "train_llama_parallel.py"}  # pyright errs in transformers' and torch's own names there
+FUNCTIONS = {
+    "portattn": (
+        "attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention",
+    ),
+    "portattn.integrations.flash_attn": (
+        "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+        "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+    ),
+}  # fmt: skip
+FLAGS = {"return_lse": 2, "return_softmax_lse": 2, "return_attn_probs": 3}  # results with the flag
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "typing_stubs.py"))
+# transformers' configurations take it by **kwargs, which pyright does not see behind their dataclass decorator.
+OF_TRANSFORMERS = 'No parameter named "attn_implementation"'
 
 
-def _program(folder: Path) -> tuple[Path, set[int]]:
-    """Write calls of every function with each kind of flag; return the file and its lines that must be errors."""
-    lines = ["from typing import Any, assert_type", "from torch import Tensor", "import portattn"]
-    lines += ["from portattn.integrations import flash_attn", "", "def run(q: Tensor, wanted: bool) -> None:"]
-    wrong = set()
-    for module, name, flag in FUNCTIONS:
-        function = f"{'portattn' if module == 'portattn.api.ops' else 'flash_attn'}.{name}"
-        parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
-        needed = [p for p in parameters if p.default is p.empty]
-        words = ["1" if p.annotation == "int" else "q" for p in needed]
-        given = ", ".join(w if p.kind is not p.KEYWORD_ONLY else f"{p.name}={w}" for p, w in zip(needed, words, strict=True))
-        pair = "tuple[Tensor, Tensor, Tensor]" if flag == "return_attn_probs" else "tuple[Tensor, Tensor]"
-        lines.append(f"    one: Tensor = {function}({given})")
-        lines.append(f"    assert_type({function}({given}, {flag}=False), Tensor)")
-        lines.append(f"    assert_type({function}({given}, {flag}=True), {pair})")
-        lines.append(f"    assert_type({function}({given}, {flag}=wanted), Tensor | {pair})")
-        for call in (f"{function}({given}, {flag}=True).shape", f"{function}({given}, no_such=1)", f"{function}()"):
-            lines.append(f"    {call}")
-            wrong.add(len(lines))
-        del lines[-7]
-        lines.insert(-6, f"    one_{name}: Tensor = {function}({given})")
-    places = "0.0, None, False, (-1, -1), 0.0, None, False, True"
-    lines.append(f"    assert_type(flash_attn.flash_attn_func(q, q, q, {places}), tuple[Tensor, Tensor, Tensor])")
-    lines.append('    handle: Tensor = portattn.prepare("attention", q, q, q).run(q, q, q)')
-    path = folder / "calls.py"
+def _flag_of(function: object) -> str:
+    return next(name for name in inspect.signature(function).parameters if name in FLAGS)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed layout, by links: checkers do not read the mapping of backends/ to portattn.backends."""
+    folder = tmp_path_factory.mktemp("typing")
+    (folder / "portattn").mkdir()
+    for source in [*(ROOT / "portattn").iterdir(), ROOT / "backends", ROOT / "quirks"]:
+        (folder / "portattn" / source.name).symlink_to(source)
+    shutil.copytree(ROOT / "examples", folder / "examples")  # pyright takes no file outside its project
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calls(tree: Path) -> tuple[Path, set[int]]:
+    """Calls of every function with each kind of flag: the file, and its lines that a checker must refuse."""
+    lines = ["from typing import assert_type", "from torch import Tensor", "import portattn"]
+    lines += ["import portattn.integrations.flash_attn", "def run(q: Tensor, wanted: bool) -> None:"]
+    refused = set()
+    for module, names in FUNCTIONS.items():
+        for name in names:
+            function = getattr(importlib.import_module(module), name)
+            flag = _flag_of(function)
+            needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+            given = ", ".join(f"{p.name}={'q' if 'Tensor' in p.annotation else '1'}" for p in needed)
+            several = f"tuple[{', '.join(['Tensor'] * FLAGS[flag])}]"
+            call = f"{module}.{name}"
+            lines += [
+                f"    assert_type({call}({given}), Tensor)",
+                f"    assert_type({call}({given}, {flag}=False), Tensor)",
+                f"    assert_type({call}({given}, {flag}=True), {several})",
+                f"    assert_type({call}({given}, {flag}=wanted), Tensor | {several})",
+            ]
+            for wrong in (f"{given}, {flag}=True).shape", f"{given}, no_such=1)", ")"):
+                lines.append(f"    {call}({wrong}")
+                refused.add(len(lines))
+    by_position = "q, q, q, 0.0, None, False, (-1, -1), 0.0, None, False, True"
+    call = f"portattn.integrations.flash_attn.flash_attn_func({by_position})"
+    lines.append(f"    assert_type({call}, tuple[Tensor, Tensor, Tensor])")
+    lines.append('    out: Tensor = portattn.prepare("attention", q, q, q).run(q, q, q)')
+    path = tree / "calls.py"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path, wrong
+    return path, refused
+
+
+@pytest.mark.parametrize("package", SCRIPT["PACKAGES"])
+def test_stubs_are_up_to_date(package: str) -> None:
+    """`python scripts/typing_stubs.py` writes them."""
+    assert (ROOT / package / "__init__.pyi").read_text(encoding="utf-8") == SCRIPT["stub_of"](package)
+
+
+def test_overloads_have_the_parameters_of_the_signatures() -> None:
+    for package in SCRIPT["PACKAGES"]:
+        namespace: dict[str, object] = {}
+        found: list[object] = []
+        text = (ROOT / package / "__init__.pyi").read_text(encoding="utf-8").replace("@overload", "@_keep")
+        namespace["_keep"] = found.append
+        exec(compile(f"from __future__ import annotations\n{text}", package, "exec"), namespace)
+        module = importlib.import_module(package.replace("/", "."))
+        names = {name for names in FUNCTIONS.values() for name in names if hasattr(module, name)}
+        assert {one.__name__ for one in found} == names  # type: ignore[attr-defined]
+        for one in found:
+            overload = inspect.signature(one)  # type: ignore[arg-type]
+            signature = inspect.signature(getattr(module, one.__name__))  # type: ignore[attr-defined]
+            assert list(overload.parameters) == list(signature.parameters)
+            for name, parameter in signature.parameters.items():
+                if name not in FLAGS:
+                    assert overload.parameters[name].annotation == parameter.annotation
+                    assert overload.parameters[name].default in (parameter.default, parameter.empty)
+
+
+def _errors(lines: list[tuple[str, int, str]], calls: tuple[Path, set[int]]) -> tuple[list[str], set[int]]:
+    """Return the errors that must not be, and the lines of calls.py that are refused."""
+    path, refused = calls
+    there = {line for file, line, _ in lines if Path(file).name == path.name}
+    return [f"{f}:{n}: {text}" for f, n, text in lines if Path(f).name != path.name or n not in refused], there
+
+
+def test_mypy_passes_the_examples_and_knows_the_results(tree: Path, calls: tuple[Path, set[int]]) -> None:
+    pytest.importorskip("mypy", reason="mypy is of the extra `lint`")
+    examples = sorted(map(str, (tree / "examples").glob("*.py")))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(calls[0]), *examples],
+        cwd=tree, env=os.environ | {"MYPYPATH": str(tree)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    found = re.findall(r"^(.+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
+    errors, refused = _errors([(file, int(line), text) for file, line, text in found], calls)
+    assert errors == []
+    assert refused == calls[1]
+
+
+def test_pyright_passes_the_examples_and_knows_the_results(tree: Path, calls: tuple[Path, set[int]]) -> None:
+    pytest.importorskip("pyright", reason="pyright is of the extra `lint`")
+    config = tree / "pyrightconfig.json"
+    settings = {
+        "include": ["calls.py", "examples"], "extraPaths": [str(tree)], "pythonVersion": "3.11",
+        "reportMissingImports": "none",  # transformers
+        "reportPrivateImportUsage": "none",  # torch's own names
+    }  # fmt: skip
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    command = [sys.executable, "-m", "pyright", "--outputjson", "-p", str(config), "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == 1 + len(list((ROOT / "examples").glob("*.py"))), done.stderr
+    found = [
+        (one["file"], one["range"]["start"]["line"] + 1, one["message"])
+        for one in report["generalDiagnostics"]
+        if one["severity"] == "error" and not one["message"].startswith(OF_TRANSFORMERS)
+    ]
+    errors, refused = _errors(found, calls)
+    assert errors == []
+    assert refused == calls[1]
