@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import operator
 import os
 import re
 import runpy
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from places import ROOT
@@ -24,6 +26,10 @@ FUNCTIONS = {
         "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
         "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
     ),
+    "portattn.distributed": (
+        "ContextParallel.attention", "ContextParallel.varlen_attention", "DecodeParallel.decode_attention",
+        "DecodeParallel.paged_attention", "DecodeParallel.mla_attention",
+    ),
 }  # fmt: skip
 FLAGS = {"return_lse": 2, "return_softmax_lse": 2, "return_attn_probs": 3}  # results with the flag
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "typing_stubs.py"))
@@ -32,7 +38,12 @@ OF_TRANSFORMERS = 'No parameter named "attn_implementation"'
 
 
 def _flag_of(function: object) -> str:
-    return next(name for name in inspect.signature(function).parameters if name in FLAGS)  # type: ignore[arg-type]
+    parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+    return next((name for name in parameters if name in FLAGS), "return_lse")  # DecodeParallel has it as an option
+
+
+def _function(module: str, name: str) -> object:
+    return operator.attrgetter(name)(importlib.import_module(module))
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +61,28 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calls(tree: Path) -> tuple[Path, set[int]]:
     """Calls of every function with each kind of flag: the file, and its lines that a checker must refuse."""
     lines = ["from typing import assert_type", "from torch import Tensor", "import portattn"]
-    lines += ["import portattn.integrations.flash_attn", "def run(q: Tensor, wanted: bool) -> None:"]
+    lines += [
+        "import portattn.distributed, portattn.integrations.flash_attn",
+        "def run(q: Tensor, wanted: bool) -> None:",
+    ]
     refused = set()
     for module, names in FUNCTIONS.items():
         for name in names:
-            function = getattr(importlib.import_module(module), name)
-            flag = _flag_of(function)
-            needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+            function = _function(module, name)
+            flag, parameters = _flag_of(function), inspect.signature(function).parameters  # type: ignore[arg-type]
+            needed = [p for p in parameters.values() if p.default is p.empty and p.name not in ("self", "options")]
             given = ", ".join(f"{p.name}={'q' if 'Tensor' in p.annotation else '1'}" for p in needed)
             several = f"tuple[{', '.join(['Tensor'] * FLAGS[flag])}]"
-            call = f"{module}.{name}"
+            call = f"{module}.{name}".replace("ContextParallel", "context_parallel()")
+            call = call.replace("DecodeParallel", "decode_parallel()")
             lines += [
                 f"    assert_type({call}({given}), Tensor)",
                 f"    assert_type({call}({given}, {flag}=False), Tensor)",
                 f"    assert_type({call}({given}, {flag}=True), {several})",
                 f"    assert_type({call}({given}, {flag}=wanted), Tensor | {several})",
             ]
-            for wrong in (f"{given}, {flag}=True).shape", f"{given}, no_such=1)", ")"):
+            unknown = [] if "options" in parameters else [f"{given}, no_such=1)"]
+            for wrong in (f"{given}, {flag}=True).shape", *unknown, ")"):
                 lines.append(f"    {call}({wrong}")
                 refused.add(len(lines))
     by_position = "q, q, q, 0.0, None, False, (-1, -1), 0.0, None, False, True"
@@ -87,21 +103,21 @@ def test_stubs_are_up_to_date(package: str) -> None:
 def test_overloads_have_the_parameters_of_the_signatures() -> None:
     for package in SCRIPT["PACKAGES"]:
         namespace: dict[str, object] = {}
-        found: list[object] = []
+        found: list[FunctionType] = []
         text = (ROOT / package / "__init__.pyi").read_text(encoding="utf-8").replace("@overload", "@_keep")
         namespace["_keep"] = found.append
         exec(compile(f"from __future__ import annotations\n{text}", package, "exec"), namespace)
-        module = importlib.import_module(package.replace("/", "."))
-        names = {name for names in FUNCTIONS.values() for name in names if hasattr(module, name)}
-        assert {one.__name__ for one in found} == names  # type: ignore[attr-defined]
+        module = package.replace("/", ".")
+        known = FUNCTIONS["portattn" if package == "portattn/api/ops" else module]
+        assert {one.__qualname__ for one in found} == set(known)
         for one in found:
-            overload = inspect.signature(one)  # type: ignore[arg-type]
-            signature = inspect.signature(getattr(module, one.__name__))  # type: ignore[attr-defined]
-            assert list(overload.parameters) == list(signature.parameters)
-            for name, parameter in signature.parameters.items():
-                if name not in FLAGS:
-                    assert overload.parameters[name].annotation == parameter.annotation
-                    assert overload.parameters[name].default in (parameter.default, parameter.empty)
+            overload = inspect.signature(one).parameters
+            signature = inspect.signature(_function(module, one.__qualname__)).parameters  # type: ignore[arg-type]
+            assert [name for name in overload if name not in FLAGS] == [name for name in signature if name not in FLAGS]
+            for name, parameter in signature.items():
+                if name not in FLAGS and name != "self":
+                    assert overload[name].annotation == parameter.annotation
+                    assert overload[name].default in (parameter.default, parameter.empty)
 
 
 def _errors(lines: list[tuple[str, int, str]], calls: tuple[Path, set[int]]) -> tuple[list[str], set[int]]:

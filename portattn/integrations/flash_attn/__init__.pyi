@@ -164,6 +164,6 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
     window_size: Window = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-__version__: str = ...
+__version__: str
 __all__ = ['flash_attn_func', 'flash_attn_kvpacked_func', 'flash_attn_qkvpacked_func', 'flash_attn_varlen_func',
     'flash_attn_varlen_kvpacked_func', 'flash_attn_varlen_qkvpacked_func', 'flash_attn_with_kvcache']
