@@ -120,6 +120,16 @@ def test_overloads_have_the_parameters_of_the_signatures() -> None:
                     assert overload[name].default in (parameter.default, parameter.empty)
 
 
+def test_the_api_reference_reads_the_modules_and_not_the_stubs() -> None:
+    griffe = pytest.importorskip("griffe", reason="griffe is of the extra `docs`")
+    extensions = griffe.load_extensions(str(ROOT / "scripts" / "aligned_docstrings.py"))
+    loader = griffe.GriffeLoader(search_paths=[str(ROOT)], extensions=extensions)
+    loader.load("portattn")
+    loader.resolve_aliases(implicit=True)
+    for name in ("attention", "distributed.ContextParallel.attention", "distributed.context_parallel"):
+        assert loader.modules_collection[f"portattn.{name}"].docstring, name
+
+
 def _errors(lines: list[tuple[str, int, str]], calls: tuple[Path, set[int]]) -> tuple[list[str], set[int]]:
     """Return the errors that must not be, and the lines of calls.py that are refused."""
     path, refused = calls
