@@ -84,6 +84,7 @@ HERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
 lint: $(READY) site
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+	$(PY) scripts/typing_stubs.py --check
 	@# The installed layout, by links: mypy does not read the mapping of backends/ to portattn.backends.
 	rm -rf .lint && mkdir -p .lint/portattn
 	ln -s $(CURDIR)/portattn/* $(CURDIR)/backends $(CURDIR)/quirks .lint/portattn/

@@ -95,7 +95,7 @@ class Prepared:
 
     def run(
         self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
-    ) -> Result | None:
+    ) -> Any:
         """Run with these arguments, as the operation itself takes them.
 
         args, kwargs  the operation's own arguments; they may differ from the prepared call's in data only

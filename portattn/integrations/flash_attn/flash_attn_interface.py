@@ -5,8 +5,6 @@ docs/flash-attn.md lists what each argument does here, and what is refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from portattn.integrations.flash_attn.cache import attend_cached
@@ -55,7 +53,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of dense tensors, with flash_attn's arguments. Gradients flow to q, k, v and alibi_slopes.
 
     q         (B, Sq, Hq, D); float16, bfloat16 or float32; any strides
@@ -99,7 +97,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_func, of keys and values in one tensor.
 
     kv  (B, Sk, 2, Hk, D): keys, then values; read where they lie
@@ -131,7 +129,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_func, of queries, keys and values in one tensor.
 
     qkv  (B, S, 3, H, D): queries, keys, values; read where they lie
@@ -170,7 +168,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of packed sequences, with flash_attn's arguments. Gradients flow where there is no block_table.
 
     q         (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
@@ -214,7 +212,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_varlen_func, of keys and values in one tensor.
 
     kv  (Tk, 2, Hk, D): keys, then values; read where they lie
@@ -250,7 +248,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_varlen_func, of queries, keys and values in one tensor.
 
     qkv  (T, 3, H, D): queries, keys, values; read where they lie
@@ -295,7 +293,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Append k and v to a cache in place, and attend the cache. It computes without a graph, as flash_attn's does:
     tensors may require gradients, and the results require none.
 
