@@ -116,7 +116,7 @@ PAGES = README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples
 site: $(READY)
 	rm -rf .site && mkdir -p .site/pages
 	ln -s $(addprefix $(CURDIR)/,$(PAGES)) .site/pages/
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) -m mkdocs build
 
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
