@@ -41,21 +41,24 @@ slice: $(READY)
 	$(PY) -m portattn.cli quirks audit
 
 # The adapters' tests, each against the real engine in an environment of its own (scripts/engine_env.py), made where it is
-# not there. Whatever cannot be made within ENGINE_SECONDS is named and left out; a test that fails fails the target.
+# not there. Whatever cannot be made within ENGINE_SECONDS is named and left out; a test that fails fails the target, and
+# so does a run that tested no engine.
 # ENGINES="vllm==0.31.0 sglang==0.5.23": others than the newest of each.
 ENGINES ?= $(shell $(PY) scripts/engine_env.py list --newest)
 ENGINE_SECONDS ?= 600
 
 engines: $(READY)
-	@failed=; left=; for engine in $(ENGINES); do \
+	@failed=; left=; tested=; for engine in $(ENGINES); do \
 	  $(PY) scripts/engine_env.py make $$engine --seconds $(ENGINE_SECONDS); status=$$?; \
 	  if [ $$status -eq 0 ]; then \
+	    tested="$$tested $$engine"; \
 	    $(PY) scripts/engine_env.py test $$engine -q $(ARGS) || failed="$$failed $$engine"; \
 	  elif [ $$status -eq 3 ]; then left="$$left $$engine"; \
 	  else exit $$status; fi; \
 	done; \
 	[ -z "$$left" ] || echo "engines: no environment could be made, and no test was run, of:$$left" >&2; \
-	[ -z "$$failed" ] || { echo "engines: tests failed of:$$failed" >&2; exit 1; }
+	[ -z "$$failed" ] || { echo "engines: tests failed of:$$failed" >&2; exit 1; }; \
+	[ -n "$$tested" ] || { echo "engines: nothing was tested" >&2; exit 3; }
 
 # Every form of the Hopper variants, compiled for sm_90: registers and spills, against what is known of the release
 # (tests/backends/cuda/gluon_spills.toml). About fifteen minutes on two cores. RELEASE=3.9.0: by the Triton of that release

@@ -294,6 +294,9 @@ def _finish(findings: Iterator[Finding], as_json: bool, total: int | None = None
     except NothingLearnt as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    if not done:
+        print("no mutant is in the selection: nothing was tested", file=sys.stderr)
+        raise SystemExit(2)
     raise SystemExit(report(done, as_json))
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import click.testing
 import msgspec
 import pytest
 from places import ROOT
@@ -123,6 +124,14 @@ def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: l
     assert sum(n for name, n in printed["summary"]["g"].items() if name != "caught") == len(outcomes)
     assert mutants.report(found, as_json=False) == status
     assert "g: " in capsys.readouterr().out
+
+
+def test_a_selection_without_mutants_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = BY_HAND[0].group
+    line = ["hand", "--group", group, "--name", next(m.name for m in BY_HAND if m.group != group)]
+    monkeypatch.setattr(mutants, "run_by_hand", lambda root, chosen, seconds: iter(map(str, chosen)))
+    called = click.testing.CliRunner().invoke(mutants.cli, line)
+    assert (called.exit_code, called.stderr) == (2, "no mutant is in the selection: nothing was tested\n")
 
 
 SHOWN = """\
