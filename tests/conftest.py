@@ -6,14 +6,51 @@ imports it: compiled where there is an accelerator, interpreted (numpy on the CP
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# Tests judge the tree that they lie in, whatever else is installed: this process by sys.path, children by PYTHONPATH.
+sys.path.insert(0, str(ROOT))
+_own = [
+    str(ROOT),
+    *(str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place),
+]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_own))
+_portattn = importlib.util.find_spec("portattn")  # the imported one, where it is imported already
+if _portattn is None or _portattn.origin is None or Path(_portattn.origin).resolve().parent.parent != ROOT:
+    raise pytest.UsageError(
+        f"the tests in {ROOT} would judge another portattn, {_portattn and _portattn.origin}, which pytest has "
+        f"imported as a plug-in: start them in {ROOT} as `python -m pytest`, or with PYTHONPATH={ROOT}"
+    )
+
+_start = subprocess.Popen.__init__
+
+
+@functools.wraps(_start)
+def _start_with_a_portattn(self: subprocess.Popen[Any], args: Any, *rest: Any, **named: Any) -> None:
+    """Start a program. Raise AssertionError for a Python that would import whatever portattn is installed."""
+    command = [args] if isinstance(args, (str, os.PathLike)) else [os.fspath(arg) for arg in args]
+    environment = named.get("env")
+    by_path = {str(SERVE), "-I", "-S"} & {*command}  # serve.py finds its parent's portattn by its own path
+    if command[0] == sys.executable and environment is not None and not by_path and WITHOUT_PORTATTN not in environment:
+        places = environment.get("PYTHONPATH", "").split(os.pathsep)
+        found = PathFinder.find_spec("portattn", [place for place in places if place])
+        assert found, f"PYTHONPATH names no portattn for {command}: {places}"
+    _start(self, args, *rest, **named)
+
+
+subprocess.Popen.__init__ = _start_with_a_portattn  # type: ignore[method-assign]
 
 ACCELERATOR = torch.cuda.is_available()
 if ACCELERATOR:
@@ -23,11 +60,13 @@ else:
 sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import support`
 
 import support  # noqa: E402
+from places import WITHOUT_PORTATTN  # noqa: E402
 from quick_interpreter import quick_interpreter  # noqa: E402
 
 from portattn import Target, config  # noqa: E402
 from portattn.planning.registry import Registry, parse_target  # noqa: E402
 from portattn.tools.lab import folders  # noqa: E402
+from portattn.worker.client import SERVE  # noqa: E402
 
 pytest_plugins = ["pytester"]  # runs of pytest inside a test: of portattn's own plug-in
 
