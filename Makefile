@@ -64,15 +64,15 @@ engines: $(READY)
 # (tests/backends/cuda/gluon_spills.toml). About fifteen minutes on two cores. RELEASE=3.9.0: by the Triton of that release
 # in the lab, not by the installed one. WRITE=1: what is found is what is known from then on.
 forms: $(READY)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) tests/backends/cuda/forms_gate.py --jobs $(JOBS) $(if $(RELEASE),--release $(RELEASE)) $(if $(WRITE),--write) $(ARGS)
+	PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(PY) tests/backends/cuda/forms_gate.py --jobs $(JOBS) $(if $(RELEASE),--release $(RELEASE)) $(if $(WRITE),--write) $(ARGS)
 
 # A kernel repository for Hugging Face `kernels`: docs/flash-attn.md. ARGS="--variants torch-cuda --json"
 hub: $(READY)
-	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) scripts/hub_kernel.py --out .hub/portattn $(ARGS)
+	PYTHONPATH="$(CURDIR):$(PYTHONPATH)" $(PY) scripts/hub_kernel.py --out .hub/portattn $(ARGS)
 
 # ARGS="values --seconds 600 --processes 2", or shapes: CONTRIBUTING.md
 fuzz: $(READY)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) -m fuzz $(or $(ARGS),values)
+	PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(PY) -m fuzz $(or $(ARGS),values)
 
 # Faults put into the code, which tests must notice (docs/testing.md). GROUP=hand: those made by hand.
 # GROUP=planner, quirks, …: mutmut's of one group (scripts/mutants.toml); TENTHS=2 tests two tenths of them.
@@ -82,14 +82,15 @@ TENTHS ?= 10
 mutants: $(READY)
 	$(PY) scripts/mutants.py $(if $(filter hand,$(GROUP)),hand,tool $(GROUP) --tenths $(TENTHS)) $(ARGS)
 
-HERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
+# From another folder. A name without a slash is looked for on PATH.
+HERE = $(if $(findstring /,$(PY)),$(if $(filter /%,$(PY)),$(PY),"$(CURDIR)/$(PY)"),$(PY))
 
 lint: $(READY) site
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	@# The installed layout, by links: mypy does not read the mapping of backends/ to portattn.backends.
 	rm -rf .lint && mkdir -p .lint/portattn
-	ln -s $(CURDIR)/portattn/* $(CURDIR)/backends $(CURDIR)/quirks .lint/portattn/
+	ln -s "$(CURDIR)"/portattn/* "$(CURDIR)/backends" "$(CURDIR)/quirks" .lint/portattn/
 	cd .lint && $(HERE) -m mypy --config-file ../pyproject.toml -p portattn
 	@# Who may import whom: the contracts of pyproject.toml.
 	cd .lint && PYTHONPATH=. $(HERE) -c 'from importlinter.cli import lint_imports_command as run; run()' --config ../pyproject.toml --no-cache
@@ -118,8 +119,8 @@ PAGES = README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples
 
 site: $(READY)
 	rm -rf .site && mkdir -p .site/pages
-	ln -s $(addprefix $(CURDIR)/,$(PAGES)) .site/pages/
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) -m mkdocs build
+	ln -s $(foreach page,$(PAGES),"$(CURDIR)/$(page)") .site/pages/
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH="$(CURDIR):$(PYTHONPATH)" $(PY) -m mkdocs build
 
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .

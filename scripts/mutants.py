@@ -106,11 +106,20 @@ def groups(path: Path = GROUPS) -> Config:
 
 @contextlib.contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of what git tracks or would add, in a folder of its own that goes afterwards."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    """A copy of what git tracks or would add, in a folder of its own that goes afterwards.
+
+    Without git, as in an unpacked archive: of every file outside hidden folders and caches of compiled modules.
+    """
+    if (root / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    else:
+        files = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        listed = "\0".join(
+            str(file) for file in files if not any(part.startswith(".") or part == "__pycache__" for part in file.parts)
+        )
     with tempfile.TemporaryDirectory(prefix="portattn-mutants-") as folder:
         copy = Path(folder) / "tree"
         for name in filter(None, listed.split("\0")):

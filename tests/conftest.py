@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,20 @@ _start = subprocess.Popen.__init__
 
 
 @functools.wraps(_start)
-def _start_with_a_portattn(self: subprocess.Popen[Any], args: Any, *rest: Any, **named: Any) -> None:
-    """Start a program. Raise AssertionError for a Python that would import whatever portattn is installed."""
-    command = [args] if isinstance(args, (str, os.PathLike)) else [os.fspath(arg) for arg in args]
-    environment = named.get("env")
-    by_path = {str(SERVE), "-I", "-S"} & {*command}  # serve.py finds its parent's portattn by its own path
-    if command[0] == sys.executable and environment is not None and not by_path and WITHOUT_PORTATTN not in environment:
-        places = environment.get("PYTHONPATH", "").split(os.pathsep)
-        found = PathFinder.find_spec("portattn", [place for place in places if place])
-        assert found, f"PYTHONPATH names no portattn for {command}: {places}"
+def _start_beside_the_tree(self: subprocess.Popen[Any], args: Any, *rest: Any, **named: Any) -> None:
+    """Start a program; a Python with an environment of its own finds the tree behind all that its PYTHONPATH names.
+
+    An installed portattn would come next: mutants were judged by tests of it.
+    """
+    command = [args] if isinstance(args, (str, os.PathLike)) else list(args)
+    own = named.get("env")
+    if own is not None and os.fspath(command[0]) == sys.executable and WITHOUT_PORTATTN not in own:
+        path = os.pathsep.join(filter(None, [own.get("PYTHONPATH"), str(ROOT)]))
+        named["env"] = {**own, "PYTHONPATH": path}
     _start(self, args, *rest, **named)
 
 
-subprocess.Popen.__init__ = _start_with_a_portattn  # type: ignore[method-assign]
+subprocess.Popen.__init__ = _start_beside_the_tree  # type: ignore[method-assign]
 
 ACCELERATOR = torch.cuda.is_available()
 if ACCELERATOR:
@@ -66,7 +66,6 @@ from quick_interpreter import quick_interpreter  # noqa: E402
 from portattn import Target, config  # noqa: E402
 from portattn.planning.registry import Registry, parse_target  # noqa: E402
 from portattn.tools.lab import folders  # noqa: E402
-from portattn.worker.client import SERVE  # noqa: E402
 
 pytest_plugins = ["pytester"]  # runs of pytest inside a test: of portattn's own plug-in
 

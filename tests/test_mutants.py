@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,14 @@ def test_every_way_in_which_a_mutant_ends(tree: Path) -> None:
     assert "module.py has the old text 0 times" in found[5].detail
     assert (tree / "module.py").read_text().count("a < b") == 1, "only the copy is changed"
     assert mutants.summary(found)["g"]["caught"] == round(3 / 8, 3)
+
+
+def test_a_tree_without_git_is_copied_too(tree: Path) -> None:
+    shutil.rmtree(tree / ".git")
+    (tree / ".venv").mkdir()
+    (tree / ".venv" / "large.py").write_text("")
+    with mutants.copied(tree) as copy:
+        assert sorted(path.name for path in copy.rglob("*")) == ["module.py", "test_module.py"]
 
 
 def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:
