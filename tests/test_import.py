@@ -409,26 +409,13 @@ def test_the_tests_refuse_to_judge_another_portattn(tmp_path: Path) -> None:
     """As where pytest has imported an installed one, as a plug-in, before it came to the tests' conftest.py."""
     (tmp_path / "portattn").mkdir()
     (tmp_path / "portattn" / "__init__.py").write_text("")
-    line = [
-        "-m",
-        "pytest",
-        "-p",
-        "portattn",
-        "-p",
-        "no:cacheprovider",
-        "--collect-only",
-        str(ROOT / "tests" / "test_errors.py"),
-    ]
+    (tmp_path / "importing.py").write_text("import portattn")
+    line = ["-m", "pytest", "-p", "importing", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_errors.py")]
     own = {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, *line],
-        cwd=tmp_path,
-        env=os.environ | own,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, *line], cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=120,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert f"the tests in {ROOT} would judge another portattn, {tmp_path}/portattn/__init__.py" in done.stderr
     assert f"PYTHONPATH={ROOT}" in done.stderr
