@@ -19,9 +19,10 @@ from support import problem
 
 import portattn
 from portattn import CompileRecord, PathUnavailable, Registry, Target
+from portattn.backends.cuda import CudaBackend
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
-from portattn.planning import core_path
+from portattn.planning import core_path, variant_path
 from portattn.planning.core_path import specialisation_key
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
@@ -309,6 +310,26 @@ def test_the_key_tells_each_part_apart_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert len(keys) == 1 + len(parts)
     monkeypatch.setattr(core_path, "kernel_source_digest", lambda: "another")
     assert specialisation_key(**given) not in keys
+
+
+def test_a_variants_key_tells_each_part_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant's name, its schedule, the types, the chip, the compiler and the source, each with the others kept."""
+    one, other = CudaBackend.variants[:2]
+    target, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(**BIG)
+    replace = msgspec.structs.replace
+    monkeypatch.setattr(variant_path, "source_digest", lambda variant: "source")
+    parts = [
+        (other, p, {}, target),
+        (one, p, {"tile": 64}, target),
+        (one, replace(p, dtype="fp16"), {}, target),
+        (one, replace(p, sinks=True), {}, target),
+        (one, p, {}, replace(parse_target("cuda:sm_100", "triton==3.6.0"), toolchain=target.toolchain)),
+        (one, p, {}, replace(target, toolchain=replace(target.toolchain, components=(("ptxas", "13.9"),)))),
+    ]
+    keys = {variant_path.key_of(*part) for part in [(one, p, {}, target), *parts]}
+    assert len(keys) == 1 + len(parts)
+    monkeypatch.setattr(variant_path, "source_digest", lambda variant: "another")
+    assert variant_path.key_of(one, p, {}, target) not in keys
 
 
 @pytest.mark.parametrize("op", CORES)
