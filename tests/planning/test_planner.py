@@ -19,8 +19,11 @@ from support import problem
 
 import portattn
 from portattn import CompileRecord, PathUnavailable, Registry, Target
+from portattn.backends.cuda import CudaBackend
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
+from portattn.planning import core_path, variant_path
+from portattn.planning.core_path import specialisation_key
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
@@ -273,6 +276,60 @@ def test_the_key_tells_specialisations_apart() -> None:
     keys.add(plan(base, parse_target("cuda:sm_86", "triton==3.6.0")).key)
     assert len(keys) == 11
     assert plan(problem(**BIG | {"batch": 5}), sm_80()).key in keys  # sizes are run-time arguments
+
+
+def test_the_key_tells_each_part_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan changes several parts at once, one of them could be missing from the key."""
+    kernel, target = CORES["paged_attention"], sm_80()
+    p = problem(**BIG | {"op": "paged_attention"} | NEEDS["paged_attention"])
+    made = plan(p, target)
+    given: dict[str, Any] = {"kernel": kernel, "problem": p, "target": target}
+    given |= {"lowering": made.lowering, "launch": made.launch, "env": {}}
+    replace = msgspec.structs.replace
+    for one in (CORES["decode_attention"], CORES["paged_attention"]):
+        monkeypatch.setattr(type(one), "constexprs", lambda *_: {})
+    parts = [
+        {"kernel": CORES["decode_attention"]},
+        {"problem": replace(p, aligned=False)},
+        {"problem": replace(p, large=True)},
+        {"problem": replace(p, dtype="fp16")},
+        {"problem": replace(p, total_q=7)},
+        {"problem": replace(p, alibi_slopes=True)},
+        {"target": parse_target("cuda:sm_86", "triton==3.6.0")},
+        {"target": sm_80("triton==3.4.0")},
+        {"target": replace(target, toolchain=replace(target.toolchain, components=(("ptxas", "13.9"),)))},
+        {"target": replace(target, toolchain=replace(target.toolchain, distribution="triton-ascend"))},
+        {"launch": made.launch.changed({"num_warps": 2 * made.launch.num_warps})},
+        {"launch": made.launch.changed({"num_stages": made.launch.num_stages + 1})},
+        {"launch": made.launch.changed({"splits": 2})},
+        {"launch": made.launch.changed({"maxnreg": 128})},
+        {"env": {"A": "1"}},
+        {"adapter": "digest"},
+    ]
+    keys = {specialisation_key(**given | part) for part in ({}, *parts)}
+    assert len(keys) == 1 + len(parts)
+    monkeypatch.setattr(core_path, "kernel_source_digest", lambda: "another")
+    assert specialisation_key(**given) not in keys
+
+
+def test_a_variants_key_tells_each_part_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant's name, its schedule, the types, the chip, the compiler and the source, each with the others kept."""
+    one, other = CudaBackend.variants[:2]
+    target, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(**BIG)
+    replace = msgspec.structs.replace
+    monkeypatch.setattr(variant_path, "source_digest", lambda variant: "source")
+    parts = [
+        (other, p, {}, target),
+        (one, p, {"tile": 64}, target),
+        (one, replace(p, dtype="fp16"), {}, target),
+        (one, replace(p, sinks=True), {}, target),
+        (one, p, {}, replace(parse_target("cuda:sm_100", "triton==3.6.0"), toolchain=target.toolchain)),
+        (one, p, {}, replace(target, toolchain=replace(target.toolchain, components=(("ptxas", "13.9"),)))),
+    ]
+    keys = {variant_path.key_of(*part) for part in [(one, p, {}, target), *parts]}
+    assert len(keys) == 1 + len(parts)
+    monkeypatch.setattr(variant_path, "source_digest", lambda variant: "another")
+    assert variant_path.key_of(one, p, {}, target) not in keys
 
 
 @pytest.mark.parametrize("op", CORES)
