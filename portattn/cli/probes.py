@@ -68,7 +68,7 @@ def examine(say: Callable[[str], None], emulate: str = "") -> Report:
     ]
     sections: list[Section] = []
     with warnings.catch_warnings():
-        # The report itself says what they would: a broken package, a cache folder that takes no files, unknown variables.
+        # The report itself says what they would: a broken package, an unknown variable, a cache folder without files.
         warnings.simplefilter("ignore", PluginWarning)
         warnings.filterwarnings("ignore", "compile records cannot be kept under")
         warnings.filterwarnings("ignore", IGNORED)
