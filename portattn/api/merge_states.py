@@ -41,8 +41,8 @@ def merge_states(
     other in float32.
 
     Raises ArgumentError where shapes, dtypes or devices do not go together, and for an LSE of +inf, as FlashAttention
-    2 gives it to a row without keys; UnknownArgument for another keyword. LSEs are looked at on a CPU, and on other devices
-    with the setting validate="always"; +inf gives NaN where they are not, and in graphs and transforms.
+    2 gives it to a row without keys; UnknownArgument for another keyword. LSEs are looked at on a CPU, on other devices
+    with the setting validate="always", and not in graphs and transforms. +inf gives NaN where they are not.
 
     >>> import torch, portattn
     >>> q, k, v = torch.randn(3, 1, 4, 50, 64).unbind()
