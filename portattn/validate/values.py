@@ -64,18 +64,21 @@ Ranges = Sequence[tuple[int, int]]
 
 
 def seen_keys(problem: Mapping[str, Any], rows: Sequence[int], lengths_k: Sequence[int]) -> Ranges:
-    """Return for each sequence the keys from the first to the last that its window and causal mask show some query.
+    """Return for each sequence the keys from the first to the last that window, chunk and causal mask show some query.
 
-    problem  causal, window_left and window_right, as a Problem has them
+    problem  causal, window_left, window_right and, if there are chunks, chunk, as a Problem has them
     rows     queries of each sequence
     """
     causal, left, right = problem["causal"], problem["window_left"], problem["window_right"]
-    right = right if causal == "none" else 0
+    right, chunk = right if causal == "none" else 0, problem.get("chunk", 0)
     found = []
     for count, size in zip(rows, lengths_k, strict=True):
         diagonal = 0 if causal == "top_left" else size - count  # of the first query
         first = 0 if left == UNLIMITED else max(diagonal - left, 0)
         end = size if right == UNLIMITED else min(diagonal + count + right, size)
+        if chunk:
+            first = max(diagonal // chunk * chunk, first)
+            end = min((diagonal + count - 1) // chunk * chunk + chunk, end)
         found.append((first, max(first, end)) if count else (0, 0))
     return found
 
