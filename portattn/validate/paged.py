@@ -172,6 +172,11 @@ class Queries:
         self.problem |= {"batch": self.batch, "heads_q": self.tensors[0].shape[1], "seq_q": self.rows}
         self.is_packed = cu_seqlens_q is not None
 
+    def seen_keys(self, problem: dict[str, Any], seqlens_k: torch.Tensor) -> values.Ranges:
+        """Return the keys of each sequence that some of these queries see. Reads lengths back."""
+        rows = [self.rows] * self.batch if not self.is_packed else self.call["cu_seqlens_q"].diff().tolist()
+        return values.seen_keys(problem, rows, seqlens_k.tolist())
+
     def scores(self, causal: str, capacity: int) -> Scores:
         """The scores of these queries over a cache of this capacity."""
         heads = self.tensors[0].shape[1]
@@ -221,18 +226,19 @@ def paged_call(
     axes = ", ".join(PAGE_AXES[page_layout][:3])
     shapes = ScaleShapes(queries.batch, k.shape[1], tuple(k_pages.shape[:3]), axes, page_layout == "phd")
     kv_scales, scales = check_scales(OP, stored, k_scale, v_scale, shapes, q.device)
-    if values.reads(settings, q):
-        values.lengths(OP, "k", seqlens_k, None, capacity)
-        values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
-        tokens = values.Tokens(capacity, seqlens_k, None, page_table)
-        values.scales(OP, scales, tokens)
-        values.block_scales(OP, by_block, tokens)
     alignment = check_causal(OP, causal)
     scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
     found = Features(OP, q.device, q.dtype)
     found.check(features, queries.scores(alignment, capacity))
+    if values.reads(settings, q):
+        values.lengths(OP, "k", seqlens_k, None, capacity)
+        seen = queries.seen_keys(found.problem, seqlens_k)
+        values.page_table(OP, page_table, seen, page_size, k.shape[0])
+        tokens = values.Tokens(capacity, seqlens_k, None, page_table, seen)
+        values.scales(OP, scales, tokens)
+        values.block_scales(OP, by_block, tokens)
     return build(
         OP,
         {"q": queries.tensors[0], "k": k, "v": v},

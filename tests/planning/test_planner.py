@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import functools
 import itertools
 import socket
 import subprocess
@@ -389,47 +390,54 @@ def test_plan_of_a_problem_takes_a_target() -> None:
     assert portattn.plan(problem(**BIG), sm_80()).path == "triton"
     assert portattn.plan(problem(**BIG), target=sm_80()).path == "triton"
     assert "triton path" in portattn.explain(problem(**BIG), sm_80())
-    for bad in ((), ("cuda:sm_90",), (sm_80(), 1)):
-        with pytest.raises(
-            portattn.ArgumentError, match=r"takes a Problem and a Target, as portattn\.target\('BACKEND"
-        ):
+    named = portattn.plan(problem(**BIG), "a100", toolchain="triton==3.6.0")
+    assert named == portattn.plan(problem(**BIG), portattn.target("cuda:sm_80", "triton==3.6.0"))
+    for bad in ((), (sm_80(), None, 1)):
+        with pytest.raises(portattn.ArgumentError, match=r"plan: arguments is .* must be a target and a toolchain"):
             portattn.plan(problem(), *bad)
-    q = torch.zeros(1, 2, 4, 16)
-    for ask in (portattn.plan, portattn.explain):
-        with pytest.raises(
-            portattn.ArgumentError, match=r"target is 'cuda:sm_90', but goes with a Problem, (plan|expl)"
-        ):
-            ask("attention", q, q, q, target="cuda:sm_90")
     for op in ("flash", ["attention"]):
         with pytest.raises(portattn.ArgumentError, match="op is"):
             portattn.plan(op)
 
 
+@pytest.mark.parametrize("given", ["h100", "cuda:sm_90", portattn.target("h100", "triton==3.6.0")], ids=str)
+def test_a_call_is_planned_for_another_target(given: str | Target) -> None:
+    q = torch.zeros(2, 8, 128, 64, dtype=torch.float16)
+    arguments: dict[str, Any] = {"causal": True, "target": given}
+    if isinstance(given, str):
+        arguments["toolchain"] = "triton==3.6.0"
+    made = portattn.plan("attention", q, q, q, **arguments)
+    asked = portattn.plan("attention", q, q, q, causal=True).problem
+    assert made == portattn.plan(asked, portattn.target("cuda:sm_90", "triton==3.6.0"))
+    assert portattn.explain("attention", q, q, q, **arguments) == made.explain()
+    with pytest.raises(portattn.UnknownArgument, match="target"):
+        portattn.attention(q, q, q, target=given)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("cuda:sm_99", "target is 'cuda:sm_99', but .*; 'cuda:sm_99' names none: cuda knows sm_80, .*near are"),
-        ("hopper9", "target is 'hopper9', but .*; 'hopper9' names none: must be BACKEND:ARCH.*hopper"),
-        ("cuda:sm_90", "target is 'cuda:sm_90', but [^;]*$"),
-        ("h100", "target is 'h100', but [^;]*$"),
-        (None, "target is None, but [^;]*$"),
-        (sm_80(), "target is 'cuda:sm_80 with triton==[^;]*', but [^;]*$"),
-        (torch.zeros(4000), "target is 'Tensor', but [^;]*$"),
+        ({"target": "cuda:sm_99"}, "target is 'cuda:sm_99', but cuda knows sm_80, .*near are"),
+        ({"target": "hopper9"}, "target is 'hopper9', but must be BACKEND:ARCH.*hopper"),
+        ({"target": None}, "target is None, but must be a target's name"),
+        ({"target": torch.zeros(4000)}, "target is 'Tensor', but must be a target's name"),
+        ({"target": "h100", "toolchain": 3}, "toolchain is 3, but must be a text"),
+        ({"target": "h100", "toolchain": "triton="}, "toolchain is 'triton=', but "),
+        ({"target": sm_80(), "toolchain": "triton==3.6.0"}, "toolchain is .*cuda:sm_80 with triton==.* has its own"),
+        ({"toolchain": "triton==3.6.0"}, "target is None, but must be a target's name"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("ask", [portattn.plan, portattn.explain])
-def test_a_wrong_target_is_named_shortly(ask: Callable[..., object], given: object, said: str) -> None:
+def test_a_wrong_target_is_named_shortly(ask: Callable[..., object], given: dict[str, Any], said: str) -> None:
     """A Target has a page of fields, of which an error shows its name; a text that names none gets the nearest."""
     q = torch.zeros(1, 2, 4, 16)
-    with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as call:
-        ask("attention", q, q, q, target=given)
-    assert "goes with a Problem" in str(call.value)
-    assert len(str(call.value)) < 500
-    if not isinstance(given, Target):
-        with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as other:
-            ask(problem(), given)
-        assert len(str(other.value)) < 500
+    for call in (functools.partial(ask, "attention", q, q, q), functools.partial(ask, problem())):
+        if list(given) == ["toolchain"] and call.args[0] != "attention":
+            said = "arguments is "
+        with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as error:
+            call(**given)
+        assert len(str(error.value)) < 500
 
 
 def test_what_is_given_beside_a_target_is_named_shortly() -> None:

@@ -3,6 +3,7 @@ that errors name."""
 
 from __future__ import annotations
 
+import itertools
 import types
 from typing import Any
 
@@ -320,3 +321,22 @@ def test_a_number_in_a_tensor_breaks_a_graph_and_counts() -> None:
     q = torch.randn(1, 2, 5, 16)
     compiled = torch.compile(lambda q, scale: portattn.attention(q, q, q, scale=scale), backend="eager")
     torch.testing.assert_close(compiled(q, torch.tensor(0.1)), portattn.attention(q, q, q, scale=0.1))
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4, 5, 50])
+@pytest.mark.parametrize(
+    ("causal", "left", "right"),
+    [("none", -1, -1), ("none", 2, 1), ("top_left", -1, -1), ("bottom_right", -1, -1), ("bottom_right", 3, -1)],
+)
+def test_the_keys_that_some_query_sees(causal: str, left: int, right: int, chunk: int) -> None:
+    """By definition: a query at a position sees the keys of its window, of its chunk, and not after it if causal."""
+    problem = {"causal": causal, "window_left": left, "window_right": right, "chunk": chunk}
+    for rows, size in itertools.product((0, 1, 3, 7), (0, 1, 6, 13, 20)):
+        seen = set()
+        for at in range(rows) if causal == "top_left" else range(size - rows, size):
+            for key in range(size):
+                inside = (left < 0 or key >= at - left) and (right < 0 or key <= at + right)
+                if inside and (causal == "none" or key <= at) and (not chunk or key // chunk == at // chunk):
+                    seen.add(key)
+        ((first, end),) = values.seen_keys(problem, [rows], [size])
+        assert set(range(first, end)) == seen

@@ -54,9 +54,9 @@ def paged_attention(
                 and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D).
                 Of q's dtype, or quantised, with q in float16 or bfloat16: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz
                 or int8, both alike, or uint8, D/2 and Dv/2 wide: int4, two numbers a byte (docs/low-precision.md)
-    page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order; entries past its length
-                are never used. Or a PageTable, whose lengths each call computes (six small kernels; in a hot path
-                give `table.pages` and `table.seqlens(page_size)`)
+    page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order. Of pages past its length,
+                or that window and causal mask hide from every query, any id (−1). Or a PageTable, whose lengths each
+                call computes (six small kernels; in a hot path give `table.pages` and `table.seqlens(page_size)`)
     seqlens_k   (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head: (P, page, Hk), with hpd (P, Hk, page), of any
