@@ -93,9 +93,7 @@ class Prepared:
         """Op with problem, target and path."""
         return f"<portattn.Prepared {self.plan.problem} on {self.plan.target}: {self.plan.path} path>"
 
-    def run(
-        self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
-    ) -> Any:
+    def run(self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Run with these arguments, as the operation itself takes them.
 
         args, kwargs  the operation's own arguments; they may differ from the prepared call's in data only
