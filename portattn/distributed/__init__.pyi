@@ -55,20 +55,20 @@ def decode_parallel(mesh: Any = None, *, interleave: int = 1, heads: Heads = 'al
 class ContextParallel(_ContextParallel):
     @overload
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
-        causal: bool | str = False, window: Window | None = None, softcap: float | None = None,
+        causal: bool | str = False, window: Window | None = None, chunk: None = None, softcap: float | None = None,
         alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: None = None,
         mask: None = None, seqlens_q: None = None, seqlens_k: None = None, dropout_p: float = 0.0,
         return_lse: Literal[False] = False, layout: str = 'bhsd', backend: str | None = None) -> torch.Tensor: ...
     @overload
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
-        causal: bool | str = False, window: Window | None = None, softcap: float | None = None,
+        causal: bool | str = False, window: Window | None = None, chunk: None = None, softcap: float | None = None,
         alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: None = None,
         mask: None = None, seqlens_q: None = None, seqlens_k: None = None, dropout_p: float = 0.0,
         return_lse: Literal[True], layout: str = 'bhsd',
         backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
     @overload
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
-        causal: bool | str = False, window: Window | None = None, softcap: float | None = None,
+        causal: bool | str = False, window: Window | None = None, chunk: None = None, softcap: float | None = None,
         alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: None = None,
         mask: None = None, seqlens_q: None = None, seqlens_k: None = None, dropout_p: float = 0.0,
         return_lse: bool = False, layout: str = 'bhsd',
@@ -76,21 +76,21 @@ class ContextParallel(_ContextParallel):
     @overload
     def varlen_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int] | Documents, *, scale: float | None = None, causal: bool | str = False,
-        window: Window | None = None, softcap: float | None = None, alibi_slopes: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None, dropout_p: float = 0.0, return_lse: Literal[False] = False,
-        backend: str | None = None) -> torch.Tensor: ...
+        window: Window | None = None, chunk: None = None, softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0.0,
+        return_lse: Literal[False] = False, backend: str | None = None) -> torch.Tensor: ...
     @overload
     def varlen_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int] | Documents, *, scale: float | None = None, causal: bool | str = False,
-        window: Window | None = None, softcap: float | None = None, alibi_slopes: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None, dropout_p: float = 0.0, return_lse: Literal[True],
-        backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
+        window: Window | None = None, chunk: None = None, softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0.0,
+        return_lse: Literal[True], backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
     @overload
     def varlen_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int] | Documents, *, scale: float | None = None, causal: bool | str = False,
-        window: Window | None = None, softcap: float | None = None, alibi_slopes: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None, dropout_p: float = 0.0, return_lse: bool = False,
-        backend: str | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+        window: Window | None = None, chunk: None = None, softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0.0,
+        return_lse: bool = False, backend: str | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def context_parallel(mesh: Any = None, *, method: str | None = None, layout: str | None = None,
     check: str = 'always') -> ContextParallel: ...
 __all__ = ['CacheShard', 'ContextParallel', 'Cost', 'DecodeParallel', 'Rates', 'context_parallel',
