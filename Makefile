@@ -41,35 +41,38 @@ slice: $(READY)
 	$(PY) -m portattn.cli quirks audit
 
 # The adapters' tests, each against the real engine in an environment of its own (scripts/engine_env.py), made where it is
-# not there. Whatever cannot be made within ENGINE_SECONDS is named and left out; a test that fails fails the target.
+# not there. Whatever cannot be made within ENGINE_SECONDS is named and left out; a test that fails fails the target, and
+# so does a run that tested no engine.
 # ENGINES="vllm==0.31.0 sglang==0.5.23": others than the newest of each.
 ENGINES ?= $(shell $(PY) scripts/engine_env.py list --newest)
 ENGINE_SECONDS ?= 600
 
 engines: $(READY)
-	@failed=; left=; for engine in $(ENGINES); do \
+	@failed=; left=; tested=; for engine in $(ENGINES); do \
 	  $(PY) scripts/engine_env.py make $$engine --seconds $(ENGINE_SECONDS); status=$$?; \
 	  if [ $$status -eq 0 ]; then \
+	    tested="$$tested $$engine"; \
 	    $(PY) scripts/engine_env.py test $$engine -q $(ARGS) || failed="$$failed $$engine"; \
 	  elif [ $$status -eq 3 ]; then left="$$left $$engine"; \
 	  else exit $$status; fi; \
 	done; \
 	[ -z "$$left" ] || echo "engines: no environment could be made, and no test was run, of:$$left" >&2; \
-	[ -z "$$failed" ] || { echo "engines: tests failed of:$$failed" >&2; exit 1; }
+	[ -z "$$failed" ] || { echo "engines: tests failed of:$$failed" >&2; exit 1; }; \
+	[ -n "$$tested" ] || { echo "engines: nothing was tested" >&2; exit 3; }
 
 # Every form of the Hopper variants, compiled for sm_90: registers and spills, against what is known of the release
 # (tests/backends/cuda/gluon_spills.toml). About fifteen minutes on two cores. RELEASE=3.9.0: by the Triton of that release
 # in the lab, not by the installed one. WRITE=1: what is found is what is known from then on.
 forms: $(READY)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) tests/backends/cuda/forms_gate.py --jobs $(JOBS) $(if $(RELEASE),--release $(RELEASE)) $(if $(WRITE),--write) $(ARGS)
+	PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(PY) tests/backends/cuda/forms_gate.py --jobs $(JOBS) $(if $(RELEASE),--release $(RELEASE)) $(if $(WRITE),--write) $(ARGS)
 
 # A kernel repository for Hugging Face `kernels`: docs/flash-attn.md. ARGS="--variants torch-cuda --json"
 hub: $(READY)
-	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) scripts/hub_kernel.py --out .hub/portattn $(ARGS)
+	PYTHONPATH="$(CURDIR):$(PYTHONPATH)" $(PY) scripts/hub_kernel.py --out .hub/portattn $(ARGS)
 
 # ARGS="values --seconds 600 --processes 2", or shapes: CONTRIBUTING.md
 fuzz: $(READY)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) -m fuzz $(or $(ARGS),values)
+	PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(PY) -m fuzz $(or $(ARGS),values)
 
 # Faults put into the code, which tests must notice (docs/testing.md). GROUP=hand: those made by hand.
 # GROUP=planner, quirks, …: mutmut's of one group (scripts/mutants.toml); TENTHS=2 tests two tenths of them.
@@ -79,14 +82,16 @@ TENTHS ?= 10
 mutants: $(READY)
 	$(PY) scripts/mutants.py $(if $(filter hand,$(GROUP)),hand,tool $(GROUP) --tenths $(TENTHS)) $(ARGS)
 
-HERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
+# From another folder. A name without a slash is looked for on PATH.
+HERE = $(if $(findstring /,$(PY)),$(if $(filter /%,$(PY)),$(PY),"$(CURDIR)/$(PY)"),$(PY))
 
 lint: $(READY) site
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+	$(PY) scripts/typing_stubs.py --check
 	@# The installed layout, by links: mypy does not read the mapping of backends/ to portattn.backends.
 	rm -rf .lint && mkdir -p .lint/portattn
-	ln -s $(CURDIR)/portattn/* $(CURDIR)/backends $(CURDIR)/quirks .lint/portattn/
+	ln -s "$(CURDIR)"/portattn/* "$(CURDIR)/backends" "$(CURDIR)/quirks" .lint/portattn/
 	cd .lint && $(HERE) -m mypy --config-file ../pyproject.toml -p portattn
 	@# Who may import whom: the contracts of pyproject.toml.
 	cd .lint && PYTHONPATH=. $(HERE) -c 'from importlinter.cli import lint_imports_command as run; run()' --config ../pyproject.toml --no-cache
@@ -117,8 +122,8 @@ PAGES = README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples
 
 site: $(READY)
 	rm -rf .site && mkdir -p .site/pages
-	ln -s $(addprefix $(CURDIR)/,$(PAGES)) .site/pages/
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) -m mkdocs build --quiet
+	ln -s $(foreach page,$(PAGES),"$(CURDIR)/$(page)") .site/pages/
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH="$(CURDIR):$(PYTHONPATH)" $(PY) -m mkdocs build
 
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .

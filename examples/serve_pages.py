@@ -1,5 +1,7 @@
 """A batch over a paged cache: warmed up before the first request, then by a prepared handle."""
 
+from typing import Any
+
 import torch
 
 import portattn
@@ -23,8 +25,8 @@ report = portattn.warmup(
 )  # fmt: skip
 print("warmed up:", [one.failed or one.path for one in report.specs])
 
-arguments = {"k_pages": k_pages, "v_pages": v_pages, "page_table": table, "seqlens_k": lengths}
+arguments: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages, "page_table": table, "seqlens_k": lengths}
 handle = portattn.prepare("paged_attention", query, **arguments)
 out = handle.run(query, **arguments)
 print("prepared:", torch.equal(out, portattn.paged_attention(query, **arguments)))
-print("path:", portattn.last_plan().path)
+print("path:", handle.plan.path)

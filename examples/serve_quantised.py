@@ -54,13 +54,13 @@ class Cache:
         """Store keys and values (2, tokens, KV_HEADS, WIDTH), and their scales, at each token's place."""
         slots = self.table[sequences, positions // PAGE].long() * PAGE + positions % PAGE
         pages, scales = self.numbers[:, layer], None if self.scales is None else self.scales[:, layer]
-        given = {} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}
+        given: dict[str, Any] = {} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}
         portattn.write_pages(values[0], values[1], pages[0], pages[1], slots, **given)
 
     def arguments(self, layer: int, lengths: torch.Tensor) -> dict[str, Any]:
         """What paged_attention is called with besides the queries."""
         k, v = self.numbers[:, layer]
-        found = {"k_pages": k, "v_pages": v, "page_table": self.table, "seqlens_k": lengths}
+        found: dict[str, Any] = {"k_pages": k, "v_pages": v, "page_table": self.table, "seqlens_k": lengths}
         if self.scales is not None:
             found["k_scale"], found["v_scale"] = self.scales[:, layer]
         return found

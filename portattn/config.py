@@ -1,21 +1,23 @@
 """What a user can set: nine environment variables, and the same names in a `settings(...)` block.
 
-An environment variable that starts with PORTATTN_ and is none of the nine is an error, so that a misspelt name
-is never silently ignored.
+An environment variable that starts with PORTATTN_ and is none of the nine has no effect, and a warning says so: a
+misspelt name is never silently ignored. It is no error, since Kubernetes sets such names for a service named portattn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from portattn.errors import SettingError
+from portattn.errors import SettingError, warn_caller
 
 Fallback = Literal["warn", "error", "silent"]
 Isolate = Literal["auto", "always", "never"]
@@ -41,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     graphs       whether repeated launches of several kernels are a CUDA graph: `never` lets each kernel be launched by
                  itself, as it is in calls that were launched 16 times or less
     compile_seconds  time limit of one compile in a child process
+    deterministic  whether gradients repeat their bits, as all do under torch.use_deterministic_algorithms(True)
     """
 
     backend: str = "auto"
@@ -53,8 +56,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     monitor: Monitor = "auto"
     graphs: Graphs = "auto"
     compile_seconds: float = 120.0
+    deterministic: bool = False
 
 
+_DEFAULTS = Settings()
 ENVIRONMENT: Mapping[str, str] = {
     "PORTATTN_BACKEND": "backend",
     "PORTATTN_FALLBACK": "fallback",
@@ -82,7 +87,9 @@ def _check(name: str, value: Any, origin: str) -> None:
         raise SettingError(f"{origin} is {value!r}, but must be one of {', '.join(allowed)}")
     if name == "compile_seconds" and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
         raise SettingError(f"{origin} is {value!r}, but must be a positive number of seconds")
-    if name not in _VOCABULARY and name != "compile_seconds" and not isinstance(value, str):
+    if name == "deterministic" and not isinstance(value, bool):
+        raise SettingError(f"{origin} is {value!r}, but must be True or False")
+    if name not in (*_VOCABULARY, "compile_seconds", "deterministic") and not isinstance(value, str):
         raise SettingError(f"{origin} is {value!r}, but must be a string")
     if name == "cache_dir" and any(character < " " or character == "\x7f" for character in value):
         raise SettingError(f"{origin} is {value!r}, but must be a folder's path without control characters")
@@ -101,21 +108,49 @@ def _absolute(path: str, origin: str) -> str:
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
-    """Settings as the environment gives them. Raises SettingError on an unknown PORTATTN_* name or a bad value."""
+    """Return the settings that the environment gives. Raise SettingError on a bad value."""
     values: dict[str, Any] = {}
-    for variable in sorted(environ):
-        if not variable.startswith("PORTATTN_"):
-            continue
-        name = ENVIRONMENT.get(variable)
-        if name is None:
-            raise SettingError(f"unknown environment variable {variable}; known: {', '.join(ENVIRONMENT)}")
-        if environ[variable] == "":
-            continue
-        _check(name, environ[variable], f"environment variable {variable}")
-        values[name] = environ[variable]
-        if name == "cache_dir":
-            values[name] = _absolute(environ[variable], f"environment variable {variable}")
+    for variable, name in ENVIRONMENT.items():
+        value = environ.get(variable, "")
+        if value:
+            _check(name, value, f"environment variable {variable}")
+            values[name] = _absolute(value, f"environment variable {variable}") if name == "cache_dir" else value
     return Settings(**values)
+
+
+_PREFIX = "PORTATTN_"
+# PORTATTN_SERVICE_HOST, PORTATTN_PORT_8000_TCP_ADDR and so on, also of services named portattn-SOMETHING.
+_KUBERNETES = re.compile(r"PORTATTN(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the PORTATTN_* variables that set nothing, in order, each with the nearest known name if one is near."""
+    found = []
+    for variable in sorted(environ):
+        if not variable.startswith(_PREFIX) or variable in ENVIRONMENT:
+            continue
+        nearest = None if _KUBERNETES.fullmatch(variable) else _nearest(variable)
+        found.append(f"{variable} (did you mean {nearest}?)" if nearest else variable)
+    return found
+
+
+def _nearest(variable: str) -> str | None:
+    # Without the prefix, which all of them share.
+    known = [name.removeprefix(_PREFIX) for name in ENVIRONMENT]
+    near = difflib.get_close_matches(variable.removeprefix(_PREFIX), known, n=1)
+    return _PREFIX + near[0] if near else None
+
+
+IGNORED = "environment variables that set nothing in portattn"
+_warned: set[tuple[str, ...]] = set()
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """Warn once a process of each set of unknown variables."""
+    unknown = tuple(unknown_variables(environ))
+    if unknown and unknown not in _warned:
+        _warned.add(unknown)
+        warn_caller(f"{IGNORED}: {', '.join(unknown)}; known: {', '.join(ENVIRONMENT)}")
 
 
 BLOCK: ContextVar[Settings | None] = ContextVar("portattn_settings", default=None)
@@ -124,6 +159,7 @@ BLOCK: ContextVar[Settings | None] = ContextVar("portattn_settings", default=Non
 @functools.lru_cache(maxsize=1)
 def environment_settings() -> Settings:
     """The environment's settings, read once at the first call: `settings(...)` is for changes while running."""
+    _warn_of_unknown(os.environ)
     return from_environment(os.environ)
 
 
@@ -147,7 +183,8 @@ def settings(**changes: Any) -> Iterator[Settings]:
     """Change settings inside a block, in this thread or task only.
 
     changes  settings by name, as the fields of Settings: backend, fallback, quirks, isolate, canary, cache_dir,
-             validate, monitor, graphs, compile_seconds
+             validate, monitor, graphs, compile_seconds, deterministic. None stands for the setting's default, "auto" of
+             `backend`
 
     Blocks nest: a block changes what it names and keeps the rest.
 
@@ -166,6 +203,8 @@ def settings(**changes: Any) -> Iterator[Settings]:
     for name, value in changes.items():
         if name not in known:
             raise SettingError(f"unknown setting {name!r}; known: {', '.join(known)}")
+        if value is None:
+            changes[name] = value = getattr(_DEFAULTS, name)
         _check(name, value, f"setting {name}")
     if "cache_dir" in changes:
         changes["cache_dir"] = _absolute(changes["cache_dir"], "setting cache_dir")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -27,6 +28,13 @@ class AlignedLists(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)
+
+    def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
+        """Empty a stub: merged, its overloads would replace names that griffe has not resolved yet, docstrings too."""
+        if isinstance(mod.filepath, Path) and mod.filepath.suffix == ".pyi":
+            mod.members.clear()
+            mod.imports.clear()
+            mod.exports = None
 
 
 def markdown(docstring: str) -> str:

@@ -106,11 +106,20 @@ def groups(path: Path = GROUPS) -> Config:
 
 @contextlib.contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of what git tracks or would add, in a folder of its own that goes afterwards."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    """A copy of what git tracks or would add, in a folder of its own that goes afterwards.
+
+    Without git, as in an unpacked archive: of every file outside hidden folders and caches of compiled modules.
+    """
+    if (root / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    else:
+        files = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        listed = "\0".join(
+            str(file) for file in files if not any(part.startswith(".") or part == "__pycache__" for part in file.parts)
+        )
     with tempfile.TemporaryDirectory(prefix="portattn-mutants-") as folder:
         copy = Path(folder) / "tree"
         for name in filter(None, listed.split("\0")):
@@ -294,6 +303,9 @@ def _finish(findings: Iterator[Finding], as_json: bool, total: int | None = None
     except NothingLearnt as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    if not done:
+        print("no mutant is in the selection: nothing was tested", file=sys.stderr)
+        raise SystemExit(2)
     raise SystemExit(report(done, as_json))
 
 

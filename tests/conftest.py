@@ -6,7 +6,10 @@ imports it: compiled where there is an accelerator, interpreted (numpy on the CP
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +17,40 @@ from typing import Any
 
 import pytest
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# Tests judge the tree that they lie in, whatever else is installed: this process by sys.path, children by PYTHONPATH.
+sys.path.insert(0, str(ROOT))
+_own = [
+    str(ROOT),
+    *(str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place),
+]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_own))
+_portattn = importlib.util.find_spec("portattn")  # the imported one, where it is imported already
+if _portattn is None or _portattn.origin is None or Path(_portattn.origin).resolve().parent.parent != ROOT:
+    raise pytest.UsageError(
+        f"the tests in {ROOT} would judge another portattn, {_portattn and _portattn.origin}, which pytest has "
+        f"imported as a plug-in: start them in {ROOT} as `python -m pytest`, or with PYTHONPATH={ROOT}"
+    )
+
+_start = subprocess.Popen.__init__
+
+
+@functools.wraps(_start)
+def _start_beside_the_tree(self: subprocess.Popen[Any], args: Any, *rest: Any, **named: Any) -> None:
+    """Start a program; a Python with an environment of its own finds the tree behind all that its PYTHONPATH names.
+
+    An installed portattn would come next: mutants were judged by tests of it.
+    """
+    command = [args] if isinstance(args, (str, os.PathLike)) else list(args)
+    own = named.get("env")
+    if own is not None and os.fspath(command[0]) == sys.executable and WITHOUT_PORTATTN not in own:
+        path = os.pathsep.join(filter(None, [own.get("PYTHONPATH"), str(ROOT)]))
+        named["env"] = {**own, "PYTHONPATH": path}
+    _start(self, args, *rest, **named)
+
+
+subprocess.Popen.__init__ = _start_beside_the_tree  # type: ignore[method-assign]
 
 ACCELERATOR = torch.cuda.is_available()
 if ACCELERATOR:
@@ -23,6 +60,7 @@ else:
 sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import support`
 
 import support  # noqa: E402
+from places import WITHOUT_PORTATTN  # noqa: E402
 from quick_interpreter import quick_interpreter  # noqa: E402
 
 from portattn import Target, config  # noqa: E402

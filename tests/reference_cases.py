@@ -44,6 +44,10 @@ PLACED: dict[str, dict[str, Any]] = {
     "window_of_itself": {"window_left": 0, "window_right": 0},
     "causal_window": {"causal": "bottom_right", "window_left": 5},
     "top_left_window": {"causal": "top_left", "window_left": 5},
+    "chunk": {"chunk": 5},
+    "causal_chunk": {"causal": "bottom_right", "chunk": 4},
+    "top_left_chunk": {"causal": "top_left", "chunk": 6},
+    "chunk_window": {"window_left": 3, "window_right": 2, "chunk": 7},
     "bias": {"bias": True},
     "mask": {"mask": True},
     "all": {

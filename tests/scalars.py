@@ -67,6 +67,8 @@ def row(call: Call, slot: Slot, b: int, h: int, i: int) -> tuple[list[float], fl
             continue
         if p.window_left >= 0 and j < at - p.window_left:
             continue
+        if p.chunk and math.floor((at - slot.k_first) / p.chunk) != math.floor((j - slot.k_first) / p.chunk):
+            continue
         if call.mask is not None and not call.mask[b, h, i, j]:
             continue
         node = j - (slot.k_end - (slot.q_end - slot.q_first))

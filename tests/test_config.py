@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 
 import portattn
-from portattn.config import ENVIRONMENT, Settings, current, environment_settings, from_environment
+from portattn import config
+from portattn.config import (
+    ENVIRONMENT,
+    Settings,
+    current,
+    environment_settings,
+    from_environment,
+    unknown_variables,
+)
 
 
 def test_defaults() -> None:
@@ -39,10 +48,57 @@ def test_there_are_at_most_nine_variables() -> None:
     assert len(ENVIRONMENT) <= 9
 
 
-def test_an_unknown_variable_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(portattn.SettingError, match="PORTATTN_BACKND") as error:
-        from_environment({"PORTATTN_BACKND": "reference", "OTHER": "1"})
-    assert "PORTATTN_BACKEND" in str(error.value)
+KUBERNETES = ("PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP")
+
+
+@pytest.mark.parametrize(
+    ("variable", "described"),
+    [
+        ("PORTATTN_BACKND", "PORTATTN_BACKND (did you mean PORTATTN_BACKEND?)"),
+        ("PORTATTN_FALL_BACK", "PORTATTN_FALL_BACK (did you mean PORTATTN_FALLBACK?)"),
+        ("PORTATTN_CACHEDIR", "PORTATTN_CACHEDIR (did you mean PORTATTN_CACHE_DIR?)"),
+        ("PORTATTN_LOGLEVEL", "PORTATTN_LOGLEVEL"),
+        ("PORTATTN_", "PORTATTN_"),
+        *((f"PORTATTN_{name}", f"PORTATTN_{name}") for name in KUBERNETES),
+        ("PORTATTN_BACKEND_SERVICE_HOST", "PORTATTN_BACKEND_SERVICE_HOST"),
+        ("PORTATTN_CANARY_PORT", "PORTATTN_CANARY_PORT"),
+    ],
+)
+def test_an_unknown_variable_sets_nothing_and_names_its_nearest(variable: str, described: str) -> None:
+    environ = {variable: "tcp://10.0.0.1:8000", "OTHER": "1", "PORTATTN_FALLBACK": "error"}
+    assert unknown_variables(environ) == [described]
+    assert from_environment(environ) == Settings(fallback="error")
+
+
+def test_unknown_variables_warn_once_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(config, "_warned", set())
+    q = torch.zeros(1, 1, 2, 4)
+
+    def warned_in_a_call() -> list[str]:
+        environment_settings.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert portattn.attention(q, q, q).shape == q.shape
+        assert all(one.filename == __file__ for one in caught)
+        return [str(one.message) for one in caught]
+
+    assert warned_in_a_call() == []
+    for name in KUBERNETES:
+        monkeypatch.setenv(f"PORTATTN_{name}", "10.0.0.1")
+    (text,) = warned_in_a_call()
+    assert all(f"PORTATTN_{name}" in text for name in KUBERNETES)
+    assert "did you mean" not in text
+    assert warned_in_a_call() == [], "once a process"
+    monkeypatch.setenv("PORTATTN_BACKND", "reference")
+    (text,) = warned_in_a_call()
+    assert "PORTATTN_BACKND (did you mean PORTATTN_BACKEND?)" in text, "another set of variables"
+
+
+def test_an_unknown_variable_hides_no_bad_value() -> None:
+    with pytest.raises(portattn.SettingError, match="environment variable PORTATTN_FALLBACK is 'maybe'"):
+        from_environment({"PORTATTN_AAA": "1", "PORTATTN_FALLBACK": "maybe", "PORTATTN_PORT": "1"})
 
 
 @pytest.mark.parametrize(
@@ -63,14 +119,24 @@ def test_a_bad_value_is_an_error_that_lists_the_good(variable: str) -> None:
     assert "must be one of" in str(error.value)
 
 
-def test_a_bad_variable_stops_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_stops_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setenv("PORTATTN_FALL_BACK", "error")
+    monkeypatch.setenv("PORTATTN_FALLBACK", "maybe")
     environment_settings.cache_clear()
     q = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(portattn.SettingError, match="PORTATTN_FALL_BACK"):
+    with pytest.raises(portattn.SettingError, match="PORTATTN_FALLBACK"):
         portattn.attention(q, q, q)
+
+
+@pytest.mark.parametrize("name", Settings.__struct_fields__)
+def test_none_in_a_block_is_the_default(name: str) -> None:
+    others = {"backend": "reference", "quirks": "-x", "cache_dir": "/somewhere", "compile_seconds": 3}
+    others |= {"deterministic": True}
+    default = getattr(Settings(), name)
+    changed = others.get(name) or next(value for value in config._VOCABULARY[name] if value != default)
+    with portattn.settings(**{name: changed}), portattn.settings(**{name: None}) as now:
+        assert getattr(now, name) == default
 
 
 def test_blocks_nest_and_end() -> None:
@@ -97,10 +163,11 @@ def test_a_block_ends_when_its_body_raises() -> None:
         ({"fallback": "never"}, ["setting fallback is 'never'", "warn, error, silent"]),
         ({"isolate": True}, ["setting isolate is True", "auto, always, never"]),
         ({"backend": 3}, ["setting backend is 3", "string"]),
-        ({"cache_dir": None}, ["setting cache_dir is None", "string"]),
+        ({"cache_dir": 3}, ["setting cache_dir is 3", "string"]),
         ({"compile_seconds": 0}, ["setting compile_seconds is 0", "positive"]),
         ({"compile_seconds": float("nan")}, ["setting compile_seconds is nan", "positive"]),
         ({"compile_seconds": "60"}, ["setting compile_seconds is '60'", "positive"]),
+        ({"deterministic": 1}, ["setting deterministic is 1", "True or False"]),
     ],
 )
 def test_bad_blocks_are_errors(changes: dict, parts: list[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 # A finder that hides packages, as if they were not installed.
 HIDE = """
@@ -388,3 +389,33 @@ def test_in_an_archive_it_says_that_it_must_be_unpacked(tmp_path: Path) -> None:
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"ImportError: portattn cannot be imported from an archive ({archive}/portattn)")
     assert "unpack it" in said
+
+
+@pytest.mark.parametrize("own", [None, {}, {"PYTHONPATH": "/nowhere"}], ids=["inherited", "empty", "replaced"])
+def test_children_of_tests_import_the_tree_of_the_tests(tmp_path: Path, own: dict[str, str] | None) -> None:
+    """Wherever they start, and with whatever environment."""
+    code = (
+        "import portattn as p, portattn.backends as b, portattn.quirks as q\n"
+        "print(p.__file__, b.__file__, q.__file__, sep='\\n')"
+    )
+    files = [str(ROOT / part / "__init__.py") for part in ("portattn", "backends", "quirks")]
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=own, check=True
+    )
+    assert told.stdout.splitlines() == files
+
+
+def test_the_tests_refuse_to_judge_another_portattn(tmp_path: Path) -> None:
+    """As where pytest has imported an installed one, as a plug-in, before it came to the tests' conftest.py."""
+    (tmp_path / "portattn").mkdir()
+    (tmp_path / "portattn" / "__init__.py").write_text("")
+    (tmp_path / "importing.py").write_text("import portattn")
+    line = ["-m", "pytest", "-p", "importing", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_errors.py")]
+    own = {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, *line], cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert f"the tests in {ROOT} would judge another portattn, {tmp_path}/portattn/__init__.py" in done.stderr
+    assert f"PYTHONPATH={ROOT}" in done.stderr

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import click.testing
 import msgspec
 import pytest
 from places import ROOT
@@ -100,6 +102,14 @@ def test_every_way_in_which_a_mutant_ends(tree: Path) -> None:
     assert mutants.summary(found)["g"]["caught"] == round(3 / 8, 3)
 
 
+def test_a_tree_without_git_is_copied_too(tree: Path) -> None:
+    shutil.rmtree(tree / ".git")
+    (tree / ".venv").mkdir()
+    (tree / ".venv" / "large.py").write_text("")
+    with mutants.copied(tree) as copy:
+        assert sorted(path.name for path in copy.rglob("*")) == ["module.py", "test_module.py"]
+
+
 def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:
     (tree / "test_module.py").write_text("def test_least():\n    assert False\n")
     with pytest.raises(mutants.NothingLearnt, match="without any mutant"):
@@ -123,6 +133,14 @@ def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: l
     assert sum(n for name, n in printed["summary"]["g"].items() if name != "caught") == len(outcomes)
     assert mutants.report(found, as_json=False) == status
     assert "g: " in capsys.readouterr().out
+
+
+def test_a_selection_without_mutants_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = BY_HAND[0].group
+    line = ["hand", "--group", group, "--name", next(m.name for m in BY_HAND if m.group != group)]
+    monkeypatch.setattr(mutants, "run_by_hand", lambda root, chosen, seconds: iter(map(str, chosen)))
+    called = click.testing.CliRunner().invoke(mutants.cli, line)
+    assert (called.exit_code, called.stderr) == (2, "no mutant is in the selection: nothing was tested\n")
 
 
 SHOWN = """\

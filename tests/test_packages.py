@@ -28,7 +28,8 @@ def test_every_folder_with_modules_is_installed(folder: str, package: str) -> No
 
 def test_every_installed_file_that_is_no_module_is_named() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    sources = [path for path in (ROOT / "portattn").rglob("*") if path.suffix in (".c", ".jinja", ".js", ".typed")]
+    kinds = (".c", ".jinja", ".js", ".pyi", ".typed")
+    sources = [path for path in (ROOT / "portattn").rglob("*") if path.suffix in kinds]
     assert sources
     for path in sources:
         package = ".".join(path.parent.relative_to(ROOT).parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from places import ROOT
 
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 pytest.importorskip("griffe", reason="the extra `docs` is not installed")
+if shutil.which("make") is None:
+    pytest.skip("there is no `make`", allow_module_level=True)
 
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -19,22 +22,24 @@ from aligned_docstrings import markdown
 
 
 def build(tmp_path: Path, **pages: str) -> subprocess.CompletedProcess[str]:
-    """Build a site of these pages by the repository's settings. Only `start` is in the navigation."""
+    """Run the Makefile's own `site` on these pages by the repository's settings. Only `start` is in the navigation."""
     for name, text in pages.items():
-        (tmp_path / "pages").mkdir(exist_ok=True)
-        (tmp_path / "pages" / f"{name}.md").write_text(text, encoding="utf-8")
+        (tmp_path / f"{name}.md").write_text(text, encoding="utf-8")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")  # the extension's path is the configuration file's
-    settings = f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\nnav: [start.md]\n"
+    settings = f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav: [start.md]\n"
     (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
-    command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(tmp_path / "mkdocs.yml")]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
+    given = ["VENV=", f"PYTHON={sys.executable}", "PAGES=" + " ".join(f"{name}.md" for name in pages)]
+    command = ["make", "-f", str(ROOT / "Makefile"), "--old-file=.venv-none.stamp", "site", *given]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=False
+    )
 
 
 def test_pages_whose_links_hold_are_built(tmp_path: Path) -> None:
     done = build(tmp_path, start="# Start\n\n[here](#start)\n\n::: portattn.merge_states\n")
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "html" / "start.html").read_text(encoding="utf-8")
+    page = (tmp_path / ".site" / "html" / "start.html").read_text(encoding="utf-8")
     assert "<dl>" in page  # the aligned list of merge_states' parameters
     assert 'src="http' not in page
     assert 'rel="stylesheet" href="http' not in page

@@ -92,7 +92,7 @@ WRITTEN = [
     ("attention", "mask_mod", "-> mask; better causal, window or seqlens_k"),
     ("attention", "attention_mask", "mask=attention_mask[:, None, None, :].bool()"),
     ("attention", "key_padding_mask", "mask=~key_padding_mask[:, None, None, :]"),
-    ("attention", "deterministic", "no: torch.use_deterministic_algorithms(True)"),
+    ("attention", "deterministic", "no: portattn.settings(deterministic=True)"),
     ("attention", "return_attn_probs", "-> return_lse=True"),
     ("attention", "s_aux", "-> sinks"),
     ("attention", "p", "from xformers: p -> dropout_p"),

@@ -17,6 +17,8 @@ from portattn.planning.backend import VendorPath
 from portattn.planning.checks import Check, dropout_check, features_check, first_refusal, op_check, splits_check
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from portattn.schema.call import Call
@@ -40,7 +42,7 @@ class NpuFusionAttention(VendorPath):
     """torch_npu.npu_fusion_attention: dense attention with gradients.
 
     Its statistics softmax_max and softmax_sum, (B, N, Sq, 8) float32 with eight equal columns, give the LSE:
-    max + log(sum).
+    max + log(sum). Its autograd formula ignores their gradients, so the LSE has a gradient of this module's own.
     """
 
     name = "npu_fusion_attention"
@@ -81,21 +83,26 @@ class NpuFusionAttention(VendorPath):
         )
 
     def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out (B, Hq, Sq, Dv) in q's dtype, LSE (B, Hq, Sq) float32 or None)."""
+        """Run npu_fusion_attention: (out (B, Hq, Sq, Dv) in q's dtype, LSE (B, Hq, Sq) float32 or None).
+
+        The gradient of the LSE costs one more forward and backward pass of the function, where a loss depends on it.
+        """
         import torch_npu
 
         p = call.problem
-        out, softmax_max, softmax_sum, *_ = torch_npu.npu_fusion_attention(
-            call.q,
-            call.k,
-            call.v,
-            p.heads_q,
-            "BNSD",
+        attend = functools.partial(
+            torch_npu.npu_fusion_attention,
+            head_num=p.heads_q,
+            input_layout="BNSD",
             scale=float(call.scale),  # its default is 1.0, not 1/√D
             **_mask(p, call.q.device),
         )
-        lse = (softmax_max + softmax_sum.log())[..., 0] if p.return_lse else None
-        return out, lse
+        out, softmax_max, softmax_sum, *_ = attend(call.q, call.k, call.v)
+        if not p.return_lse:
+            return out, None
+        # Detached: the vendor's node would be run without a gradient where a loss depends on the LSE alone.
+        lse = softmax_max.detach()[..., 0] + softmax_sum.detach()[..., 0].log()
+        return out, _differentiable_lse().apply(call.q, call.k, lse, call.scale, attend) if p.needs_grad else lse
 
 
 class NpuFusedInferAttentionScore(VendorPath):
@@ -195,6 +202,44 @@ class NpuFusedInferAttentionScore(VendorPath):
             out = out.masked_fill(idle[..., None], 0.0)
             lse = None if lse is None else lse.masked_fill(idle, -math.inf)
         return out, lse
+
+
+@functools.cache
+def _differentiable_lse() -> Any:
+    """Return the autograd function (q, k, lse, scale, attend) -> lse. Made at its first use: plans need no torch.
+
+    With weights P and the gradient g of the LSE, dq = scale · g · (P k) and dk = scale · Pᵀ (g · q): the result of
+    attention with the keys as values, and the gradient of these values.
+    """
+    import torch
+
+    class DifferentiableLse(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, attend: Callable[..., Any]
+        ) -> torch.Tensor:
+            return lse.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+            q, k, _, ctx.scale, ctx.attend = inputs
+            ctx.save_for_backward(q, k)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            q, k = (tensor.detach() for tensor in ctx.saved_tensors)
+            weight = (ctx.scale * grad_lse)[..., None]  # [B, Hq, Sq, 1]
+            with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+                values = k.detach().requires_grad_(ctx.needs_input_grad[1])
+                mean_keys = ctx.attend(q, k, values)[0]  # [B, Hq, Sq, D]
+            grad_q = (weight * mean_keys.detach()).to(q.dtype) if ctx.needs_input_grad[0] else None
+            grad_k = None
+            if ctx.needs_input_grad[1]:
+                (grad_k,) = torch.autograd.grad(mean_keys, values, (weight * q).to(q.dtype))
+            return grad_q, grad_k, None, None, None
+
+    return DifferentiableLse
 
 
 def _mask(p: Problem, device: torch.device) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def check_rows(lse: torch.Tensor, idle: torch.Tensor | None = None) -> None:
 
     idle  rows that are known to attend nothing, bool, broadcast to the LSE's shape
     """
+    if lse.is_meta:  # a tensor without numbers
+        return
     counted = lse if idle is None else lse.masked_fill(idle, 1.0)
     if not math.isfinite((counted / counted).sum().item()):
         raise NotFinite
@@ -140,6 +142,32 @@ def attend(
     if terms is None and not sight.hides(rows, keys)[0]:
         return _causal(q, k[:, :, :end], v[:, :, :end], scale, int(sight.shift + sight.right), wide)
     return _in_blocks(q, k, v, scale, sight, terms, wide)
+
+
+def attend_in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sight: Sight,
+    chunk: int,
+    terms: Terms | None = None,
+    wide: bool = False,
+) -> Result:
+    """Like `attend`, but each row sees no keys outside the chunk of its own position, its key i + shift.
+
+    The rows of a chunk and its keys are attention of their own.
+    """
+    rows, keys = q.shape[2], k.shape[2]
+    out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+    for begin in range(max(sight.shift, 0) // chunk * chunk, min(keys, sight.shift + rows), chunk):
+        some = slice(max(begin - sight.shift, 0), min(begin + chunk - sight.shift, rows))
+        seen = slice(begin, min(begin + chunk, keys))
+        its_sight = Sight(sight.shift + some.start - begin, sight.left, sight.right)
+        theirs = None if terms is None else terms.part(some, seen)
+        found = attend(q[:, :, some], k[:, :, seen], v[:, :, seen], scale, its_sight, theirs, wide)
+        out[:, :, some], lse[:, :, some] = found
+    return out, lse
 
 
 def _seen_by_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wide: bool) -> Result:

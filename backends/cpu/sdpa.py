@@ -34,7 +34,8 @@ class CpuSdpaPath(VendorPath):
     ops = ("attention", "decode_attention", "varlen_attention", "paged_attention", "mla_attention")
     takes = frozenset(
         {
-            "causal", "causal_top_left", "window", "bias", "mask", "sinks", "seqlens_q", "seqlens_k", "leftpad_q",
+            "causal", "causal_top_left", "window", "chunk", "bias", "mask", "sinks", "seqlens_q", "seqlens_k",
+            "leftpad_q",
             "leftpad_k", "packed", "paged", "return_lse", "needs_grad", "negative_scale", "gqa", "head_dim_v",
         }
     )  # fmt: skip
@@ -162,7 +163,11 @@ def _attended(call: Call, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]
     q, k, v = segment.q, segment.k, segment.v
     p = call.problem
     terms = _terms(call, segment) if call.bias is not None or call.mask is not None else None
-    out, lse = flash.attend(q, k, v, call.scale, _sight(p, q.shape[2], k.shape[2]), terms, p.return_lse)
+    sight = _sight(p, q.shape[2], k.shape[2])
+    if p.chunk:
+        out, lse = flash.attend_in_chunks(q, k, v, call.scale, sight, p.chunk, terms, p.return_lse)
+    else:
+        out, lse = flash.attend(q, k, v, call.scale, sight, terms, p.return_lse)
     out = out[..., : p.head_dim_v]
     if call.sinks is not None:  # one more score of each row: it takes its part of the weights, and brings no value
         sinks = call.sinks.float()[None, :, None]

@@ -13,7 +13,7 @@ from portattn.api import dispatch
 from portattn.api.operators import SIGNATURES, Signature, arguments_of
 from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import request_from
-from portattn.config import current
+from portattn.config import Settings, current
 from portattn.planning.gradients import own_path
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.ops import BACKWARD, ROWS
@@ -54,7 +54,7 @@ def gradients(
     way = _WAYS[op]
     if way.unknown and any(tensors[place] is not None for place in way.unknown):
         return None
-    fixed = way.values(tuple(values), tensors[0].device.type, current().backend, otherwise)
+    fixed = way.values(tuple(values), tensors[0].device.type, current(), otherwise)
     if fixed is None:
         return None
     if grad_out is None:
@@ -124,13 +124,14 @@ class _Way:
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of a key, and what was found for them
 
     def values(
-        self, values: tuple[Any, ...], device_type: str, backend: Any, otherwise: str | None = None
+        self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None
     ) -> tuple[Any, ...] | None:
         """Its values for those of the forward; without `otherwise` None where these name a path that has no kernel.
 
-        backend  of the settings in force
+        settings  in force
         """
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        backend = settings.backend
+        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         rest = device_type, backend, deterministic, otherwise
         last = self._last
         if last[0] is values and last[1] == rest:  # a kind of call has one tuple of values

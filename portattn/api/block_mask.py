@@ -128,6 +128,8 @@ def _of_torch(block_mask: Any) -> BlockMask:
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is None or not isinstance(block_mask, flex.BlockMask):
         limit = "must be a portattn.BlockMask, or torch.nn.attention.flex_attention's"
+        if callable(block_mask):
+            limit += " (hint: create_block_mask(block_mask, B, Hq, Sq, Sk, device=q.device))"
         raise ArgumentError(OP, "block_mask", type(block_mask).__name__, limit)
     size = tuple(int(n) for n in block_mask.BLOCK_SIZE)
     full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices

@@ -23,6 +23,8 @@ _DROPOUT = {
 
 def in_graph(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Result:
     """Call the operator, with what a Request is made of (request_from). Traced by dynamo: plain Python alone."""
+    # The operator takes numbers: a 0-d scale is read, which breaks a graph.
+    values = [v.item() if isinstance(v, torch.Tensor) and not v.requires_grad else v for v in values]
     if op in _DROPOUT:
         share, seed = _DROPOUT[op]
         if values[share] and tensors[seed] is None:

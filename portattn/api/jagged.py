@@ -11,8 +11,8 @@ from portattn.errors import ArgumentError
 
 # Arguments that varlen_attention has, too; all others must have their defaults.
 _TAKEN = (
-    "q_scale", "k_scale", "v_scale", "out_dtype", "scale", "causal", "window", "softcap", "alibi_slopes", "sinks",
-    "dropout_p", "dropout_seed", "return_lse", "backend", "validate",
+    "q_scale", "k_scale", "v_scale", "out_dtype", "scale", "causal", "window", "chunk", "softcap", "alibi_slopes",
+    "sinks", "dropout_p", "dropout_seed", "return_lse", "backend", "validate",
 )  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {
     "bias": None, "mask": None, "block_mask": None, "seqlens_q": None, "seqlens_k": None,

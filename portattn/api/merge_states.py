@@ -8,8 +8,11 @@ from typing import NoReturn
 import torch
 
 from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.tracing import are_dispatched, transformed_or_traced
 from portattn.api.unknown_arguments import operation, require
+from portattn.config import current
 from portattn.errors import ArgumentError
+from portattn.validate import values
 from portattn.validate.checks import check_dense
 
 OP = "merge_states"
@@ -32,12 +35,14 @@ def merge_states(
     let one part alone have them. Runs as torch operations on any device, and is differentiable.
 
     Returns (out, lse): out (..., Sq, Dv) in outs' dtype, lse (..., Sq) float32. A row that no part attended gives 0 and
-    −inf; an LSE of +inf gives NaN.
+    −inf.
 
     Memory beyond the inputs: the results, and a few float32 tensors of one part's size. Parts are added one after the
     other in float32.
 
-    Raises ArgumentError where shapes, dtypes or devices do not go together, UnknownArgument for another keyword.
+    Raises ArgumentError where shapes, dtypes or devices do not go together, and for an LSE of +inf, as FlashAttention
+    2 gives it to a row without keys; UnknownArgument for another keyword. LSEs are looked at on a CPU, on other devices
+    with the setting validate="always", and not in graphs and transforms. +inf gives NaN where they are not.
 
     >>> import torch, portattn
     >>> q, k, v = torch.randn(3, 1, 4, 50, 64).unbind()
@@ -77,6 +82,7 @@ def merge_states(
             raise ArgumentError(
                 OP, f"lses[{index}]", given, f"must be float32 {tuple(first.shape[:-1])} beside its out"
             )
+    _check_finite(first, lses)
     largest = lses[0]
     for lse in lses[1:]:
         largest = torch.maximum(largest, lse)
@@ -93,3 +99,16 @@ def merge_states(
     merged = acc / torch.where(empty, 1.0, total)[..., None]
     lse = torch.where(empty, float("-inf"), base + torch.log(torch.where(empty, 1.0, total)))
     return merged.masked_fill(empty[..., None], 0.0).to(first.dtype), lse
+
+
+def _check_finite(first: torch.Tensor, lses: Sequence[torch.Tensor]) -> None:
+    """Raise ArgumentError for an LSE of +inf. Values are read back, so a call that is traced or transformed is not
+    checked."""
+    if torch.compiler.is_dynamo_compiling() or not values.reads(current(), first):
+        return
+    if transformed_or_traced() or are_dispatched(lses):
+        return
+    for index, lse in enumerate(lses):
+        for place in torch.isposinf(lse).nonzero().tolist()[:1]:
+            limit = "must be below +inf; a row without keys has −inf (FlashAttention 2 gives it +inf: replace that)"
+            raise ArgumentError(OP, f"lses[{index}]{place}", float("inf"), limit)

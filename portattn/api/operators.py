@@ -23,7 +23,7 @@ from portattn.schema.ops import PUBLIC, ROWS, WRITERS, OpRow
 NAMESPACE = "portattn"
 # Types of an operator's arguments by the parameter's name. A size is symbolic where shapes are dynamic.
 _TYPES = {
-    "scale": "float?", "causal": "str", "window": "int[]?", "softcap": "float?", "dropout_p": "float",
+    "scale": "float?", "causal": "str", "window": "int[]?", "chunk": "int?", "softcap": "float?", "dropout_p": "float",
     "out_dtype": "ScalarType?",
     "return_lse": "bool", "layout": "str", "page_layout": "str", "num_splits": "int?", "magicpig": "int[]?",
     "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "backend": "str?", "validate": "bool?",

@@ -23,8 +23,10 @@ from portattn.api.tracing import (
 from portattn.config import current
 from portattn.launch import cache
 from portattn.launch.guards import in_mode
+from portattn.planning.planner import plan
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
+from portattn.schema.target import Target
 
 
 def try_cached(
@@ -191,12 +193,15 @@ def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
     return (out, lse) if lse is not None and problem.return_lse else out
 
 
-def plan_request(request: Request) -> Plan:
-    """How a request would run, without running it."""
+def plan_request(request: Request, target: Target | None = None) -> Plan:
+    """Return how a request would run here, or on another target, without running it."""
     if "dropout_seed" in request.tensors:  # the plan is the same for any seed, and torch's generator stays as it is
         draw_seed(request, lambda q: torch.zeros(1, dtype=torch.int64, device=q.device))
     tensors, values, lengths = request.parts
     cast = autocast.cast(request.op, tensors)
     if cast is not tensors:
         request = request_from(request.op, cast, values, lengths)
-    return dispatch.plan_call(request.build(), request.settings)
+    call = request.build()
+    if target is not None:
+        return plan(call.problem, target, settings=request.settings)
+    return dispatch.plan_call(call, request.settings)

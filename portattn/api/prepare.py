@@ -12,7 +12,7 @@ from portattn.api.binding import arguments_as_parts, named_arguments
 from portattn.api.left_out import leave_out, left_out
 from portattn.api.perform import admitted, carried_out, trained_or_not
 from portattn.api.request import Caching, Request, Result, request_of
-from portattn.api.unknown_arguments import names_of, unknown_argument
+from portattn.api.unknown_arguments import names_of, short_traceback, unknown_argument
 from portattn.compile import variants
 from portattn.config import current
 from portattn.errors import ArgumentError, UnknownArgument
@@ -46,29 +46,32 @@ class Prepared:
     given (and `lse`, where one is returned) and pages come as a tensor (a PageTable's lengths are computed anew each
     time). It never waits for the device unless validate=True asks for it, and can be captured in a CUDA graph, which
     replays with lengths, tables and data changed in place.
+    A handle can be copied (`copy.deepcopy`) and saved (`pickle`, `torch.save`), as a part of a module, say. A copy, and
+    what is loaded, is prepared again by its first run, on the device of that run's tensors and under the settings of
+    then; until then `plan` is the original's.
     Where no kernel of portattn runs, or q, k or v must be copied first (rows too far apart for 32-bit offsets), a run
     is an ordinary call. At each run a variant copies what its descriptors cannot read as it is: q, k or v with a stride
     of 0, and all of them where the scale is 0.
     """
 
+    plan: Plan
+    _in_c: cache.Kind | None  # its `hit` looks at all of a run, places for results included
+    _cached: CachedLaunch | None
+    _kind: cache.Kind | None
+
     def __init__(self, request: Request) -> None:
+        self._prepare(request)
+
+    def _prepare(self, request: Request) -> None:
         values, tensors = request.values, request.tensors
         if values.get("dropout_p") and tensors["dropout_seed"] is None:
             limit = "must be given where a call that drops is prepared: its runs drop the same"
             raise ArgumentError("prepare", "dropout_seed", None, limit)
         call = request.build()
-        self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
-        self._row, self._parts = ROWS[request.op], arguments_as_parts(request.op)
-        self._in_c: cache.Kind | None = None  # its `hit` looks at all of a run, places for results included
-        self._cached: CachedLaunch | None = None
-        self._kind: cache.Kind | None = None
-        self.plan: Plan = dispatch.plan_call(call, request.settings)
-        self._name = f"prepare({self.plan.problem.op!r}).run"  # in errors
-        self._description = _description(request)
-        self._out_shape, self._lse_shape = results(self.plan.problem)
-        self._returns_lse = self.plan.problem.return_lse
         q = request.tensors["q"]
-        self._dtype, self._device = call.dtype, q.device
+        self._describe(request.op, dispatch.plan_call(call, request.settings), call.dtype, q.device)
+        self._settings, self._description = request.settings, _portable(request) | _placed(request)
+        self._restored = False
         ours = self.plan.kernel or variants.variant_of(self.plan) is not None
         if call.problem.needs_grad:  # a run is a node of autograd's graph, as a plain call is
             return
@@ -89,13 +92,31 @@ class Prepared:
             if reader() is not None and not self._row.writes:
                 self._in_c = caching.kind
 
+    def _describe(self, op: str, plan: Plan, dtype: torch.dtype, device: torch.device | None) -> None:
+        self._op, self._bind = op, named_arguments(op)
+        self._row, self._parts = ROWS[op], arguments_as_parts(op)
+        self._in_c = self._cached = self._kind = None
+        self.plan = plan
+        self._name = f"prepare({plan.problem.op!r}).run"  # in errors
+        self._out_shape, self._lse_shape = results(plan.problem)
+        self._returns_lse = plan.problem.return_lse
+        self._dtype, self._device = dtype, device
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        portable = {name: value for name, value in self._description.items() if not name.endswith(_PLACE)}
+        return self._op, self.plan, self._dtype, portable
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        op, plan, dtype, self._description = state
+        self._describe(op, plan, dtype, None)
+        # The first run's tensors are there to prepare with: no memory as large as theirs is allocated for that.
+        self._restored = True
+
     def __repr__(self) -> str:
         """Op with problem, target and path."""
         return f"<portattn.Prepared {self.plan.problem} on {self.plan.target}: {self.plan.path} path>"
 
-    def run(
-        self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
-    ) -> Result | None:
+    def run(self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Run with these arguments, as the operation itself takes them.
 
         args, kwargs  the operation's own arguments; they may differ from the prepared call's in data only
@@ -138,7 +159,8 @@ class Prepared:
             name, tensor = ("lse", lse) if out is None else ("out", out)
             limit = f"must be None: {self._op} fills a cache, and has no result"
             raise ArgumentError(self._name, name, type(tensor).__name__, limit)
-        found = self._run(given, out, lse)
+        with short_traceback:
+            found = self._run(given, out, lse)
         return None if self._row.writes else found
 
     def _run(self, given: dict[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
@@ -148,6 +170,8 @@ class Prepared:
         request = request_of(self._op, given)
         shapes = admitted(request)
         self._check(request)
+        if self._restored and shapes is None:
+            self._prepare(request)
         self._check_results(out, lse)
         if lse is not None and not request.return_lse:
             raise ArgumentError(self._name, "lse", tuple(lse.shape), "return_lse is False: none is computed")
@@ -200,12 +224,12 @@ class Prepared:
         return found if sums is None else (found, sums)
 
     def _check(self, request: Request) -> None:
-        if request.settings != self._settings:
+        if not self._restored and request.settings != self._settings:
             for name in ("validate", "backend", *request.settings.__struct_fields__):
                 now, was = getattr(request.settings, name), getattr(self._settings, name)
                 if now != was:
                     raise ArgumentError(self._name, name, now, f"the call was prepared with {was!r}")
-        now = _description(request)
+        now = _portable(request) | _placed(request)
         for name, was in self._description.items():
             if not cache.identical(now[name], was):
                 raise ArgumentError(self._name, name, now[name], f"the call was prepared with {was!r}")
@@ -224,7 +248,7 @@ class Prepared:
                     (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 )
                 raise ArgumentError(self._name, name, given, f"must be a torch.Tensor of {shape}, {dtype}")
-            where = self._device
+            where = self._device or tensor.device
             if tensor.device != where or not tensor.is_contiguous() or tensor.data_ptr() % POINTER_ALIGNMENT:
                 check_dense(self._name, name, tensor)
                 limit = f"must be contiguous on {where}, from a multiple of {POINTER_ALIGNMENT} bytes on"
@@ -249,15 +273,28 @@ def _run(handle: Prepared, args: Any, kwargs: Any) -> Any:
 leave_out("run", _run, "the run of a portattn handle launches kernels itself: call the operation instead")
 
 
-def _description(request: Request) -> dict[str, Any]:
-    """Everything of a request but its data, by the names that its caller uses."""
+_PLACE = (".device", f"'s address, modulo {POINTER_ALIGNMENT}")
+
+
+def _portable(request: Request) -> dict[str, Any]:
+    """Return everything of a request but its data and their place, by the names that its caller uses."""
     found: dict[str, Any] = dict(request.values)
     for name, t in request.named_tensors.items():
         given = isinstance(t, torch.Tensor)
-        found[name] = (tuple(t.shape), t.stride(), t.dtype, str(t.device)) if given else type(t).__name__
+        found[name] = (tuple(t.shape), t.stride(), t.dtype) if given else type(t).__name__
         if given:
             found[f"whether {name} is a view to be negated"] = t.is_neg()
-        if given and t.device.type != "cpu":
-            found[f"{name}'s address, modulo {POINTER_ALIGNMENT}"] = t.data_ptr() % POINTER_ALIGNMENT
     tensors = [t for t in request.tensors.values() if isinstance(t, torch.Tensor)]
     return found | {"whether gradients are asked for": wants_gradients(*tensors)}
+
+
+def _placed(request: Request) -> dict[str, Any]:
+    """Return the devices of a request's tensors, and of addresses on an accelerator what kernels are compiled for."""
+    device, address = _PLACE
+    found: dict[str, Any] = {}
+    for name, t in request.named_tensors.items():
+        if isinstance(t, torch.Tensor):
+            found[name + device] = str(t.device)
+            if t.device.type != "cpu":
+                found[name + address] = t.data_ptr() % POINTER_ALIGNMENT
+    return found

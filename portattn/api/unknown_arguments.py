@@ -12,13 +12,14 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from portattn.api.left_out import leave_out, left_out
 from portattn.api.other_libraries import TABLES
-from portattn.errors import UnknownArgument
+from portattn.errors import ArgumentError, SettingError, TracingError, UnknownArgument
 from portattn.schema.ops import PUBLIC
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,6 +68,35 @@ def require(op: str, given: Mapping[str, Any]) -> None:
         if names:
             plural = "s" if len(names) > 1 else ""
             raise TypeError(f"{op}() missing {len(names)} required {kind} argument{plural}: {_listed(names)}")
+
+
+class ShortTraceback:
+    """A block whose errors about the caller's arguments show the caller and the block's own line, and no frame below.
+
+    Other errors keep all frames: they may be faults of portattn. Dynamo traces no such block, so an operation enters it
+    where its call is neither cached nor traced.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        if frames is not None and (
+            isinstance(error, (ArgumentError, SettingError, TracingError)) or _ends_in_require(frames)
+        ):
+            frames.tb_next = None
+
+
+short_traceback = ShortTraceback()
+
+
+def _ends_in_require(frames: TracebackType) -> bool:
+    """Whether the error is the TypeError of `require`."""
+    while frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames.tb_frame.f_code is require.__code__
 
 
 def _listed(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from portattn.api.operators import WRITING, arguments_of
 from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import Request, request_of
 from portattn.api.tracing import are_dispatched, are_transformed, refuse_what_lies_nowhere
+from portattn.api.unknown_arguments import short_traceback
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 
@@ -25,7 +26,8 @@ def write(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], arguments:
         return
     if found_cached(op, tensors, values, ()) is not None:
         return
-    carry_out(request_of(op, arguments))
+    with short_traceback:
+        carry_out(request_of(op, arguments))
 
 
 def carry_out(request: Request) -> None:

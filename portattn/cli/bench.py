@@ -96,8 +96,7 @@ def bench(
     them, and a folder for each with its own results.
 
     Exit status 1 when portattn itself is wrong on a case or cannot run it, or the device was lost, or a release does
-    not start; 2 without a CUDA or
-    ROCm device; 130 after Ctrl-C, with all that was finished.
+    not start; 2 without a CUDA or ROCm device; 130 after Ctrl-C, with all that was finished.
     """
     if ctx.invoked_subcommand is not None:
         return

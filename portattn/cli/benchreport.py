@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from portattn.cli import benchcomparison
-from portattn.cli.errors import RED
+from portattn.cli.errors import RED, require_some
 from portattn.cli.output import emit_json, heading, json_option, table, write_texts
 from portattn.errors import ArgumentError
 from portattn.tools.number_ranges import FiniteRange
@@ -70,7 +70,7 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
     """What changed from BEFORE to AFTER: how far ahead of the same peer portattn was in each. Times of two runs do not
     compare on a card that is capped in power.
 
-    Exit status 1 when a case has lost more than the tolerance.
+    Exit status 1 when a case has lost more than the tolerance; 3 when no case could be compared.
     """
     from portattn.tools.bench import compare as comparing
 
@@ -95,6 +95,8 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
             click.echo(f"slower: {change.set}, {change.case}, {change.name}: {change.change - 1:+.1%}", err=True)
     if slower:
         raise SystemExit(RED)
+    reasons = [f"{c.case} has no peer in both" for c in found] or ["BEFORE and AFTER share no case"]
+    require_some(sum(c.change is not None for c in found), "compared", reasons)
 
 
 @click.command()

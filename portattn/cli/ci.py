@@ -14,7 +14,7 @@ import click
 
 from portattn.cli import matrix_verdict
 from portattn.cli.ci_output import document, show
-from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.errors import INTERRUPTED, RED, require_some
 from portattn.cli.output import emit_json, json_option
 from portattn.errors import ArgumentError, DataError
 from portattn.tools import shell_values
@@ -139,7 +139,7 @@ def ci(
     annotation, too.
 
     Exit status 1: a cell is gone, or has lost its level, the core path, its variant or its interpreted numbers; or what
-    --fail-on names has happened. 2: bad input. 130: interrupted.
+    --fail-on names has happened. 2: bad input. 3: no cell could be compiled. 130: interrupted.
     """  # fmt: skip
     from portattn.files import takes_no_file, takes_no_files
     from portattn.tools.ci.asked import asked
@@ -173,6 +173,7 @@ def ci(
     _tell_runner(found, summary, as_json)
     if found.losses:
         raise click.exceptions.Exit(RED)
+    require_some(not found.idle, "compiled", found.idle)
 
 
 def _fail_on(texts: tuple[str, ...], compiled: bool) -> frozenset[str]:

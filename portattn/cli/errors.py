@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Iterable
 from typing import IO, Any
 
 import click
@@ -14,8 +15,10 @@ from portattn.errors import ArgumentError, PathUnavailable
 
 RED = 1  # what was checked is red
 BAD_INPUT = 2
+UNCHECKED = 3  # nothing was checked: neither green nor red
 INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_SHOWN = 3
 JSON_KEY = "portattn.json"  # in click's meta: whether --json was given
 
 
@@ -39,6 +42,8 @@ def refused(error: Exception, ctx: click.Context) -> Refused:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "portattn"
         text, kind = error.format_message(), "UsageError"
+        if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Option) and error.param.metavar:
+            text = f"{text.rstrip('.')}: {error.param.metavar}"
     else:
         text = _of_system(error) if isinstance(error, OSError) else str(error)
         command, kind = "portattn", type(error).__name__
@@ -49,6 +54,21 @@ def refused(error: Exception, ctx: click.Context) -> Refused:
         document["rejected"] = [{"path": r.path, "reason": r.reason, "hint": r.hint} for r in error.rejected]
     status = RED if isinstance(error, PathUnavailable) else BAD_INPUT
     return Refused(f"{command}: {text}", status, document if ctx.meta.get(JSON_KEY) else None)
+
+
+def require_some(count: int, done: str, reasons: Iterable[str]) -> None:
+    """Exit with status 3 if a command has checked nothing, and print why on standard error.
+
+    count    of what was checked, green or red
+    done     past participle of what the command does: "verified"
+    reasons  why each thing was left out, repeated ones too; the first three different ones are printed
+    """
+    if count:
+        return
+    different = list(dict.fromkeys(filter(None, reasons)))
+    more = f"; and {len(different) - _SHOWN} more reasons" if len(different) > _SHOWN else ""
+    click.echo(f"portattn: nothing was {done}: {'; '.join(different[:_SHOWN])}{more}", err=True)
+    raise click.exceptions.Exit(UNCHECKED)
 
 
 def _of_system(error: OSError) -> str:

@@ -116,7 +116,7 @@ def run(
     kept under its date. Ctrl-C keeps what is finished; --resume goes on.
 
     Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT) and --expected does not say so, an expected failure did
-    not come as expected, --baseline has what was lost, or what --fail-on names is there.
+    not come as expected, --baseline has what was lost, or what --fail-on names is there. 3: no cell could be run.
     """
     from portattn.cli.progress import CellProgress
     from portattn.errors import ArgumentError
@@ -230,7 +230,7 @@ def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: b
         verdict = of_run(made, cells, fail_on=red, whole=False)
         if not as_json:
             matrix_verdict.show(verdict)
-        matrix_verdict.leave(verdict)
+        matrix_verdict.leave(verdict, cells)
 
 
 matrix_compare.add_to(matrix)
@@ -249,8 +249,8 @@ def _create(toolchains: list[str]) -> None:
 def _tell_no_lab(toolchains: list[str]) -> None:
     """A line on standard error for compilers that are not in the lab: which folder that is, and what makes them.
 
-    The cells are NOT_RUN and the status may be 0, which is easily taken for a run; another PORTATTN_CACHE_DIR than the
-    one that the lab was made under is a common reason.
+    Their cells are NOT_RUN, and the status is 0 if any other cell was run, which is easily taken for a whole run.
+    Another PORTATTN_CACHE_DIR than the one that the lab was made under is a common reason.
     """
     from portattn.tools.lab import folders
 
@@ -290,7 +290,7 @@ def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bo
             err=True,
         )
         raise click.exceptions.Exit(INTERRUPTED)
-    matrix_verdict.leave(verdict)
+    matrix_verdict.leave(verdict, cells)
 
 
 def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from portattn.cli import matrix_verdict
-from portattn.cli.errors import RED
+from portattn.cli.errors import RED, require_some
 from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
 from portattn.cli.matrix_site import site
 from portattn.cli.output import emit_json, json_option, plural
@@ -41,7 +41,7 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
     OLD and NEW are folders of `matrix run` or `matrix merge`, files of results, or baselines.
 
     Exit status 1: a cell is gone, or has lost its level, the core path, its variant or its interpreted numbers; or what
-    --fail-on names has happened. 2: a run cannot be read.
+    --fail-on names has happened. 2: a run cannot be read. 3: the runs share no cell.
     """
     from portattn.tools.matrix import reading
     from portattn.tools.matrix.diff import KINDS, LOST, compare
@@ -68,6 +68,7 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
         matrix_verdict.show_diff(found, red)
     if lost:
         raise click.exceptions.Exit(RED)
+    require_some(found.compared, "compared", ["the runs share no cell"])
 
 
 def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: bool) -> Callable[[Entry], bool]:
@@ -172,6 +173,7 @@ def check(
 
     Exit status 1: a cell is red and not expected to be, an expected failure passes, fails for another reason or has
     expired, cells are missing, something was lost since the baseline, or what --fail-on names is there. 2: bad input.
+    3: no cell of the run was run, nor compared.
     """
     from portattn.tools.matrix import reading
     from portattn.tools.matrix.diff import compare
@@ -197,7 +199,7 @@ def check(
         compared = f"; {plural(changes.compared, 'cell')} compared with {changes.old}" if changes else ""
         click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}{compared}")
         tell_empty(made, cells)
-    matrix_verdict.leave(verdict)
+    matrix_verdict.leave(verdict, cells, changes.compared if changes else 0)
 
 
 @click.command()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from portattn.cli.errors import RED
+from portattn.cli.errors import RED, require_some
 from portattn.cli.output import plural
 from portattn.tools import shell_values
 
@@ -103,10 +103,12 @@ def document(verdict: Verdict) -> dict[str, Any]:
     return {"findings": verdict.findings, "expected": verdict.expected, "notes": verdict.notes}
 
 
-def leave(verdict: Verdict) -> None:
-    """Exit with status 1 where there are findings."""
+def leave(verdict: Verdict, cells: Sequence[Cell], compared: int = 0) -> None:
+    """Exit with status 1 where there are findings, and with 3 where no cell was run or compared."""
     if verdict.findings:
         raise click.exceptions.Exit(RED)
+    ran = sum(cell.status != "NOT_RUN" for cell in cells)
+    require_some(ran + compared, "run", [cell.reason for cell in cells] or ["the run has no cells"])
 
 
 def show_diff(diff: Diff, red: frozenset[str]) -> None:

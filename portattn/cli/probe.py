@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.errors import INTERRUPTED, RED, require_some
 from portattn.cli.named import quirk_of
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
@@ -66,7 +66,7 @@ def probe(
     confirmed, absent (out of range, and not there); stale, changed, ineffective, too narrow and broken are red;
     inconclusive; unverified, with what is missing.
 
-    Exit status 1: a verdict is red. Ctrl-C keeps what has been recorded.
+    Exit status 1: a verdict is red. 3: no probe could run here. Ctrl-C keeps what has been recorded.
     """
     from portattn.planning.registry import Registry, find_backends
     from portattn.tools.quirks.probe import many
@@ -111,6 +111,8 @@ def probe(
         raise click.exceptions.Exit(INTERRUPTED)
     if any(result.red for result in results):
         raise click.exceptions.Exit(RED)
+    reasons = [result.reason for result in results] or ["no entry has a probe there"]
+    require_some(sum(result.verdict != "unverified" for result in results), "probed", reasons)
 
 
 def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from portattn.cli.checked import Check
+from portattn.config import ENVIRONMENT, IGNORED, current, from_environment, unknown_variables
 from portattn.errors import PluginWarning
 from portattn.files import cache_folder, takes_no_files
 from portattn.source_tree import install_extra
@@ -67,9 +68,10 @@ def examine(say: Callable[[str], None], emulate: str = "") -> Report:
     ]
     sections: list[Section] = []
     with warnings.catch_warnings():
-        # The report itself says what they would: a broken package, and a cache folder that takes no files.
+        # The report itself says what they would: a broken package, an unknown variable, a cache folder without files.
         warnings.simplefilter("ignore", PluginWarning)
         warnings.filterwarnings("ignore", "compile records cannot be kept under")
+        warnings.filterwarnings("ignore", IGNORED)
         for title, probe in probes:
             say(f"looking at {title}")
             sections.append(said_once(guarded(title, probe), sections))
@@ -189,9 +191,7 @@ def backends() -> Section:
 
 
 def settings() -> Section:
-    from portattn.config import ENVIRONMENT, current, from_environment
-
-    from_environment(os.environ)  # what a misspelt variable would raise at the first call shows here
+    from_environment(os.environ)  # a bad value, which would raise at the first call, shows here
     now = current()
     variables = {field: variable for variable, field in ENVIRONMENT.items()}
     items = []
@@ -199,7 +199,9 @@ def settings() -> Section:
         variable = variables.get(name, "")
         origin = f"  (from {variable})" if variable in os.environ else ""
         items.append(Item(name, f"{getattr(now, name) or '(default)'}{origin}"))
-    return Section(title="settings", items=tuple(items))
+    unknown = unknown_variables(os.environ)
+    ignored = (f"{IGNORED}: {', '.join(unknown)}",) if unknown else ()
+    return Section(title="settings", items=tuple(items), warnings=ignored)
 
 
 def cache() -> Section:

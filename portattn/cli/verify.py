@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import click
 
-from portattn.cli.errors import RED
+from portattn.cli.errors import RED, require_some
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
 from portattn.schema.plan import kernel_text
@@ -14,6 +15,9 @@ from portattn.schema.problem_limits import OPS
 from portattn.tools import shell_values
 from portattn.tools.number_ranges import LONGEST, FiniteRange
 from portattn.tools.problem_text import target_from
+
+if TYPE_CHECKING:
+    from portattn.tools.verify import Row
 
 COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused": "yellow"}
 
@@ -57,24 +61,29 @@ def verify(
     compiler made of them, in a functional model of the chip. Each is compared with a float64 oracle. Where they do not
     agree the row says what is to blame.
 
-    Exit status 1: something differs.
+    Exit status 1: something differs. 3: nothing could be run or compiled here, so nothing was verified.
     """
     from rich.console import Console
 
     from portattn.config import current
     from portattn.tools.verify import RED as DIFFERS
-    from portattn.tools.verify import verify as verified
+    from portattn.tools.verify import UNVERIFIED
+    from portattn.tools.verify import verify as rows_of
 
     for op in ops:
         if op not in OPS:
             raise ArgumentError("verify", "OP", op, f"must be one of {', '.join(OPS)}")
     where = target_from(target, toolchain)
     with Console(stderr=True).status("verifying") as status:
-        rows = list(verified(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_ptx_compat))
+        rows = list(rows_of(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_ptx_compat))
     red = [row for row in rows if row.verdict in DIFFERS]
+    verified = sum(row.verdict not in UNVERIFIED for row in rows)
     if as_json:
         counts = {"levels": Counter(row.level for row in rows), "labels": Counter(r.label for r in rows if r.label)}
-        emit_json({"target": where.name, "toolchain": str(where.toolchain), "red": len(red), **counts, "rows": rows})
+        emit_json(
+            {"target": where.name, "toolchain": str(where.toolchain), "verified": verified, "red": len(red), **counts}
+            | {"rows": rows}
+        )
     else:
         means = sorted({name for row in rows for name in row.seen})
         table(
@@ -98,9 +107,16 @@ def verify(
             click.secho(f"not run as {where.arch.name} code: {reason}", fg="yellow")
         reached = Counter(f"{r.level} ({r.label})" if r.label else r.level for r in rows if r.level != "declared")
         levels = "".join(f", {number} {words}" for words, number in reached.most_common())
-        click.echo(f"{where.name} with {where.toolchain}: {plural(len(rows), 'problem')}, {len(red)} red{levels}")
+        counted = f"{plural(len(rows), 'problem')}, {verified} verified, {len(red)} red{levels}"
+        click.echo(f"{where.name} with {where.toolchain}: {counted}")
     if red:
         raise click.exceptions.Exit(RED)
+    require_some(verified, "verified", (reason for row in rows for reason in _reasons(row)))
+
+
+def _reasons(row: Row) -> list[str]:
+    """Why nothing verified the row's problem."""
+    return [seen.reason for seen in row.seen.values() if seen.reason] or [row.sentence]
 
 
 def _shown(seen: object) -> str:

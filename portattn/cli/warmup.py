@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from portattn.cli.errors import RED
+from portattn.cli.errors import RED, require_some
 from portattn.cli.output import emit_json, json_option, plural, status, table
 from portattn.errors import DataError
 
@@ -29,7 +29,7 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
     What is on disk (Triton's cache, compile records, canaries, the launcher in C) spares later processes the compiles;
     what is kept in memory ends with this one: in the serving process, call portattn.warmup with the same specs.
 
-    Exit status 1: a call could not be warmed up.
+    Exit status 1: a call could not be warmed up. 3: SPECS.json has no call.
     """
     import warnings
 
@@ -57,6 +57,7 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
         click.echo(f"{plural(len(report.specs), 'call')} in {report.seconds:.1f} s, {compiles}")
     if report.failed:
         raise click.exceptions.Exit(RED)
+    require_some(len(report.specs), "warmed up", [f"{specs} has no call"])
 
 
 def _read(path: Path) -> list[Any]:

@@ -70,7 +70,7 @@ def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
     if not _is_nothing(given["dropout_p"]):
         limit = "must be 0: dropout is not computed over several ranks, whose masks would have to be parts of one"
         raise ArgumentError(op, "dropout_p", given["dropout_p"], limit)
-    for name in ("bias", "mask", "seqlens_q", "seqlens_k"):
+    for name in ("chunk", "bias", "mask", "seqlens_q", "seqlens_k"):
         value = given.get(name)
         if value is not None:
             raise ArgumentError(op, name, shape_or_value(value), f"must be None over several ranks: {_WHOLE}")

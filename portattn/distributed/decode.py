@@ -73,8 +73,8 @@ class DecodeParallel:
 
     Each method takes what the operation of its name takes, with these differences: `seqlens_k` counts the keys of whole
     sequences, alike on every rank, and must be given; caches, page tables and per-token scales are this rank's own;
-    bias, mask and tree_mask are refused. Windows, ALiBi and causal masks go by positions in the whole sequence, sinks
-    count once.
+    chunk, bias, mask and tree_mask are refused. Windows, ALiBi and causal masks go by positions in the whole sequence,
+    sinks count once.
 
     A rank whose part of a sequence is empty contributes nothing, whatever its cache holds. Every rank gets the same
     result, bit for bit.

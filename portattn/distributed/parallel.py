@@ -224,6 +224,7 @@ class ContextParallel:
         scale: float | None = None,
         causal: bool | str = False,
         window: Window | None = None,
+        chunk: None = None,
         softcap: float | None = None,
         alibi_slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -246,7 +247,7 @@ class ContextParallel:
         alibi_slopes  (Hq,) or (B, Hq) float32. A ring refuses to compute their gradient
         sinks       (Hq,): counted once, whatever number of ranks
         layout      "bhsd", or "bshd": q, k, v and out are (B, S, H, D)
-        bias, mask, seqlens_q, seqlens_k, dropout_p  refused
+        chunk, bias, mask, seqlens_q, seqlens_k, dropout_p  refused
 
         Gradients of q, k and v are those of the whole call. Of sinks and slopes each rank has the part of its own
         rows or heads: they add up over the ranks, as those of any parameter that all ranks have.
@@ -266,7 +267,8 @@ class ContextParallel:
         >>> dist.destroy_process_group()
         """
         given = {
-            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "chunk": chunk,
+            "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "dropout_p": dropout_p, "return_lse": return_lse, "layout": layout,
             "backend": backend,
@@ -283,6 +285,7 @@ class ContextParallel:
         scale: float | None = None,
         causal: bool | str = False,
         window: Window | None = None,
+        chunk: None = None,
         softcap: float | None = None,
         alibi_slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -300,6 +303,7 @@ class ContextParallel:
                     what all layers can share
         scale, causal, window, softcap, sinks, dropout_p, return_lse, backend  as of `attention`
         alibi_slopes  (Hq,) or (documents, Hq) float32
+        chunk       refused
 
         Returns out (T, Hq, Dv) in q's dtype; with return_lse, (out, lse (Hq, T) float32). Padding gives 0 and -inf.
 
@@ -315,7 +319,8 @@ class ContextParallel:
         >>> dist.destroy_process_group()
         """
         given = {
-            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "chunk": chunk,
+            "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p, "return_lse": return_lse,
             "backend": backend,
         }  # fmt: skip

@@ -133,7 +133,7 @@ class PartialCall:
 
     def _check(self, heads: Heads) -> None:
         op, options = self.op, self.options
-        for name in ("bias", "mask", "tree_mask", "leftpad_k"):
+        for name in ("chunk", "bias", "mask", "tree_mask", "leftpad_k"):
             if options.get(name) is not None:
                 limit = "is not supported over a sharded cache: it would have to be cut as the keys are"
                 raise ArgumentError(op, name, shape_or_value(options[name]), limit)

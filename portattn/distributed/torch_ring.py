@@ -202,9 +202,7 @@ def _forward(private: Any, backend: str | None, operator: Any, args: Any, kwargs
     q, k, v = _local(call, "query", "key", "value")
 
     def attend(query: Any, key: Any, value: Any, *, is_causal: bool) -> tuple[Any, ...]:
-        return ops.attention(
-            query, key, value, causal=is_causal, scale=call["scale"], return_lse=True, backend=backend
-        )  # type: ignore[return-value]  # fmt: skip
+        return ops.attention(query, key, value, causal=is_causal, scale=call["scale"], return_lse=True, backend=backend)
 
     with _ordered(private, call["is_causal"]), torch.no_grad():
         out, lse = private._templated_ring_attention(

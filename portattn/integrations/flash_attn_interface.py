@@ -7,6 +7,7 @@ They have no dropout and no ALiBi. What sets how FlashAttention-3's own kernels 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from portattn.api.merge_states import merge_states
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.cache import attend_cached
 from portattn.integrations.flash_attn.cached_call import Cached
-from portattn.integrations.flash_attn.calls import scores_of, size_of
-from portattn.integrations.flash_attn.generation3 import check_hints, dense, shape_of, with_qv
-from portattn.integrations.flash_attn.naming import named
+from portattn.integrations.flash_attn.calls import scores_of, shape_of, size_of
+from portattn.integrations.flash_attn.generation3 import by_dtype, check_hints, dense, with_qv
 from portattn.integrations.flash_attn.options import (
     check_bool,
-    check_deterministic,
     check_packed,
     check_tensors,
+    named,
+    repeated_bits,
     splits_of,
 )
 from portattn.integrations.flash_attn.used import used_rows
@@ -76,7 +77,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.unbind(2)
     descales = (q_descale, k_descale, v_descale)
     check_hints(op, 1, None, attention_chunk, sm_margin)
-    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
     return dense(op, q, k, v, None, descales, scores, deterministic, return_attn_probs)
 
 
@@ -109,11 +110,12 @@ def flash_attn_func(
     qv        (B, Sq, Hq, Dv): scores are (q·k + qv·v)·softmax_scale. D + Dv ≤ 576; q, qv, k and v are copied for it
     q_descale, k_descale, v_descale  (B, Hk) float32: what float8 numbers are multiplied by
     window_size  (left, right), inclusive, aligned at the last key; negative: no limit
-    attention_chunk  0; anything else is refused
+    attention_chunk  a query sees the keys of the chunk of so many keys that its position, aligned at the last key, lies
+              in; 0 for no chunks
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
-    num_splits  up to 1; keys are split over programs by flash_attn_with_kvcache alone
+    num_splits  any integer: changes no result; the plan decides here
     pack_gqa  None, True or False: changes no result; the plan decides here
-    deterministic  where gradients are asked for it goes with torch.use_deterministic_algorithms(True)
+    deterministic  gradients repeat their bits; inside torch.compile torch.use_deterministic_algorithms(True) decides
     sm_margin  0; anything else is refused: kernels take the whole device
     return_attn_probs  also return the LSE, float32 (B, Hq, Sq), -inf where a row has nothing to attend
 
@@ -130,7 +132,7 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
-    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
     return dense(op, q, k, v, qv, (q_descale, k_descale, v_descale), scores, deterministic, return_attn_probs)
 
 
@@ -184,9 +186,9 @@ def flash_attn_varlen_func(
     """
     op = "flash_attn_varlen_func"
     check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
-    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
     check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
-    check_deterministic(op, deterministic, q, k, v, qv)
+    block = repeated_bits(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
     queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q, q), used_rows(op, "k", cu_seqlens_k, seqused_k, k)
@@ -194,10 +196,13 @@ def flash_attn_varlen_func(
         q, cu_seqlens_q = queries.packed(q), queries.beginnings
     if keys is not None:
         k, v, cu_seqlens_k = keys.packed(k), keys.packed(v), keys.beginnings
-    found: Any = ops.varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, size_of(max_seqlen_q), size_of(max_seqlen_k), q_scale=q_descale,
-        k_scale=k_descale, v_scale=v_descale, return_lse=wanted, **scores.arguments() | {"scale": scale},
+    attend = functools.partial(
+        ops.varlen_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, size_of(max_seqlen_q), size_of(max_seqlen_k),
+        q_scale=q_descale, k_scale=k_descale, v_scale=v_descale, return_lse=wanted,
+        **scores.arguments() | {"scale": scale},
     )  # fmt: skip
+    with block:
+        found = by_dtype(op, attend, q, k, v)
     if queries is None:
         return found
     if not wanted:
@@ -205,6 +210,7 @@ def flash_attn_varlen_func(
     return queries.restored(found[0], 0.0), queries.restored(found[1].t(), -torch.inf).t()
 
 
+@named()
 def flash_attn_combine(
     out_partial: torch.Tensor,
     lse_partial: torch.Tensor,
@@ -340,7 +346,7 @@ def flash_attn_with_kvcache(
     found = attend_cached(
         Cached(
             op, "page_table", q, k_cache, v_cache, k, v,
-            scores_of(op, softmax_scale, causal, window_size, softcap, None), rotary_cos, rotary_sin,
+            scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk), rotary_cos, rotary_sin,
             check_bool(op, "rotary_interleaved", rotary_interleaved), cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, rotary_seqlens,
             (q_descale, k_descale, v_descale), splits_of(op, num_splits), wanted,

@@ -206,7 +206,7 @@ def _check(
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> tuple[Any, Any]:
     """portattn.attention of (B, H, S, D) tensors, with the LSE."""
     q, k, v = query.detach(), key.detach(), value.detach()
-    return ops.attention(q, k, v, return_lse=True, **options)  # type: ignore[return-value]
+    return ops.attention(q, k, v, return_lse=True, **options)
 
 
 def _attend_any(

@@ -18,7 +18,8 @@ from torch.autograd import forward_ad
 from portattn.api.autocast import is_on
 from portattn.schema.problem_limits import MAX_HEAD_DIM
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+_EAGER = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (*_EAGER, FakeTensor, FunctionalTensor)
 _NUMBERS = (float, int, torch.SymFloat)  # the last where a graph is made for any number
 _LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,7 +49,27 @@ class Mapped:
     def result(self, out: torch.Tensor) -> torch.Tensor:
         """What portattn gives for `tensors`, as torch shapes it."""
         out = out.transpose(1, 2) if self.options["layout"] == "bshd" else out
-        return out if out.shape == self.shape else out.reshape(self.shape)
+        return out if _alike(out.shape, self.shape) else out.reshape(self.shape)
+
+
+def _is_sure(condition: Any) -> bool:
+    """Return whether a comparison of sizes holds. It is False for sizes that depend on data, as far as nothing is known
+    of them: a graph must not be specialised by them, and torch's operators check them when the graph runs."""
+    if type(condition) is bool and not torch.compiler.is_dynamo_compiling():
+        return condition
+    from torch.fx.experimental import symbolic_shapes  # its import takes a second
+
+    # Torch 2.6 has no guard_or_false.
+    return bool(getattr(symbolic_shapes, "guard_or_false", symbolic_shapes.guard_size_oblivious)(condition))
+
+
+def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    if len(shape) != len(other):
+        return False
+    for a, b in zip(shape, other, strict=True):  # noqa: SIM110 - dynamo evaluates a generator's comparisons at once
+        if not _is_sure(a == b):
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +141,11 @@ def _marker(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
     """The alignment that torch's marker of a causal mask stands for."""
     if is_causal:
         raise _RefusedError("type", "is_causal is True beside a CausalBias", invalid=True)
-    if query.dim() < 2 or key.dim() < 2 or (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+    if (
+        query.dim() < 2
+        or key.dim() < 2
+        or not _alike((bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2]))
+    ):
         # torch reads the sizes of a lower right marker, and not of an upper left one.
         raise _RefusedError("CausalBias", "attn_mask is a CausalBias of other sizes than the scores")
     return "top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right"
@@ -178,9 +203,9 @@ def _check_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
         raise _RefusedError("device", "query, key and value are on several devices", invalid=True)
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise _RefusedError("dimensions", "query, key or value has less than two dimensions", invalid=True)
-    if query.shape[-1] != key.shape[-1]:
+    if _is_sure(query.shape[-1] != key.shape[-1]):
         raise _RefusedError("sizes", "query and key have different widths", invalid=True)
-    if key.shape[-2] != value.shape[-2]:
+    if _is_sure(key.shape[-2] != value.shape[-2]):
         raise _RefusedError("sizes", "key and value have different numbers of rows", invalid=True)
     if query.dtype not in _DTYPES:
         reason = f"query is {query.dtype}, and portattn takes float16, bfloat16 and float32"
@@ -197,19 +222,21 @@ def _shaped(
         lead_k, lead_v = _grouped(lead_q, lead_k, lead_v)
     lead = _broadcast("query, key and value", lead_q, lead_k, lead_v)
     heads, batches = (lead[-1], lead[:-1]) if lead else (1, ())
-    one = _last(lead_k) == _last(lead_v) == 1  # head for all queries: a group of portattn's, not to be expanded
+    one = _is_sure(_last(lead_k) == 1) and _is_sure(
+        _last(lead_v) == 1
+    )  # head for all queries: a group of portattn's, not to be expanded
     heads_k = key.shape[-3] if enable_gqa else 1 if one else heads
     batch = math.prod(batches)
 
     def four(tensor: torch.Tensor, heads: int) -> torch.Tensor:
         rows, width = tensor.shape[-2:]
-        if tensor.shape == (batch, heads, rows, width):
+        if _alike(tensor.shape, (batch, heads, rows, width)):
             return tensor
         return tensor.expand(*batches, heads, rows, width).reshape(batch, heads, rows, width)
 
-    if heads == 0 or heads_k == 0:
+    if _is_sure(heads == 0) or _is_sure(heads_k == 0):
         raise _RefusedError("no heads", "there are no heads")
-    if not (0 < query.shape[-1] <= MAX_HEAD_DIM and 0 < value.shape[-1] <= MAX_HEAD_DIM):
+    if any(_is_sure(width == 0) or _is_sure(width > MAX_HEAD_DIM) for width in (query.shape[-1], value.shape[-1])):
         # (Without their number, which may be symbolic.)
         raise _RefusedError("head_dim", f"query or value has no columns, or more than portattn's {MAX_HEAD_DIM}")
     q, k, v = four(query, heads), four(key, heads_k), four(value, heads_k)
@@ -230,11 +257,11 @@ def _grouped(lead_q: torch.Size, lead_k: torch.Size, lead_v: torch.Size) -> tupl
     if not (lead_q and lead_k and lead_v):
         raise _RefusedError("dimensions", "enable_gqa needs an axis of heads", invalid=True)
     heads_q, heads_k, heads_v = lead_q[-1], lead_k[-1], lead_v[-1]
-    if min(heads_q, heads_k, heads_v) == 0:
+    if _is_sure(heads_q == 0) or _is_sure(heads_k == 0) or _is_sure(heads_v == 0):
         raise _RefusedError("no heads", "there are no heads")
-    if heads_q % heads_k or heads_q % heads_v:
+    if _is_sure(heads_q % heads_k != 0) or _is_sure(heads_q % heads_v != 0):
         raise _RefusedError("sizes", "the query's heads are no multiple of the key's and the value's", invalid=True)
-    if heads_k != heads_v:
+    if _is_sure(heads_k != heads_v):
         raise _RefusedError("heads", "key and value have different numbers of heads, and portattn takes one number")
     return torch.Size((*lead_k[:-1], heads_q)), torch.Size((*lead_v[:-1], heads_q))
 
@@ -243,20 +270,42 @@ def _broadcast(names: str, first: tuple[int, ...], *others: tuple[int, ...]) -> 
     """What the shapes broadcast to. (torch.broadcast_shapes takes as long as all the rest of a mapping.)"""
     found = tuple(first)
     for other in others:
-        if found == other:
+        if _alike(found, other):
             continue
         rank = max(len(found), len(other))
         pairs = zip((1,) * (rank - len(found)) + found, (1,) * (rank - len(other)) + tuple(other), strict=True)
-        sizes = [(b if a == 1 else a if b == 1 or a == b else None) for a, b in pairs]
-        if None in sizes:
-            raise _RefusedError("sizes", f"the batch axes of {names} do not broadcast", invalid=True)
-        found = tuple(size for size in sizes if size is not None)
+        sizes = []
+        for a, b in pairs:
+            if _is_sure(a == 1):
+                sizes.append(b)
+            elif _is_sure(b == 1) or _is_sure(a == b):
+                sizes.append(a)
+            elif _is_sure(a != b):
+                raise _RefusedError("sizes", f"the batch axes of {names} do not broadcast", invalid=True)
+            else:  # as torch broadcasts sizes that depend on data
+                torch._check(a == b)
+                sizes.append(a)
+        found = tuple(sizes)
     return found
 
 
 def _layout(q: torch.Tensor) -> str:
-    """The result's memory follows the query's, as torch's fused kernels have it."""
-    return "bshd" if not q.is_contiguous() and q.transpose(1, 2).is_contiguous() else "bhsd"
+    """Return the layout whose memory order the query has, since torch's fused kernels give their result in it too."""
+    if type(q) in _EAGER and not torch.compiler.is_dynamo_compiling():
+        return "bshd" if not q.is_contiguous() and q.transpose(1, 2).is_contiguous() else "bhsd"
+    return "bshd" if not _is_contiguous(q) and _is_contiguous(q.transpose(1, 2)) else "bhsd"
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a graph is certainly contiguous. (Its own method guards on sizes that depend on data,
+    which fails.)"""
+    step: Any = 1
+    dense: Any = 1  # torch counts an empty axis as one element, or not, where it cannot know whether it is empty
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not _is_sure(size == 1) and not _is_sure(stride == step) and not _is_sure(stride == dense):
+            return False
+        step, dense = step * torch.sym_max(size, 1), dense * size
+    return True
 
 
 def _masked(
@@ -270,15 +319,15 @@ def _masked(
     if attn_mask.dim() < 2:
         raise _RefusedError("attn_mask", "attn_mask has less than two dimensions, which some of torch's kernels refuse")
     given = attn_mask.shape
-    fits = len(given) <= len(scores) and all(
-        size == 1 or size == limit  # `in` would compare symbolic sizes by identity under dynamo
+    misfits = len(given) > len(scores) or any(
+        _is_sure(size != 1) and _is_sure(size != limit)
         for size, limit in zip(reversed(given), reversed(scores), strict=False)
     )
-    if not fits:
+    if misfits:
         raise _RefusedError("attn_mask", "attn_mask does not broadcast to the scores", invalid=True)
     if len(given) <= 4 and len(batches) <= 1:
         return attn_mask
     heads = given[-3] if len(given) > 2 else 1
-    if all(size == 1 for size in given[:-3]):
+    if all(_is_sure(size == 1) for size in given[:-3]):
         return attn_mask.reshape(1, heads, *given[-2:])
     return attn_mask.expand(*batches, heads, *given[-2:]).reshape(math.prod(batches), heads, *given[-2:])

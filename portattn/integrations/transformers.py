@@ -296,7 +296,7 @@ def _given(
     begin_q, begin_k = (cu_k if cu_q is None else cu_q), (cu_q if cu_k is None else cu_k)
     assert begin_q is not None
     assert begin_k is not None
-    if mask.mask is not None or mask.padded or mask.kv_used != mask.q_length:
+    if mask.mask is not None or mask.chunk is not None or mask.padded or mask.kv_used != mask.q_length:
         raise refuse("cu_seq_lens_q", begin_q, "packed sequences go without a cache and without an attention_mask")
     if dense:
         if mask.packed is None:

@@ -82,7 +82,7 @@ def _attend_batch(
         raise refuse("cu_seq_lens_k", batch.begin_k, f"{_WHAT} gives lengths of each kind of layer; {ELSEWHERE}")
     if named.get("block_table") is not None:
         raise refuse("block_table", named["block_table"], "is for FlashAttention alone; set max_blocks_per_request=0")
-    if mask.mask is not None or (mask.q_length > 1 and not mask.causal):
+    if mask.mask is not None or mask.chunk is not None or (mask.q_length > 1 and not mask.causal):
         raise refuse("attention_mask", mask.shape, f"{_WHAT} is causal and has no mask functions; {ELSEWHERE}")
     layer: Any = module.layer_idx
     allocator = batch.cache.layer_to_allocator[layer]

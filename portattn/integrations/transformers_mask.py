@@ -43,6 +43,7 @@ class CompactMask:
     kv_used      the first rows of those, which hold anything; less than kv_length in a static cache
     left, right  keys that a query sees before and after its own position; None for all. A right of 0 is a causal mask.
                  Where either is given, a sequence's last query and last key are of one position
+    chunk        keys of a chunk, of which a query sees its own, counted from the first valid key; None for no chunks
     seqlens_q/k  (B,) int32: valid rows; None for all (of kv_used)
     leftpad_q/k  (B,) int32: padding rows before the first valid one; None for none
     mask         bool, broadcast to (B, 1, Sq, kv_used): what is hidden beyond that; None for nothing
@@ -62,6 +63,7 @@ class CompactMask:
     kv_used: int
     left: int | None = None
     right: int | None = None
+    chunk: int | None = None
     seqlens_q: torch.Tensor | None = None
     seqlens_k: torch.Tensor | None = None
     leftpad_q: torch.Tensor | None = None
@@ -128,7 +130,8 @@ class CompactMask:
         elif self.seqlens_q is None and self.q_length < self.kv_used and self.q_length <= DECODE_QUERIES:
             decodes = True
         found: dict[str, Any] = {
-            "causal": causal, "window": self.window, "mask": self.written, "seqlens_k": self.seqlens_k,
+            "causal": causal, "window": self.window, "chunk": self.chunk, "mask": self.written,
+            "seqlens_k": self.seqlens_k,
             "leftpad_k": self.leftpad_k,
         }  # fmt: skip
         if not decodes:
@@ -215,6 +218,10 @@ def compact_mask(
     whole = pattern.whole and aligned
     if pattern.packed is not None:
         whole &= attention_mask is None and q_length == kv_length
+    if pattern.chunk is not None:
+        begins = pattern.chunk[1]
+        whole &= pattern.packed is None and kv_offset == 0 and read_back and _are_first(begins, attention_mask)
+        mask.chunk = pattern.chunk[0] if whole else None
     if not aligned:
         mask.left = mask.right = None
     if not traced:  # lengths can be symbolic there, and a comparison would fix them
@@ -235,6 +242,14 @@ def compact_mask(
     if isinstance(stop, torch.Tensor) and mask.causal and mask.seqlens_k is None:
         mask.seqlens_k = stop.to(torch.int32).expand(batch_size).contiguous()
     return mask
+
+
+def _are_first(begins: torch.Tensor, valid: torch.Tensor | None) -> bool:
+    """Whether positions (B,) are those of the first valid tokens, and no row has holes behind its own."""
+    if valid is None:
+        return not bool(begins.any())
+    first, _, sound = _runs(valid)
+    return bool((sound & (first == begins.to(first.device))).all())
 
 
 def _looks_nothing_up(

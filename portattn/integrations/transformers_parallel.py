@@ -170,7 +170,7 @@ def _mask_of(shared: ContextParallel) -> Callable[..., _ShardMask]:
         if kv_length != q_length:
             raise refuse("past_key_values", kv_length - q_length, f"must be empty: use_cache=False; {HINT}")
         pattern = read_pattern(mask_function, kv_length)
-        if not pattern.whole:
+        if not pattern.whole or pattern.chunk is not None:
             raise refuse("mask_function", mask_function, f"must be causal, with a window or without one; {HINT}")
         mask = _ShardMask(batch_size, q_length, kv_length, kv_length, pattern.left, pattern.right)
         mask.windowed = pattern.left is not None

@@ -1,4 +1,4 @@
-"""What a mask function of transformers means: causality, a window, packed sequences.
+"""What a mask function of transformers means: causality, a window, chunks, packed sequences.
 
 transformers describes a mask as a function of positions, put together from closures of masking_utils. They are
 recognised by what made them; what is not recognised has to be written out. Dynamo cannot look into a closure: while it
@@ -20,12 +20,14 @@ class Pattern:
     """The keys that a query may see at most, by position.
 
     left, right   keys before and after its own position; None for all. A right of 0 is a causal mask
+    chunk         keys of a chunk, and (B,) the position that a sequence's chunks are counted from; None for no chunks
     packed        (B, T): a query sees keys of its own number only. None where rows are not packed
     whole         that is all there is to it; else the mask function hides some of these keys too
     """
 
     left: int | None = None
     right: int | None = None
+    chunk: tuple[int, torch.Tensor] | None = None
     packed: torch.Tensor | None = None
     whole: bool = True
 
@@ -62,7 +64,9 @@ def read_pattern(mask_function: Callable[..., Any], positions: int) -> Pattern:
             size = _captured(part)["chunk_size"]
             pattern.narrow(size - 1, size - 1)
             # Chunks are counted from each sequence's start: one that holds every position hides nothing.
-            pattern.whole &= positions <= size and not remapped
+            if positions > size or remapped:
+                pattern.whole &= pattern.chunk is None and not remapped
+                pattern.chunk = size, _captured(part)["left_padding"]
         else:
             pattern.whole = False
     return pattern

@@ -386,6 +386,17 @@ def attend(
 
 
 @triton.jit
+def in_chunk(start, end, position, origin, chunk):
+    """Intersect keys [start, end) with the chunk of a position. Chunks of `chunk` keys count from `origin`.
+
+    A position before the origin lies in a chunk without keys. Triton's division truncates: it is of numbers from 0 on.
+    """
+    own = position - origin
+    begin = origin + tl.maximum(own, 0) // chunk * chunk
+    return tl.maximum(start, begin), tl.minimum(end, tl.where(own < 0, origin, begin + chunk))
+
+
+@triton.jit
 def key_steps(near, far, low_near, low_far, origin, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Which key tiles some row attends, [first, last), and which every row attends whole, [full_begin, full_end).
 

@@ -7,6 +7,7 @@ one element, so that results repeat bit by bit.
 import triton
 import triton.language as tl
 
+from portattn.kernels.attend import in_chunk
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.parts import dot
@@ -17,7 +18,7 @@ from portattn.kernels.tiles import load_query_rows, sequence_bounds
     do_not_specialize=[
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "key_tiles", "own_batches", "own_heads", "own_rows",
         "own_keys", "tiles",
-        "batches", "left", "right", "threshold",
+        "batches", "left", "right", "chunk", "threshold",
     ]
 )  # fmt: skip
 def backward_bias(
@@ -33,7 +34,7 @@ def backward_bias(
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
     heads_q, group, seq_q, seq_k, row_tiles, key_tiles, own_batches, own_heads, own_rows, own_keys, tiles, batches,
-    left, right, threshold,
+    left, right, chunk, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_ROW: tl.constexpr, BY_KEY: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -79,6 +80,8 @@ def backward_bias(
                 row_end = tl.minimum(positions + right + 1, k_end)
             else:
                 row_end = tl.full([BLOCK_M], 0, tl.int32) + k_end
+            if chunk is not None:
+                row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
             slot, kv_head = batch.to(tl.int64), (head // group).to(tl.int64)
             q_rows = q + slot * q_stride_b + head.to(tl.int64) * q_stride_h + rows.to(tl.int64) * q_stride_s
             do_rows = grad_out + slot * do_stride_b + head.to(tl.int64) * do_stride_h + rows.to(tl.int64) * do_stride_s

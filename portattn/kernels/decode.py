@@ -7,7 +7,7 @@ are fewer such tiles than cores, the keys are split over programs, and combine.p
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import attend, key_steps
+from portattn.kernels.attend import attend, in_chunk, key_steps
 from portattn.kernels.dependent import let_next_kernel_begin
 from portattn.kernels.few_rows import attend_few
 from portattn.kernels.results import store_rows
@@ -26,8 +26,10 @@ from portattn.kernels.words import attend_words
 
 
 @triton.jit(
-    do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right"]
-)
+    do_not_specialize=[
+        "heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right", "chunk",
+    ]
+)  # fmt: skip
 def decode_split(
     q, q_rope, k, v, k_scale, v_scale, k_block_scale, v_block_scale, out, lse,
     seqlens_k, leftpad_k, cu_seqlens_q, page_table,
@@ -45,7 +47,7 @@ def decode_split(
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
     tree_mask_stride_b,
-    heads_k, seq_q, seq_k, pages, row_tiles, splits, tiles, batches, left, right,
+    heads_k, seq_q, seq_k, pages, row_tiles, splits, tiles, batches, left, right, chunk,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -145,6 +147,10 @@ def decode_split(
         far = tl.where(last >= first, far, k_first)  # a tile without rows attends nothing
         row_start = tl.maximum(positions - left, k_first)
         low_near, low_far = first + shift - left, last + shift - left
+        if chunk is not None:
+            row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
+            low_near, near = in_chunk(low_near, near, first + shift, k_first, chunk)
+            low_far, far = in_chunk(low_far, far, last + shift, k_first, chunk)
         first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
         # Whole key tiles a share, so that only the ends of what is attended are ragged.
         share = tl.cdiv(last_step - first_step, splits)

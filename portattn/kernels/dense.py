@@ -7,7 +7,7 @@ sequence is a range of rows.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import attend, key_steps
+from portattn.kernels.attend import attend, in_chunk, key_steps
 from portattn.kernels.blocks import attend_listed
 from portattn.kernels.stored import head_scale
 from portattn.kernels.tiles import (
@@ -26,7 +26,7 @@ from portattn.kernels.tiles import (
 @triton.jit(
     do_not_specialize=[
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right",
-        "threshold",
+        "chunk", "threshold",
     ]
 )  # fmt: skip
 def dense_forward(
@@ -44,7 +44,7 @@ def dense_forward(
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
     block_mask_stride_b, block_mask_stride_h, block_mask_stride_q,
-    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, threshold,
+    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, chunk, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
@@ -60,6 +60,7 @@ def dense_forward(
     Optional arguments are None: lse, the (B,) int32 lengths and left paddings, the (B + 1,) int32 beginnings of packed
     sequences (seq_q and seq_k are then the rows of the packed tensors), and the features. CAUSAL names the alignment
     of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
+    chunk: None, or keys of a chunk, of which a row attends its own position's (in_chunk); WINDOW is then True.
     Formats and KV_SCALES are the Problem's; the scales' strides are None where there are no scales.
     block_mask: None, or bools (B, Hq, blocks of LISTED_Q queries, blocks of LISTED_K keys), whose last axis is
     contiguous: whether the rows of a block attend anything of the other. Tiles lie inside blocks. The strides
@@ -115,6 +116,10 @@ def dense_forward(
         far = tl.where(last >= first, far, k_first)  # a tile of padding rows attends nothing
         row_start = tl.maximum(positions - left, k_first)
         low_near, low_far = first + shift - left, last + shift - left
+        if chunk is not None:
+            row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
+            low_near, near = in_chunk(low_near, near, first + shift, k_first, chunk)
+            low_far, far = in_chunk(low_far, far, last + shift, k_first, chunk)
         first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
 
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)

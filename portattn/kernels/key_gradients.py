@@ -7,7 +7,7 @@ gradients.py says what is computed.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import key_steps
+from portattn.kernels.attend import in_chunk, key_steps
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import (
     load_numbers,
@@ -38,7 +38,7 @@ from portattn.kernels.tiles import (
 @triton.jit(
     do_not_specialize=[
         "heads_q", "heads_k", "group", "seq_q", "seq_k", "key_tiles", "together", "tiles", "batches", "left", "right",
-        "threshold",
+        "chunk", "threshold",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -55,7 +55,7 @@ def backward_keys(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    heads_q, heads_k, group, seq_q, seq_k, key_tiles, together, tiles, batches, left, right, threshold,
+    heads_q, heads_k, group, seq_q, seq_k, key_tiles, together, tiles, batches, left, right, chunk, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
@@ -66,12 +66,14 @@ def backward_keys(
 
     Optional arguments are None, as in dense_forward. It goes through the query rows BLOCK_N at a time.
 
+    chunk    None, or keys of a chunk, as in dense_forward
     NUMBERS  how a full tile's LSE and delta are read: `pointer`, or `descriptor`, where they are aligned
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
+    LIMITED: tl.constexpr = CAUSAL != "none" or chunk is not None  # some rows before a key do not see it
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         key_tile = tile % key_tiles
@@ -114,9 +116,15 @@ def backward_keys(
         low_near, low_far = first - shift - right, last - shift - right
         if CAUSAL != "none":  # rows before the first that sees a key may hold NaN, and 0·NaN is NaN
             q_first = tl.minimum(tl.maximum(q_first, k_first - shift - right), q_end)
-        first_step, full_begin, full_end, last_step = key_steps(
-            near, far, low_near, low_far, q_first, BLOCK_N, CAUSAL != "none"
-        )
+        if chunk is not None:
+            # The rows that see a key are those whose positions lie in its chunk.
+            if CAUSAL == "none":
+                low_near, low_far = q_first, q_first
+            low_near, near = in_chunk(low_near + shift, near + shift, first, k_first, chunk)
+            low_far, far = in_chunk(low_far + shift, far + shift, last, k_first, chunk)
+            low_near, near, low_far, far = low_near - shift, near - shift, low_far - shift, far - shift
+            q_first = tl.minimum(tl.maximum(q_first, k_first - shift), q_end)
+        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, q_first, BLOCK_N, LIMITED)
 
         k_pointers = (
             k + slot.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h + key_0.to(tl.int64) * k_stride_s
@@ -169,7 +177,7 @@ def backward_keys(
                 for i in range(count):
                     if edge == 0:
                         start = q_first + (full_begin + i) * BLOCK_N
-                    elif CAUSAL != "none":
+                    elif LIMITED:
                         # The edge before the full tiles, then the one after them.
                         skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
                         start = q_first + (first_step + i + skipped) * BLOCK_N
@@ -204,6 +212,8 @@ def backward_keys(
                         row_end = tl.minimum(positions + right + 1, k_end)
                     else:
                         row_end = tl.full([BLOCK_N], 0, tl.int32) + k_end
+                    if chunk is not None:
+                        row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
                     row_end = tl.where(row_valid, row_end, k_first)
                     added = None  # one by one: not every Triton has tuples that hold None
                     shown = None

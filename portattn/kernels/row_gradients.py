@@ -9,7 +9,7 @@ gradients.py says what is computed.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import key_steps
+from portattn.kernels.attend import in_chunk, key_steps
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.parts import (
@@ -67,7 +67,8 @@ def backward_delta(
 
 @triton.jit(
     do_not_specialize=[
-        "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "threshold",
+        "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "chunk",
+        "threshold",
     ]
 )  # fmt: skip
 def backward_rows(
@@ -83,7 +84,7 @@ def backward_rows(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, threshold,
+    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, chunk, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
@@ -145,6 +146,10 @@ def backward_rows(
         far = tl.where(last >= first, far, k_first)
         row_start = tl.maximum(positions - left, k_first)
         low_near, low_far = first + shift - left, last + shift - left
+        if chunk is not None:
+            row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
+            low_near, near = in_chunk(low_near, near, first + shift, k_first, chunk)
+            low_far, far = in_chunk(low_far, far, last + shift, k_first, chunk)
         first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
 
         kv_head = (head // group).to(tl.int64)

@@ -11,7 +11,7 @@ from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import UNLIMITED
+from portattn.schema.problem_limits import MAX_LENGTH, UNLIMITED
 
 BLOCK_SCALES = ("k_block_scale", "v_block_scale")  # of caches of nvfp4
 
@@ -28,11 +28,17 @@ def outer_strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str
     return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
 
 
-def window(problem: Problem) -> dict[str, int]:
-    """Keys that a row sees before (`left`) and after (`right`) its own position, as far as they are limited."""
+def window(problem: Problem) -> dict[str, Any]:
+    """Keys that a row sees before (`left`) and after (`right`) its own position, as far as they are limited, and keys
+    of a chunk. None where there are no chunks: no argument is passed at a launch.
+
+    A chunk is masked by the code of a window, whose left side is then no limit if the caller gave none.
+    """
+    unlimited = MAX_LENGTH if problem.chunk else 0
     return {
-        "left": 0 if problem.window_left == UNLIMITED else problem.window_left,
+        "left": unlimited if problem.window_left == UNLIMITED else problem.window_left,
         "right": 0 if problem.window_right == UNLIMITED else problem.window_right,
+        "chunk": problem.chunk or None,
     }
 
 

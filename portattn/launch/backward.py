@@ -31,7 +31,7 @@ BY_ROWS, BY_KEYS = "portattn.kernels.row_gradients", "portattn.kernels.key_gradi
 UNSPECIALISED = frozenset(
     {
         "heads_q", "heads_k", "group", "seq_q", "seq_k", "key_tiles", "row_tiles", "together", "tiles", "batches",
-        "left", "right", "threshold",
+        "left", "right", "chunk", "threshold",
     }
 )  # fmt: skip
 DELTA_ROWS = 32  # a program of backward_delta
@@ -185,8 +185,9 @@ def _numbers_by(call: Call, lowering: Lowering, launch: Launch, causal: str) -> 
     if not problem.aligned or problem.packed or lengths != (None,) * 4:
         return "pointer"
     first = 0  # row that sees a key, which the first tile begins at
-    if causal not in ("none", "top_left"):
-        first = most(0, problem.seq_q - problem.seq_k - window(problem)["right"])
+    if causal == "bottom_right" or (problem.chunk and causal == "none"):
+        right = 0 if problem.chunk else window(problem)["right"]  # a row before the first key is in no chunk of it
+        first = most(0, problem.seq_q - problem.seq_k - right)
     return "descriptor" if problem.seq_q % _ALIGNED == 0 and first % _ALIGNED == 0 else "pointer"
 
 

@@ -20,7 +20,7 @@ MODULE = "portattn.kernels.bias_gradient"
 UNSPECIALISED = frozenset(
     {
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "key_tiles", "own_heads", "own_rows", "own_keys", "tiles",
-        "batches", "left", "right", "threshold", "own_batches",
+        "batches", "left", "right", "chunk", "threshold", "own_batches",
     }
 )  # fmt: skip
 LARGEST_TILE = 64  # rows, and keys: beside a tile of scores it holds one of sums

@@ -25,7 +25,7 @@ from portattn.schema.sizes import least
 
 MODULE = "portattn.kernels.decode"
 UNSPECIALISED = frozenset(
-    {"heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right"}
+    {"heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right", "chunk"}
 )
 
 

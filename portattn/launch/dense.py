@@ -26,8 +26,11 @@ from portattn.schema.sizes import least
 
 MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset(
-    {"heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "threshold"}
-)
+    {
+        "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "chunk",
+        "threshold",
+    }
+)  # fmt: skip
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:

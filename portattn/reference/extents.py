@@ -73,7 +73,8 @@ def _packed(cu_seqlens: torch.Tensor, rows: int, longest: int) -> Extent:
 @dataclass(frozen=True, slots=True)
 class Reach:
     """What a block of rows can see of the keys: positions outside [begin, end) are seen by none of its rows, and those
-    inside [all_begin, all_end) by every row of every sequence, as far as lengths, causal mask and window go."""
+    inside [all_begin, all_end) by every row of every sequence, as far as lengths, causal mask,
+    window and chunks go."""
 
     begin: int
     end: int
@@ -105,6 +106,10 @@ def reach(call: Call, queries: Extent, keys: Extent, start: int, stop: int, most
         high = (
             (k_end, k_end) if right < 0 else (min(k_end, first + shift + right + 1), min(k_end, last + shift + right))
         )
+        if p.chunk:
+            begins = [k_first + (row + shift - k_first) // p.chunk * p.chunk for row in (first, last - 1)]
+            low = max(low[0], begins[0]), max(low[1], begins[1])
+            high = min(high[0], begins[0] + p.chunk), min(high[1], begins[1] + p.chunk)
         begin, end = min(begin, low[0]), max(end, high[1])
         all_begin, all_end = max(all_begin, low[1]), min(all_end, high[0])
     return Reach(begin, min(end, most), all_begin, all_end)

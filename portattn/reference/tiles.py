@@ -52,7 +52,7 @@ class Tiling:
         if p.batch == 0 or call.q.shape[2] == 0:
             self.longest = 0
         self.count = max(elements // max(p.batch * p.heads_q * min(self.size, self.places or 1), 1), 1)
-        if p.causal != "none" or p.window or p.block_mask:
+        if p.causal != "none" or p.window or p.chunk or p.block_mask:
             self.count = min(self.count, rows)  # the more rows, the more keys that only some of them see
 
     def row_blocks(self) -> Iterator[tuple[RowBlock, Reach]]:
@@ -78,6 +78,9 @@ class Tiling:
                 distance = at - keys.position[:, :, None]  # (B, 1 or Hq, rows, keys)
             if not open_to_all or any(hides is not None for hides in (bias, call.mask, call.tree_mask, listed)):
                 keep = _keep(call, rows, keys, distance, bias)
+                if p.chunk and not open_to_all:
+                    first = self.k_extent.first[:, None, None, None]
+                    keep = keep & ((at - first) // p.chunk == (keys.position[:, :, None] - first) // p.chunk)
                 if call.tree_mask is not None:
                     keep = keep & in_tree(call, rows, keys, self.q_extent, self.k_extent)
                 if listed is not None:

@@ -18,8 +18,8 @@ from portattn.schema.problem_limits import ASKED, KvFormat, KvScales, Rotary
 
 FLAGS = frozenset(
     {
-        *ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "words", "large", "dropout",
-        "deterministic",
+        *ASKED, "causal", "gqa", "paged", "packed", "window", "chunk", "featured", "aligned", "words", "large",
+        "dropout", "deterministic",
     }
 )  # fmt: skip
 NUMBERS = frozenset(

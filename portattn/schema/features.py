@@ -60,7 +60,7 @@ def of_kinds(*kinds: Kind) -> tuple[str, ...]:
     return tuple(name for name, feature in FEATURES.items() if feature.kind in kinds)
 
 
-# What is done to every score of a tile: it takes registers. A window is one, too, though it is told by two numbers.
-EVERY_SCORE = ("window", *of_kinds("scores"))
+# What is done to every score of a tile: it takes registers. So do a window and a chunk, which are told by numbers.
+EVERY_SCORE = ("window", "chunk", *of_kinds("scores"))
 # What most operations have beside their masks.
 COMMON = of_kinds("scores", "row")

@@ -135,7 +135,7 @@ _NEW: dict[str, Any] = {"batch": 1, "heads_q": 3, "heads_k": 3, "head_dim": 80, 
 _ROTATED: dict[str, Any] = {"rotary": "neox", "rotary_dim": 64}
 _PLACES: dict[str, Any] = {"seq_k": 240, "page_size": 16}
 
-_SCORES = ("scale", "causal", "window", "softcap")
+_SCORES = ("scale", "causal", "window", "chunk", "softcap")
 # What the gradients are computed of, and memory for those of Q, K and V (schema/call.py).
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v

@@ -42,6 +42,13 @@ from portattn.schema.problem_limits import (
 from portattn.schema.sizes import is_size
 
 
+def check_groups(op: str, heads_q: int, heads_k: int, hint: str = "") -> None:
+    """Raise ArgumentError where no whole number of query heads shares a key/value head; `hint` ends its text."""
+    if heads_k > 0 and heads_q % heads_k:
+        limit = f"must be a multiple of the {heads_k} key/value heads (heads_k){hint}"
+        raise ArgumentError(op, "heads_q", heads_q, limit)
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
 
@@ -54,6 +61,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     causal        none; bottom_right (the last query sees the last key); top_left (query i sees keys 0..i)
     window_left, window_right  keys that a query sees before and after its own position; -1 for all of them. A right
                   side of 0 is `causal`
+    chunk         keys of a chunk: a query sees those of the chunk that its own position lies in, counted from the
+                  sequence's first key; 0 for no chunks
     total_q, total_k  rows of packed queries, and of packed keys; None where they are not packed
     seqlens_q/k   per-sequence lengths are given, on the device
     leftpad_q/k   per-sequence left padding is given, on the device
@@ -102,6 +111,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     causal: Causal = "none"
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
+    chunk: int = 0
     total_q: int | None = None
     total_k: int | None = None
     seqlens_q: bool = False
@@ -168,10 +178,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 continue
             if not is_size(value) or not least <= value <= most:
                 raise ArgumentError(self.op, name, value, f"must be an integer from {least} to {most}")
-        if self.heads_q % self.heads_k:
-            raise ArgumentError(
-                self.op, "heads_q", self.heads_q, f"must be a multiple of the {self.heads_k} key/value heads (heads_k)"
-            )
+        check_groups(self.op, self.heads_q, self.heads_k)
         self._check_op()
 
     def _check_op(self) -> None:
@@ -372,7 +379,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "gqa": self.group > 1,
             "paged": self.page_size > 0,
             "packed": self.packed,
-            "window": self.window,
+            "window": self.window or self.chunk > 0,  # kernels mask a chunk by the code of a window
+            "chunk": self.chunk > 0,
             # What is done to every score of a tile takes registers.
             "featured": any(getattr(self, name) for name in EVERY_SCORE),
             "aligned": self.aligned,
@@ -404,8 +412,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def flops(self) -> int:
         """Floating-point operations: 2·D per score and 2·Dv per value, causal counting only what is
-        attended (half the square when seq_q = seq_k). Windows and masks count as if they hid nothing. Of gradients 2.5
-        times as many: five products for two."""
+        attended (half the square when seq_q = seq_k). Windows, chunks and masks count as if they hid nothing. Of
+        gradients 2.5 times as many: five products for two."""
         if self.writes:
             return 0
         pairs = self.seq_q * (self.tokens or self.seq_k)
@@ -439,7 +447,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []
-        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *stored, *sizes, *causal, *window, *flags])
+        chunk = [f"chunk {self.chunk}"] if self.chunk else []
+        words = (*stored, *sizes, *causal, *window, *chunk, *flags)
+        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *words])
 
     def _written(self, cache: str) -> str:
         new = f"new ({self.batch},{self.heads_k},{self.seq_q},{self.head_dim})"

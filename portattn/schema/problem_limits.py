@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from portattn.schema.features import FEATURES
 from portattn.schema.ops import ROWS
+from portattn.schema.sizes import is_size
 
 Op = Literal[
     "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",
@@ -50,6 +51,7 @@ LIMITS = {
     "head_dim_v": (1, MAX_HEAD_DIM),
     "window_left": (UNLIMITED, MAX_SIZE),
     "window_right": (UNLIMITED, MAX_SIZE),
+    "chunk": (0, MAX_LENGTH),
     "total_q": (0, MAX_LENGTH),
     "total_k": (0, MAX_LENGTH),
     "page_size": (0, MAX_SIZE),
@@ -83,6 +85,21 @@ FOREIGN = {
     op: tuple(name for name in FEATURES if name not in (*row.options, "bias", "mask", "return_lse"))
     for op, row in ROWS.items()
 }
+
+
+def chunk_or_none(chunk: int, causal: str, rows: Any, keys: Any) -> int:
+    """Return the field of a Problem for chunks of so many keys: 0 where they hide nothing that is not hidden anyway.
+
+    causal      the alignment of the causal mask, or "none"
+    rows, keys  of the longest sequence; a torch.SymInt is not compared, so that no graph depends on it
+
+    >>> chunk_or_none(8192, "bottom_right", 4096, 4096), chunk_or_none(8192, "bottom_right", 1, 10000)
+    (0, 8192)
+    """
+    if causal == "none" and is_size(rows) and rows == 1:
+        causal = "bottom_right"  # its query sees all keys
+    end: Any = {"bottom_right": keys, "top_left": rows}.get(causal)  # positions of queries that see a key are below it
+    return 0 if is_size(end) and chunk >= end else min(chunk, MAX_LENGTH)
 
 
 def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:

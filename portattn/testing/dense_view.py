@@ -157,7 +157,7 @@ class DenseView:
 
 
 def allowed(call: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Which key each query may attend by lengths, causal mask, window and tree mask: bool (B, rows, Sk), by position.
+    """Which key each query may attend by lengths, causal mask, window, chunk and tree mask: bool (B, rows, Sk).
 
     Rows and keys outside a sequence are False. A mask, a bias of -inf and the choice of tokens come on top.
 
@@ -174,6 +174,10 @@ def allowed(call: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
         keep &= j <= at + p.window_right
     if p.window_left != -1:
         keep &= j >= at - p.window_left
+    if p.chunk:
+        first = b.k_first[:, None, None]
+        begin = first + torch.div(at - first, p.chunk, rounding_mode="floor") * p.chunk
+        keep &= (j >= begin) & (j < begin + p.chunk)
     if call.tree_mask is not None:
         keep &= _in_tree(call, b)[:, i]
     return keep

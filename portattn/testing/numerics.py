@@ -106,6 +106,7 @@ def _scaled(problem: Problem, batch: int, heads_k: int, rows: int, keys: int, le
         tokens=tokens,
         window_left=min(p.window_left, left),
         window_right=min(p.window_right, RAGGED),
+        chunk=min(p.chunk, left),
     )
 
 

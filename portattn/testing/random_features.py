@@ -146,6 +146,12 @@ def attended_keys(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor
     right = 0 if p.causal != "none" else p.window_right
     if right >= 0:
         attended &= (torch.arange(p.seq_k) < (first + lengths.q + right)[:, None])[:, None]
+    if p.chunk:  # the chunks from the first query's to the last's
+        origin = torch.zeros_like(lengths.k) if p.packed else lengths.first_k
+        begin = origin + (first - origin) // p.chunk * p.chunk
+        end = origin + ((first + lengths.q - 1 - origin) // p.chunk + 1) * p.chunk
+        places = torch.arange(p.seq_k)
+        attended &= ((places >= begin[:, None]) & (places < end[:, None]))[:, None]
     blocks = features.get("block_mask")
     if blocks is not None:
         shown = blocks.any(dim=2).repeat_interleave(p.block_k, dim=2)[..., : p.seq_k]

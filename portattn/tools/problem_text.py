@@ -22,6 +22,7 @@ from portattn.schema.problem_limits import (
     KvFormat,
     KvScales,
     Rotary,
+    chunk_or_none,
 )
 from portattn.schema.target import Target
 from portattn.tools import shell_values
@@ -114,6 +115,12 @@ def problem_options(function: F) -> F:
             click.option(
                 "--window", metavar="L,R", help="Keys seen before and after a query's own position; -1 for all of them."
             ),
+            click.option(
+                "--chunk",
+                type=int,
+                metavar="N",
+                help="Keys of a chunk: a query sees those of its own position's chunk.",
+            ),
             *(click.option(_option(name), name, is_flag=True, help=f"{FEATURES[name].help}.") for name in _FLAGS),
             click.option("--bias-by-key", is_flag=True, help="A bias is given, one row for all heads and queries."),
             click.option(
@@ -187,6 +194,7 @@ def problem_from(
     dtype: str,
     causal: str | None,
     window: str | None,
+    chunk: int | None,
     lse: bool,
     unaligned: bool,
     unaligned_words: bool,
@@ -196,7 +204,9 @@ def problem_from(
     """The Problem that the options describe, as a call with such arguments makes it. Raises ArgumentError."""
     for name in ("bias", "mask"):
         given[name] = given[name] or given[f"{name}_by_key"]
-    _check_taken(op, {"causal": causal if causal != "none" else None, "window": window, "dv": dv} | given)
+    _check_taken(
+        op, {"causal": causal if causal != "none" else None, "window": window, "chunk": chunk, "dv": dv} | given
+    )
     _check_dtype(op, dtype)
     batch, heads_q, seq_q, head_dim = shape(op, "--q", q)
     batch_k, heads_k, seq_k, head_dim_k = shape(op, "--kv", kv)
@@ -254,7 +264,7 @@ def problem_from(
         and page_size > 0
         and not pages_apart
         and (given["page_layout"] == "phd" or heads_k == 1),
-        **_masked(op, causal, window, seq_q + seq_k),
+        **_masked(op, causal, window, chunk, seq_q, seq_k),
         **counts,
         **given,
     )
@@ -334,10 +344,11 @@ def _check_total(op: str, name: str, total: int | None, batch: int, longest: int
         raise ArgumentError(op, _option(name), total, limit)
 
 
-def _masked(op: str, causal: str | None, window: str | None, reach: int) -> dict[str, Any]:
-    """Fields of the causal mask and the window in one form, as validate/features.py makes them of a call's.
+def _masked(op: str, causal: str | None, window: str | None, chunk: int | None, rows: int, keys: int) -> dict[str, Any]:
+    """Fields of the causal mask, the window and the chunk in one form, as validate/features.py makes them of a call's.
 
-    A side of `reach` or more hides nothing, a right side of 0 is causal, and beside a causal mask there is none.
+    A side of as many keys and rows as there are hides nothing, a right side of 0 is causal, and beside a causal mask
+    there is none.
     """
     alignment = _causal(causal or "none")
     if alignment not in CAUSAL:
@@ -350,12 +361,15 @@ def _masked(op: str, causal: str | None, window: str | None, reach: int) -> dict
             left = UNLIMITED - 1
         if min(left, right) < UNLIMITED:
             raise ArgumentError(op, "--window", window, "must be L,R, whole numbers from -1 (no limit) on, as in 127,0")
-        left, right = (UNLIMITED if side >= reach else side for side in (left, right))
+        left, right = (UNLIMITED if side >= rows + keys else side for side in (left, right))
+    if chunk is not None and chunk < 1:
+        raise ArgumentError(op, "--chunk", chunk, "must be 1 or more")
     if alignment == "none" and right == 0:
         alignment = "bottom_right"
     if alignment != "none":
         right = UNLIMITED
-    return {"causal": alignment, "window_left": left, "window_right": right}
+    given = {} if chunk is None else {"chunk": chunk_or_none(chunk, alignment, rows, keys)}
+    return {"causal": alignment, "window_left": left, "window_right": right} | given
 
 
 def target_from(target: str | None, toolchain: str | None, argument: str = "--target") -> Target:

@@ -47,6 +47,7 @@ SENTENCES: Mapping[Conclusion, str] = {
     "compiler": "it does not compile to clean code",
 }
 DEVICE = "device"  # the means that is the chip itself, whose right result is evidence of level `runs`
+UNVERIFIED: frozenset[str] = frozenset({"unseen", "refused"})
 RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear", "compiler"})
 
 

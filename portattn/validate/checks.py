@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
@@ -17,6 +18,7 @@ from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNM
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX, FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_CORNERS = {"lower_right": "bottom_right", "upper_left": "top_left"}  # torch.nn.attention.bias's words
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
 
 
@@ -44,7 +46,7 @@ def check_tensor(
 ) -> None:
     """A tensor with these axes, of one of these dtypes."""
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+        raise ArgumentError(op, name, type(tensor).__name__, f"must be a torch.Tensor{as_tensor(name, tensor)}")
     if tensor.ndim != len(axes):
         limit = f"must be {len(axes)}: ({', '.join(axes)})"
         raise ArgumentError(op, f"{name}.ndim", tensor.ndim, limit + other_rank(op, name, tensor.ndim))
@@ -54,8 +56,24 @@ def check_tensor(
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit + other_dtype(tensor.dtype, dtypes))
 
 
+def as_tensor(name: str, value: Any, more: str = "") -> str:
+    """Return the hint for a list or an array that should be a tensor; empty for other values.
+
+    more  further arguments of torch.tensor
+    """
+    if not name.isidentifier() or isinstance(value, bool) or not isinstance(value, (int, list, tuple, np.ndarray)):
+        return ""
+    if isinstance(value, np.ndarray) and not more:
+        return f" (hint: torch.from_numpy({name}))"
+    whole = f"[{name}]" if isinstance(value, int) else name
+    place = "" if name == "q" else ", device=q.device"
+    return f" (hint: torch.tensor({whole}{more}{place}))"
+
+
 def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
     """What takes tensors of such a dtype, where another operation does; what a dtype that none takes may stand for."""
+    if dtype is torch.float64:
+        return " (hint: float())"
     if dtype in KV_FORMAT and dtype not in taken:
         return "; the operations that read a cache take caches of it"
     if dtype is PACKED and dtype not in taken:
@@ -67,6 +85,8 @@ def other_rank(op: str, name: str, ndim: int) -> str:
     """What takes tensors of this rank, where another operation or a view does."""
     if ndim == 3 and op in ("attention", "decode_attention"):
         return f"; packed rows (tokens, heads, head_dim) are varlen_attention's; of one sequence give {name}[None]"
+    if ndim == 2 and op in ("attention", "decode_attention"):
+        return f"; of one sequence and head give {name}[None, None]"
     if ndim == 4 and op == "varlen_attention":
         return "; batches (batch, heads, seq, head_dim) are attention's"
     return ""
@@ -88,6 +108,22 @@ def check_equal(op: str, what: str, value: int, whose: str, limit: int) -> None:
 def check_width(op: str, name: str, width: int) -> None:
     if not 1 <= width <= MAX_HEAD_DIM:
         raise ArgumentError(op, f"{name}'s head_dim", width, f"must be in 1..{MAX_HEAD_DIM}")
+
+
+def as_number(op: str, name: str, value: Any) -> Any:
+    """Return a 0-d tensor or NumPy value as a Python number, and anything else as it is.
+
+    Reading a tensor on an accelerator waits for the device.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)) or getattr(value, "ndim", None) != 0:
+        return value
+    if isinstance(value, torch.Tensor):
+        if has_no_data(value):
+            raise ArgumentError(op, name, "a tensor without data", "must be a number, or a 0-d tensor that can be read")
+        if value.requires_grad:
+            limit = f"{name} has no gradient: give {name}.detach(), or multiply q by a scale that is trained"
+            raise ArgumentError(op, f"{name}.requires_grad", True, limit)
+    return value.item()
 
 
 def check_number(op: str, name: str, value: Any) -> float:
@@ -114,7 +150,10 @@ def check_flag(op: str, name: str, value: Any) -> None:
 def check_causal(op: str, causal: Any) -> str:
     """Alignment of a causal mask: none, bottom_right or top_left."""
     if not isinstance(causal, (bool, int, str)) or causal not in (True, False, "top_left", "bottom_right"):
-        raise ArgumentError(op, "causal", causal, "must be True (bottom_right), False, 'bottom_right' or 'top_left'")
+        word = causal.lower().removeprefix("causal_") if isinstance(causal, str) else ""
+        hint = f" (hint: {_CORNERS[word]!r})" if word in _CORNERS else ""
+        limit = f"must be True (bottom_right), False, 'bottom_right' or 'top_left'{hint}"
+        raise ArgumentError(op, "causal", causal, limit)
     return causal if isinstance(causal, str) else "bottom_right" if causal else "none"
 
 
@@ -129,7 +168,8 @@ def check_splits(op: str, num_splits: Any) -> int:
 
 def check_size(op: str, name: str, value: Any) -> int:
     if not is_size(value) or not 0 <= value <= INT32_MAX:
-        raise ArgumentError(op, name, value, f"must be an integer in 0..{INT32_MAX}")
+        hint = f" (hint: int({name}), which reads it back)" if isinstance(value, torch.Tensor) else ""
+        raise ArgumentError(op, name, value, f"must be an integer in 0..{INT32_MAX}{hint}")
     return value
 
 
@@ -138,16 +178,22 @@ def check_int32(
 ) -> None:
     """An int32 tensor of this shape on q's device; `axes` is the shape in words."""
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}")
+        hint = "" if isinstance(tensor, int) else as_tensor(name, tensor, ", dtype=torch.int32")
+        raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}{hint}")
     if tensor.dtype != torch.int32:
-        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, "must be torch.int32")
+        hint = f" (hint: {name}.int())" if tensor.dtype is torch.int64 and name.isidentifier() else ""
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be torch.int32{hint}")
     if tuple(tensor.shape) != shape:
-        raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {axes}, {shape}")
+        sums = axes == "(batch,)" and tuple(tensor.shape) == (shape[0] + 1,) and name.isidentifier()
+        hint = f" (hint: {name}.diff(), if it holds cumulative lengths)" if sums else ""
+        raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {axes}, {shape}{hint}")
     check_place(op, name, tensor, device, contiguous)
 
 
 def check_share(op: str, dropout_p: Any) -> float:
     """dropout_p in [0, 1)."""
+    if dropout_p is None:
+        raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1); 0.0 drops nothing")
     share = check_number(op, "dropout_p", dropout_p)
     if not 0.0 <= share < 1.0:
         raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1)")
@@ -160,7 +206,8 @@ def check_dropout(op: str, dropout_p: Any, seed: Any, device: torch.device) -> f
     if seed is None:
         return share
     if not isinstance(seed, torch.Tensor):
-        raise ArgumentError(op, "dropout_seed", type(seed).__name__, "must be an int64 torch.Tensor of shape (1,)")
+        limit = f"must be an int64 torch.Tensor of shape (1,){as_tensor('dropout_seed', seed, ', dtype=torch.int64')}"
+        raise ArgumentError(op, "dropout_seed", type(seed).__name__, limit)
     if seed.dtype != torch.int64:
         raise ArgumentError(op, "dropout_seed.dtype", seed.dtype, "must be torch.int64")
     if tuple(seed.shape) != (1,):

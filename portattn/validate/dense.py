@@ -10,6 +10,7 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
+from portattn.schema.problem import check_groups
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
@@ -40,10 +41,20 @@ from portattn.validate.stored import (
     numbers_of,
 )
 
+# Layouts by their names in other libraries, in small letters, with what to write here.
+OTHER_LAYOUTS = {
+    **{layout: f"layout={layout!r}" for layout in AXES},
+    "nhd": "layout='bshd'",
+    "hnd": "layout='bhsd'",
+    "thd": "varlen_attention takes packed rows",
+}
+
 
 def check_layout(op: str, layout: Any) -> None:
     if not isinstance(layout, str) or layout not in AXES:
-        raise ArgumentError(op, "layout", layout, f"must be one of {', '.join(AXES)}")
+        limit = f"must be one of {', '.join(AXES)}"
+        meant = OTHER_LAYOUTS.get(layout.lower(), "") if isinstance(layout, str) else ""
+        raise ArgumentError(op, "layout", layout, limit + (f" (hint: {meant})" if meant else ""))
 
 
 def attention_call(
@@ -126,6 +137,7 @@ def _attention_call(
         by_block = check_blocks(op, stored, blocks, given_caches, layout == "bshd")
     check_equal(op, f"{v_name}'s heads", v.shape[1], f"{k_name}'s", k.shape[1])
     check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", seq_k)
+    check_groups(op, heads_q, k.shape[1])  # before the lengths, which are too long for the other order of axes
 
     alignment = check_causal(op, causal)
     scale = check_scale(op, head_dim**-0.5 if scale is None else scale)

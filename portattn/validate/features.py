@@ -1,4 +1,4 @@
-"""The features that most ops take: windows, caps, slopes, sinks, biases and masks."""
+"""The features that most ops take: windows, chunks, caps, slopes, sinks, biases and masks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import MAX_TREE, UNLIMITED
+from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
 from portattn.schema.tensors import INT32_MAX
-from portattn.validate.checks import check_done, check_number, check_place
+from portattn.validate.checks import as_tensor, check_done, check_number, check_place
 
 
 def ceil_div(a: Any, b: Any) -> Any:
@@ -21,6 +22,9 @@ def ceil_div(a: Any, b: Any) -> Any:
 
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+NO_HINTS: Mapping[torch.dtype, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,8 @@ class Features:
         for name in given:
             if name not in _FEATURES or (name not in row.tensors and name not in row.values):
                 raise TypeError(f"{self.op} has no argument {name!r}")
-        if "window" in row.values and "window" not in given:
-            given = {"window": None, **given}  # beside the causal mask, which is a window too
+        if "window" in row.values:  # first: it decides the causal mask, which is a window too
+            given = {"window": None, **given}
         for name, value in given.items():
             getattr(self, name)(value, scores)
 
@@ -82,6 +86,11 @@ class Features:
             # A list could not be part of the key by which a call is found again (portattn/launch/cache.py).
             if not isinstance(window, tuple) or len(window) != 2:
                 limit = "must be a tuple (left, right), keys before and after the query's own"
+                pair = isinstance(window, (list, np.ndarray, torch.Tensor)) and getattr(window, "ndim", 1) == 1
+                if pair and len(window) == 2:
+                    limit += f" (hint: tuple(window{'' if isinstance(window, list) else '.tolist()'}))"
+                else:
+                    limit += "; the last W keys, with the own one, are (W - 1, 0)"
                 raise ArgumentError(self.op, "window", window, limit)
             left, right = (self._side(name, side) for name, side in zip(("left", "right"), window, strict=True))
         left, right = (UNLIMITED if side >= reach else side for side in (left, right))
@@ -90,6 +99,15 @@ class Features:
         if causal != "none":
             right = UNLIMITED
         self.problem |= {"causal": causal, "window_left": left, "window_right": right}
+
+    def chunk(self, chunk: Any, scores: Scores) -> None:
+        """Keys of a chunk, 0 where chunks hide nothing. Called after `window`, which decides the causal mask."""
+        if chunk is None:
+            return
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            limit = "must be an integer ≥ 1, the keys of a chunk, or None for no chunks"
+            raise ArgumentError(self.op, "chunk", chunk, limit)
+        self.problem["chunk"] = chunk_or_none(chunk, self.problem["causal"], scores.rows, scores.keys)
 
     def _side(self, name: str, side: Any) -> int:
         if side is None:
@@ -130,11 +148,15 @@ class Features:
 
     def bias(self, bias: Any, scores: Scores) -> None:
         if bias is not None:
-            self._by_score("bias", bias, (torch.float32, self.dtype), scores)
+            added = "bias.float(), if it is added to the scores; mask=bias.bool(), where not 0 = attend"
+            hint = {torch.bool: "mask=, where True = attend"} | dict.fromkeys(INTEGERS, added)
+            self._by_score("bias", bias, (torch.float32, self.dtype), scores, hint)
 
     def mask(self, mask: Any, scores: Scores) -> None:
         if mask is not None:
-            self._by_score("mask", mask, (torch.bool,), scores)
+            added = "bias=, if it is added to the scores; mask.bool(), if it holds 1 and 0"
+            hint = dict.fromkeys(FLOATS, added) | dict.fromkeys(INTEGERS, "mask.bool(), where not 0 = attend")
+            self._by_score("mask", mask, (torch.bool,), scores, hint)
 
     def tree_mask(self, mask: Any, scores: Scores) -> None:
         if mask is None:
@@ -183,12 +205,19 @@ class Features:
             blocks = blocks.contiguous()
         self.call["block_mask"] = blocks.expand(scores.batch, scores.heads, down, across)
 
-    def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    def _tensor(
+        self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], hints: Mapping[torch.dtype, str] = NO_HINTS
+    ) -> None:
+        """Check dtype and device. hints: the cure to name beside each wrong dtype."""
         if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(self.op, name, type(tensor).__name__, "must be a torch.Tensor")
+            hint = as_tensor(name, tensor)
+            if callable(tensor):
+                hint = " (hint: block_mask=create_block_mask(...) takes a function)"
+            raise ArgumentError(self.op, name, type(tensor).__name__, "must be a torch.Tensor" + hint)
         if tensor.dtype not in dtypes:
             limit = f"must be {' or '.join(str(dtype) for dtype in dict.fromkeys(dtypes))}"
-            raise ArgumentError(self.op, f"{name}.dtype", tensor.dtype, limit)
+            hint = f" (hint: {hints[tensor.dtype]})" if tensor.dtype in hints else ""
+            raise ArgumentError(self.op, f"{name}.dtype", tensor.dtype, limit + hint)
         check_done(self.op, name, tensor)
         if tensor.device != self.device:
             raise ArgumentError(self.op, f"{name}.device", str(tensor.device), f"must be q's, {self.device}")
@@ -200,20 +229,30 @@ class Features:
             size in (1, limit) for size, limit in zip(reversed(given), reversed(shape), strict=False)
         )
         if not fits:
-            raise ArgumentError(
-                self.op, f"{name}.shape", given, f"must broadcast to (batch, heads_q, seq_q, seq_k), {shape}"
-            )
+            limit = f"must broadcast to (batch, heads_q, seq_q, seq_k), {shape}"
+            for inserted in ("[:, None, None]", "[:, None]"):  # a (batch, seq_k) or a (batch, seq_q, seq_k) one
+                by_sequence = (shape[0], shape[3]) if len(given) == 2 else (shape[0], *shape[2:])
+                if given == by_sequence and len(given) + inserted.count("None") == len(shape):
+                    limit += f" (hint: {name}{inserted})"
+            raise ArgumentError(self.op, f"{name}.shape", given, limit)
         view = tensor.expand(shape)
         if view.stride(3) * shape[3] > INT32_MAX:  # kernels reach keys by 32-bit multiples of their stride
             self.copied = True
             return tensor.contiguous().expand(shape)
         return view
 
-    def _by_score(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], scores: Scores) -> None:
+    def _by_score(
+        self,
+        name: str,
+        tensor: Any,
+        dtypes: tuple[torch.dtype, ...],
+        scores: Scores,
+        hints: Mapping[torch.dtype, str],
+    ) -> None:
         if scores.packed:
             given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ArgumentError(self.op, name, given, "packed queries take none: pad them")
-        self._tensor(name, tensor, dtypes)
+        self._tensor(name, tensor, dtypes, hints)
         view = self._broadcast(name, tensor, scores.shape)
         self._add(name, view)
         by_key = f"{name}_by_key"

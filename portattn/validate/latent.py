@@ -60,17 +60,19 @@ def mla_call(
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device, kv_pages, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
-    if values.reads(settings, q_nope):
-        values.lengths(OP, "k", seqlens_k, None, capacity)
-        values.page_table(OP, page_table, seqlens_k, page_size, kv_pages.shape[0])
-        if kv_scale is not None:
-            values.scales(OP, {"kv_scale": scales["k_scale"]}, values.Tokens(capacity, seqlens_k, None, page_table))
     alignment = check_causal(OP, causal)
     scale = check_scale(OP, scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
     found = Features(OP, q_nope.device, q_nope.dtype)
     found.check(features, queries.scores(alignment, capacity))
+    if values.reads(settings, q_nope):
+        values.lengths(OP, "k", seqlens_k, None, capacity)
+        seen = queries.seen_keys(found.problem, seqlens_k)
+        values.page_table(OP, page_table, seen, page_size, kv_pages.shape[0])
+        if kv_scale is not None:
+            tokens = values.Tokens(capacity, seqlens_k, None, page_table, seen)
+            values.scales(OP, {"kv_scale": scales["k_scale"]}, tokens)
     q, rotated = queries.tensors
     return build(
         OP,

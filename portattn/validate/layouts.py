@@ -27,14 +27,15 @@ def with_advice(
     if _agree(shapes):
         return error
     for several in _MISTAKEN:
-        if _agree([_swapped(one) if index in several else one for index, one in enumerate(shapes)]):
+        turned = [_swapped(one) if index in several else one for index, one in enumerate(shapes)]
+        if _agree(turned) and _likelier(turned, shapes, len(several) == len(shapes)):
             other = next(one for one in AXES if one != layout)
             if len(several) == len(shapes):
                 advice = f"as ({', '.join(AXES[other])}) the shapes agree: give {_LAYOUT.format(other)}"
             else:
                 which = [names[index] for index in several]
-                turned = _turned(which)
-                advice = f"with {' and '.join(which)} as ({', '.join(AXES[other])}) the shapes agree: give {turned}"
+                advice = f"with {' and '.join(which)} as ({', '.join(AXES[other])}) the shapes agree: give "
+                advice += _turned(which)
             return ArgumentError(error.op, error.argument, error.value, f"{error.limit}; {advice}")
     return error
 
@@ -57,6 +58,17 @@ def _bhsd(tensor: torch.Tensor, layout: str) -> tuple[int, ...]:
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1], shape[3])
+
+
+def _likelier(turned: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]], every: bool) -> bool:
+    """Return whether the caller probably meant the transposed shapes.
+
+    8 query heads over 3 key heads of 16 rows each also agree as 16 heads of 8 and 3 rows. So transposed keys have no
+    more heads than rows; a transposed q or k alone does not have as many rows as the other.
+    """
+    if turned[1] != given[1] and turned[1][1] > turned[1][2]:
+        return False
+    return every or not given[0][2] == given[1][2] == given[2][2]
 
 
 def _agree(shapes: Sequence[tuple[int, ...]]) -> bool:

@@ -10,12 +10,14 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
+from portattn.schema.problem import check_groups
 from portattn.schema.problem_limits import MAX_LENGTH, Op
 from portattn.schema.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
     DTYPES,
+    as_tensor,
     check_causal,
     check_equal,
     check_flag,
@@ -46,9 +48,24 @@ OP: Op = "paged_attention"
 PAGE_AXES = {"phd": ("pages", "page_size", "heads", "head_dim"), "hpd": ("pages", "heads", "page_size", "head_dim")}
 
 
+_PAGE_LAYOUTS = {"nhd": "phd", "hnd": "hpd", **{layout: layout for layout in PAGE_AXES}}  # FlashInfer's names
+
+
 def check_page_layout(op: str, page_layout: Any) -> None:
     if not isinstance(page_layout, str) or page_layout not in PAGE_AXES:
-        raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}")
+        meant = _PAGE_LAYOUTS.get(page_layout.lower(), "") if isinstance(page_layout, str) else ""
+        hint = f" (hint: {page_layout} is page_layout={meant!r})" if meant else ""
+        raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}{hint}")
+
+
+def _pages_of(name: str, cache: torch.Tensor, page_layout: str) -> str:
+    """Return the expression for pages of a cache of slots (3 axes), or of one that holds keys and values (5 axes)."""
+    if cache.ndim == 3:
+        return (
+            f"{name}[:, None] of slots, pages of one token" if page_layout == "phd" else f"{name}[:, :, None] of slots"
+        )
+    place = 0 if name.startswith("k") else 1
+    return f"{name}[{place}] where the first axis holds keys and values, {name}[:, {place}] where the second does"
 
 
 def check_pages(
@@ -62,6 +79,9 @@ def check_pages(
     """Two caches of pages as (P, Hk, page, D) views."""
     check_page_layout(op, page_layout)
     for name, pages in zip(names, (k, v), strict=True):
+        if isinstance(pages, torch.Tensor) and pages.ndim in (3, 5):
+            limit = f"must be 4: ({', '.join(PAGE_AXES[page_layout])}) (hint: {_pages_of(name, pages, page_layout)})"
+            raise ArgumentError(op, f"{name}.ndim", pages.ndim, limit)
         check_tensor(op, name, pages, PAGE_AXES[page_layout], dtypes)
     if page_layout == "phd":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -72,6 +92,14 @@ def check_pages(
     return k, v
 
 
+def check_page_groups(op: str, heads_q: int, k: torch.Tensor, page_layout: str) -> None:
+    """Check heads_q against the heads of a (P, Hk, page, D) view; the error says if the other page_layout fits."""
+    other = next(one for one in PAGE_AXES if one != page_layout)
+    fits = 0 < k.shape[2] <= k.shape[1] and heads_q % k.shape[2] == 0  # a page rarely has fewer tokens than heads
+    hint = f"; as ({', '.join(PAGE_AXES[other])}) the heads agree: give page_layout={other!r}" if fits else ""
+    check_groups(op, heads_q, k.shape[1], hint)
+
+
 def check_table(
     op: str, table: Any, seqlens_k: Any, batch: int, device: torch.device, cache: torch.Tensor, page_size: int
 ) -> int:
@@ -79,6 +107,9 @@ def check_table(
     if not isinstance(table, torch.Tensor) or table.ndim != 2:
         shape = tuple(table.shape) if isinstance(table, torch.Tensor) else type(table).__name__
         limit = "must be an int32 torch.Tensor of shape (batch, pages a sequence), or a PageTable"
+        if isinstance(table, torch.Tensor) and table.ndim == 1:
+            limit += " (hint: page_table[None] of one sequence, PageTable.from_csr of several)"
+        limit += as_tensor("page_table", table, ", dtype=torch.int32")
         raise ArgumentError(op, "page_table", shape, limit)
     check_int32(op, "page_table", table, (batch, table.shape[1]), "(batch, pages a sequence)", device, contiguous=False)
     if seqlens_k is not None:
@@ -141,6 +172,11 @@ class Queries:
         self.problem |= {"batch": self.batch, "heads_q": self.tensors[0].shape[1], "seq_q": self.rows}
         self.is_packed = cu_seqlens_q is not None
 
+    def seen_keys(self, problem: dict[str, Any], seqlens_k: torch.Tensor) -> values.Ranges:
+        """Return the keys of each sequence that some of these queries see. Reads lengths back."""
+        rows = [self.rows] * self.batch if not self.is_packed else self.call["cu_seqlens_q"].diff().tolist()
+        return values.seen_keys(problem, rows, seqlens_k.tolist())
+
     def scores(self, causal: str, capacity: int) -> Scores:
         """The scores of these queries over a cache of this capacity."""
         heads = self.tensors[0].shape[1]
@@ -174,6 +210,7 @@ def paged_call(
     queries = Queries(OP, {"q": q}, layout, cu_seqlens_q, max_seqlen_q, settings)
     k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout, CACHE_DTYPES)
     blocks = k_block_scale, v_block_scale
+    check_page_groups(OP, queries.tensors[0].shape[1], k, page_layout)
     stored = check_format(OP, ("k_pages", "v_pages"), k, v, q, blocks=blocks)
     differentiable = (q, k, v, k_scale, v_scale)  # as given: float8 is read as int8
     k, v = as_stored(k, stored), as_stored(v, stored)
@@ -189,18 +226,19 @@ def paged_call(
     axes = ", ".join(PAGE_AXES[page_layout][:3])
     shapes = ScaleShapes(queries.batch, k.shape[1], tuple(k_pages.shape[:3]), axes, page_layout == "phd")
     kv_scales, scales = check_scales(OP, stored, k_scale, v_scale, shapes, q.device)
-    if values.reads(settings, q):
-        values.lengths(OP, "k", seqlens_k, None, capacity)
-        values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
-        tokens = values.Tokens(capacity, seqlens_k, None, page_table)
-        values.scales(OP, scales, tokens)
-        values.block_scales(OP, by_block, tokens)
     alignment = check_causal(OP, causal)
     scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
     found = Features(OP, q.device, q.dtype)
     found.check(features, queries.scores(alignment, capacity))
+    if values.reads(settings, q):
+        values.lengths(OP, "k", seqlens_k, None, capacity)
+        seen = queries.seen_keys(found.problem, seqlens_k)
+        values.page_table(OP, page_table, seen, page_size, k.shape[0])
+        tokens = values.Tokens(capacity, seqlens_k, None, page_table, seen)
+        values.scales(OP, scales, tokens)
+        values.block_scales(OP, by_block, tokens)
     return build(
         OP,
         {"q": queries.tensors[0], "k": k, "v": v},

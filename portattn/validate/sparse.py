@@ -111,10 +111,10 @@ def sparse_call(
     kv_scales, scales = check_scales(OP, stored, k_scale, v_scale, shapes, q.device)
     if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
-        if page_table is not None:
-            values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
         lengths = [capacity] * batch if seqlens_k is None else seqlens_k.tolist()
         values.tokens(OP, indices, counts, lengths)
+        if page_table is not None:
+            values.chosen_pages(OP, page_table, indices, counts, page_size, k.shape[0])
         values.scales(OP, scales, values.Chosen(indices, counts, page_table))
     scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)

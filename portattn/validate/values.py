@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from portattn.config import Settings
 from portattn.errors import ArgumentError
+from portattn.schema.problem_limits import UNLIMITED
 from portattn.validate.checks import has_no_data
 
 
@@ -43,7 +45,7 @@ def cu_seqlens(op: str, side: str, beginnings: torch.Tensor, total: int, longest
     values = beginnings.tolist()
     name = f"cu_seqlens_{side}"
     if values[0] != 0:
-        raise ArgumentError(op, f"{name}[0]", values[0], "must be 0, the first row")
+        raise ArgumentError(op, f"{name}[0]", values[0], "must be 0, the first row; lengths are summed up first")
     for index, (before, value) in enumerate(itertools.pairwise(values), 1):
         if value < before:
             raise ArgumentError(op, f"{name}[{index}]", value, f"must be at least {name}[{index - 1}], {before}")
@@ -58,15 +60,40 @@ def cu_seqlens(op: str, side: str, beginnings: torch.Tensor, total: int, longest
             )
 
 
-def page_table(op: str, table: torch.Tensor, seqlens_k: torch.Tensor | None, page_size: int, pages: int) -> None:
-    """Every page id that a sequence's length reaches. seqlens_k has been checked, or is None for full tables."""
-    rows = table.tolist()
-    full = [len(row) * page_size if pages else 0 for row in rows]  # of a cache without pages, no table reaches any
-    for index, (row, size) in enumerate(zip(rows, full if seqlens_k is None else seqlens_k.tolist(), strict=True)):
-        for place in range(-(-size // page_size)):
-            if not 0 <= row[place] < pages:
-                limit = f"must be in 0..{pages - 1}, the pages of the cache"
-                raise ArgumentError(op, f"page_table[{index}, {place}]", row[place], limit)
+Ranges = Sequence[tuple[int, int]]
+
+
+def seen_keys(problem: Mapping[str, Any], rows: Sequence[int], lengths_k: Sequence[int]) -> Ranges:
+    """Return for each sequence the keys from the first to the last that window, chunk and causal mask show some query.
+
+    problem  causal, window_left, window_right and, if there are chunks, chunk, as a Problem has them
+    rows     queries of each sequence
+    """
+    causal, left, right = problem["causal"], problem["window_left"], problem["window_right"]
+    right, chunk = right if causal == "none" else 0, problem.get("chunk", 0)
+    found = []
+    for count, size in zip(rows, lengths_k, strict=True):
+        diagonal = 0 if causal == "top_left" else size - count  # of the first query
+        first = 0 if left == UNLIMITED else max(diagonal - left, 0)
+        end = size if right == UNLIMITED else min(diagonal + count + right, size)
+        if chunk:
+            first = max(diagonal // chunk * chunk, first)
+            end = min((diagonal + count - 1) // chunk * chunk + chunk, end)
+        found.append((first, max(first, end)) if count else (0, 0))
+    return found
+
+
+def page_table(op: str, table: torch.Tensor, seen: Ranges, page_size: int, pages: int) -> None:
+    """Check every page id that holds keys which some query sees. Engines free other pages and leave any id there."""
+    for index, (row, (first, end)) in enumerate(zip(table.tolist(), seen, strict=True)):
+        for place in range(first // page_size, -(-end // page_size) if end > first else 0):
+            check_page(op, index, place, row[place], pages)
+
+
+def check_page(op: str, sequence: int, place: int, page: int, pages: int) -> None:
+    if not 0 <= page < pages:
+        limit = f"must be in 0..{pages - 1}, the pages of the cache"
+        raise ArgumentError(op, f"page_table[{sequence}, {place}]", page, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +101,14 @@ class Tokens:
     """Which tokens of a cache the sequences have: those whose scales count.
 
     capacity  the longest sequence that it has room for; lengths and left paddings may be absent
+    seen      the keys of each sequence that some query sees, if they are known: others are on any page
     """
 
     capacity: int
     seqlens_k: torch.Tensor | None
     leftpad_k: torch.Tensor | None
     page_table: torch.Tensor | None = None
+    seen: Ranges | None = None
     words = ("sequence", "head", "token")
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor:
@@ -90,6 +119,9 @@ class Tokens:
         first = at.new_zeros(1) if self.leftpad_k is None else self.leftpad_k
         end = at.new_full((1,), self.capacity) if self.seqlens_k is None else first + self.seqlens_k
         inside = (at >= first[:, None]) & (at < end[:, None])
+        if self.seen is not None:
+            bounds = at.new_tensor(self.seen)
+            inside &= (at >= bounds[:, :1]) & (at < bounds[:, 1:])
         if self.page_table is not None and self.capacity:
             size = scale.shape[2]
             pages = self.page_table[:, at[0] // size].long().clamp(0, scale.shape[0] - 1)
@@ -158,6 +190,16 @@ def block_scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens) -> None
             where = ", ".join(f"{word} {index}" for word, index in zip(of.words, place, strict=True))
             limit = "must be finite and not negative"
             raise ArgumentError(op, f"{name} of {where}", float(found[tuple(place)]), limit)
+
+
+def chosen_pages(
+    op: str, table: torch.Tensor, indices: torch.Tensor, counts: torch.Tensor, size: int, pages: int
+) -> None:
+    """Check the page id of every token that is chosen. Tokens have been checked against the sequences' lengths."""
+    counted = (torch.arange(indices.shape[2], device=indices.device) < counts[..., None]) & (indices >= 0)
+    for index, row in enumerate(table.tolist()):
+        for place in (indices[index][counted[index]] // size).unique().tolist():
+            check_page(op, index, place, row[place], pages)
 
 
 def tokens(op: str, indices: torch.Tensor, counts: torch.Tensor, lengths: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from portattn.schema.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
+    as_tensor,
     check_causal,
     check_dropout,
     check_equal,
@@ -36,7 +37,8 @@ def beginnings(op: str, name: str, cu_seqlens: object, device: torch.device) -> 
     """Check the shape of a (B + 1,) int32 tensor of sequences' beginnings; B."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         shape = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
-        raise ArgumentError(op, name, shape, "must be an int32 torch.Tensor of shape (batch + 1,)")
+        hint = as_tensor(name, cu_seqlens, ", dtype=torch.int32") if isinstance(cu_seqlens, (list, tuple)) else ""
+        raise ArgumentError(op, name, shape, f"must be an int32 torch.Tensor of shape (batch + 1,){hint}")
     check_int32(op, name, cu_seqlens, tuple(cu_seqlens.shape), "(batch + 1,)", device)
     return cu_seqlens.shape[0] - 1
 
@@ -114,7 +116,9 @@ def varlen_call(
             of = values.Tokens(max_seqlen_k, cu_seqlens_k.diff(), None) if given.ndim == 2 else rows
             values.scales(OP, {name: given}, of)
     found = Features(OP, q.device, operands.dtype)
-    scores = Scores(batch, q.shape[1], q.shape[0], k.shape[0], alignment, q.shape[0] + k.shape[0], packed=True)
+    # No sequence is longer than all rows: what a caller claims beyond changes nothing.
+    seq_q, seq_k = least(max_seqlen_q, q.shape[0]), least(max_seqlen_k, k.shape[0])
+    scores = Scores(batch, q.shape[1], seq_q, seq_k, alignment, q.shape[0] + k.shape[0], packed=True)
     found.check(features, scores)
     return build(
         OP,
@@ -125,9 +129,8 @@ def varlen_call(
             "batch": batch,
             "heads_q": q.shape[1],
             "heads_k": k.shape[1],
-            # No sequence is longer than all rows: what a caller claims beyond changes nothing.
-            "seq_q": least(max_seqlen_q, q.shape[0]),
-            "seq_k": least(max_seqlen_k, k.shape[0]),
+            "seq_q": seq_q,
+            "seq_k": seq_k,
             "head_dim": head_dim,
             "head_dim_v": v.shape[2],
             "total_q": q.shape[0],

@@ -37,7 +37,7 @@ class Worker:
     environment  variables to set in it beside this process's own, which with None it has not. What a quirk has set
                  here for the time of a compile is no variable of this process's own
     runs         "" only compiles; "kernels" also runs them, on a device; "interpreter" runs them under Triton's
-                 interpreter. To run anything, portattn must be installed in that Python
+                 interpreter. To run anything, that Python needs portattn's dependencies; portattn is this process's own
     ahead        its child imports the compiler as it starts, not as it is first asked to compile
 
     Any thread may ask, one request after another; close() may be called while a request is under way. In a process
@@ -56,7 +56,7 @@ class Worker:
         self.environment = {**interpret, **(environment or {})}
         _check(self.python, self.environment)
         self.runs = runs
-        self._options = [*(["--installed"] if runs else []), *(["--ahead"] if ahead else [])]
+        self._options = [*(["--whole"] if runs else []), *(["--ahead"] if ahead else [])]
         self._ids = itertools.count(1)
         self._child: Child | None = None
         self._used: Child | None = None  # by the request under way: its thread closes the streams, nobody else

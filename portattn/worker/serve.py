@@ -19,6 +19,7 @@ the child's "version": the parent refuses those of another protocol.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pkgutil
@@ -34,12 +35,30 @@ PROTOCOL_STAGE, IMPORT_STAGE = "protocol", "import"  # as worker/stages.py, whic
 TASK = re.compile(r"\w+(\.\w+)+:\w+")  # a function of portattn, or of a package that brings a backend
 
 
+FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the parent's portattn
+
+
+class _Own:
+    """Finds portattn where this file lies: the parent's, whatever is installed and whatever PYTHONPATH names."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "portattn":
+            return None
+        file = os.path.join(FOLDER, "__init__.py")
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[FOLDER])
+
+
+def import_package() -> None:
+    """Have `import portattn` find the parent's package."""
+    _leave_own_folder()
+    sys.meta_path.insert(0, _Own())
+
+
 def import_without_package() -> None:
     """Make kernels (the backends' own too) and worker modules importable without running any package's __init__, which
     would need portattn's dependencies."""
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    # A script's own folder heads sys.path; its modules must not shadow others.
-    sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.join(folder, "worker")]
+    folder = FOLDER
+    _leave_own_folder()
     _package("portattn", folder)
     # In the source tree backends/ lies beside portattn/; where portattn is installed, in it.
     backends = os.path.join(folder, "backends")
@@ -49,6 +68,11 @@ def import_without_package() -> None:
     for name in os.listdir(backends) if os.path.isdir(backends) else ():
         if os.path.isdir(os.path.join(backends, name)) and name.isidentifier():
             _package("portattn.backends." + name, os.path.join(backends, name))
+
+
+def _leave_own_folder() -> None:
+    """Take this file's folder from sys.path, which a script's own folder heads: its modules must not shadow others."""
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.join(FOLDER, "worker")]
 
 
 def _package(name: str, folder: str) -> None:
@@ -170,6 +194,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--installed" not in sys.argv:
+    if "--whole" in sys.argv:
+        import_package()
+    else:
         import_without_package()
     main()

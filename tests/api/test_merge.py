@@ -102,6 +102,25 @@ def test_rows_that_no_part_attended_give_zero(count: int) -> None:
     assert torch.equal(lse, torch.full((2, 5), -INF))
 
 
+def test_a_positive_infinite_lse_is_an_error() -> None:
+    """FlashAttention 2 gives it to rows without keys, which have −inf here."""
+    out, lse = normal(2, 5, 8), normal(2, 5, seed=1)
+    bad = lse.clone()
+    bad[1, 3] = INF
+    with pytest.raises(
+        portattn.ArgumentError, match=r"merge_states: lses\[1\]\[1, 3\] is inf, but .*must be below \+inf"
+    ):
+        portattn.merge_states([out, out], [lse, bad])
+    with pytest.raises(portattn.ArgumentError, match=r"lses\[0\]\[1, 3\]"):
+        portattn.merge_states([out], [bad.requires_grad_()])
+    with portattn.settings(validate="never"):
+        assert portattn.merge_states([out, out], [lse, bad])[0][1, 3].isnan().all()
+    mapped = torch.func.vmap(lambda o, one: portattn.merge_states([o], [one])[0])(out, bad.detach())
+    assert mapped[1, 3].isnan().all(), "values are not read in a transform"
+    compiled = torch.compile(portattn.merge_states, backend="eager", fullgraph=True)
+    assert compiled([out, out], [lse, bad.detach()])[0][1, 3].isnan().all()
+
+
 def test_what_was_attended_stays_visible() -> None:
     """A NaN that has a weight is an answer, and no error of ours to hide."""
     out, lse = normal(2, 5, 8), normal(2, 5, seed=1)

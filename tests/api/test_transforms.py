@@ -226,3 +226,27 @@ def test_plans_are_not_asked_for_inside_of_a_transform(ask: str, device: Device)
     q = torch.randn(3, 1, 2, 6, 16, device=device.name)
     with pytest.raises(portattn.TracingError, match=f"(plan|{ask}): torch.func has the tensors"):
         vmap(lambda q: (getattr(portattn, ask)("attention", q, q, q), q)[1])(q)
+
+
+def test_a_chunk_goes_through_graphs_transforms_and_handles() -> None:
+    """chunk is one integer in the operator's schema, part of a prepared call's key, and of a graph's constants."""
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    at, key = torch.arange(40)[:, None], torch.arange(40)
+    mask = (at // 7 == key // 7) & (key <= at)
+    expected = portattn.attention(q, k, v, mask=mask, backend="reference")
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(q, k, v, causal=True, chunk=7)  # type: ignore[return-value]
+
+    class Module(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return call(q, k, v)
+
+    exported = torch.export.export(Module(), (q, k, v)).module()(q, k, v)
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)(q, k, v)
+    mapped = torch.func.vmap(call)(*(x.expand(2, *x.shape) for x in (q, k, v)))[1]
+    handle = portattn.prepare("attention", q, k, v, causal=True, chunk=7)
+    for found in (exported, compiled, mapped, handle.run(q, k, v, causal=True, chunk=7), call(q, k, v)):
+        assert torch.allclose(found, expected, atol=1e-5)
+    with pytest.raises(portattn.ArgumentError, match="chunk is 8, but the call was prepared with 7"):
+        handle.run(q, k, v, causal=True, chunk=8)

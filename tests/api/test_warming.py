@@ -233,6 +233,10 @@ def test_the_command(tmp_path: Path) -> None:
     failed = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
     assert failed.exit_code == 1
     assert "failed: " in failed.stdout
+    path.write_text("[]")
+    empty = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
+    assert empty.exit_code == 3
+    assert f"portattn: nothing was warmed up: {path} has no call" in empty.stderr
     path.write_text('{"op": "attention"}')
     refused = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
     assert refused.exit_code == 2

@@ -311,6 +311,16 @@ def compilers(monkeypatch, planted, tmp_path):
 COMPILE = (*BUMP, "--problems", "dense*fp32*", "--compile", "--no-emulate")
 
 
+def test_compilers_that_are_not_here_compare_nothing(portattn, monkeypatch):
+    monkeypatch.setattr(cells, "missing", lambda sides: [])  # as where they go between this check and the compiles
+    called = portattn(
+        "ci", "--from", "triton==3.3.1", "--to", "triton==3.2.0", *COMPILE[len(BUMP) :], "--targets", "sm_90"
+    )
+    assert called.status == 3, called.out
+    assert "Nothing could be compiled: 1 cell of 1 target" in called.out
+    assert "portattn: nothing was compiled: not compiled here: " in called.err
+
+
 @pytest.mark.compiles
 def test_compiled_a_refusal_of_the_new_compiler_is_red_and_can_be_expected(portattn, compilers, tmp_path):
     called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"), "--json")

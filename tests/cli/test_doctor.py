@@ -59,11 +59,21 @@ def test_a_broken_part_hides_no_other(portattn, monkeypatch, broken):
 
 
 @pytest.mark.usefixtures("quick_calls")
-def test_a_misspelt_variable_is_said(portattn, monkeypatch):
+def test_unknown_variables_are_said(portattn, monkeypatch):
     monkeypatch.setenv("PORTATTN_FALBACK", "error")
+    monkeypatch.setenv("PORTATTN_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+    called = portattn("doctor")
+    assert called.status == 0
+    assert called.out.count("PORTATTN_FALBACK (did you mean PORTATTN_FALLBACK?), PORTATTN_PORT_8000_TCP\n") == 1
+    assert "PORTATTN_FALBACK" not in called.err
+
+
+@pytest.mark.usefixtures("quick_calls")
+def test_a_bad_value_is_said_once(portattn, monkeypatch):
+    monkeypatch.setenv("PORTATTN_FALLBACK", "maybe")
     called = portattn("doctor")
     assert called.status == 1
-    assert called.out.count("unknown environment variable PORTATTN_FALBACK") == 1, "said once, of all that need it"
+    assert called.out.count("environment variable PORTATTN_FALLBACK is 'maybe'") == 1, "said once, of all that need it"
 
 
 def test_a_wrong_or_failing_call_is_red(portattn, monkeypatch):

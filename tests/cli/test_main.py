@@ -96,6 +96,7 @@ def test_a_file_that_the_system_refuses_is_named(portattn, monkeypatch):
         (("explain",), "No such command 'explain': it is `portattn plan`"),
         ((*PLAN, *SHAPES, "--bogus"), "No such option '--bogus'"),
         ((*PLAN, "--kv", "1,2,16,64", "--dtype", "fp16"), "Missing option '--q'"),
+        ((*PLAN, "--q", "1,2,16,64", "--kv", "1,2,16,64"), "Missing option '--dtype': fp16|bf16|fp32"),
         ((*PLAN, "--q", "1,2,16", *SHAPES[2:]), "--q is '1,2,16', but must be four whole numbers B,H,S,D"),
         ((*PLAN, "--q", "1,2,-16,64", *SHAPES[2:]), "--q is '1,2,-16,64', but must be four whole numbers"),
         ((*PLAN, "--q", "1,3,16,64", *SHAPES[2:]), "heads_q is 3, but must be a multiple of the 2"),

@@ -89,18 +89,32 @@ def test_a_quirk_that_takes_all_of_rocm_is_red_and_named(portattn, made, with_qu
     assert portattn("matrix", "diff", str(new), str(old)).status == 0, "what was lost is won back"
 
 
-def test_a_missing_toolchain_is_red_where_it_is_asked_for(portattn, made, tmp_path):
+def test_a_missing_toolchain_is_red_where_it_is_asked_for_and_a_run_of_nothing_else_is_status_3(
+    portattn, made, tmp_path
+):
     line = ("--toolchain", "triton==3.2.0")
-    assert made(tmp_path / "a", "sm_90", *line).status == 0
+    assert made(tmp_path / "a", "sm_90", *line).status == 3
     assert made(tmp_path / "a", "sm_90", *line, "--fail-on", "not_run").status == 1
     assert portattn("matrix", "report", str(tmp_path / "a")).status == 0
     assert portattn("matrix", "report", str(tmp_path / "a"), "--fail-on", "not_run").status == 1
-    assert portattn("matrix", "report", str(tmp_path / "a"), "--fail-on", "note").status == 0
-    assert portattn("matrix", "check", str(tmp_path / "a")).status == 0
+    assert portattn("matrix", "report", str(tmp_path / "a"), "--fail-on", "note").status == 3
+    nothing = portattn("matrix", "check", str(tmp_path / "a"))
+    assert nothing.status == 3
+    assert "portattn: nothing was run: not compiled here: " in nothing.err
+    assert portattn("matrix", "check", str(tmp_path / "a"), "--baseline", str(tmp_path / "a")).status == 0
     assert portattn("matrix", "check", str(tmp_path / "a"), "--fail-on", "note,not_run").status == 1
     nothing = portattn("matrix", "check", str(tmp_path / "a"), "--fail-on", "new")
     assert nothing.status == 2, "a word that cannot do anything is not passed over"
     assert "needs --baseline" in nothing.err
+
+
+def test_runs_that_share_no_cell_are_not_compared(portattn, made, tmp_path):
+    made(tmp_path / "whole", "sm_90")
+    with results.Results(tmp_path / "begun") as file:  # as where the run ended before its first cell
+        file.start(results.read(tmp_path / "whole" / results.NAME)[0])
+    called = portattn("matrix", "diff", str(tmp_path / "begun"), str(tmp_path / "whole"))
+    assert called.status == 3
+    assert "portattn: nothing was compared: the runs share no cell" in called.err
 
 
 def test_a_compiler_that_spills_is_red_where_it_is_asked_for_and_beside_the_one_before(

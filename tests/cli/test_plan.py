@@ -235,9 +235,9 @@ SAME = {
         },
     ),
     "varlen_attention": (
-        "--q 3,4,8,64 --kv 3,2,16,64 --total-q 20 --total-k 40 --window 99,2 --lse",
+        "--q 3,4,8,64 --kv 3,2,16,64 --total-q 20 --total-k 40 --window 99,2 --chunk 5 --lse",
         (meta(20, 4, 64), meta(40, 2, 64), meta(40, 2, 64), integers(4), integers(4), 8, 16),
-        {"window": (99, 2), "return_lse": True},
+        {"window": (99, 2), "chunk": 5, "return_lse": True},
     ),
     "decode_attention": (
         "--q 2,4,1,64 --kv 2,2,16,64 --seqlens-k --leftpad-k --num-splits 3 --layout bshd",
@@ -310,6 +310,8 @@ def test_a_call_may_have_packed_rows_that_are_nobodys():
         ("attention", "--window 3", "--window is '3', but must be L,R"),
         ("attention", "--window a,b", "--window is 'a,b', but must be L,R"),
         ("attention", "--window -2,0", "--window is '-2,0', but must be L,R, whole numbers from -1"),
+        ("attention", "--chunk 0", "--chunk is 0, but must be 1 or more"),
+        ("sparse_attention", "--chunk 4", "--chunk is 4, but sparse_attention has none"),
         ("attention", "--num-splits 2", "--num-splits is 2, but attention has none"),
         ("attention", "--page-size 16", "--page-size is 16, but attention has none"),
         ("attention", "--magicpig", "--magicpig is True, but attention has none"),

@@ -460,6 +460,12 @@ def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_pat
     assert list(store(settings).incidents()) == []
 
 
+def test_the_plans_key_is_part_of_what_a_record_is_about() -> None:
+    """Two chips, or compilers, whose launches have one signature."""
+    made, launches, _, _ = planned()
+    assert code_key(msgspec.structs.replace(made, key="another"), launches) != code_key(made, launches)
+
+
 def test_the_signature_is_part_of_what_a_record_is_about() -> None:
     """Two calls with one plan whose machine code differs: a base off by two bytes."""
     made, launches, _, _ = planned(aligned=False)

@@ -141,6 +141,8 @@ def raised(change: str) -> str:
             call["seqlens_k"] = None
         elif change in ("bias", "mask", "tree_mask", "leftpad_k"):
             call[change] = torch.zeros(2, 4, 1, 10)
+        elif change == "chunk":
+            call["chunk"] = 4
         elif change == "gradient":
             call["q"] = q.clone().requires_grad_()
         elif change == "unknown":

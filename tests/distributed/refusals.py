@@ -70,6 +70,8 @@ def all_refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     tell("heads", lambda: heads.attention(rows[:, :2], rows[:, :2], rows[:, :2]))
     tell("dropout", lambda: zigzag.attention(rows, rows, rows, dropout_p=0.1))
     tell("bias", lambda: zigzag.attention(rows, rows, rows, bias=torch.zeros(16, 64)))
+    tell("chunk", lambda: zigzag.attention(rows, rows, rows, chunk=4))
+    tell("packed chunk", lambda: zigzag.varlen_attention(packed, packed, packed, cu, chunk=4))
     tell("mask", lambda: heads.attention(rows, rows, rows, mask=torch.ones(16, 64, dtype=torch.bool)))
     tell("slopes", lambda: zigzag.attention(rows, rows, rows, alibi_slopes=torch.ones(4, requires_grad=True)))
     tell("window", lambda: zigzag.attention(rows, rows, rows, window=(-3, 0)))

@@ -102,6 +102,7 @@ def test_ranks_without_memory_for_a_sequence(ranks: Start) -> None:
         ("one bad cache", "v_cache's seq is 3, but must be k_cache's, 10 (rank 3)"),
         ("no lengths", "seqlens_k is None, but must be given"),
         ("bias", "bias is (2, 4, 1, 10), but is not supported over a sharded cache"),
+        ("chunk", "chunk is 4, but is not supported over a sharded cache"),
         ("mask", "mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
         ("tree_mask", "tree_mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
         ("leftpad_k", "leftpad_k is (2, 4, 1, 10), but is not supported over a sharded cache"),

@@ -103,6 +103,16 @@ def test_what_ranks_sent_is_merged(device: str, dtype: torch.dtype, count: int) 
     assert merging.merge_words(words[:, :, :0], 5, dtype)[0].shape == (3, 0, 9, 5)
 
 
+@pytest.mark.parametrize("apart", [200.0, -200.0])
+def test_parts_far_apart_are_merged_without_an_overflow(device: str, apart: float) -> None:
+    """exp(200) is no float32: each part is weighed against the largest log-sum-exp."""
+    found = [(out, lse + i * apart) for i, (out, lse) in enumerate(parts(device, torch.float32, (3, 2, 9, 5), 3))]
+    out, lse = merging.merge_words(torch.stack([packed(*one) for one in found]), 5, torch.float32)
+    right, right_lse = exact([out for out, _ in found], [lse for _, lse in found])
+    assert near(out, right, torch.float32)
+    assert torch.allclose(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("rows", "most"), [([], 0), ([(0, 0)], 0), ([(0, 4), (4, 8)], 1), ([(0, 8), (2, 4), (3, 9), (4, 5)], 3)]
 )

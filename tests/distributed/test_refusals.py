@@ -35,6 +35,8 @@ EXPECTED = {
     "heads": "q's heads is 2, but must be a multiple of 4, the ranks that Ulysses shares them out to",
     "dropout": "dropout_p is 0.1, but must be 0: dropout is not computed over several ranks",
     "bias": "bias is (16, 64), but must be None over several ranks: portattn.attention takes it",
+    "chunk": "chunk is 4, but must be None over several ranks: portattn.attention takes it",
+    "packed chunk": "chunk is 4, but must be None over several ranks: portattn.attention takes it",
     "mask": "mask is (16, 64), but must be None over several ranks: portattn.attention takes it",
     "slopes": "alibi_slopes.requires_grad is True, but must be False: a ring does not compute the slopes' gradient",
     "window": "window's left is -3, but must be an integer ≥ 0",

@@ -124,6 +124,7 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
         fields["causal"] = r.choice(("none", "bottom_right", "top_left"))
         fields["window_left"] = r.choice((-1, -1, 0, 3, 17, 100))
         fields["window_right"] = r.choice((-1, -1, 0, 3)) if fields["causal"] == "none" else -1
+        fields["chunk"] = r.choice((0, 0, 0, 0, 1, 7, 64, 200))
     if latent:
         widths = (16, 8) if sizes is SMALL else (512, 64)
         fields |= {"heads_k": 1, "head_dim": sum(widths), "head_dim_v": widths[0]}

@@ -18,7 +18,7 @@ FORMS = ("contiguous", "bshd", "sliced", "fused", "spare", "expanded", "large")
 # Values that are equal and of other types are other arguments.
 ALIKE: dict[str, tuple[Any, ...]] = {
     "scale": (None, 1, 1.0, True, 0.125), "window": ((5, 1), (5, True), (5.0, 1), (None, 0), (5, None), None),
-    "causal": (True, 1, False, 0, "bottom_right"), "return_lse": (True, 1, False),
+    "chunk": (None, 2, 2.0, True), "causal": (True, 1, False, 0, "bottom_right"), "return_lse": (True, 1, False),
 }  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def arguments(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
         return None
     made |= kind.options | {"backend": kind.backend}
     name, which = shape.alike
-    if name and not (kind.op == "sparse_attention" and name in ("window", "causal")):
+    if name and not (kind.op == "sparse_attention" and name in ("window", "chunk", "causal")):
         made[name] = ALIKE[name][which % len(ALIKE[name])]
     if shape.grad == "wanted":
         made["q" if "q" in made else "q_nope"].requires_grad_()

@@ -29,6 +29,7 @@ def one(
     kept: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     exact: bool = True,
+    attention_chunk: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out (Sq, Hq, Dv), lse (Hq, Sq), probabilities (Hq, Sq, Sk)) of q (Sq, Hq, D), k (Sk, Hk, D), v (Sk, Hk, Dv).
 
@@ -58,6 +59,9 @@ def one(
         hidden |= key < here - left
     if right >= 0:
         hidden |= key > here + right
+    if attention_chunk:
+        begin = here - here % attention_chunk
+        hidden |= (key < begin) | (key >= begin + attention_chunk)
     scores = scores.masked_fill(hidden, -math.inf)
     all_scores = (
         scores if sinks is None else torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, rows, 1)), -1)

@@ -24,6 +24,8 @@ SCORES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "all": {"causal": True, "window_size": (5, 0), "softcap": 2.0, "softmax_scale": 0.4},
+    "chunk": {"attention_chunk": 3},
+    "causal chunk": {"causal": True, "attention_chunk": 4},
 }
 
 
@@ -186,6 +188,30 @@ def test_sixteen_bit_rows_into_a_float8_cache(form: str) -> None:
         within(out[b], one(q[b], keys, values, causal=True)[0], same)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["own", "leftpad", "batch_idx", "pages"])
+def test_chunks_of_a_cache(form: str, causal: bool) -> None:
+    """The cache outside the chunks of the queries is NaN: two of six queries lie before the boundary at 12."""
+    torch.manual_seed(11)
+    length, chunk, pad = 16, 6, 5 if form == "leftpad" else 0
+    k_cache, v_cache = torch.full((3, 32, 2, 16), math.nan), torch.full((3, 32, 2, 24), math.nan)
+    k_cache[:, pad + 6 : pad + length].normal_()
+    v_cache[:, pad + 6 : pad + length].normal_()
+    given: dict[str, Any] = {
+        "own": {}, "leftpad": {"cache_leftpad": ints(pad, pad, pad)}, "batch_idx": {"cache_batch_idx": ints(2, 0, 1)},
+        "pages": {"page_table": ints(2, 0, 1)[:, None]},
+    }[form]  # fmt: skip
+    q = torch.randn(3, 6, 4, 16)
+    out, lse, *_ = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=pad + length, causal=causal, attention_chunk=chunk, return_softmax_lse=True,
+        **given,
+    )  # fmt: skip
+    for b, place in enumerate((2, 0, 1) if form in ("batch_idx", "pages") else range(3)):
+        keys, values = k_cache[place, pad : pad + length].clone(), v_cache[place, pad : pad + length].clone()
+        keys[:6] = values[:6] = 0.0
+        check_one(out[b], lse[b], q[b], keys, values, -math.inf, causal=causal, attention_chunk=chunk)
+
+
 @pytest.mark.parametrize("form", ["own", "batch_idx", "pages"])
 def test_packed_queries_and_new_keys(form: str) -> None:
     """cu_seqlens_q and cu_seqlens_k_new of different lengths, rotation from rotary_seqlens, a poisoned cache."""
@@ -265,19 +291,23 @@ Q, CACHE = torch.zeros(2, 1, 4, 16), torch.zeros(2, 8, 2, 16)
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"attention_chunk": 64}, r"attention_chunk is 64, but must be 0: attention within chunks is"),
+        ({"attention_chunk": -1}, r"attention_chunk is -1, but must be an integer ≥ 0"),
         ({"sm_margin": 8}, r"sm_margin is 8, but must be 0"),
         ({"pack_gqa": 3}, r"pack_gqa is 3, but must be True or False"),
         ({"qv": Q}, r"qv is \(2, 1, 4, 16\), but is not taken: portattn\.mla_attention"),
         ({"scheduler_metadata": Q}, r"scheduler_metadata is \(2, 1, 4, 16\), but must be None"),
         ({"q_descale": torch.ones(2, 2)}, r"q_descale is \(2, 2\), but goes with float8 queries"),
         ({"k_descale": torch.ones(2, 2)}, r"k_descale"),
-        ({"rotary_seqlens": ints(1, 2)}, r"rotary_seqlens is \(2,\), but goes with rotary_cos and rotary_sin"),
+        ({"rotary_seqlens": ints(1, 2).long()}, r"rotary_seqlens\.dtype is torch\.int64, but must be torch\.int32"),
         ({"cu_seqlens_k_new": ints(0, 1, 2)}, r"cu_seqlens_k_new is \(3,\), but goes with k and v"),
         ({"q": Q[0], "cu_seqlens_q": ints(0, 1, 1)}, r"max_seqlen_q is None, but must be given with cu_seqlens_q"),
         (
-            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 1), "max_seqlen_q": 1, "cache_leftpad": ints(0, 1)},
-            r"cache_leftpad is \(2,\), but is not taken with cu_seqlens_q",
+            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "cache_leftpad": ints(0, 1)},
+            r"cu_seqlens_q\[2\] is 2, but must be at most the packed rows, 1",
+        ),
+        (
+            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 1), "max_seqlen_q": "1", "cache_leftpad": ints(0, 1)},
+            r"max_seqlen_q is '1', but must be an integer",
         ),
         ({"page_table": ints(0, 1, 2, 3).view(2, 2)}, r"page_table\[1, 0\] is 2, but must be in 0\.\.1"),
     ],
@@ -290,9 +320,9 @@ def test_what_cannot_be_done_is_refused_by_name(given: dict[str, Any], text: str
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"attention_chunk": 1}, "attention_chunk is 1, but must be 0"),
+        ({"attention_chunk": 1.0}, r"attention_chunk is 1\.0, but must be an integer ≥ 0"),
         ({"sm_margin": 1}, "sm_margin is 1, but must be 0"),
-        ({"num_splits": 2}, "num_splits is 2, but must be up to 1: only flash_attn_with_kvcache"),
+        ({"num_splits": 2.0}, "num_splits is 2.0, but must be an integer"),
         ({"qv": Q[..., :8]}, r"qv is \(\(2, 1, 4, 8\), torch\.float32\), but must be q's with v's head_dim"),
         ({"k_descale": torch.ones(2, 2)}, "k_descale"),
     ],

@@ -37,11 +37,19 @@ def test_queries_that_are_none_beside_sinks(function: Any) -> None:
         function(None, K, K, s_aux=torch.zeros(4))
 
 
-def test_an_index_that_is_no_tensor_beside_a_table() -> None:
-    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+@pytest.mark.parametrize(
+    ("index", "rows", "text"),
+    [
+        (3, 2, r"cache_batch_idx is 'int', but must be an int32 torch\.Tensor \(2,\)"),
+        (ints(0, 2), 2, r"cache_batch_idx\[1\] is 2, but must be in 0\.\.1, the sequences of the cache"),
+        (ints(0, 1), 0, r"block_table\.shape is \(0, 2\), but must have a row for each sequence"),
+    ],
+)
+def test_indices_beside_a_table(index: Any, rows: int, text: str) -> None:
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)[:rows]
     pages = torch.zeros(4, 4, 2, 16)
-    with pytest.raises(ArgumentError, match=r": cache_batch_idx is 3, but is not taken with block_table"):
-        flash_attn.flash_attn_with_kvcache(Q, pages, pages, cache_batch_idx=3, block_table=table)
+    with pytest.raises(ArgumentError, match=f"^flash_attn_with_kvcache: {text}"):
+        flash_attn.flash_attn_with_kvcache(Q, pages, pages, cache_batch_idx=index, block_table=table)
 
 
 @pytest.mark.parametrize("name", ["k", "v", "qv"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import portattn
 from portattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from portattn.testing.tolerance import budget, largest
 
@@ -88,3 +89,14 @@ def test_a_cache_grows_inside_a_graph(page: int | None) -> None:
                 assert rows_of(cache, b)[count:].isnan().all()
             check(out[b], q[b], known[0][b], known[1][b], causal=True)
         lengths += 1
+
+
+def test_a_block_table_with_too_few_pages() -> None:
+    """The longest length is read back; the capture of a graph and `validate="never"` read nothing."""
+    pages, table = torch.randn(2, 8, 1, 64, device="cuda").half(), torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    q, lengths = torch.randn(1, 1, 1, 64, device="cuda").half(), torch.tensor([9], dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match=r"cache_seqlens\.max\(\) is 9, .* in block_table's 1 pages of 8"):
+        flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table)
+    with portattn.settings(validate="never"):
+        out = flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table)
+    assert torch.isfinite(out).all()

@@ -99,7 +99,8 @@ def test_dropout_and_its_mask() -> None:
         kept = {"kept": ~torch.signbit(mine), "dropout_p": 0.3}
         check_one(out[queries], lse[:, queries], q[queries], k[its], v[its], math.inf, **of(given, b), **kept)
         _, _, probabilities = one(q[queries], k[its], v[its], **of(given, b))
-        assert not rows or (mine.abs() - probabilities).abs().max() < 2e-6
+        largest = probabilities.amax(-1, keepdim=True)  # these few keys are one block of columns
+        assert not rows or (mine.abs() * largest - probabilities).abs().max() < 2e-6
         assert not masked[b, :, rows:].any()
         assert not masked[b, :, :, keys:].any()
 
@@ -149,9 +150,7 @@ def test_what_pages_have_not_is_refused() -> None:
         ArgumentError, match=r"^flash_attn_varlen_func: dropout_p is 0\.1, but is not taken with block_ta"
     ):
         flash_attn_varlen_func(q, pages, pages, CU_Q, CU_K, 9, 11, 0.1, block_table=table)
-    with pytest.raises(ArgumentError, match=r"^flash_attn_varlen_func: q\.requires_grad is True"):
-        flash_attn_varlen_func(q.requires_grad_(), pages, pages, CU_Q, CU_K, 9, 11, block_table=table)
     with pytest.raises(
         ArgumentError, match=r"^flash_attn_varlen_func: block_table\[1, 0\] is 7, but must be in 0\.\.5"
     ):
-        flash_attn_varlen_func(q.detach(), pages, pages, CU_Q, CU_K, 9, 11, block_table=ints(0, 7, 1)[:, None])
+        flash_attn_varlen_func(q, pages, pages, CU_Q, CU_K, 9, 11, block_table=ints(0, 7, 1)[:, None])

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from places import WITHOUT_PORTATTN
 
 from portattn.version import __version__
 
@@ -49,6 +50,7 @@ def repository(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 def child(repository: Path, *command: str) -> Any:
     """What a process prints that has no installed portattn, from a folder that is no source tree."""
     environment = {**os.environ, "LOCAL_KERNELS": f"portattn/portattn={repository}", "HF_HUB_OFFLINE": "1"}
+    environment[WITHOUT_PORTATTN] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(TESTS), *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != ROOT)]
     )

@@ -144,6 +144,45 @@ def test_an_exported_call_takes_other_sizes(name: str, strict: bool) -> None:
         assert torch.equal(program(*longer), call(ours, *longer))
 
 
+# How a model makes (B, H, S, D) of one of its tensors, with a batch and a length that depend on data.
+UNBACKED: dict[str, tuple[tuple[str, ...], Callable[..., torch.Tensor]]] = {
+    "slice": (("b", "h", "s", "d"), lambda x, rows, n: x[rows][:, :, :n]),
+    "heads after tokens": (("b", "s", "h", "d"), lambda x, rows, n: x[rows][:, :n].contiguous().transpose(1, 2)),
+    "permuted": (("d", "b", "h", "s"), lambda x, rows, n: x[:, rows][..., :n].permute(1, 2, 3, 0)),
+    "expanded": (("b", "h", "s", "d"), lambda x, rows, n: x[:1, :, :n].expand(rows.shape[0], -1, -1, -1)),
+}
+UNBACKED_CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "plain": lambda q, k, v, seen: ours(q, k, v),
+    "GQA, causal": lambda q, k, v, seen: ours(q, k[:, :2], v[:, :2], is_causal=True, enable_gqa=True),
+    "mask": lambda q, k, v, seen: ours(q, k, v, seen),
+    "portattn": lambda q, k, v, seen: portattn.attention(q, k[:, :2], v[:, :2], mask=seen),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("name", UNBACKED_CALLS)
+@pytest.mark.parametrize("view", UNBACKED)
+def test_sizes_that_depend_on_data_are_exported(view: str, name: str, strict: bool) -> None:
+    (axes, shaped), sizes = UNBACKED[view], {"b": 4, "h": 4, "s": 9, "d": 8}
+    q, k, v, seen = *random(*[tuple(sizes[axis] for axis in axes)] * 3), random((4, 1, 9, 9))[0] > -0.5
+
+    class Model(torch.nn.Module):
+        def forward(self, kept: torch.Tensor, longest_q: torch.Tensor, longest_k: torch.Tensor) -> torch.Tensor:
+            rows, n, m = kept.nonzero().squeeze(1), longest_q.item(), longest_k.item()
+            torch._check(n <= 9)
+            torch._check(m <= 9)
+            made = shaped(q, rows, n), shaped(k, rows, m), shaped(v, rows, m)
+            return UNBACKED_CALLS[name](*made, seen[rows][:, :, :n, :m])
+
+    def arguments(batch: int, *lengths: int) -> Tensors:
+        return torch.arange(4) < batch, *(torch.tensor(length) for length in lengths)
+
+    exported = torch.export.export(Model(), arguments(2, 5, 7), strict=strict)
+    assert OURS in exported.graph_module.code
+    for given in (arguments(2, 5, 7), arguments(3, 4, 4), arguments(1, 1, 1), arguments(4, 9, 9), arguments(0, 3, 3)):
+        torch.testing.assert_close(exported.module()(*given), Model()(*given), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_compiled_call_that_is_torchs_has_torchs_operator_and_is_told(name: str) -> None:
     call, tensors, reason = REFUSED[name]

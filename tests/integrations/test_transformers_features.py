@@ -150,7 +150,7 @@ def test_chunked_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if name != "both":
             pieces = in_chunks(model, ids, mask, CACHES["dynamic"](model), (5, 4, 1, 1))
             assert difference(pieces, eager, mask) < TOLERANCE
-        plant(monkeypatch, mask=None)
+        plant(monkeypatch, chunk=None)
         assert difference(model(ids, **arguments).logits, eager, mask) > PLANTED
 
 

@@ -48,6 +48,9 @@ def allowed(mask: CompactMask) -> torch.Tensor:
         seen = seen & (before <= mask.left)
     if mask.right is not None:
         seen = seen & (-before <= mask.right)
+    if mask.chunk is not None:
+        own = j + before - k_first  # the query's position, from the sequence's first key on
+        seen = seen & (own // mask.chunk == (j - k_first) // mask.chunk)
     if mask.written is not None:
         written = mask.written.expand(mask.batch, 1, mask.q_length, -1)[:, 0]
         seen = seen & torch.nn.functional.pad(written, (0, mask.kv_length - written.shape[2]))
@@ -146,10 +149,32 @@ def test_packed_rows(inner: str, early: bool) -> None:
         assert keys == [begins, longest]
 
 
+@pytest.mark.parametrize("validate", ["always", "never"])
+def test_chunks_count_from_the_first_valid_token(validate: str) -> None:
+    """As transformers makes the mask: nothing is written out for left padding, which portattn's chunks follow. Holes,
+    a cache that has dropped keys, and masks that nobody reads back are written out."""
+    valid = torch.ones(BATCH, 14, dtype=torch.bool)
+    valid[0, :3], valid[-1, 12:] = False, False
+    holes = valid.clone()
+    holes[0, 7] = False
+    for given, past, kv_offset, plain in ((valid, 0, 0, True), (None, 0, 0, True), (valid, 9, 0, True),
+                                          (holes, 0, 0, False), (valid, 9, 2, False)):  # fmt: skip
+        first = torch.zeros(BATCH, dtype=torch.long) if given is None else (given.cumsum(-1) == 0).sum(-1)
+        function = hf.chunked_causal_mask_function(4, first)
+        sizes = BATCH, 14 - past, 14 - kv_offset, past, kv_offset, function, given
+        with portattn.settings(validate=validate):
+            mask = compact_mask(*sizes)
+        expected = hf.sdpa_mask(*sizes, allow_is_causal_skip=False).expand(BATCH, 1, -1, -1)[:, 0]
+        rows = torch.ones(BATCH, 14 - past, dtype=torch.bool) if given is None else given[:, past:]
+        assert torch.equal(allowed(mask)[rows], expected[rows])
+        assert (mask.chunk, mask.written_out) == ((4, False) if plain and validate == "always" else (None, True))
+
+
 def test_what_hides_nothing_is_not_said() -> None:
     pattern = hf.chunked_causal_mask_function(12, ZERO)
     assert not compact_mask(BATCH, 12, 12, mask_function=pattern).written_out
-    assert compact_mask(BATCH, 13, 13, mask_function=pattern).written_out
+    chunked = compact_mask(BATCH, 13, 13, mask_function=pattern)
+    assert (chunked.written_out, chunked.chunk, chunked.causal) == (False, 12, True)
     assert compact_mask(BATCH, 1, 12, q_offset=12, kv_offset=1, mask_function=pattern).written_out
     windows = [
         compact_mask(BATCH, length, length, mask_function=hf.sliding_window_causal_mask_function(12)).window

@@ -58,3 +58,13 @@ def test_a_wrong_setting_is_a_reason(
     first, *others = capabilities.Capabilities.validate_configuration()
     assert f"{variable} is '{value}', but must be one of" in first
     assert others == ["another"]
+
+
+def test_a_services_variables_are_no_reason(capabilities: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets them beside a service named portattn."""
+    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setenv("PORTATTN_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("PORTATTN_PORT", "tcp://10.0.0.1:8000")
+    config.environment_settings.cache_clear()
+    with pytest.warns(UserWarning, match="PORTATTN_SERVICE_HOST"):
+        assert capabilities.Capabilities.validate_configuration() == ["another"]

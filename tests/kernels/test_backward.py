@@ -39,6 +39,36 @@ def test_windows(device: Device, window: tuple[int, int]) -> None:
     check(device, random(device, window_left=window[0], window_right=window[1], seq_q=40, seq_k=45))
 
 
+# A chunk smaller than a tile of 16, larger than one, than two, than all keys; of one key.
+@pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("chunk", [1, 5, 16, 21, 40, 500])
+def test_chunks(device: Device, base: dict, causal: str, chunk: int) -> None:
+    sizes = {} if base is PACKED else {"seq_q": 45, "seq_k": 52, "batch": 1}
+    check(device, random(device, base=base, causal=causal, chunk=chunk, **sizes))
+
+
+CHUNKED = {
+    "more queries than keys": {"seq_q": 60, "seq_k": 20, "chunk": 18},
+    "both sides of a window": {"causal": "none", "window_left": 4, "window_right": 30, "chunk": 22},
+    "in a window": {"causal": "bottom_right", "window_left": 25, "chunk": 18, "seq_q": 50, "seq_k": 50},
+    "padding": {"seqlens_q": True, "seqlens_k": True, "leftpad_q": True, "leftpad_k": True, "chunk": 7, "batch": 3},
+    "everything": {
+        "chunk": 12, "softcap": True, "alibi_slopes": True, "grad_slopes": True, "sinks": True, "mask": True,
+        "bias": True, "grad_bias": True, "heads_q": 4, "grad_lse": True,
+    },
+    "dropout": {"chunk": 12, "dropout": True, "seq_q": 37, "seq_k": 18},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("poison", ["k", "v"])
+@pytest.mark.parametrize("case", CHUNKED)
+def test_chunks_beside_other_features(device: Device, case: str, poison: str) -> None:
+    for seed in range(3):
+        call = random(device, seed, **({"causal": CAUSAL[seed]} | CHUNKED[case]), poison=poison)
+        check(device, call, {"grid": "persistent"} if seed else None)
+
+
 @pytest.mark.parametrize("poison", ["apart", "k", "v"])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(

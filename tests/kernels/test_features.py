@@ -24,6 +24,15 @@ PLACED: dict[str, dict[str, Any]] = {
     "window_of_itself": {"window_left": 0, "window_right": 0},
     "causal_window": {"causal": "bottom_right", "window_left": 5},
     "top_left_window": {"causal": "top_left", "window_left": 5},
+    "chunk": {"chunk": 5},
+    "chunk_of_one": {"chunk": 1},
+    "chunk_wider_than_a_tile": {"chunk": 19},
+    "causal_chunk": {"causal": "bottom_right", "chunk": 7},
+    "top_left_chunk": {"causal": "top_left", "chunk": 7},
+    "chunk_and_window": {"window_left": 4, "window_right": 2, "chunk": 6},
+    "chunk_and_more": {
+        "causal": "bottom_right", "window_left": 9, "chunk": 11, "softcap": True, "alibi_slopes": True, "sinks": True,
+    },
     "window_and_more": {
         "causal": "bottom_right", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True,
     },

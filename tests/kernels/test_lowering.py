@@ -195,6 +195,7 @@ STEPS: dict[str, dict[str, Any]] = {  # which tiles are whole, which are at an e
     "a window with whole tiles inside": {"seq_q": 90, "seq_k": 200, "causal": "bottom_right", "window_left": 70},
     "a window of edges alone": {"seq_q": 40, "seq_k": 150, "window_left": 9, "window_right": 9},
     "a window past the keys": {"seq_q": 150, "seq_k": 40, "causal": "top_left", "window_left": 20},
+    "chunks with whole tiles inside": {"seq_q": 90, "seq_k": 200, "chunk": 75},
     "lengths of 0": {"seq_q": 20, "seq_k": 60, "batch": 4, "seqlens_q": True, "seqlens_k": True},
 }  # fmt: skip
 
@@ -226,6 +227,7 @@ ONE_TILE: dict[str, dict[str, Any]] = {  # keys that one tile of TILE holds
     "rows without keys": {"seq_q": 90, "seq_k": 12, "causal": "bottom_right"},
     "a window": {"seq_q": 14, "seq_k": 14, "causal": "bottom_right", "window_left": 3},
     "a window past the keys": {"seq_q": 90, "seq_k": 12, "causal": "top_left", "window_left": 5},
+    "chunks": {"seq_q": 14, "seq_k": 15, "chunk": 4},
     "lengths of 0": {"seq_q": 20, "seq_k": 15, "batch": 4, "seqlens_q": True, "seqlens_k": True},
     "left padding": {"seq_q": 20, "seq_k": 15, "leftpad_k": True, "seqlens_k": True},
     "all scores": {"seq_q": 20, "seq_k": 15, "mask": True, "bias": True, "alibi_slopes": True, "softcap": True},

@@ -10,6 +10,7 @@ import torch
 from support import TILE, Device, assert_right, core_plan, key_tile, problem, random_call, run_core
 from test_quantised_accuracy import INPUTS, assert_exact
 from test_quantised_caches import CACHES, SCALED, SMALL, quantised
+from test_wild_numbers import run_watched
 
 from portattn.planning.kernel_specs import CORES
 from portattn.reference.stored import widened
@@ -113,6 +114,39 @@ def test_tiles_of_a_chip_fit_pages_as_those_here_do() -> None:
     p = problem(**SMALL, op="paged_attention", seq_k=64, page_size=16, kv_format="int4", kv_scales="token")
     with pytest.raises(AssertionError, match="a tile of 32 keys does not lie in one page of 16"):
         core_plan(chip, p, {"page_loop": "per_page", "unpack": "words"})
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("page_id", [-1, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize(("page_size", "page_loop"), [(8, "by_page"), (8, "flat_masked"), (32, "per_page")])
+def test_ids_of_no_page_are_read_inside_the_cache(
+    monkeypatch: pytest.MonkeyPatch, device: Device, page_size: int, page_loop: str, page_id: int
+) -> None:
+    """A sequence whose ids are all wrong reads nothing outside of the cache, and changes nothing for the others."""
+    call = random_call(
+        looked_up(device, {"page_size": page_size, "window_left": 21, "return_lse": True}, "e4m3"),
+        3,
+        device=device.name,
+    )
+    assert call.page_table is not None
+    clean, _ = run_watched(monkeypatch, device, call, 2, unpack="words", page_loop=page_loop)
+    call.page_table[0] = page_id
+    beside, _ = run_watched(monkeypatch, device, call, 2, unpack="words", page_loop=page_loop)
+    assert torch.equal(beside[1:], clean[1:])
+
+
+@pytest.mark.parametrize("page_id", [-1, 2**30])
+@pytest.mark.parametrize("page_loop", ["by_page", "flat_masked"])
+def test_pages_that_a_window_hides_have_any_id(device: Device, page_loop: str, page_id: int) -> None:
+    p = looked_up(device, {"page_size": 8, "window_left": 21, "causal": "bottom_right", "seq_q": 2}, "e4m3")
+    call = random_call(p, 3, device=device.name)
+    assert call.seqlens_k is not None
+    assert call.page_table is not None
+    for sequence, length in enumerate(call.seqlens_k.tolist()):
+        call.page_table[sequence, : max(length - p.seq_q - p.window_left, 0) // p.page_size] = page_id
+    assert (call.page_table == page_id).any()
+    for unpack in unpackings(device):
+        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": page_loop}, {"splits": 2}))
 
 
 @pytest.mark.parametrize("fields", [{"alibi_slopes": True}, {"mask": True}, {"tree_mask": True}], ids=str)

@@ -14,7 +14,6 @@ WRONG = {
     "PORTATTN_FALLBACK": ("maybe", "environment variable PORTATTN_FALLBACK is 'maybe', but must be one of warn"),
     "PORTATTN_VALIDATE": ("yes", "environment variable PORTATTN_VALIDATE is 'yes', but must be one of auto"),
     "PORTATTN_QUIRKS": ("-no-such-quirk", "no-such-quirk"),
-    "PORTATTN_BAKCEND": ("triton", "unknown environment variable PORTATTN_BAKCEND"),
 }
 
 
@@ -27,6 +26,15 @@ def test_of_the_environment(variable: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert text in wrong_settings("a")
     with pytest.raises(PortattnError):
         check_settings("a", parse_target("cuda:sm_90"))
+
+
+def test_an_unknown_variable_is_no_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setenv("PORTATTN_SERVICE_HOST", "10.0.0.1")
+    config.environment_settings.cache_clear()
+    with pytest.warns(UserWarning, match="PORTATTN_SERVICE_HOST"):
+        assert wrong_settings("a") == ""
+    check_settings("a", parse_target("cuda:sm_90"))
 
 
 @pytest.mark.parametrize("path", ["auto", "vendor", "reference", "triton", "interpreter", "sdpa", "gluon_forward"])

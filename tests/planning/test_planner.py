@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import functools
 import itertools
 import socket
 import subprocess
@@ -19,8 +20,11 @@ from support import problem
 
 import portattn
 from portattn import CompileRecord, PathUnavailable, Registry, Target
+from portattn.backends.cuda import CudaBackend
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
+from portattn.planning import core_path, variant_path
+from portattn.planning.core_path import specialisation_key
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
@@ -275,6 +279,60 @@ def test_the_key_tells_specialisations_apart() -> None:
     assert plan(problem(**BIG | {"batch": 5}), sm_80()).key in keys  # sizes are run-time arguments
 
 
+def test_the_key_tells_each_part_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan changes several parts at once, one of them could be missing from the key."""
+    kernel, target = CORES["paged_attention"], sm_80()
+    p = problem(**BIG | {"op": "paged_attention"} | NEEDS["paged_attention"])
+    made = plan(p, target)
+    given: dict[str, Any] = {"kernel": kernel, "problem": p, "target": target}
+    given |= {"lowering": made.lowering, "launch": made.launch, "env": {}}
+    replace = msgspec.structs.replace
+    for one in (CORES["decode_attention"], CORES["paged_attention"]):
+        monkeypatch.setattr(type(one), "constexprs", lambda *_: {})
+    parts = [
+        {"kernel": CORES["decode_attention"]},
+        {"problem": replace(p, aligned=False)},
+        {"problem": replace(p, large=True)},
+        {"problem": replace(p, dtype="fp16")},
+        {"problem": replace(p, total_q=7)},
+        {"problem": replace(p, alibi_slopes=True)},
+        {"target": parse_target("cuda:sm_86", "triton==3.6.0")},
+        {"target": sm_80("triton==3.4.0")},
+        {"target": replace(target, toolchain=replace(target.toolchain, components=(("ptxas", "13.9"),)))},
+        {"target": replace(target, toolchain=replace(target.toolchain, distribution="triton-ascend"))},
+        {"launch": made.launch.changed({"num_warps": 2 * made.launch.num_warps})},
+        {"launch": made.launch.changed({"num_stages": made.launch.num_stages + 1})},
+        {"launch": made.launch.changed({"splits": 2})},
+        {"launch": made.launch.changed({"maxnreg": 128})},
+        {"env": {"A": "1"}},
+        {"adapter": "digest"},
+    ]
+    keys = {specialisation_key(**given | part) for part in ({}, *parts)}
+    assert len(keys) == 1 + len(parts)
+    monkeypatch.setattr(core_path, "kernel_source_digest", lambda: "another")
+    assert specialisation_key(**given) not in keys
+
+
+def test_a_variants_key_tells_each_part_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant's name, its schedule, the types, the chip, the compiler and the source, each with the others kept."""
+    one, other = CudaBackend.variants[:2]
+    target, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(**BIG)
+    replace = msgspec.structs.replace
+    monkeypatch.setattr(variant_path, "source_digest", lambda variant: "source")
+    parts = [
+        (other, p, {}, target),
+        (one, p, {"tile": 64}, target),
+        (one, replace(p, dtype="fp16"), {}, target),
+        (one, replace(p, sinks=True), {}, target),
+        (one, p, {}, replace(parse_target("cuda:sm_100", "triton==3.6.0"), toolchain=target.toolchain)),
+        (one, p, {}, replace(target, toolchain=replace(target.toolchain, components=(("ptxas", "13.9"),)))),
+    ]
+    keys = {variant_path.key_of(*part) for part in [(one, p, {}, target), *parts]}
+    assert len(keys) == 1 + len(parts)
+    monkeypatch.setattr(variant_path, "source_digest", lambda variant: "another")
+    assert variant_path.key_of(one, p, {}, target) not in keys
+
+
 @pytest.mark.parametrize("op", CORES)
 def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
     p = problem(**BIG | {"op": op} | NEEDS[op])
@@ -332,47 +390,54 @@ def test_plan_of_a_problem_takes_a_target() -> None:
     assert portattn.plan(problem(**BIG), sm_80()).path == "triton"
     assert portattn.plan(problem(**BIG), target=sm_80()).path == "triton"
     assert "triton path" in portattn.explain(problem(**BIG), sm_80())
-    for bad in ((), ("cuda:sm_90",), (sm_80(), 1)):
-        with pytest.raises(
-            portattn.ArgumentError, match=r"takes a Problem and a Target, as portattn\.target\('BACKEND"
-        ):
+    named = portattn.plan(problem(**BIG), "a100", toolchain="triton==3.6.0")
+    assert named == portattn.plan(problem(**BIG), portattn.target("cuda:sm_80", "triton==3.6.0"))
+    for bad in ((), (sm_80(), None, 1)):
+        with pytest.raises(portattn.ArgumentError, match=r"plan: arguments is .* must be a target and a toolchain"):
             portattn.plan(problem(), *bad)
-    q = torch.zeros(1, 2, 4, 16)
-    for ask in (portattn.plan, portattn.explain):
-        with pytest.raises(
-            portattn.ArgumentError, match=r"target is 'cuda:sm_90', but goes with a Problem, (plan|expl)"
-        ):
-            ask("attention", q, q, q, target="cuda:sm_90")
     for op in ("flash", ["attention"]):
         with pytest.raises(portattn.ArgumentError, match="op is"):
             portattn.plan(op)
 
 
+@pytest.mark.parametrize("given", ["h100", "cuda:sm_90", portattn.target("h100", "triton==3.6.0")], ids=str)
+def test_a_call_is_planned_for_another_target(given: str | Target) -> None:
+    q = torch.zeros(2, 8, 128, 64, dtype=torch.float16)
+    arguments: dict[str, Any] = {"causal": True, "target": given}
+    if isinstance(given, str):
+        arguments["toolchain"] = "triton==3.6.0"
+    made = portattn.plan("attention", q, q, q, **arguments)
+    asked = portattn.plan("attention", q, q, q, causal=True).problem
+    assert made == portattn.plan(asked, portattn.target("cuda:sm_90", "triton==3.6.0"))
+    assert portattn.explain("attention", q, q, q, **arguments) == made.explain()
+    with pytest.raises(portattn.UnknownArgument, match="target"):
+        portattn.attention(q, q, q, target=given)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("cuda:sm_99", "target is 'cuda:sm_99', but .*; 'cuda:sm_99' names none: cuda knows sm_80, .*near are"),
-        ("hopper9", "target is 'hopper9', but .*; 'hopper9' names none: must be BACKEND:ARCH.*hopper"),
-        ("cuda:sm_90", "target is 'cuda:sm_90', but [^;]*$"),
-        ("h100", "target is 'h100', but [^;]*$"),
-        (None, "target is None, but [^;]*$"),
-        (sm_80(), "target is 'cuda:sm_80 with triton==[^;]*', but [^;]*$"),
-        (torch.zeros(4000), "target is 'Tensor', but [^;]*$"),
+        ({"target": "cuda:sm_99"}, "target is 'cuda:sm_99', but cuda knows sm_80, .*near are"),
+        ({"target": "hopper9"}, "target is 'hopper9', but must be BACKEND:ARCH.*hopper"),
+        ({"target": None}, "target is None, but must be a target's name"),
+        ({"target": torch.zeros(4000)}, "target is 'Tensor', but must be a target's name"),
+        ({"target": "h100", "toolchain": 3}, "toolchain is 3, but must be a text"),
+        ({"target": "h100", "toolchain": "triton="}, "toolchain is 'triton=', but "),
+        ({"target": sm_80(), "toolchain": "triton==3.6.0"}, "toolchain is .*cuda:sm_80 with triton==.* has its own"),
+        ({"toolchain": "triton==3.6.0"}, "target is None, but must be a target's name"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("ask", [portattn.plan, portattn.explain])
-def test_a_wrong_target_is_named_shortly(ask: Callable[..., object], given: object, said: str) -> None:
+def test_a_wrong_target_is_named_shortly(ask: Callable[..., object], given: dict[str, Any], said: str) -> None:
     """A Target has a page of fields, of which an error shows its name; a text that names none gets the nearest."""
     q = torch.zeros(1, 2, 4, 16)
-    with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as call:
-        ask("attention", q, q, q, target=given)
-    assert "goes with a Problem" in str(call.value)
-    assert len(str(call.value)) < 500
-    if not isinstance(given, Target):
-        with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as other:
-            ask(problem(), given)
-        assert len(str(other.value)) < 500
+    for call in (functools.partial(ask, "attention", q, q, q), functools.partial(ask, problem())):
+        if list(given) == ["toolchain"] and call.args[0] != "attention":
+            said = "arguments is "
+        with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as error:
+            call(**given)
+        assert len(str(error.value)) < 500
 
 
 def test_what_is_given_beside_a_target_is_named_shortly() -> None:

@@ -35,6 +35,7 @@ from portattn.testing.oracle import allowed
         ("page_layout", "dhp", "phd, hpd"),
         ("window_left", -2, "from -1"),
         ("window_right", MAX_SIZE + 1, str(MAX_SIZE)),
+        ("chunk", -1, "from 0"),
         ("total_q", -1, "from 0"),
         ("page_size", -1, "from 0"),
         ("tokens", 0.5, "integer"),
@@ -148,6 +149,7 @@ def test_a_demanded_number_of_splits_hides_the_batch() -> None:
         (SPARSE | {"log_weights": True, "magicpig": True}, {"log_weights", "magicpig"}),
         ({"window_left": 0}, {"window", "featured"}),
         ({"window_right": 0}, {"window", "featured"}),
+        ({"chunk": 8}, {"chunk", "window", "featured"}),
         ({"sinks": True}, {"sinks"}),
         ({"softcap": True}, {"softcap", "featured"}),
         ({"alibi_slopes": True}, {"alibi_slopes", "featured"}),
@@ -187,6 +189,7 @@ def test_text_says_what_is_asked() -> None:
         (PAGES | {"total_q": 5}, ("q (5,2,16)", "kv (2,2,37,16)", "2 sequences")),
         (SPARSE | {"magicpig": True}, ("tokens 8", "magicpig")),
         ({"window_left": 4, "softcap": True, "sinks": True}, ("window (4,-1)", "softcap", "sinks")),
+        ({"chunk": 8}, ("chunk 8",)),
     ],
 )
 def test_text_says_what_caches_and_packed_rows_are(fields: dict, parts: tuple[str, ...]) -> None:

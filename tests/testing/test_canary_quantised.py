@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 from opcalls import pretend_accelerator
@@ -115,6 +116,22 @@ def _call(problem: Problem) -> Call:
     plan = canary.planned(problem, MI300, Settings(), "triton")
     assert plan is not None
     return run_plan.call_of(canary.request_of(plan, problem, plan.path, "cpu:generic", "cpu"))
+
+
+def test_a_canarys_record_is_of_one_chip_compiler_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = msgspec.structs.replace
+    tools = MI300.toolchain
+    targets = [
+        MI300,
+        parse_target("rocm:gfx90a", str(tools)),
+        *(replace(MI300, toolchain=replace(tools, **part)) for part in (
+            {"version": "3.4.0"}, {"distribution": "triton-ascend"}, {"components": (("rocm", "9.9"),)},
+        )),
+    ]  # fmt: skip
+    keys = {canary.key_of("decode_split", target) for target in targets} | {canary.key_of("paged_split", MI300)}
+    assert len(keys) == len(targets) + 1
+    monkeypatch.setattr(canary, "kernel_source_digest", lambda: "another")
+    assert canary.key_of("decode_split", MI300) not in keys
 
 
 def test_each_format_and_kind_of_scales_has_a_record() -> None:

@@ -111,6 +111,18 @@ def test_only_owned_pages_hold_numbers(op: str, seed: int) -> None:
         assert found[numbers[:, None].expand(found.shape)].all()
 
 
+@pytest.mark.parametrize("op", ["dense", "padded", "decode", "paged", "mla", "paged_packed", "varlen"])
+@pytest.mark.parametrize("feature", ["chunk", "causal_chunk", "top_left_chunk", "chunk_window"])
+def test_nan_is_in_all_keys_outside_the_chunks_of_the_queries(op: str, feature: str) -> None:
+    fields = {"seq_q": 2} if op in ("dense", "padded") else {}
+    call = random_call(problem(op, feature, **fields), seed=1, poison="v")
+    seen = dense_view(call).keep.any(dim=2)[:, 0]
+    assert 0 < int(seen.sum()) < seen.numel()
+    hidden = poisoned(call)
+    if op in ("dense", "padded", "decode"):
+        assert torch.equal(hidden, ~seen[:, None].expand(hidden.shape))
+
+
 @pytest.mark.parametrize("op", ["dense", "padded", "decode", "paged", "mla", "paged_packed"])
 def test_nothing_is_left_before_the_windows(op: str) -> None:
     call = random_call(problem(op, "window_before"), seed=1)

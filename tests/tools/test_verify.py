@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import click.testing
 import pytest
 
 from portattn.cli import main
 from portattn.tools import verify
-from portattn.tools.verify import RED, SENTENCES, Row, conclusion, variant_conclusion
+from portattn.tools.verify import RED, SENTENCES, Conclusion, Row, conclusion, variant_conclusion
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,41 @@ def test_conclusion_about_a_variant(outcomes: dict[str, str], said: str) -> None
     """No interpreter runs it, and the chip may be elsewhere: that it compiles is said, and is no number."""
     assert variant_conclusion(outcomes) == said
     assert (said in RED) is (said in ("compiler", "unclear"))
+
+
+ABSENT = "import sys; sys.modules['triton'] = None; from portattn.cli import main; main(prog_name='portattn')"
+
+
+def test_without_triton_nothing_is_verified() -> None:
+    line = ["verify", "mla_attention", "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0", "--no-run-older"]
+    done = subprocess.run([sys.executable, "-c", ABSENT, *line], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert ", 0 verified, 0 red\n" in done.stdout
+    assert "portattn: nothing was verified: " in done.stderr
+    assert "the interpreter needs community Triton, and this Python has none" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        (("unseen", "refused"), 3),
+        (("unseen", "agree"), 0),
+        (("refused", "compiled"), 0),
+        (("unseen", "unclear"), 1),
+        ((), 3),
+    ],
+)
+def test_status(monkeypatch: pytest.MonkeyPatch, verdicts: tuple[Conclusion, ...], status: int) -> None:
+    rows = [
+        Row(op="attention", problem="dense", target="cuda:sm_90", toolchain="triton==3.6.0", kernel="", path="",
+            verdict=verdict, sentence=SENTENCES[verdict])
+        for verdict in verdicts
+    ]  # fmt: skip
+    monkeypatch.setattr(verify, "verify", lambda *given: rows)
+    line = ["verify", "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0"]
+    assert click.testing.CliRunner().invoke(main, line).exit_code == status
+    told = json.loads(click.testing.CliRunner().invoke(main, [*line, "--json"]).stdout)
+    assert told["verified"] == sum(verdict not in ("unseen", "refused") for verdict in verdicts)
 
 
 def test_the_table_names_the_form_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

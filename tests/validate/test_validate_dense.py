@@ -56,7 +56,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "head_dim_v too wide": ({"v": torch.zeros(2, 2, 7, 577)}, "v's head_dim is 577", "must be in 1..576"),
     "causal is a mask": ({"causal": torch.ones(5, 7)}, "causal is tensor(", "must be True (bottom_right)"),
     "causal is an array": ({"causal": np.ones((5, 7))}, "causal is array(", "must be True (bottom_right)"),
-    "scale is a tensor": ({"scale": torch.tensor(0.5)}, "scale is tensor(0.5", "must be a finite number"),
+    "scale is a tensor with axes": ({"scale": torch.tensor([0.5])}, "scale is tensor([0.5", "must be a finite number"),
     "dropout_p is 1": ({"dropout_p": 1.0}, "dropout_p is 1.0", "must be in [0, 1)"),
     "dropout_p is negative": ({"dropout_p": -0.1}, "dropout_p is -0.1", "must be in [0, 1)"),
     "dropout_p is NaN": ({"dropout_p": NAN}, "dropout_p is nan", "must be a finite number"),
@@ -230,6 +230,34 @@ OTHER_LAYOUT: dict[str, tuple[list[torch.Tensor], dict[str, Any], str]] = {
     ),
     "decode": (shaped((2, 1, 8, 64), (2, 100, 2, 64), (2, 100, 2, 64)), {"seqlens_k": None}, BSHD),
 }  # fmt: skip
+
+
+def test_query_heads_that_are_no_multiple_are_not_taken_for_rows() -> None:
+    """They also agree as (batch, seq, heads, head_dim): 16 heads of 8 queries and 3 keys."""
+    with pytest.raises(ArgumentError, match=r"must be a multiple of the 3 key/value heads \(heads_k\)$"):
+        portattn.attention(*shaped((1, 8, 16, 64), (1, 3, 16, 64), (1, 3, 16, 64)))
+
+
+NUMBERS = [torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), np.float32(0.1), np.array(0.1)]
+
+
+@pytest.mark.parametrize("op", ["attention", "decode_attention", "varlen_attention", "paged_attention"])
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{type(number).__name__}-{number.dtype}")
+def test_scale_and_softcap_may_be_0d_tensors_and_numpy_numbers(op: str, number: Any) -> None:
+    call, given = getattr(portattn, op), good(op)
+    for name in ("scale", "softcap"):
+        assert torch.equal(call(**given, **{name: number}), call(**given, **{name: number.item()}))
+    problem = portattn.plan(op, **given, scale=number).problem
+    assert problem == portattn.plan(op, **given, scale=0.1).problem
+
+
+def test_a_scale_that_is_trained_or_cannot_be_read_is_refused() -> None:
+    trained = torch.tensor(0.5, requires_grad=True)
+    assert_refused("attention", good("attention") | {"scale": trained}, "scale.requires_grad is True", "multiply q by")
+    nowhere = torch.tensor(0.5, device="meta")
+    assert_refused(
+        "attention", good("attention") | {"scale": nowhere}, "scale is 'a tensor without data'", "0-d tensor"
+    )
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUT)

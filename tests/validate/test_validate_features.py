@@ -13,6 +13,7 @@ import portattn
 EVEN, ROWS = torch.zeros(8)[::2], torch.zeros(2, 8)[:, ::2]  # rows and columns two elements apart
 WINDOW = "must be a tuple (left, right), keys before and after the query's own"
 SIDE = "must be an integer ≥ 0, or None or -1 for no limit"
+CHUNK = "must be an integer ≥ 1, the keys of a chunk, or None for no chunks"
 CAP = "must be at least 1.175e-38, float32's smallest normal number, or None or 0 for none"
 SLOPES = "must be (heads_q,) or (batch, heads_q), (4,) or (2, 4)"
 
@@ -30,12 +31,17 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
     "window of floats": (WINDOWED, {"window": (3.0, 0)}, "window's left is 3.0", SIDE),
     "window of bools": (WINDOWED, {"window": (0, True)}, "window's right is True", SIDE),
     "window of tensors": (WINDOWED, {"window": (torch.tensor(3), 0)}, "window's left is tensor(3)", SIDE),
+    "chunk of 0": (WINDOWED, {"chunk": 0}, "chunk is 0", CHUNK),
+    "negative chunk": (WINDOWED, {"chunk": -4}, "chunk is -4", CHUNK),
+    "chunk of a float": (WINDOWED, {"chunk": 4.0}, "chunk is 4.0", CHUNK),
+    "chunk is True": (WINDOWED, {"chunk": True}, "chunk is True", CHUNK),
+    "chunk is a tensor": (WINDOWED, {"chunk": torch.tensor(4)}, "chunk is tensor(4)", CHUNK),
     "negative softcap": (OPS, {"softcap": -1.0}, "softcap is -1.0", CAP),
     "softcap vanishes in float32": (OPS, {"softcap": 1e-39}, "softcap is 1e-39", CAP),
     "softcap is NaN": (OPS, {"softcap": NAN}, "softcap is nan", "must be a finite number"),
     "softcap is infinite": (OPS, {"softcap": float("inf")}, "softcap is inf", "must be a finite number"),
     "softcap is True": (OPS, {"softcap": True}, "softcap is True", "must be a finite number"),
-    "softcap is a tensor": (OPS, {"softcap": torch.tensor(1.0)}, "softcap is tensor(1.)", "must be a finite number"),
+    "softcap is a tensor": (OPS, {"softcap": torch.ones(1)}, "softcap is tensor([1.])", "must be a finite number"),
     "slopes are a list": (OPS, {"alibi_slopes": [0.5] * 4}, "alibi_slopes is 'list'", "must be a torch.Tensor"),
     "slopes in half": (
         OPS, {"alibi_slopes": torch.zeros(4).half()}, "alibi_slopes.dtype is torch.float16", "must be torch.float32",
@@ -175,6 +181,23 @@ def test_a_window_has_one_form(op: str) -> None:
     assert made((None, 2)) == ("none", -1, 2)
     assert made((0, None)) == ("none", 0, -1)
     assert made((2, 2**40)) == ("none", 2, -1)
+
+
+@pytest.mark.parametrize("op", WINDOWED)
+def test_a_chunk_that_hides_nothing_is_none(op: str) -> None:
+    """Of a causal call: no query stands behind the last key, and with top_left behind as many keys as queries."""
+
+    def made(chunk: Any, causal: Any = False) -> int:
+        return portattn.plan(op, **good(op), chunk=chunk, causal=causal).problem.chunk
+
+    p = portattn.plan(op, **good(op)).problem
+    assert made(None) == made(None, True) == 0
+    assert made(p.seq_k, True) == made(2**40, True) == made(2**40, "top_left") == 0
+    assert made(p.seq_k - 1, True) == p.seq_k - 1
+    assert made(1, "top_left") == (1 if p.seq_q > 1 else 0)
+    assert made(3) == 3
+    # A query before the first key sees nothing all the same; the only one of a sequence is the last key's.
+    assert made(2**40) == (0 if p.seq_q == 1 else 2**29)
 
 
 @pytest.mark.parametrize("op", OPS)

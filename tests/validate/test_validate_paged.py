@@ -10,6 +10,8 @@ from good_calls import PAGED, assert_refused, good, int32, perform, ragged, spar
 
 import portattn
 from portattn import PageTable
+from portattn.api.ops import make_request
+from portattn.testing.dense_view import allowed
 
 PAGES = (5, 4, 2, 16)
 TABLE = "must be an int32 torch.Tensor of shape (batch, pages a sequence), or a PageTable"
@@ -94,14 +96,55 @@ BAD_TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
         {"page_table": int32([0, 1, 2], [3, 4, 77]), "seqlens_k": int32(12, 9)}, "page_table[1, 2] is 77", "in 0..4",
     ),
 }  # fmt: skip
-CALLS = {"paged_attention": good, "mla_attention": good, "sparse_attention": lambda op: sparse_paged()}
+# Of sparse_attention the tokens are on all pages of their sequence.
+TOKENS = int32([0, 4, 9], [0, 4, 7])[:, None].expand(2, 4, 3)
+CALLS = {
+    "paged_attention": good,
+    "mla_attention": good,
+    "sparse_attention": lambda op: sparse_paged() | {"indices": TOKENS, "counts": torch.full((2, 4), 3).int()},
+}
 
 
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("bad", BAD_TABLE.values(), ids=BAD_TABLE)
 def test_a_bad_table_is_named(op: str, bad: tuple[dict[str, Any], str, str]) -> None:
     changes, what, limit = bad
+    if op == "sparse_attention" and what.startswith("page_table[1, 2]"):  # by its ninth token
+        changes = changes | {"indices": TOKENS.clamp(min=8)}
     assert_refused(op, CALLS[op](op) | changes, what, limit)
+
+
+@pytest.mark.parametrize("settings", [{}, {"validate": "always"}], ids=["", "always"])
+@pytest.mark.parametrize("page_id", [-1, -(2**31), 99])
+@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+@pytest.mark.parametrize("window", [None, (4, None), (2, 3), (0, 0), (None, 2)])
+@pytest.mark.parametrize("op", PAGED)
+def test_pages_that_no_query_sees_have_any_id(
+    op: str, window: tuple[int | None, int | None] | None, causal: bool | str, page_id: int, settings: dict[str, Any]
+) -> None:
+    """One more page is an error: seen is what the oracle's mask shows of it."""
+    table = int32([0, 1, 2], [3, 4, 0])
+    given = good(op) | {"window": window, "causal": causal, "page_table": table, "seqlens_k": int32(12, 8)}
+    for name, tensor in given.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            given[name] = torch.randn_like(tensor.repeat(1, 1, 2, 1) if name.startswith("q") else tensor)
+    call = make_request("plan", op, (), given).build()
+    seen = allowed(call).any(1).unflatten(1, (3, 4)).any(2)
+    hidden = table.masked_fill(~seen, page_id)
+    right = perform(op, given)
+    with portattn.settings(**settings):
+        assert torch.equal(perform(op, given | {"page_table": hidden}), right)
+        for sequence, place in seen.nonzero().tolist():
+            wrong = table.clone()
+            wrong[sequence, place] = page_id
+            what = f"page_table[{sequence}, {place}] is {page_id}"
+            assert_refused(op, given | {"page_table": wrong}, what, "must be in 0..4, the pages of the cache")
+
+
+def test_pages_without_a_chosen_token_have_any_id() -> None:
+    given = sparse_paged() | {"indices": TOKENS, "counts": torch.full((2, 4), 2).int()}
+    hidden = given | {"page_table": int32([0, 1, -1], [3, 4, 77])}
+    assert torch.equal(perform("sparse_attention", hidden), perform("sparse_attention", given))
 
 
 @pytest.mark.parametrize("op", CALLS)

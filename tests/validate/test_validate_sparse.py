@@ -157,7 +157,8 @@ BAD_PAGES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"indices": indices(0, 0, 12), "seqlens_k": None}, "indices[1, 2, 2] is 12", "must be below 12",
     ),
     "an id of a full table": (
-        {"seqlens_k": None, "page_table": int32([0, 1, 2], [3, 4, 5])}, "page_table[1, 2] is 5", "must be in 0..4",
+        {"seqlens_k": None, "page_table": int32([0, 1, 2], [3, 4, 5]), "indices": indices(0, 8, 0)},
+        "page_table[1, 2] is 5", "must be in 0..4",
     ),
 }  # fmt: skip
 

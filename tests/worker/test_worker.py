@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from places import ROOT
 from support import fake_python
 from worker_children import SECONDS, running
 
@@ -123,6 +125,30 @@ def test_a_child_is_started_ahead_of_its_first_request() -> None:
         reply = worker.request("hello", SECONDS)
         assert worker._child.process.pid == started
     assert reply.outcome == "ok", reply
+
+
+TELLS = """\
+def where(request, enter):
+    import portattn.backends, portattn.errors, portattn.quirks
+    parts = (portattn, portattn.errors, portattn.backends, portattn.quirks)
+    return {"facts": {part.__name__: part.__file__ for part in parts}}
+"""
+
+
+@pytest.mark.parametrize("runs", ["kernels", "interpreter"])
+def test_a_child_imports_its_parents_portattn_whatever_else_is_found_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Literal["kernels", "interpreter"]
+) -> None:
+    (tmp_path / "portattn").mkdir()
+    (tmp_path / "portattn" / "__init__.py").write_text("raise SystemExit('another portattn')\n")
+    (tmp_path / "tells").mkdir()
+    (tmp_path / "tells" / "where.py").write_text(TELLS)
+    monkeypatch.chdir(tmp_path)
+    with Worker(environment={"PYTHONPATH": str(tmp_path)}, runs=runs) as worker:
+        reply = worker.request("tells.where:where", SECONDS)
+    assert reply.outcome == "ok", reply
+    parts = ("portattn/__init__.py", "portattn/errors.py", "backends/__init__.py", "quirks/__init__.py")
+    assert list(reply.facts.values()) == [str(ROOT / part) for part in parts]
 
 
 def test_what_fails_ahead_is_told_at_the_first_request(tmp_path: Path) -> None:

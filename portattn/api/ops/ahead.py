@@ -12,6 +12,7 @@ from portattn.api.perform import plan_request
 from portattn.api.prepare import Prepared
 from portattn.api.request import Request, request_of
 from portattn.api.tracing import are_transformed
+from portattn.api.unknown_arguments import short_traceback
 from portattn.config import current
 from portattn.errors import ArgumentError, TracingError
 from portattn.planning.planner import plan as plan_problem
@@ -20,6 +21,7 @@ from portattn.schema.ops import PUBLIC
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+from portattn.schema.toolchain import Toolchain
 
 _PLANNERS = ("plan", "explain")  # they take a Problem too
 
@@ -28,8 +30,10 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
     """How a call would run, without running it.
 
     op          the operation's name, "attention" say; or a Problem
-    args, kwargs  the operation's own arguments: plans for the tensors' device. Of a Problem: the Target alone, also of
-                a machine that is not here; compile records of this machine's cache are not consulted then
+    args, kwargs  the operation's own arguments, planned for the tensors' device; or for another machine, which need not
+                be here, with two keywords more: target="h100", a name that `portattn.target` takes or a Target, and
+                toolchain="triton==3.6.0" (None: this machine's). Of a Problem these two alone. Compile records of this
+                machine's cache are not consulted where a target is given
 
     Returns the Plan: path, kernel, quirks applied, and a reason for each path that is not taken. Nothing is launched.
 
@@ -42,8 +46,12 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
     >>> problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=16, seq_k=16, head_dim=64)
     >>> portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0")).kernel
     'dense_forward'
+    >>> half = q.half()
+    >>> portattn.plan("attention", half, half, half, target="h100", toolchain="triton==3.6.0").target
+    'cuda:sm_90'
     """
-    return _planned("plan", op, args, kwargs)
+    with short_traceback:
+        return _planned("plan", op, args, kwargs)
 
 
 def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
@@ -61,7 +69,8 @@ def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
     >>> print(portattn.explain("attention", q, q, q).splitlines()[0])
     attention q (1,8,16,64) kv (1,8,16,64) fp32
     """
-    return _planned("explain", op, args, kwargs).explain()
+    with short_traceback:
+        return _planned("explain", op, args, kwargs).explain()
 
 
 def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
@@ -86,24 +95,50 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
     >>> torch.equal(out, portattn.attention(q, k, v, causal=True))
     True
     """
-    return Prepared(make_request("prepare", op, args, kwargs))
+    with short_traceback:
+        return Prepared(make_request("prepare", op, args, kwargs))
 
 
 def _planned(asker: str, op: str | Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if isinstance(op, Problem):
-        target = args[0] if args else kwargs.pop("target", None)
-        taken = f"{asker}(problem, target) takes a Problem and a Target, as portattn.target('BACKEND:ARCH') makes one"
-        if len(args) > 1 or kwargs:
-            others = *args[1:], *kwargs
-            raise ArgumentError(asker, "arguments", tuple(_briefly(one) for one in others), f"{taken}, and no more")
-        if not isinstance(target, Target):
-            raise ArgumentError(asker, "target", _briefly(target), f"{taken}{_unknown(target)}")
-        return plan_problem(op, target, settings=current())
-    if "target" in kwargs:
-        target = kwargs["target"]
-        limit = f"goes with a Problem, {asker}(problem, target): a call is planned for its tensors' device"
-        raise ArgumentError(asker, "target", _briefly(target), f"{limit}{_unknown(target)}")
-    return plan_request(make_request(asker, op, args, kwargs))
+        return plan_problem(op, _target_of_problem(asker, *args, **kwargs), settings=current())
+    elsewhere = {name: kwargs.pop(name) for name in ("target", "toolchain") if name in kwargs}
+    request = make_request(asker, op, args, kwargs)
+    return plan_request(request, _target(asker, **elsewhere) if elsewhere else None)
+
+
+_MISSING = object()
+
+
+def _target_of_problem(
+    asker: str, target: Any = _MISSING, toolchain: Any = None, *more: Any, **others: Any
+) -> Target:  # fmt: skip
+    if target is _MISSING or more or others:
+        given = (*(() if target is _MISSING else (target,)), *more, *others)
+        limit = f"must be a target and a toolchain: {asker}(problem, 'h100', 'triton==3.6.0')"
+        raise ArgumentError(asker, "arguments", tuple(_briefly(one) for one in given), limit)
+    return _target(asker, target, toolchain)
+
+
+def _target(asker: str, target: Any = None, toolchain: Any = None) -> Target:
+    """Return the Target of a target's name and a toolchain, or the one that is given."""
+    if toolchain is not None and not isinstance(toolchain, (str, Toolchain)):
+        limit = "must be a text, as 'triton==3.6.0', a Toolchain, or None for this machine's"
+        raise ArgumentError(asker, "toolchain", _briefly(toolchain), limit)
+    if isinstance(target, Target):
+        if toolchain is not None:
+            limit = f"goes with a target's name: {target} has its own"
+            raise ArgumentError(asker, "toolchain", str(toolchain), limit)
+        return target
+    if not isinstance(target, str):
+        limit = "must be a target's name, as 'h100' or 'cuda:sm_90', or a Target, as portattn.target('h100') makes one"
+        raise ArgumentError(asker, "target", _briefly(target), limit)
+    try:
+        return parse_target(target, toolchain)
+    except ArgumentError as error:
+        if error.argument == "toolchain":
+            raise ArgumentError(asker, "toolchain", toolchain, error.limit) from None
+        raise ArgumentError(asker, "target", target, error.limit) from None
 
 
 def _briefly(value: object) -> object:
@@ -111,16 +146,6 @@ def _briefly(value: object) -> object:
     if isinstance(value, Target):
         return str(value)
     return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__
-
-
-def _unknown(target: object) -> str:
-    """What an error adds where a target is a text that names none: the nearest names."""
-    if isinstance(target, str):
-        try:
-            parse_target(target, "none")
-        except ArgumentError as error:
-            return f"; {target!r} names none: {error.limit}"
-    return ""
 
 
 def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:

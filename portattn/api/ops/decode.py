@@ -9,7 +9,7 @@ import torch
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
-from portattn.api.unknown_arguments import operation
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -27,6 +27,7 @@ def decode_attention(
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -57,11 +58,15 @@ def decode_attention(
                 for each token, multiply them all, and may be absent.
                 (B, Hk, Smax, D/16) and (B, Hk, Smax, Dv/16), in the caches' layout, the last axis contiguous
     leftpad_k   (B,) int32: padding rows before a sequence's first key
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     causal      True or "bottom_right": query i sees what ends Sq-1-i keys before the last (speculative decoding);
                 "top_left": query i sees keys 0..i; False: no mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
                 a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
+    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
+                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
+                is. causal and window hide keys beside it. None for no chunks
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
@@ -103,6 +108,9 @@ def decode_attention(
             q, k_cache, v_cache, k_scale, v_scale, k_block_scale, v_block_scale, alibi_slopes, sinks, bias, mask,
             tree_mask, seqlens_k, leftpad_k,
         ),
-        (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+        (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, backend, validate),
     )  # fmt: skip
-    return perform(request_of("decode_attention", locals())) if found is None else found
+    if found is None:
+        with short_traceback:
+            return perform(request_of("decode_attention", locals()))
+    return found

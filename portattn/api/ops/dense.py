@@ -12,7 +12,7 @@ from portattn.api.jagged import are_jagged, packed, unpacked
 from portattn.api.ops.varlen import varlen_attention
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
-from portattn.api.unknown_arguments import operation
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -27,6 +27,7 @@ def attention(
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -56,12 +57,16 @@ def attention(
                 finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
                 numbers count as they are without. int8 must have those of q and k, also one for each token and
                 head, (B, Hq, Sq) and (B, Hk, Sk) in the layout; v is then of 16 bits without a scale
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device, and breaks a graph of torch.compile
     causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
                 "top_left": query i sees keys 0..i (SDPA's is_causal); False: no mask
     window      (left, right), inclusive: a query sees that many keys before and after its own position, which is
                 aligned as `causal` says (bottom-right without one). None or -1 on a side: no limit. A model that
                 speaks of a window of W keys with the query's own among them means (W - 1, 0)
+    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
+                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
+                is. causal and window hide keys beside it. None for no chunks
     softcap     scores become softcap·tanh(score / softcap), before anything is added to them; None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value (attention sinks). The LSE
@@ -134,7 +139,20 @@ def attention(
             leftpad_k,
             dropout_seed,
         ),
-        (scale, causal, window, softcap, block_size, dropout_p, out_dtype, return_lse, layout, backend, validate),
+        (
+            scale,
+            causal,
+            window,
+            chunk,
+            softcap,
+            block_size,
+            dropout_p,
+            out_dtype,
+            return_lse,
+            layout,
+            backend,
+            validate,
+        ),
     )
     if found is not None:
         return found
@@ -142,7 +160,8 @@ def attention(
         # By name: dynamo's locals() are not those of the source where it has broken the graph.
         given = {
             "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
-            "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "scale": scale, "causal": causal, "window": window, "chunk": chunk,
+            "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "block_mask": block_mask,
             "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,
@@ -150,4 +169,5 @@ def attention(
             "backend": backend, "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
-    return perform(request_of("attention", locals() | {"block_mask": blocks}))
+    with short_traceback:
+        return perform(request_of("attention", locals() | {"block_mask": blocks}))

@@ -11,7 +11,7 @@ from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
-from portattn.api.unknown_arguments import operation
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -28,6 +28,7 @@ def mla_attention(
     max_seqlen_q: int | None = None,
     causal: bool | str = False,
     window: Window | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -64,6 +65,9 @@ def mla_attention(
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
                 a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
+    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
+                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
+                is. causal and window hide keys beside it. None for no chunks
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (H,) or (B, H) float32: scores lose slope·|distance| (ALiBi)
     sinks       (H,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
@@ -110,7 +114,10 @@ def mla_attention(
             q_nope, q_rope, kv_pages, kv_pages, kv_scale, kv_scale, page_table, seqlens_k, alibi_slopes, sinks, bias,
             mask, tree_mask, cu_seqlens_q,
         ),
-        (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+        (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, backend, validate),
         (max_seqlen_q,),
     )  # fmt: skip
-    return perform(request_of(op, locals())) if found is None else found
+    if found is None:
+        with short_traceback:
+            return perform(request_of(op, locals()))
+    return found

@@ -11,7 +11,7 @@ from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
-from portattn.api.unknown_arguments import operation
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -31,6 +31,7 @@ def paged_attention(
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -53,9 +54,9 @@ def paged_attention(
                 and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D).
                 Of q's dtype, or quantised, with q in float16 or bfloat16: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz
                 or int8, both alike, or uint8, D/2 and Dv/2 wide: int4, two numbers a byte (docs/low-precision.md)
-    page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order; entries past its length
-                are never used. Or a PageTable, whose lengths each call computes (six small kernels; in a hot path
-                give `table.pages` and `table.seqlens(page_size)`)
+    page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order. Of pages past its length,
+                or that window and causal mask hide from every query, any id (−1). Or a PageTable, whose lengths each
+                call computes (six small kernels; in a hot path give `table.pages` and `table.seqlens(page_size)`)
     seqlens_k   (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head: (P, page, Hk), with hpd (P, Hk, page), of any
@@ -66,11 +67,15 @@ def paged_attention(
                 (P, page, Hk, D/16) and (P, page, Hk, Dv/16), or with heads first as the pages; the last axis contiguous
     cu_seqlens_q  (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q
     max_seqlen_q  rows of the longest sequence of packed queries, or more, if known
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     causal      True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
                 a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
+    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
+                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
+                is. causal and window hide keys beside it. None for no chunks
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
@@ -118,7 +123,10 @@ def paged_attention(
             q, k_pages, v_pages, k_scale, v_scale, k_block_scale, v_block_scale, page_table, seqlens_k, alibi_slopes,
             sinks, bias, mask, tree_mask, cu_seqlens_q,
         ),
-        (scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
+        (scale, causal, window, chunk, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
         (max_seqlen_q,),
     )  # fmt: skip
-    return perform(request_of("paged_attention", locals())) if found is None else found
+    if found is None:
+        with short_traceback:
+            return perform(request_of("paged_attention", locals()))
+    return found

@@ -11,7 +11,7 @@ from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, request_of
-from portattn.api.unknown_arguments import operation
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -62,7 +62,8 @@ def sparse_attention(
                 Angles are between q and k as given: keys that were centred before they were hashed must be here
     page_table  (B, pages a sequence) int32, or a PageTable, where k_cache and v_cache are pages; None where they are
                 contiguous
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance|; the query's position is that of the last key
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
@@ -74,7 +75,7 @@ def sparse_attention(
     backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
     validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
 
-    A causal mask, a window, a mask or a bias are choices of tokens or log_weights here.
+    A causal mask, a window, a chunk, a mask or a bias are choices of tokens or log_weights here.
 
     Returns out (B, Hq, 1, Dv) in q's dtype and layout; with return_lse, (out, lse). A head without tokens gives 0 and
     -inf.
@@ -112,5 +113,6 @@ def sparse_attention(
     if found is None:
         if constants is None and magicpig is not None:
             magicpig = sampling["magicpig_bits"], sampling["magicpig_tables"]
-        found = perform(request_of(op, locals()))
+        with short_traceback:
+            return perform(request_of(op, locals()))
     return found

@@ -9,7 +9,7 @@ import torch
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
-from portattn.api.unknown_arguments import operation
+from portattn.api.unknown_arguments import operation, short_traceback
 
 
 @operation
@@ -28,6 +28,7 @@ def varlen_attention(
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -54,11 +55,15 @@ def varlen_attention(
                 their queries and keys may differ in number
     max_seqlen_q, max_seqlen_k  rows of the longest sequence, or more: with less, what longer sequences give is
                 undefined
-    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
+                accelerator waits for the device
     causal      True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
                 a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
+    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
+                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
+                is. causal and window hide keys beside it. None for no chunks
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
@@ -91,7 +96,10 @@ def varlen_attention(
     found = try_cached(
         "varlen_attention",
         (q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dropout_seed),
-        (scale, causal, window, softcap, dropout_p, out_dtype, return_lse, backend, validate),
+        (scale, causal, window, chunk, softcap, dropout_p, out_dtype, return_lse, backend, validate),
         (max_seqlen_q, max_seqlen_k),
     )
-    return perform(request_of("varlen_attention", locals())) if found is None else found
+    if found is None:
+        with short_traceback:
+            return perform(request_of("varlen_attention", locals()))
+    return found

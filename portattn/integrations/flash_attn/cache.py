@@ -2,7 +2,8 @@
 
 Two routes. A cache of the queries' own sequences is append_kv's and decode_attention's (attention's with many queries).
 Everything else is write_pages' and paged_attention's: with a block table the pages are the table's; with
-cache_batch_idx or packed queries each sequence of the cache is one page, so that nothing is copied.
+cache_batch_idx or packed queries each sequence of the cache is one page, so that nothing is copied. Packed queries over
+a left-padded cache are padded to a batch for it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,18 @@ def _attended(call: Cached) -> Any:
     casts = autocast.is_on(call.q)
     call = _in_one_dtype(replace(call, max_seqlen_q=size_of(call.max_seqlen_q)), casts)
     with _without_autocast(call) if casts else nullcontext():
-        before = _lengths(call)
+        before, total = _lengths(call), call.q.shape[0]
         check_values(call, before)
+        if call.table is not None and call.batch_idx is not None:
+            rows = call.batch_idx.clamp(0, call.table.shape[0] - 1).long()
+            call = replace(call, table=call.table[rows], batch_idx=None)
         if call.cos is not None:
+            call = replace(call, cos=rotary.as_written(call.cos, call.q), sin=rotary.as_written(call.sin, call.q))
             turned = rotary.rotated(call.q, call.cos, call.sin, query_positions(call, before), call.interleaved)
             call = replace(call, q=turned)
+        beginnings = call.cu_seqlens_q if call.leftpad is not None else None
+        if beginnings is not None:  # packed queries have no mask, which hides the padding
+            call = replace(call, q=_last_rows(call), cu_seqlens_q=None, max_seqlen_q=None)
         if not call.appends:
             operation, given = _attention(call, before)
         else:
@@ -55,7 +63,29 @@ def _attended(call: Cached) -> Any:
             operation, given = _attention(call, torch.where(before < 0, 0, before + new).to(torch.int32))
             _validated(operation, given)
             _write(call, before)
-        return getattr(ops, operation)(**given)
+        found = getattr(ops, operation)(**given)
+    return found if beginnings is None else _packed(found, beginnings, total)
+
+
+def _last_rows(call: Cached) -> torch.Tensor:
+    """Return packed queries (Tq, H, D) as a batch (B, longest, H, D), each sequence's at the end, where the last query
+    and the last key are aligned. Rows before them are any others'."""
+    total = call.q.shape[0]
+    longest = min(call.max_seqlen_q, total)
+    source = call.cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=call.q.device)
+    return call.q[source.clamp(0, max(total - 1, 0))]
+
+
+def _packed(found: Any, beginnings: torch.Tensor, total: int) -> Any:
+    """Return results of `_last_rows` as those of the packed queries: 0 and -inf after the last sequence."""
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    sequence, within = places(beginnings, total)
+    row = (out.shape[1] - beginnings.diff()[sequence] + within).clamp(0, max(out.shape[1] - 1, 0))
+    counts = torch.arange(total, device=out.device) < beginnings[-1]
+    out = torch.where(counts[:, None, None], out[sequence, row], 0.0).to(out.dtype)
+    if lse is None:
+        return out
+    return out, torch.where(counts[:, None], lse[sequence, :, row], -torch.inf).t()
 
 
 def _without_autocast(call: Cached) -> AbstractContextManager[Any]:
@@ -131,8 +161,8 @@ def _attention(call: Cached, after: torch.Tensor) -> tuple[str, dict[str, Any]]:
             "max_seqlen_q": call.max_seqlen_q,
         }  # fmt: skip
         if call.leftpad is not None:  # the mask hides the padding; all else is aligned at the last key
-            key = torch.arange(table.shape[1] * call.k_cache.shape[1], device=call.q.device)
-            given["mask"] = (key >= call.leftpad[:, None])[:, None, None]
+            keys = table.shape[1] * call.k_cache.shape[1]
+            given["mask"] = _beyond_padding(call.leftpad, after, call.q.shape[1], keys, given.pop("chunk", None))
         return "paged_attention", given
     # portattn counts the keys after the padding, flash_attn all rows up to the last key.
     if call.leftpad is not None:
@@ -142,6 +172,19 @@ def _attention(call: Cached, after: torch.Tensor) -> tuple[str, dict[str, Any]]:
         given |= {"k_cache": call.k_cache, "v_cache": call.v_cache, "num_splits": call.num_splits}
         return "decode_attention", given | {"k_scale": k_scale, "v_scale": v_scale}
     return "attention", given | {"k": call.k_cache, "v": call.v_cache}
+
+
+def _beyond_padding(
+    leftpad: torch.Tensor, after: torch.Tensor, rows: int, keys: int, chunk: int | None
+) -> torch.Tensor:
+    """Return the mask (B, 1, 1 or rows, keys) of keys after the left padding; chunks count from the first of them."""
+    key = torch.arange(keys, device=leftpad.device) - leftpad[:, None, None]
+    mask = key >= 0
+    if chunk:
+        row = torch.arange(rows, device=leftpad.device)[:, None]
+        position = row + (after - leftpad).clamp(min=0)[:, None, None] - rows
+        mask = mask & (key // chunk == position // chunk)
+    return mask[:, None]
 
 
 def _table(call: Cached) -> torch.Tensor:
@@ -188,7 +231,7 @@ def _write(call: Cached, before: torch.Tensor) -> None:
         return
     if not call.batch:
         return
-    first = before if call.rotary_seqlens is None else call.rotary_seqlens
+    first = before if call.rotation is None else call.rotation
     positions = None
     if call.cu_seqlens_k_new is None:
         k, v, slots = call.k.flatten(0, 1), call.v.flatten(0, 1), _slots(call, before)

@@ -12,10 +12,10 @@ import torch
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn import rotary
-from portattn.integrations.flash_attn.calls import lengths_of
+from portattn.integrations.flash_attn.calls import lengths_of, size_of
 from portattn.integrations.flash_attn.probabilities import Scores
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT
-from portattn.validate.checks import check_dense
+from portattn.validate.checks import check_dense, check_size, has_no_data
 from portattn.validate.values import cu_seqlens, reads
 
 
@@ -64,8 +64,13 @@ class Cached:
 
     @property
     def by_slots(self) -> bool:
-        others = (self.table, self.batch_idx, self.cu_seqlens_q, self.cu_seqlens_k_new, self.rotary_seqlens)
+        others = (self.table, self.batch_idx, self.cu_seqlens_q, self.cu_seqlens_k_new, self.rotation)
         return any(value is not None for value in others)
+
+    @property
+    def rotation(self) -> Any:
+        """Where the rotation begins, if not at cache_seqlens. Without rotary tables rotary_seqlens says nothing."""
+        return None if self.cos is None else self.rotary_seqlens
 
 
 def check(call: Cached) -> None:
@@ -89,18 +94,8 @@ def check(call: Cached) -> None:
         raise ArgumentError(op, name, None, "must be given too: rotary_cos and rotary_sin go together")
     if call.cos is not None and not call.appends:
         raise ArgumentError(op, "rotary_cos", tuple(call.cos.shape), "goes with k and v, which are not given")
-    for name in ("rotary_seqlens", "cu_seqlens_k_new"):
-        needed = call.cos if name == "rotary_seqlens" else call.k
-        if getattr(call, name) is not None and needed is None:
-            with_what = "rotary_cos and rotary_sin" if name == "rotary_seqlens" else "k and v"
-            raise ArgumentError(op, name, tuple(getattr(call, name).shape), f"goes with {with_what}")
-    if call.batch_idx is not None and call.table is not None:
-        given = tuple(call.batch_idx.shape) if isinstance(call.batch_idx, torch.Tensor) else call.batch_idx
-        limit = f"is not taken with {call.table_name}, which says itself where a sequence lies"
-        raise ArgumentError(op, "cache_batch_idx", given, limit)
-    if call.leftpad is not None and call.cu_seqlens_q is not None:
-        limit = "is not taken with cu_seqlens_q: packed queries have no mask of their own; pad the queries to a batch"
-        raise ArgumentError(op, "cache_leftpad", tuple(call.leftpad.shape), limit)
+    if call.cu_seqlens_k_new is not None and call.k is None:
+        raise ArgumentError(op, "cu_seqlens_k_new", tuple(call.cu_seqlens_k_new.shape), "goes with k and v")
     if call.cu_seqlens_q is not None:
         lengths_of(op, "cu_seqlens_q", call.cu_seqlens_q)
         if not call.cu_seqlens_q.shape[0]:
@@ -109,11 +104,16 @@ def check(call: Cached) -> None:
         _check_new_beginnings(call)
     if call.cu_seqlens_q is not None and call.max_seqlen_q is None:
         raise ArgumentError(op, "max_seqlen_q", None, "must be given with cu_seqlens_q")
+    if call.cu_seqlens_q is not None and call.leftpad is not None:
+        check_size(op, "max_seqlen_q", size_of(call.max_seqlen_q))
     if call.table is None and call.batch_idx is None and call.k_cache.shape[0] != call.batch:
         raise ArgumentError(op, "k_cache's batch", call.k_cache.shape[0], f"must be q's, {call.batch}")
     if call.table is not None and (not isinstance(call.table, torch.Tensor) or call.table.ndim != 2):
         given = tuple(call.table.shape) if isinstance(call.table, torch.Tensor) else type(call.table).__name__
         raise ArgumentError(op, call.table_name, given, "must be an int32 torch.Tensor (batch, pages a sequence)")
+    if call.table is not None and call.batch_idx is not None and call.batch and not call.table.shape[0]:
+        limit = "must have a row for each sequence that cache_batch_idx names"
+        raise ArgumentError(op, f"{call.table_name}.shape", tuple(call.table.shape), limit)
     _check_lengths(call)
     if call.cos is not None:
         rotary.check_tables(op, call.cos, call.sin, call.q if call.q.dtype not in KV_FORMAT else call.q.bfloat16())
@@ -176,9 +176,14 @@ def _check_lengths(call: Cached) -> None:
 
 
 def check_values(call: Cached, before: torch.Tensor) -> None:
-    """Lengths and indices, read back where the setting says so: on a CPU."""
-    if torch.compiler.is_dynamo_compiling() or not reads(current(), call.q):
+    """Check lengths and indices, read back where the setting says so: on a CPU."""
+    if torch.compiler.is_dynamo_compiling():
         return
+    if not reads(current(), call.q):
+        _check_longest(call, before)
+        return
+    if call.cu_seqlens_q is not None and call.leftpad is not None:
+        cu_seqlens(call.op, "q", call.cu_seqlens_q, call.q.shape[0], call.max_seqlen_q)
     if call.cu_seqlens_k_new is not None:
         cu_seqlens(call.op, "k_new", call.cu_seqlens_k_new, call.k.shape[0], call.k.shape[0])
     rows = [0] * call.batch
@@ -187,17 +192,16 @@ def check_values(call: Cached, before: torch.Tensor) -> None:
         rows = [whole] * call.batch if call.cu_seqlens_k_new is None else call.cu_seqlens_k_new.diff().tolist()
     pads = [0] * call.batch if call.leftpad is None else call.leftpad.tolist()
     for index, (length, new, pad) in enumerate(zip(before.tolist(), rows, pads, strict=True)):
-        room = call.capacity - new
-        if length > room or (length < 0 and not call.appends):
-            limit = f"must be in 0..{room}, for {new} new rows of {call.capacity}"
-            raise ArgumentError(call.op, f"cache_seqlens[{index}]", length, limit)
+        if length > call.capacity - new or (length < 0 and not call.appends):
+            raise _no_room(call, f"cache_seqlens[{index}]", length, new)
         if not 0 <= pad <= max(length, 0):
             raise ArgumentError(
                 call.op, f"cache_leftpad[{index}]", pad, f"must be in 0..{length}, cache_seqlens[{index}]"
             )
+    sequences = (call.k_cache if call.table is None else call.table).shape[0]
     for index, place in enumerate([] if call.batch_idx is None else call.batch_idx.tolist()):
-        if not 0 <= place < call.k_cache.shape[0]:
-            limit = f"must be in 0..{call.k_cache.shape[0] - 1}, the sequences of the cache"
+        if not 0 <= place < sequences:
+            limit = f"must be in 0..{sequences - 1}, the sequences of the cache"
             raise ArgumentError(call.op, f"cache_batch_idx[{index}]", place, limit)
     if call.cos is not None and call.q.numel():
         positions = query_positions(call, before)
@@ -207,11 +211,33 @@ def check_values(call: Cached, before: torch.Tensor) -> None:
             raise ArgumentError(call.op, "rotary_cos.shape[0]", call.cos.shape[0], limit)
 
 
+def _check_longest(call: Cached, before: torch.Tensor) -> None:
+    """Check that pages hold the longest sequence, on a GPU that waits for it: flash_attn's generation 2 does so.
+
+    A graph under capture cannot read anything back; rows beyond the pages then go nowhere.
+    """
+    if call.table_name != "block_table" or call.table is None or not before.numel() or call.q.device.type != "cuda":
+        return
+    if current().validate == "never" or has_no_data(call.q) or torch.cuda.is_current_stream_capturing():
+        return
+    longest, new = int(before.max()), call.k.shape[1] if call.appends else 0
+    if longest > call.capacity - new:
+        raise _no_room(call, "cache_seqlens.max()", longest, new)
+
+
+def _no_room(call: Cached, name: str, length: int, new: int) -> ArgumentError:
+    limit = f"must be in 0..{call.capacity - new}, for {new} new rows of {call.capacity}"
+    if call.table is not None:
+        limit += f" in {call.table_name}'s {call.table.shape[1]} pages of {call.k_cache.shape[1]}"
+    return ArgumentError(call.op, name, length, limit)
+
+
 def query_positions(call: Cached, before: torch.Tensor) -> torch.Tensor:
     """(B, Sq) or (Tq,): where each query is, for its rotation. Without a mask that orders them, all of a sequence are
     where its new keys begin."""
-    first = before if call.rotary_seqlens is None else call.rotary_seqlens
-    ordered = call.scores.causal or call.scores.window is not None
+    first = before if call.rotation is None else call.rotation
+    scores = call.scores
+    ordered = scores.causal or scores.window is not None or scores.chunk is not None
     if call.cu_seqlens_q is None:
         return first[:, None] + torch.arange(call.q.shape[1], device=first.device) * int(ordered)
     if not call.batch:

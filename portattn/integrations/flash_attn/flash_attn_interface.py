@@ -5,16 +5,38 @@ docs/flash-attn.md lists what each argument does here, and what is refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from portattn.integrations.flash_attn.cache import attend_cached
 from portattn.integrations.flash_attn.cached_call import Cached
 from portattn.integrations.flash_attn.calls import dense, scores_of, varlen
-from portattn.integrations.flash_attn.naming import named
-from portattn.integrations.flash_attn.options import check_bool, check_packed, infinite, splits_of
+from portattn.integrations.flash_attn.low_level import (
+    USE_TRITON_ROCM,
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    flash_attn_gpu,
+)
+from portattn.integrations.flash_attn.options import check_bool, check_packed, infinite, named, splits_of
+from portattn.integrations.flash_attn.probabilities import _get_block_size_n
 
+__all__ = [
+    "USE_TRITON_ROCM",
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_get_block_size_n",
+    "flash_attn_func",
+    "flash_attn_gpu",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 Window = tuple[int, int]
 
 
@@ -31,7 +53,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of dense tensors, with flash_attn's arguments. Gradients flow to q, k, v and alibi_slopes.
 
     q         (B, Sq, Hq, D); float16, bfloat16 or float32; any strides
@@ -42,9 +64,10 @@ def flash_attn_func(
     window_size  (left, right), inclusive, around the query's own position, aligned at the last key; negative: no limit
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance|
-    deterministic  where gradients are asked for it goes with torch.use_deterministic_algorithms(True), which decides it
+    deterministic  gradients repeat their bits; inside torch.compile torch.use_deterministic_algorithms(True) decides
     return_attn_probs  also return the LSE, float32 (B, Hq, Sq), +inf where a row has nothing to attend, and S_dmask:
-              with dropout the probabilities (B, Hq, Sq, Sk), negative where they are dropped; without, no elements
+              with dropout (B, Hq, Sq, Sk), exp(score - the largest score of the key's block of columns and all later
+              ones), negative where the probability is dropped; without, no elements
 
     Returns out (B, Sq, Hq, Dv) in q's dtype; with return_attn_probs, (out, lse, S_dmask).
 
@@ -74,7 +97,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_func, of keys and values in one tensor.
 
     kv  (B, Sk, 2, Hk, D): keys, then values; read where they lie
@@ -106,7 +129,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_func, of queries, keys and values in one tensor.
 
     qkv  (B, S, 3, H, D): queries, keys, values; read where they lie
@@ -145,14 +168,14 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of packed sequences, with flash_attn's arguments. Gradients flow where there is no block_table.
 
     q         (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
     k, v      (Tk, Hk, D) and (Tk, Hk, Dv), likewise; with block_table pages (P, page, Hk, D) of any page size
     cu_seqlens_q, cu_seqlens_k  (B + 1,) int32; with block_table the latter's differences are the sequences' lengths
     max_seqlen_q, max_seqlen_k  rows of the longest sequence, or more
-    block_table  (B, pages a sequence) int32: page ids; goes without dropout and without gradients
+    block_table  (B, pages a sequence) int32: page ids; goes without dropout, and a backward pass raises
 
     The other arguments are flash_attn_func's. The LSE is (Hq, Tq), S_dmask (B, Hq, max_seqlen_q, max_seqlen_k).
 
@@ -189,7 +212,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_varlen_func, of keys and values in one tensor.
 
     kv  (Tk, 2, Hk, D): keys, then values; read where they lie
@@ -225,7 +248,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As flash_attn_varlen_func, of queries, keys and values in one tensor.
 
     qkv  (T, 3, H, D): queries, keys, values; read where they lie
@@ -270,7 +293,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Append k and v to a cache in place, and attend the cache. It computes without a graph, as flash_attn's does:
     tensors may require gradients, and the results require none.
 

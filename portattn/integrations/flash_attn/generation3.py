@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from portattn.api import autocast, ops
 from portattn.errors import ArgumentError
-from portattn.integrations.flash_attn.options import check_bool, check_deterministic, check_tensors
+from portattn.integrations.flash_attn.options import check_bool, check_tensors, forward_only, repeated_bits, splits_of
 from portattn.integrations.flash_attn.probabilities import Scores
+from portattn.schema.tensors import KV_FORMAT
 from portattn.validate.checks import check_dense
 
 
 def check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, sm_margin: Any) -> None:
-    """What sets how FlashAttention-3's kernels run, and the one mask that is not here. Raises ArgumentError."""
-    if type(num_splits) is not int or num_splits > 1:
-        limit = "must be up to 1: only flash_attn_with_kvcache splits keys over programs"
-        raise ArgumentError(op, "num_splits", num_splits, limit)
+    """Check the hints to FlashAttention-3's kernels and the size of a chunk. Raises ArgumentError."""
+    splits_of(op, num_splits)
     if pack_gqa is not None:
         check_bool(op, "pack_gqa", pack_gqa)
-    if type(attention_chunk) is not int or attention_chunk != 0:
-        limit = "must be 0: attention within chunks is portattn.attention's with a mask"
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        limit = "must be an integer ≥ 0, the keys of a chunk, or 0 for no chunks"
         raise ArgumentError(op, "attention_chunk", attention_chunk, limit)
     if type(sm_margin) is not int or sm_margin != 0:
         raise ArgumentError(op, "sm_margin", sm_margin, "must be 0: kernels leave no part of the device free")
@@ -40,14 +41,21 @@ def dense(
 ) -> Any:
     """out (B, Sq, Hq, Dv); with return_attn_probs, (out, lse). Raises ArgumentError."""
     check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
-    check_deterministic(op, deterministic, q, k, v, qv)
+    block = repeated_bits(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
     q_scale, k_scale, v_scale = descales
-    return ops.attention(
-        q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=wanted, layout="bshd",
+    attend = functools.partial(
+        ops.attention, q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=wanted, layout="bshd",
         **scores.arguments() | {"scale": scale},
     )  # fmt: skip
+    with block:
+        return by_dtype(op, attend, q, k, v)
+
+
+def by_dtype(op: str, attend: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Run a call; of float8 tensors, which have no gradient, its forward pass alone."""
+    return forward_only((op, "q.dtype", q.dtype), attend, q, k, v) if q.dtype in KV_FORMAT else attend()
 
 
 def with_qv(
@@ -76,8 +84,3 @@ def with_qv(
         raise ArgumentError(op, "qv", (tuple(qv.shape), qv.dtype), limit)
     width = q.shape[-1] + v.shape[-1]
     return torch.cat((q, qv), -1), torch.cat((k, v), -1), width**-0.5 if scale is None else scale
-
-
-def shape_of(value: Any) -> Any:
-    """What an error shows of an argument: a tensor's shape, anything else's type."""
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -14,8 +14,7 @@ import torch
 from portattn.integrations.flash_attn.cache import attend_cached
 from portattn.integrations.flash_attn.cached_call import Cached
 from portattn.integrations.flash_attn.calls import dense, scores_of, varlen
-from portattn.integrations.flash_attn.naming import named
-from portattn.integrations.flash_attn.options import check_bool, infinite, splits_of
+from portattn.integrations.flash_attn.options import check_bool, infinite, named, splits_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 Window = tuple[int, int]

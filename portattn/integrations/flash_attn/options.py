@@ -1,16 +1,71 @@
-"""flash_attn's arguments as portattn's operations have them."""
+"""flash_attn's arguments as portattn's operations have them, and portattn's errors in flash_attn's names."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 
+from portattn.config import Settings, current, using
 from portattn.errors import ArgumentError
 from portattn.validate import wants_gradients
 from portattn.validate.checks import check_dense, check_number
+from portattn.validate.layouts import without_layout
 
 Window = tuple[int | None, int | None]
+Function = TypeVar("Function", bound=Callable[..., object])
+_WORD = re.compile(r"[A-Za-z_]\w*")
+# By operation's name -> flash_attn's. Functions that call an argument otherwise say so (`named`).
+NAMES = {
+    "scale": "softmax_scale", "window": "window_size", "num_splits": "num_splits", "seqlens_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin", "q_scale": "q_descale",
+    "k_scale": "k_descale", "v_scale": "v_descale",
+}  # fmt: skip
+
+
+class FlashAttnError(ArgumentError, RuntimeError):
+    """An ArgumentError of a flash_attn function: a RuntimeError too, which flash_attn's own checks raise."""
+
+
+def named(**others: str) -> Callable[[Function], Function]:
+    """Return a decorator: an ArgumentError of the function is a FlashAttnError with the caller's names.
+
+    others  the names of arguments in portattn -> in the function, beside NAMES
+    """
+    names = NAMES | others
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            if torch.compiler.is_dynamo_compiling():  # errors come out of the compiler then, in its own words
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except ArgumentError as error:
+                raise in_their_names(error, function.__name__, names) from None
+
+        return cast("Function", call)
+
+    return decorate
+
+
+def in_their_names(error: ArgumentError, function: str, names: dict[str, str]) -> FlashAttnError:
+    """Return the same error with the names of a flash_attn function and its arguments."""
+    if error.op == function:
+        return FlashAttnError(error.op, error.argument, error.value, error.limit)
+    limit = without_layout(error.limit, ("q", "k", "v"))
+    if "kvpacked" in function:
+        limit = limit.replace("k.transpose(1, 2), v.transpose(1, 2)", "kv.transpose(1, 3)")
+
+    def other(match: re.Match[str]) -> str:
+        return names.get(match[0], match[0])
+
+    return FlashAttnError(function, _WORD.sub(other, error.argument), error.value, _WORD.sub(other, limit))
 
 
 def check_bool(op: str, name: str, value: Any) -> bool:
@@ -21,10 +76,14 @@ def check_bool(op: str, name: str, value: Any) -> bool:
 
 
 def window_of(op: str, window_size: Any, causal: bool) -> Window | None:
-    """(left, right) with None for no limit, which every negative number is; None where neither side has one."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    """Return (left, right) with None for no limit, which every negative number is; None if neither side has a limit.
+
+    Tensors and NumPy arrays are read back, as flash_attn does: a pair of them, or one of two elements.
+    """
+    sides = window_size.tolist() if hasattr(window_size, "tolist") else window_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise ArgumentError(op, "window_size", window_size, "must be two integers (left, right); negative for no limit")
-    left, right = (_side(op, window_size, side) for side in window_size)
+    left, right = (_side(op, window_size, side) for side in sides)
     if causal:
         right = None  # the mask has that side
     return None if left is None and right is None else (left, right)
@@ -33,6 +92,7 @@ def window_of(op: str, window_size: Any, causal: bool) -> Window | None:
 def _side(op: str, window_size: Any, side: Any) -> int | None:
     if side is None:
         return None
+    side = side.tolist() if hasattr(side, "tolist") else side
     if isinstance(side, (bool, float)) or not hasattr(side, "__index__"):
         raise ArgumentError(op, "window_size", window_size, "must be two integers (left, right); negative for no limit")
     return None if side < 0 else side
@@ -51,12 +111,56 @@ def splits_of(op: str, num_splits: Any) -> int | None:
     return num_splits if num_splits > 0 else None
 
 
-def check_deterministic(op: str, deterministic: Any, *tensors: torch.Tensor | None) -> None:
-    """Refuse what one call cannot ask for: a backward pass that repeats its bits, on whatever path it runs."""
+def repeated_bits(op: str, deterministic: Any, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
+    """Return the block in which a call's backward pass repeats its bits, if the call asks for it.
+
+    A graph has one setting for all calls, torch's own.
+    """
     asked = check_bool(op, "deterministic", deterministic)
-    if asked and wants_gradients(*tensors) and not torch.are_deterministic_algorithms_enabled():
-        limit = "goes with torch.use_deterministic_algorithms(True), which decides it for all operators, and it is off"
-        raise ArgumentError(op, "deterministic", deterministic, limit)
+    if not asked or torch.are_deterministic_algorithms_enabled():
+        return nullcontext()
+    if torch.compiler.is_dynamo_compiling():
+        if wants_gradients(*tensors):
+            limit = "goes with torch.use_deterministic_algorithms(True) inside torch.compile, and it is off"
+            raise ArgumentError(op, "deterministic", deterministic, limit)
+        return nullcontext()
+    return using(_deterministic(current()))
+
+
+@functools.lru_cache
+def _deterministic(settings: Settings) -> Settings:
+    return msgspec.structs.replace(settings, deterministic=True)
+
+
+def forward_only(about: tuple[str, str, Any], run: Callable[[], Any], *tensors: torch.Tensor | None) -> Any:
+    """Run a call that has no gradient: its forward pass runs, and a backward pass through its results raises.
+
+    about    (function, argument, value) that the error names
+    tensors  the call's, some of which may require gradients. A graph refuses them before it runs
+    """
+    if torch.compiler.is_dynamo_compiling() or not wants_gradients(*tensors):
+        return run()
+    with torch.no_grad():
+        found = run()
+    if isinstance(found, tuple):
+        return tuple(_ForwardOnly.apply(about, result, *tensors) for result in found)
+    return _ForwardOnly.apply(about, found, *tensors)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """(about, result, tensors) -> the result, as a node whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, about: tuple[str, str, Any], result: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
+        ctx.about = about
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        op, argument, value = ctx.about
+        raise FlashAttnError(
+            op, argument, value, "has no gradient: call it under torch.no_grad(), or detach the result"
+        )
 
 
 def check_tensors(op: str, **tensors: Any) -> None:

@@ -1,6 +1,6 @@
-"""What flash_attn calls S_dmask: the attention probabilities, negative where dropout drops them. For tests.
+"""S_dmask, as flash_attn returns it for tests: probabilities that are not normalised, negative where dropped.
 
-Plain torch in float32 over the whole score matrix, by the definition and the call's own LSE. No gradient goes through.
+Plain torch in float32 over the whole score matrix, by the definition. No gradient goes through.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ class Scores:
     window: Window | None
     softcap: float | None
     alibi_slopes: torch.Tensor | None
+    chunk: int | None = None
 
     def arguments(self) -> dict[str, Any]:
         """By portattn's names."""
         return {
             "scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
+            "alibi_slopes": self.alibi_slopes, "chunk": self.chunk,
         }  # fmt: skip
 
 
 @torch.no_grad()
 def signed_probabilities(
-    scores: Scores, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, dropout_p: float, seed: torch.Tensor
+    scores: Scores, q: torch.Tensor, k: torch.Tensor, dropout_p: float, seed: torch.Tensor
 ) -> torch.Tensor:
-    """(B, Hq, Sq, Sk) in q's dtype, of q (B, Sq, Hq, D), k (B, Sk, Hk, D) and lse (B, Hq, Sq)."""
-    full = lse.new_full((q.shape[0],), 1, dtype=torch.int64)
-    return _signed(scores, q, k, lse, dropout_p, seed, full * q.shape[1], full * k.shape[1])
+    """Return S_dmask (B, Hq, Sq, Sk) in q's dtype, of q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
+    full = seed.new_full((q.shape[0],), 1)
+    return _signed(scores, q, k, dropout_p, seed, full * q.shape[1], full * k.shape[1])
 
 
 @torch.no_grad()
@@ -47,18 +48,16 @@ def signed_packed(
     scores: Scores,
     q: torch.Tensor,
     k: torch.Tensor,
-    lse: torch.Tensor,
     dropout_p: float,
     seed: torch.Tensor,
     beginnings: tuple[torch.Tensor, torch.Tensor],
     longest: tuple[int, int],
 ) -> torch.Tensor:
-    """(B, Hq, max_seqlen_q, max_seqlen_k) of packed q (Tq, Hq, D), k (Tk, Hk, D) and lse (Hq, Tq); 0 beyond a
+    """Return S_dmask (B, Hq, max_seqlen_q, max_seqlen_k) of packed q (Tq, Hq, D) and k (Tk, Hk, D); 0 beyond a
     sequence's rows and keys."""
     padded_q, lengths_q = _padded(q, beginnings[0], longest[0])
     padded_k, lengths_k = _padded(k, beginnings[1], longest[1])
-    padded_lse, _ = _padded(lse.t(), beginnings[0], longest[0])
-    return _signed(scores, padded_q, padded_k, padded_lse.transpose(1, 2), dropout_p, seed, lengths_q, lengths_k)
+    return _signed(scores, padded_q, padded_k, dropout_p, seed, lengths_q, lengths_k)
 
 
 def _padded(rows: torch.Tensor, beginnings: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +72,6 @@ def _signed(
     scores: Scores,
     q: torch.Tensor,
     k: torch.Tensor,
-    lse: torch.Tensor,
     dropout_p: float,
     seed: torch.Tensor,
     lengths_q: torch.Tensor,
@@ -100,6 +98,37 @@ def _signed(
     if scores.alibi_slopes is not None:
         slopes = scores.alibi_slopes.float().expand(batch, heads)
         values = values - slopes[:, :, None, None] * (key - here).abs()[:, None]
-    found = torch.where(seen[:, None], torch.exp(values - lse[..., None]), 0.0).to(q.dtype)
+    values = values.masked_fill(~seen[:, None], -torch.inf)
+    block = _get_block_size_n(q.device, width, True, scores.causal)
+    found = torch.where(seen[:, None], torch.exp(values - _running_max(values, block)), 0.0).to(q.dtype)
     kept = dropout_mask(seed, dropout_p, batch, heads, seq_q, seq_k)
     return torch.where(kept, found, -found)
+
+
+def _running_max(values: torch.Tensor, block: int) -> torch.Tensor:
+    """Return for each score the largest one of its block of columns and of all later columns.
+
+    flash_attn's kernels go through blocks of keys from the last to the first, and keep the maximum of a row as it is
+    when they come to a block.
+    """
+    keys = values.shape[-1]
+    if not keys:
+        return values
+    padded = torch.nn.functional.pad(values, (0, -keys % block), value=-torch.inf)
+    largest = padded.unflatten(-1, (-1, block)).amax(-1)
+    return largest.flip(-1).cummax(-1).values.flip(-1).repeat_interleave(block, -1)[..., :keys]
+
+
+def _get_block_size_n(device: torch.device | str, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Return the columns of a block of S_dmask, which flash_attn's kernels have for this width and chip."""
+    if head_dim <= 32:
+        return 128
+    if head_dim <= 64:
+        return 64 if is_dropout else 128
+    if 96 < head_dim <= 128:
+        kind = torch.device(device)
+        capability = torch.cuda.get_device_capability(kind) if kind.type == "cuda" else (0, 0)
+        if capability[0] == 8 and capability[1] > 0:
+            return 64 if is_causal and not is_dropout else 32
+        return 32 if is_dropout else 64
+    return 64

@@ -19,13 +19,13 @@ def style(interleaved: bool) -> str:
 
 
 def check_tables(op: str, cos: Any, sin: Any, q: torch.Tensor) -> None:
-    """cos and sin (positions, R/2): what append_kv asks of them, before the queries are rotated."""
+    """Check cos and sin (positions, R/2) before the queries are rotated."""
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, torch.Tensor) or table.ndim != 2:
             given = tuple(table.shape) if isinstance(table, torch.Tensor) else type(table).__name__
             raise ArgumentError(op, name, given, "must be a torch.Tensor (positions, rotary_dim / 2)")
-        if table.dtype not in (torch.float32, q.dtype):
-            raise ArgumentError(op, f"{name}.dtype", table.dtype, f"must be torch.float32 or q's, {q.dtype}")
+        if not table.dtype.is_floating_point:
+            raise ArgumentError(op, f"{name}.dtype", table.dtype, "must be a floating-point dtype")
         if table.device != q.device:
             raise ArgumentError(op, f"{name}.device", str(table.device), f"must be q's, {q.device}")
     if cos.shape != sin.shape:
@@ -33,6 +33,11 @@ def check_tables(op: str, cos: Any, sin: Any, q: torch.Tensor) -> None:
     if not cos.shape[0] or not 2 <= 2 * cos.shape[1] <= q.shape[-1]:
         limit = f"must have a row for each position and 1..{q.shape[-1] // 2} columns, half of head_dim at most"
         raise ArgumentError(op, "rotary_cos.shape", tuple(cos.shape), limit)
+
+
+def as_written(table: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return a table in a dtype that the writers of keys take: float32 unless it has k's."""
+    return table if table.dtype in (torch.float32, k.dtype) else table.float()
 
 
 def rotated(

@@ -68,11 +68,12 @@ class DenseBackward(CoreKernel):
         if found != "tiles":
             return found
         limited = problem.causal == "bottom_right" or problem.window_right != UNLIMITED
+        limited = limited or (problem.chunk > 0 and problem.causal == "none")  # a row before all keys is in no chunk
         if problem.leftpad_q or (limited and (problem.packed or problem.padded)):
             return "scores"
         first = 0
         if limited:
-            right = 0 if problem.window_right == UNLIMITED else problem.window_right
+            right = 0 if problem.window_right == UNLIMITED or problem.chunk else problem.window_right
             first = most(0, problem.seq_q - problem.seq_k - right)
         return "tiles" if first % MIN_DOT == 0 else "scores"
 

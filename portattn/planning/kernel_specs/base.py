@@ -29,7 +29,7 @@ def ceil_div(a: int, b: int) -> int:
 TAKES = frozenset(
     {"seqlens_k", "softcap", "alibi_slopes", "sinks", "return_lse", "negative_scale", "gqa", "head_dim_v"}
 )
-SCORED = {"causal", "causal_top_left", "window"}  # of kernels that know where a key is beside its query
+SCORED = {"causal", "causal_top_left", "window", "chunk"}  # of kernels that know where a key is beside its query
 MASKED = {"bias", "mask"}
 
 
@@ -145,7 +145,7 @@ class CoreKernel:
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
             "CAUSAL": "bottom_right" if problem.window_right != UNLIMITED else problem.causal,
-            "WINDOW": problem.window_left != UNLIMITED,
+            "WINDOW": problem.window_left != UNLIMITED or problem.chunk > 0,
             "SOFTCAP": problem.softcap,
             "BIAS_BY_KEY": problem.bias_by_key,
             "MASK_BY_KEY": problem.mask_by_key,

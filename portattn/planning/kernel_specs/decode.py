@@ -152,11 +152,12 @@ class DecodeSplit(CoreKernel):
 
     def keys(self, problem: Problem) -> int:
         """Most keys that one row can attend."""
-        if problem.window_left == UNLIMITED:
-            return problem.seq_k
-        right = 0 if problem.causal != "none" else problem.window_right
-        seen = problem.window_left + problem.seq_q + right if right != UNLIMITED else problem.seq_k
-        return least(problem.seq_k, seen)
+        found = problem.seq_k
+        if problem.window_left != UNLIMITED:
+            right = 0 if problem.causal != "none" else problem.window_right
+            found = least(found, problem.window_left + problem.seq_q + right if right != UNLIMITED else found)
+        # The rows of a tile lie in one chunk, or in neighbouring ones.
+        return least(found, problem.chunk + problem.seq_q - 1) if problem.chunk else found
 
     def splits(self, programs: int, key_tiles: int, cores: int, occupancy: int, split_threshold: float) -> int:
         """Over how many programs to split a row's keys.

@@ -65,11 +65,13 @@ def measure(case: Case, run: int, seconds: float = SECONDS, variables: Mapping[s
     variables  of their environment, beside this process's
     """
     with tempfile.TemporaryDirectory(prefix="portattn-bench-") as folder:
-        environment = {**os.environ, **(variables or {}), **{name: os.path.join(folder, name) for name in _CACHES}}
+        caches = {name: os.path.join(folder, name) for name in _CACHES}
+        path = os.pathsep.join(map(os.path.abspath, sys.path))  # of this folder, in which the children do not start
+        environment = {**os.environ, "PYTHONPATH": path, **(variables or {}), **caches}
         found = []
         for warm in (False, False, True):
             try:
-                found.append(_child(case, environment, seconds, warm))
+                found.append(_child(case, environment, seconds, warm, folder))
             except (subprocess.SubprocessError, ValueError) as failure:
                 return FirstCall(case=case.name, run=run, failed=_why(failure))
     empty, kept, warmed = found
@@ -79,10 +81,10 @@ def measure(case: Case, run: int, seconds: float = SECONDS, variables: Mapping[s
     )  # fmt: skip
 
 
-def _child(case: Case, environment: dict[str, str], seconds: float, warm: bool) -> dict[str, Any]:
+def _child(case: Case, environment: dict[str, str], seconds: float, warm: bool, folder: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", __name__, case.name, *(["warm"] if warm else [])],
-        env=environment, capture_output=True, text=True, timeout=seconds, check=True,
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds, check=True,
     )  # fmt: skip
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1] if done.stdout else "")
     return answer

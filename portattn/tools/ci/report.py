@@ -40,6 +40,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     upgrade   what the registry and the plans of both compilers say
     expected  ids of cells that fail as expected
     notes     what deserves a look, and is no loss
+    idle      reasons, if cells were to be compiled and none on the new side could be; empty otherwise
     """
 
     before: str
@@ -56,6 +57,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     upgrade: Upgrade
     expected: tuple[str, ...]
     notes: tuple[str, ...]
+    idle: tuple[str, ...] = ()
 
     @property
     def cells_lost(self) -> int:
@@ -114,6 +116,7 @@ def report(
         after.run, after.cells, fail_on=fail_on, expected=expected, changes=diff, today=today, whole=False
     )
     red = LOST | set(fail_on)
+    idle = compiled and all(cell.status == "NOT_RUN" for cell in after.cells)
     findings = (*_lost(judged.findings, diff, "red" in fail_on), *_less_sure(upgrade, red))
     return Report(
         before=str(asked.old),
@@ -130,6 +133,7 @@ def report(
         upgrade=upgrade,
         expected=tuple(judged.expected),
         notes=(*(text for side in dict.fromkeys((asked.old, asked.new)) for text in cautions(side)), *judged.notes),
+        idle=tuple(dict.fromkeys(cell.reason for cell in after.cells)) if idle else (),
     )
 
 

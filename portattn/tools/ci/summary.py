@@ -27,6 +27,8 @@ def verdict(report: Report) -> str:
     against = f" with {report.against}" if report.against else ""
     only = "" if report.compiled else " by their plans; nothing was compiled"
     cells = f"{_plural(report.compared, 'cell')} of {_plural(len(report.targets), 'target')} {how}{against}{only}"
+    if report.idle and not report.losses:
+        return f"Nothing could be compiled: {cells}"
     if not report.losses:
         return f"Nothing is lost: {cells}"
     inside = f" in {_plural(report.cells_lost, 'cell')}" if report.cells_lost else ""

@@ -38,6 +38,7 @@ PAGES: dict[str, Any] = {
 PADDED: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
 ROTARY: dict[str, Any] = {"rotary": "neox", "rotary_dim": 128}
 WINDOW: dict[str, Any] = {"window_left": 511}
+CHUNK: dict[str, Any] = {"chunk": 1000}  # of no whole tiles
 PREFILL: dict[str, Any] = {"seq_q": 512, "causal": "bottom_right"}  # a chunk of a prompt
 # A batch of decoding sequences with a chunk of a prompt among them, packed.
 RAGGED: dict[str, Any] = PREFILL | {"total_q": 1024}
@@ -48,7 +49,8 @@ MASK_WORDS = {"none": "full", "bottom_right": "causal", "top_left": "causal top-
 def each_feature(op: str) -> list[tuple[str, dict[str, Any]]]:
     """Words and fields of each feature that an op has, alone."""
     row = ROWS[op]
-    found: list[tuple[str, dict[str, Any]]] = [("window", WINDOW)] if "window" in row.options else []
+    by_position = (("window", WINDOW), ("chunk", CHUNK))
+    found: list[tuple[str, dict[str, Any]]] = [pair for pair in by_position if pair[0] in row.options]
     found += [(FEATURES[name].title or name, {name: True}) for name in COMMON if name in row.options]
     found += [("mask by key", {"mask": True, "mask_by_key": True})] if "mask" in row.options else []
     return found
@@ -241,6 +243,7 @@ def _gradients() -> list[Named]:
         packed_gradients("GQA, window, softcap", **causal, heads_k=2, softcap=True, **WINDOW),
         packed_gradients("ALiBi", **causal, alibi_slopes=True, grad_slopes=True),
         packed_gradients("sinks", **causal, sinks=True),
+        packed_gradients("chunk", **causal, **CHUNK),
     ]
     return found
 

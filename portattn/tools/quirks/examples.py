@@ -72,6 +72,7 @@ _PROBLEM: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 _PAGE_SIZE = 64  # where a condition asks for pages
 _WINDOW = 128  # where a condition asks for a window
+_CHUNK = 128  # where a condition asks for a chunk
 # What a problem has where nothing is asked for, if that is neither False nor 0.
 _NOTHING = {
     "causal": "none", "layout": "bhsd", "page_layout": "phd", "total_q": None, "total_k": None, "kv_format": "as_q",
@@ -327,6 +328,8 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         chosen["page_size"] = (chosen.get("page_size") or _PAGE_SIZE) if chosen.pop("paged") else 0
     if chosen.pop("window", False):
         chosen["window_left"] = _WINDOW
+    if chosen.pop("chunk", False):
+        chosen["chunk"] = _CHUNK
     if chosen.pop("packed", False):
         chosen["total_q"] = chosen["batch"] * chosen["seq_q"]
     if "words" in chosen:  # of a quantised cache

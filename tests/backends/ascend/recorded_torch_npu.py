@@ -72,11 +72,8 @@ class RecordedTorchNpu(types.ModuleType):
         seq_q, seq_k = query.shape[2], key.shape[2]
         assert causal != "bottom_right" or seq_q <= seq_k, "rows that see no key: their result is not documented"
         seen = visible_keys(seq_q, seq_k, causal).expand(query.shape[0], -1, -1)
-        out, lse = masked_attention(query.double(), key.double(), value.double(), scale, seen)
-        # Any split of the LSE into a maximum and a sum will do; in this one neither is trivial.
-        highest = (lse - math.log(3.0)).detach()
-        softmax_max, softmax_sum = _eight_columns(highest), _eight_columns(torch.exp(lse - highest))
-        return out.to(query.dtype), softmax_max, softmax_sum, torch.empty(0), 0, 0, 0
+        out, softmax_max, softmax_sum = _Fusion.apply(query, key, value, scale, seen)
+        return out, softmax_max, softmax_sum, torch.empty(0), 0, 0, 0
 
     def npu_fused_infer_attention_score(
         self,
@@ -160,6 +157,39 @@ class RecordedTorchNpu(types.ModuleType):
         out = out.masked_fill(undefined[..., None], math.nan)
         lse = lse.masked_fill(undefined, math.nan)[..., None].to(torch.float32)
         return out.to(query.dtype), lse if softmax_lse_flag else torch.zeros(1)
+
+
+class _Fusion(torch.autograd.Function):
+    """(query, key, value, scale, seen) -> (out, softmax_max, softmax_sum), differentiated as torch_npu does it.
+
+    Its autograd formula passes the gradient of `out` on as `dy`, and ignores those of softmax_max and softmax_sum.
+    """
+
+    @staticmethod
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        out, lse = masked_attention(query.double(), key.double(), value.double(), scale, seen)
+        # Any split of the LSE into a maximum and a sum will do; in this one neither is trivial.
+        highest = lse - math.log(3.0)
+        return out.to(query.dtype), _eight_columns(highest), _eight_columns(torch.exp(lse - highest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        query, key, value, ctx.scale, ctx.seen = inputs
+        ctx.save_for_backward(query, key, value)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor | None, *statistics: torch.Tensor | None) -> Any:
+        if dy is None:
+            raise RuntimeError("npu_fusion_attention_grad: dy is an undefined tensor")
+        with torch.enable_grad():
+            given = [tensor.detach().double().requires_grad_() for tensor in ctx.saved_tensors]
+            out, _ = masked_attention(*given, ctx.scale, ctx.seen)
+        found = torch.autograd.grad(out, given, dy.double())
+        return *(part.to(tensor.dtype) for part, tensor in zip(found, ctx.saved_tensors, strict=True)), None, None
 
 
 def _eight_columns(rows: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from oracle64 import assert_close, masked_attention, oracle, random_call, visible_keys
+from oracle64 import DTYPES, assert_close, masked_attention, oracle, random_call, visible_keys
 from recorded_torch_npu import RecordedTorchNpu
 
+from portattn import attention
+from portattn.api import dispatch
 from portattn.backends.ascend.vendor import (
     NpuFusedInferAttentionScore,
     NpuFusionAttention,
@@ -81,16 +83,78 @@ def test_fusion_attention_gives_no_lse_unasked(npu: RecordedTorchNpu) -> None:
     assert FUSION.run(random_call(problem()))[1] is None
 
 
-def test_fusion_attention_is_differentiable(npu: RecordedTorchNpu) -> None:
-    p = problem(causal="bottom_right", dtype="fp32", needs_grad=True, heads_k=2)
-    call = random_call(p)
-    out, _ = FUSION.run(call)
-    out.square().sum().backward()
-    exact = [getattr(call, n).detach().double().requires_grad_() for n in "qkv"]
-    seen = visible_keys(p.seq_q, p.seq_k, "bottom_right").expand(p.batch, -1, -1)
-    masked_attention(exact[0], exact[1], exact[2], call.scale, seen)[0].square().sum().backward()
-    for name, reference in zip("qkv", exact, strict=True):
-        torch.testing.assert_close(getattr(call, name).grad.double(), reference.grad, rtol=1e-5, atol=1e-5)
+LOSSES = {
+    "out": lambda out, lse: out.square().sum(),
+    "out and lse": lambda out, lse: out.square().sum() + lse.sin().sum(),
+    "lse": lambda out, lse: lse.sin().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize(("heads_k", "scale", "dtype"), [(4, None, "fp32"), (2, -0.3, "fp32"), (1, 0.5, "bf16")])
+def test_fusion_attention_is_differentiable(
+    loss: str, causal: str, heads_k: int, scale: float | None, dtype: str, npu: RecordedTorchNpu
+) -> None:
+    p = problem(causal=causal, dtype=dtype, needs_grad=True, return_lse=True, heads_k=heads_k, layout="bshd")
+    assert FUSION.rejects(p, B2) is None
+    call = random_call(p, scale=scale)
+    LOSSES[loss](*FUSION.run(call)).backward()
+    exact, plain = gradients_of(call, loss, torch.float64), gradients_of(call, loss, DTYPES[dtype])
+    tiny = {"fp32": 1e-5, "bf16": 1e-2}[dtype]
+    for name, reference, rounded in zip("qkv", exact, plain, strict=True):
+        found = getattr(call, name).grad
+        if loss == "lse" and name == "v":
+            assert found is None
+            continue
+        budget = 2 * float((rounded.double() - reference).abs().max()) + tiny
+        assert float((found.double() - reference).abs().max()) <= budget, name
+    # The LSE's gradient is computed where a loss depends on the LSE alone.
+    assert len(npu.calls) == (1 if loss == "out" else 2)
+
+
+def gradients_of(call: Any, loss: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gradients of a loss by autograd through plain torch in `dtype`; 0 for a tensor without one."""
+    p = call.problem
+    given = [getattr(call, name).detach().to(dtype).requires_grad_() for name in "qkv"]
+    seen = visible_keys(p.seq_q, p.seq_k, p.causal).expand(p.batch, -1, -1)
+    out, lse = masked_attention(given[0], given[1], given[2], call.scale, seen)
+    found = torch.autograd.grad(LOSSES[loss](out, lse), given, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(given, found, strict=True)]
+
+
+@pytest.mark.parametrize("tensor", ["q", "k", "v"])
+def test_the_lse_has_the_gradient_of_one_tensor_alone(tensor: str, npu: RecordedTorchNpu) -> None:
+    call = random_call(problem(dtype="fp32", needs_grad=True, return_lse=True))
+    exact = gradients_of(call, "out and lse", torch.float64)["qkv".index(tensor)]
+    for name in "qkv":
+        getattr(call, name).requires_grad_(name == tensor)
+    LOSSES["out and lse"](*FUSION.run(call)).backward()
+    torch.testing.assert_close(getattr(call, tensor).grad.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["backward", "func.grad", "autocast"])
+@pytest.mark.filterwarnings("ignore::portattn.errors.FallbackWarning")
+def test_gradients_of_a_public_call(transform: str, npu: RecordedTorchNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_compiler = parse_target("ascend:ascend910b2", toolchain="none")
+    monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (without_compiler, ""))
+    call = random_call(problem(dtype="fp32", causal="bottom_right", needs_grad=True, heads_k=2))
+    tensors = call.q, call.k, call.v
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        return LOSSES["out and lse"](*attention(*given, causal=True, return_lse=True, backend="vendor"))
+
+    if transform == "func.grad":
+        found = torch.func.grad(loss, argnums=(0, 1, 2))(*(tensor.detach() for tensor in tensors))
+    elif transform == "autocast":
+        made = loss(*tensors)
+        with torch.autocast("cpu", torch.bfloat16):  # begun inside the block, and still in float32
+            found = torch.autograd.grad(made, tensors)
+    else:
+        found = torch.autograd.grad(loss(*tensors), tensors)
+    assert npu.calls
+    for ours, exact in zip(found, gradients_of(call, "out and lse", torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_the_compressed_mask_is_made_once_and_is_no_inference_tensor() -> None:

@@ -99,6 +99,23 @@ def test_ranges_of_keys(
         assert_right(call, *run(call))
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("chunk", [1, 50, 1000])
+@pytest.mark.parametrize("feature", ["mask", "sinks", "window_before"])
+def test_chunks_of_keys(sizes: tuple[int, int], causal: str, chunk: int, feature: str) -> None:
+    for op in ("dense", "padded", "decode"):
+        p = problem(op, feature, seq_q=sizes[0], seq_k=sizes[1], causal=causal, chunk=chunk)
+        assert_right(random_call(p, seed=2), *run(random_call(p, seed=2)))
+
+
+def test_a_chunk_costs_what_is_in_it() -> None:
+    call = random_call(problem("dense", batch=1, seq_q=2048, seq_k=2048, causal="bottom_right", chunk=128), seed=0)
+    with Products() as watch, torch.no_grad():
+        PATH.run(call)
+    assert watch.scores == 2048 * 128
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_heads_in_turns(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """16-bit tensors are converted some heads at a time."""

@@ -327,6 +327,16 @@ def test_compare(tmp_path):
     assert bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--tolerance", "0.1").exit_code == 0
 
 
+def test_results_without_a_common_peer_are_not_compared(tmp_path):
+    saved(tmp_path / "a")
+    with store.Store(tmp_path / "none") as file:
+        file.start()
+        file.append(a_run())
+    nothing = bench("compare", str(tmp_path / "a"), str(tmp_path / "none"))
+    assert nothing.exit_code == 3
+    assert "portattn: nothing was compared: BEFORE and AFTER share no case" in nothing.stderr
+
+
 def test_an_answer_of_nvidia_smi():
     state, driver = provenance.parsed("1980, 2619, 612.30, [N/A], 61, 570.86.15\n")
     assert (state.sm_mhz, state.power_w, state.power_limit_w, driver) == (1980.0, 612.3, None, "570.86.15")

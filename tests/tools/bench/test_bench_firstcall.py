@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+import portattn
 from portattn.tools.bench import firstcall
 
 
@@ -31,7 +34,9 @@ def test_what_a_child_times(small, warm):
 def test_three_processes_share_new_caches(small, monkeypatch):
     seen = []
 
-    def child(case, environment, seconds, warm):
+    def child(case, environment, seconds, warm, folder):
+        assert Path(portattn.__file__).parent.parent in map(Path, environment["PYTHONPATH"].split(os.pathsep))
+        assert not list(Path(folder).iterdir())  # `python -m` imports from its working folder first
         seen.append({name: environment[name] for name in firstcall._CACHES})
         assert warm == (len(seen) == 3)
         return {"first_s": 3.0 - len(seen), "second_s": 0.01, "path": "triton", "warmup_s": 0.5 if warm else None}

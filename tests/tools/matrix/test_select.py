@@ -44,7 +44,7 @@ def test_every_op_is_in_every_set(which):
 NOTHING = (False, None, "none", "bhsd", "phd")  # and 0, which equals False
 # What the full set leaves out: layouts are strides, which `attention` has; the kernel of pages reads a latent cache.
 LEFT_OUT = {op: {"layout"} for op in OPS if op != "attention"}
-LEFT_OUT["mla_attention"] |= {"window", "softcap", "alibi_slopes", "sinks", "bias", "mask"}
+LEFT_OUT["mla_attention"] |= {"window", "chunk", "softcap", "alibi_slopes", "sinks", "bias", "mask"}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -31,7 +31,7 @@ _COLUMN = 44  # where comments beside values stand
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}: ")  # of a node in LLVM's memory, another in each run
 _QUOTING = ("ptxas-line", "ptxas-fatal")
 _QUOTED = re.compile(r"'([\w.]{1,24})'")
-_FLAGS = ("gqa", "paged", "packed", "window", *FEATURES)
+_FLAGS = ("gqa", "paged", "packed", "window", "chunk", *FEATURES)
 
 
 def title_of(facts: Facts) -> str:

@@ -48,7 +48,7 @@ def problem_options(problem: Problem) -> list[str]:
     for name in ("total_q", "total_k"):
         if getattr(p, name) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(p, name))]
-    for name in ("page_size", "tokens", "num_splits", "rotary_dim"):
+    for name in ("chunk", "page_size", "tokens", "num_splits", "rotary_dim"):
         if getattr(p, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(p, name))]
     for name, usual in usually.items():

@@ -71,6 +71,10 @@ def _no_window(what: Specialised) -> Iterator[Step]:
     yield from _problem(what, "without window", window_left=UNLIMITED, window_right=UNLIMITED)
 
 
+def _no_chunk(what: Specialised) -> Iterator[Step]:
+    yield from _problem(what, "without chunk", chunk=0)
+
+
 def _not_causal(what: Specialised) -> Iterator[Step]:
     if what.problem.op != "varlen_attention" or not what.problem.window:
         yield from _problem(what, "not causal", causal="none")
@@ -181,6 +185,7 @@ def _usual_choice(what: Specialised) -> Iterator[Step]:
 OFFERS: tuple[Offer, ...] = (
     *(_flag_off(flag) for flag in _FLAGS),
     _no_window,
+    _no_chunk,
     _not_causal,
     _plain_memory,
     _one_split,

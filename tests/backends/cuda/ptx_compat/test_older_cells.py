@@ -304,7 +304,7 @@ def test_the_label_is_in_text_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ("verify", "mla_attention", "--target", "cuda:sm_80", "--toolchain", TOOLCHAIN)
     status, out, _ = called(*line)
     assert status == 0
-    assert f"1 problem, 0 red, 1 runs ({LABEL})" in out
+    assert f"1 problem, 1 verified, 0 red, 1 runs ({LABEL})" in out
     found = json.loads(called(*line, "--json")[1])
     assert (found["levels"], found["labels"]) == ({"runs": 1}, {LABEL: 1})
     assert (found["rows"][0]["level"], found["rows"][0]["label"]) == ("runs", LABEL)

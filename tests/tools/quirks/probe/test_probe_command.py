@@ -51,6 +51,18 @@ def test_confirmed_is_green(tmp_path: Path, probe: Probe) -> None:
     assert "[1/1] confirmed" in result.stderr
 
 
+def test_probes_that_cannot_run_are_status_3(tmp_path: Path, probe: Probe) -> None:
+    """Also beside nothing at all; a probe that ran beside one that could not is enough."""
+    plant(tmp_path, more='needs = "rocm:gfx942"\n')
+    result = probe()
+    assert result.exit_code == 3
+    assert "1 probe: 1 unverified" in result.stdout
+    assert "portattn: nothing was probed: needs rocm:gfx942" in result.stderr
+    elsewhere = probe("--target", "ascend:ascend910b2")
+    assert elsewhere.exit_code == 3
+    assert "portattn: nothing was probed: no entry has a probe there" in elsewhere.stderr
+
+
 @pytest.mark.parametrize(
     ("range_", "arms", "verdict"),
     [
