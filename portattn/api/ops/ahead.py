@@ -115,7 +115,7 @@ def _target_of_problem(
 ) -> Target:  # fmt: skip
     if target is _MISSING or more or others:
         given = (*(() if target is _MISSING else (target,)), *more, *others)
-        limit = f"must be a target and a toolchain: {asker}(problem, 'h100', 'triton==3.6.0')"
+        limit = f"must be a target and a toolchain: {asker}(problem, target, 'triton==3.6.0')"
         raise ArgumentError(asker, "arguments", tuple(_briefly(one) for one in given), limit)
     return _target(asker, target, toolchain)
 
@@ -131,7 +131,7 @@ def _target(asker: str, target: Any = None, toolchain: Any = None) -> Target:
             raise ArgumentError(asker, "toolchain", str(toolchain), limit)
         return target
     if not isinstance(target, str):
-        limit = "must be a target's name, as 'h100' or 'cuda:sm_90', or a Target, as portattn.target('h100') makes one"
+        limit = "must be a target's name, as `portattn doctor` lists them, or a Target of portattn.target(name)"
         raise ArgumentError(asker, "target", _briefly(target), limit)
     try:
         return parse_target(target, toolchain)
