@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
@@ -61,9 +61,10 @@ def as_tensor(name: str, value: Any, more: str = "") -> str:
 
     more  further arguments of torch.tensor
     """
-    if not name.isidentifier() or isinstance(value, bool) or not isinstance(value, (int, list, tuple, np.ndarray)):
+    listed = isinstance(value, (int, list, tuple)) and not isinstance(value, bool)
+    if not name.isidentifier() or not (listed or is_array(value)):
         return ""
-    if isinstance(value, np.ndarray) and not more:
+    if is_array(value) and not more:
         return f" (hint: torch.from_numpy({name}))"
     whole = f"[{name}]" if isinstance(value, int) else name
     place = "" if name == "q" else ", device=q.device"
@@ -108,6 +109,12 @@ def check_equal(op: str, what: str, value: int, whose: str, limit: int) -> None:
 def check_width(op: str, name: str, width: int) -> None:
     if not 1 <= width <= MAX_HEAD_DIM:
         raise ArgumentError(op, f"{name}'s head_dim", width, f"must be in 1..{MAX_HEAD_DIM}")
+
+
+def is_array(value: Any) -> bool:
+    """Return whether the value is a NumPy array: a program that has one has imported NumPy, which calls do without."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def as_number(op: str, name: str, value: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from portattn.errors import ArgumentError
@@ -14,7 +13,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
 from portattn.schema.tensors import INT32_MAX
-from portattn.validate.checks import as_tensor, check_done, check_number, check_place
+from portattn.validate.checks import as_tensor, check_done, check_number, check_place, is_array
 
 
 def ceil_div(a: Any, b: Any) -> Any:
@@ -86,8 +85,8 @@ class Features:
             # A list could not be part of the key by which a call is found again (portattn/launch/cache.py).
             if not isinstance(window, tuple) or len(window) != 2:
                 limit = "must be a tuple (left, right), keys before and after the query's own"
-                pair = isinstance(window, (list, np.ndarray, torch.Tensor)) and getattr(window, "ndim", 1) == 1
-                if pair and len(window) == 2:
+                sequence = isinstance(window, (list, torch.Tensor)) or is_array(window)
+                if sequence and getattr(window, "ndim", 1) == 1 and len(window) == 2:
                     limit += f" (hint: tuple(window{'' if isinstance(window, list) else '.tolist()'}))"
                 else:
                     limit += "; the last W keys, with the own one, are (W - 1, 0)"
