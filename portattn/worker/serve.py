@@ -51,7 +51,7 @@ class _Own:
 def import_package() -> None:
     """Have `import portattn` find the parent's package."""
     _leave_own_folder()
-    sys.meta_path.insert(0, _Own())  # finders need no other method
+    sys.meta_path.insert(0, _Own())
 
 
 def import_without_package() -> None:
