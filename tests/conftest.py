@@ -11,6 +11,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def _start_beside_the_tree(self: subprocess.Popen[Any], args: Any, *rest: Any, *
 
 
 subprocess.Popen.__init__ = _start_beside_the_tree  # type: ignore[method-assign]
+
+_home = Path(os.path.expanduser("~"))
+if not os.access(next(folder for folder in (_home, *_home.parents) if folder.exists()), os.W_OK):
+    _cache = tempfile.TemporaryDirectory(prefix="portattn-tests-")  # Triton keeps kernels there, and fails without it
+    os.environ.setdefault("TRITON_HOME", _cache.name)
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_cache.name, "cache"))
 
 ACCELERATOR = torch.cuda.is_available()
 if ACCELERATOR:

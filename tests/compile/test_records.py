@@ -5,14 +5,20 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from support import random_call
 
-from portattn import CompileRecord, Incident
-from portattn.compile import sealed
+from portattn import CompileRecord, Incident, Problem
+from portattn.backends.cuda import CudaBackend
+from portattn.compile import sealed, variants
 from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 
 
 def record(key: str = "k", reason: str = "", passed: bool = False) -> CompileRecord:
@@ -165,3 +171,19 @@ def test_a_folder_that_takes_no_files_costs_one_warning_and_nothing_else(tmp_pat
             pass
     assert store.get("first") == record("first")
     assert store.get("second") == record("second")
+
+
+def test_launches_of_a_variant_are_described_again_for_another_cap_and_another_alignment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variant, described = CudaBackend.variants[0], []
+    monkeypatch.setattr(variants, "signatures", lambda variant, call: described.append(call) or [])
+    p = Problem(batch=1, heads_q=1, heads_k=1, seq_q=4, seq_k=4, head_dim=64, softcap=True)
+    made = plan(p, parse_target("cuda:sm_90", "triton==3.6.0"))
+    call = random_call(p)
+    shifted = torch.zeros(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape)
+    calls = [call, replace(call, softcap=2 * call.softcap), replace(call, q=shifted)]
+    monkeypatch.setattr(variants, "_seen", {})
+    for one in (*calls, *calls):
+        variants.seen(variant, made, one)
+    assert len(described) == 3

@@ -12,7 +12,9 @@ from quirk_files import DECODE, PROBLEM, active, planned, plant, registry
 from portattn.errors import PathUnavailable, QuirkConflict, SettingError
 from portattn.planning.core_path import hint
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
+from portattn.planning.quirk_files import load_quirk
+from portattn.planning.registry import Registry, parse_target
+from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
 from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import Entry, Provenance, Tuning
@@ -42,6 +44,26 @@ def test_ranges(tmp_path: Path, range_: str, toolchain: str, applies: bool) -> N
     assert (ID in active(made)) is applies
     assert made.launch is not None
     assert made.launch.num_stages == (1 if applies else 2)
+
+
+@pytest.mark.parametrize(
+    ("when", "applies"),
+    [
+        ("launch = { num_warps = 4, num_stages = 2 }", True),
+        ("launch = { num_warps = 4, num_stages = 9 }", False),
+        ("launch = { num_warps = 9, num_stages = 2 }", False),
+        ('lowering = { load = "pointer", exp = "exp2" }', True),
+        ('lowering = { load = "pointer", exp = "exp" }', False),
+        ('lowering = { load = "block_ptr", exp = "exp2" }', False),
+        ('kernels = ["decode_*", "dense_*"]', True),
+        ('kernels = ["decode_*", "sparse_*"]', False),
+    ],
+)
+def test_every_value_must_hold_and_one_pattern(tmp_path: Path, when: str, applies: bool) -> None:
+    quirk = load_quirk(plant(tmp_path, ID, 'note = "x"', when))
+    target, lowering = parse_target("cuda:sm_80", "triton==3.6.0"), Lowering(load="pointer", exp="exp2")
+    launch = Launch(num_warps=4, num_stages=2)
+    assert quirk.applies("dense_forward", PROBLEM, target, lowering, launch, 1) is applies
 
 
 @pytest.mark.parametrize(
