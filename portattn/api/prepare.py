@@ -54,6 +54,11 @@ class Prepared:
     of 0, and all of them where the scale is 0.
     """
 
+    plan: Plan
+    _in_c: cache.Kind | None  # its `hit` looks at all of a run, places for results included
+    _cached: CachedLaunch | None
+    _kind: cache.Kind | None
+
     def __init__(self, request: Request) -> None:
         self._prepare(request)
 
@@ -90,9 +95,7 @@ class Prepared:
     def _describe(self, op: str, plan: Plan, dtype: torch.dtype, device: torch.device | None) -> None:
         self._op, self._bind = op, named_arguments(op)
         self._row, self._parts = ROWS[op], arguments_as_parts(op)
-        self._in_c: cache.Kind | None = None  # its `hit` looks at all of a run, places for results included
-        self._cached: CachedLaunch | None = None
-        self._kind: cache.Kind | None = None
+        self._in_c = self._cached = self._kind = None
         self.plan = plan
         self._name = f"prepare({plan.problem.op!r}).run"  # in errors
         self._out_shape, self._lse_shape = results(plan.problem)
