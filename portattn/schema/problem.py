@@ -41,6 +41,22 @@ from portattn.schema.problem_limits import (
 )
 from portattn.schema.sizes import is_size
 
+_Struct: Any = type(msgspec.Struct)
+try:
+
+    class _ByKeyword(_Struct):
+        """Names the keywords in the error of a positional argument."""
+
+        def __call__(cls, *positional: Any, **fields: Any) -> Any:  # noqa: N805 - a metaclass
+            if positional:
+                words = "batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64"
+                given = f"{len(positional)} arguments without a keyword"
+                raise TypeError(f"{cls.__name__}: {given}, but each must have one: {cls.__name__}({words})")
+            return super().__call__(**fields)
+
+except TypeError:  # msgspec before 0.20: its own TypeError has no keywords
+    _ByKeyword = _Struct  # type: ignore[misc]
+
 
 def check_groups(op: str, heads_q: int, heads_k: int, hint: str = "") -> None:
     """Raise ArgumentError where no whole number of query heads shares a key/value head; `hint` ends its text."""
@@ -49,7 +65,7 @@ def check_groups(op: str, heads_q: int, heads_k: int, hint: str = "") -> None:
         raise ArgumentError(op, "heads_q", heads_q, limit)
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
 
     op            the operation
@@ -91,7 +107,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deterministic results must repeat bit by bit (torch.use_deterministic_algorithms)
     negative_scale  the factor on the scores is below 0: kernels carry its sign in Q
 
-    Raises ArgumentError, naming the field, when a size is out of range.
+    Raises ArgumentError, naming the field, when a size is out of range, and TypeError for a positional argument.
 
     >>> import portattn
     >>> sizes = dict(batch=1, heads_q=8, heads_k=2, seq_q=128, seq_k=128, head_dim=64)

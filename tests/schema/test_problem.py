@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import msgspec
 import pytest
 import torch
@@ -216,3 +219,15 @@ def test_random_calls_hold_nan_exactly_in_their_padding() -> None:
             if poison != "apart":
                 assert not (in_v if poison == "k" else in_k).any()
         assert call.q.isfinite().all()
+
+
+def test_arguments_by_place_are_named_an_error() -> None:
+    with pytest.raises(
+        TypeError, match=r"Problem: 2 arguments without a keyword, .*Problem\(batch=1, heads_q=8, .*head"
+    ):
+        Problem("attention", 2, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)  # type: ignore[misc]
+    made = Problem(op="attention", batch=2, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)
+    for same in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), msgspec.structs.replace(made)):
+        assert type(same) is Problem
+        assert same == made
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Problem) == made
