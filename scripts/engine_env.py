@@ -1,4 +1,4 @@
-"""Environments of vLLM, SGLang and diffusers, in which tests/engines/<name> run against the real engine.
+"""Environments of vLLM, SGLang, diffusers and torch_npu, in which tests/engines/<name> run against the real engine.
 
     python scripts/engine_env.py make vllm==0.33.0 [--seconds 600] [--json]
     python scripts/engine_env.py test vllm-0.33.0 [pytest arguments]

@@ -10,6 +10,12 @@ from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# Losses of a call's results, by name.
+LOSSES = {
+    "out": lambda out, lse: out.square().sum(),
+    "out and lse": lambda out, lse: out.square().sum() + lse.sin().sum(),
+    "lse": lambda out, lse: lse.sin().sum(),
+}
 
 
 def visible_keys(
@@ -61,6 +67,16 @@ def masked_attention(
     # Keys that no row sees may hold NaN: they must not reach the output as 0 · NaN.
     unseen = ~seen.any(-2)[:, None, :, None].to(q.device)
     return weights @ v.masked_fill(unseen, 0.0), torch.logsumexp(scores, dim=-1)
+
+
+def gradients(call: Call, loss: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Gradients of q, k and v for one of LOSSES, by autograd through plain torch in `dtype`; 0 where there is none."""
+    p = call.problem
+    given = [tensor.detach().cpu().to(dtype).requires_grad_() for tensor in (call.q, call.k, call.v)]
+    seen = visible_keys(p.seq_q, p.seq_k, p.causal).expand(p.batch, -1, -1)
+    out, lse = masked_attention(given[0], given[1], given[2], call.scale, seen)
+    found = torch.autograd.grad(LOSSES[loss](out, lse), given, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(given, found, strict=True)]
 
 
 def random_call(

@@ -68,10 +68,7 @@ class RecordedTorchNpu(types.ModuleType):
             0,
             0,
         )
-        causal = _check_mask(sparse_mode, atten_mask, query.device)
-        seq_q, seq_k = query.shape[2], key.shape[2]
-        assert causal != "bottom_right" or seq_q <= seq_k, "rows that see no key: their result is not documented"
-        seen = visible_keys(seq_q, seq_k, causal).expand(query.shape[0], -1, -1)
+        seen = seen_keys(query, key, sparse_mode, atten_mask)
         out, softmax_max, softmax_sum = _Fusion.apply(query, key, value, scale, seen)
         return out, softmax_max, softmax_sum, torch.empty(0), 0, 0, 0
 
@@ -185,11 +182,33 @@ class _Fusion(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, *statistics: torch.Tensor | None) -> Any:
         if dy is None:
             raise RuntimeError("npu_fusion_attention_grad: dy is an undefined tensor")
-        with torch.enable_grad():
-            given = [tensor.detach().double().requires_grad_() for tensor in ctx.saved_tensors]
-            out, _ = masked_attention(*given, ctx.scale, ctx.seen)
-        found = torch.autograd.grad(out, given, dy.double())
-        return *(part.to(tensor.dtype) for part, tensor in zip(found, ctx.saved_tensors, strict=True)), None, None
+        return *fusion_gradients(*ctx.saved_tensors, dy, ctx.scale, ctx.seen), None, None
+
+
+def fusion_gradients(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dy: torch.Tensor, scale: float, seen: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the gradients of query, key and value for the gradient `dy` of npu_fusion_attention's first output.
+
+    Written out, with P = softmax(S): dV = Pᵀ dO, dS = P ∘ (dP - rowsum(dP ∘ P)), since operators beneath autograd
+    record nothing to differentiate.
+    """
+    shared = (key.shape[0], key.shape[1], -1, *key.shape[2:])  # the query heads of a key head, added up
+    q, dy = query.double(), dy.double()
+    k, v = (tensor.double().repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    p = torch.softmax((q @ k.mT * scale).masked_fill(~seen[:, None], -math.inf), -1)
+    dp = dy @ v.mT
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+    found = ds @ k, (ds.mT @ q).reshape(shared).sum(2), (p.mT @ dy).reshape(shared).sum(2)
+    return [gradient.to(query.dtype) for gradient in found]
+
+
+def seen_keys(query: torch.Tensor, key: torch.Tensor, sparse_mode: int, atten_mask: Any) -> torch.Tensor:
+    """Keys that each row sees by the sparse mode of npu_fusion_attention, (B, Sq, Sk) bool."""
+    causal = _check_mask(sparse_mode, atten_mask, query.device)
+    seq_q, seq_k = query.shape[2], key.shape[2]
+    assert causal != "bottom_right" or seq_q <= seq_k, "rows that see no key: their result is not documented"
+    return visible_keys(seq_q, seq_k, causal).expand(query.shape[0], -1, -1)
 
 
 def _eight_columns(rows: torch.Tensor) -> torch.Tensor:

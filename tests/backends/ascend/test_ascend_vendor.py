@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from oracle64 import DTYPES, assert_close, masked_attention, oracle, random_call, visible_keys
+from oracle64 import DTYPES, LOSSES, assert_close, gradients, oracle, random_call
 from recorded_torch_npu import RecordedTorchNpu
 
 from portattn import attention
@@ -83,13 +83,6 @@ def test_fusion_attention_gives_no_lse_unasked(npu: RecordedTorchNpu) -> None:
     assert FUSION.run(random_call(problem()))[1] is None
 
 
-LOSSES = {
-    "out": lambda out, lse: out.square().sum(),
-    "out and lse": lambda out, lse: out.square().sum() + lse.sin().sum(),
-    "lse": lambda out, lse: lse.sin().sum(),
-}
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 @pytest.mark.parametrize(("heads_k", "scale", "dtype"), [(4, None, "fp32"), (2, -0.3, "fp32"), (1, 0.5, "bf16")])
@@ -100,7 +93,7 @@ def test_fusion_attention_is_differentiable(
     assert FUSION.rejects(p, B2) is None
     call = random_call(p, scale=scale)
     LOSSES[loss](*FUSION.run(call)).backward()
-    exact, plain = gradients_of(call, loss, torch.float64), gradients_of(call, loss, DTYPES[dtype])
+    exact, plain = gradients(call, loss), gradients(call, loss, DTYPES[dtype])
     tiny = {"fp32": 1e-5, "bf16": 1e-2}[dtype]
     for name, reference, rounded in zip("qkv", exact, plain, strict=True):
         found = getattr(call, name).grad
@@ -113,20 +106,10 @@ def test_fusion_attention_is_differentiable(
     assert len(npu.calls) == (1 if loss == "out" else 2)
 
 
-def gradients_of(call: Any, loss: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients of a loss by autograd through plain torch in `dtype`; 0 for a tensor without one."""
-    p = call.problem
-    given = [getattr(call, name).detach().to(dtype).requires_grad_() for name in "qkv"]
-    seen = visible_keys(p.seq_q, p.seq_k, p.causal).expand(p.batch, -1, -1)
-    out, lse = masked_attention(given[0], given[1], given[2], call.scale, seen)
-    found = torch.autograd.grad(LOSSES[loss](out, lse), given, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(given, found, strict=True)]
-
-
 @pytest.mark.parametrize("tensor", ["q", "k", "v"])
 def test_the_lse_has_the_gradient_of_one_tensor_alone(tensor: str, npu: RecordedTorchNpu) -> None:
     call = random_call(problem(dtype="fp32", needs_grad=True, return_lse=True))
-    exact = gradients_of(call, "out and lse", torch.float64)["qkv".index(tensor)]
+    exact = gradients(call, "out and lse")["qkv".index(tensor)]
     for name in "qkv":
         getattr(call, name).requires_grad_(name == tensor)
     LOSSES["out and lse"](*FUSION.run(call)).backward()
@@ -153,7 +136,7 @@ def test_gradients_of_a_public_call(transform: str, npu: RecordedTorchNpu, monke
     else:
         found = torch.autograd.grad(loss(*tensors), tensors)
     assert npu.calls
-    for ours, exact in zip(found, gradients_of(call, "out and lse", torch.float64), strict=True):
+    for ours, exact in zip(found, gradients(call, "out and lse"), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
 
 
