@@ -49,9 +49,8 @@ try:
 
         def __call__(cls, *positional: Any, **fields: Any) -> Any:  # noqa: N805 - a metaclass
             if positional:
-                words = "batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64"
-                given = f"{len(positional)} arguments without a keyword"
-                raise TypeError(f"{cls.__name__}: {given}, but each must have one: {cls.__name__}({words})")
+                words = "Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)"
+                raise TypeError(f"{len(positional)} positional arguments, but Problem takes keywords only: {words}")
             return super().__call__(**fields)
 
 except TypeError:  # msgspec before 0.20: its own TypeError has no keywords

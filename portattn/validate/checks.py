@@ -136,7 +136,7 @@ def as_number(op: str, name: str, value: Any) -> Any:
 def check_number(op: str, name: str, value: Any) -> float:
     # Kernels take it as a float32. The comparison is false for NaN too, and defined for an integer of any size.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
-        raise ArgumentError(op, name, value, f"must be a finite number, in float32's range of ±{FLOAT32_MAX:.4g}")
+        raise ArgumentError(op, name, value, f"must be one finite number, in float32's range of ±{FLOAT32_MAX:.4g}")
     return float(value)
 
 

@@ -194,8 +194,8 @@ def _check_apart(op: str, names: Sequence[str], caches: Sequence[torch.Tensor]) 
         (each for each in zip(first.stride(), sizes, strict=True) if each[1] != (1, 1)), reverse=True
     )  # of an axis of one element the stride says nothing
     if distance == 0 or (first.stride() == second.stride() and _meet(distance // first.element_size(), axes)):
-        limit = f"must share no memory with {names[0]}, whose numbers its own would overwrite"
-        raise ArgumentError(op, names[1], f"a view of {names[0]}'s memory", limit)
+        limit = f"must share no element with {names[0]}, whose numbers it would overwrite"
+        raise ArgumentError(op, f"{names[1]}.data_ptr()", second.data_ptr(), limit)
 
 
 def _meet(distance: int, axes: Sequence[tuple[int, tuple[int, int]]]) -> bool:

@@ -223,7 +223,7 @@ def test_random_calls_hold_nan_exactly_in_their_padding() -> None:
 
 def test_arguments_by_place_are_named_an_error() -> None:
     with pytest.raises(
-        TypeError, match=r"Problem: 2 arguments without a keyword, .*Problem\(batch=1, heads_q=8, .*head"
+        TypeError, match=r"2 positional arguments, but Problem takes keywords only: Problem\(batch=1, heads_q=8, .*head"
     ):
         Problem("attention", 2, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)  # type: ignore[misc]
     made = Problem(op="attention", batch=2, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)

@@ -54,9 +54,10 @@ def paged_attention(
                 and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D).
                 Of q's dtype, or quantised, with q in float16 or bfloat16: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz
                 or int8, both alike, or uint8, D/2 and Dv/2 wide: int4, two numbers a byte (docs/low-precision.md)
-    page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order. Of pages past its length,
-                or that window and causal mask hide from every query, any id (−1). Or a PageTable, whose lengths each
-                call computes (six small kernels; in a hot path give `table.pages` and `table.seqlens(page_size)`)
+    page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order. Ids of pages past its
+                length may be anything (−1), and of pages that window, chunk or causal mask hide from every query. Or a
+                PageTable, whose lengths each call computes (six small kernels; in a hot path give `table.pages` and
+                `table.seqlens(page_size)`)
     seqlens_k   (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head: (P, page, Hk), with hpd (P, Hk, page), of any
@@ -73,9 +74,9 @@ def paged_attention(
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
                 a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
-    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
-                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
-                is. causal and window hide keys beside it. None for no chunks
+    chunk       number of keys in a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query attends
+                only keys of its own position's chunk. Chunks count from the sequence's first key; positions are aligned
+                as a window's. causal and window hide keys in addition. None for no chunks
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it

@@ -61,9 +61,9 @@ def varlen_attention(
                 mask. Each sequence is aligned by its own lengths
     window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
                 a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
-    chunk       keys of a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query sees the keys of
-                the chunk that its own position lies in, counted from the sequence's first key and aligned as a window
-                is. causal and window hide keys beside it. None for no chunks
+    chunk       number of keys in a chunk (chunked local attention, FlashAttention-3's attention_chunk): a query attends
+                only keys of its own position's chunk. Chunks count from the sequence's first key; positions are aligned
+                as a window's. causal and window hide keys in addition. None for no chunks
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
