@@ -55,8 +55,8 @@ class Mapped:
 def _is_sure(condition: Any) -> bool:
     """Return whether a comparison of sizes holds. It is False for sizes that depend on data, as far as nothing is known
     of them: a graph must not be specialised by them, and torch's operators check them when the graph runs."""
-    if type(condition) is bool and not torch.compiler.is_dynamo_compiling():
-        return condition
+    if not torch.compiler.is_dynamo_compiling() and not isinstance(condition, torch.SymBool):
+        return bool(condition)  # torch.jit.trace compares tensors
     from torch.fx.experimental import symbolic_shapes  # its import takes a second
 
     # Torch 2.6 has no guard_or_false.
@@ -304,7 +304,8 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not _is_sure(size == 1) and not _is_sure(stride == step) and not _is_sure(stride == dense):
             return False
-        step, dense = step * torch.sym_max(size, 1), dense * size
+        # Only a symbolic size can be empty without a guard: dynamo of torch 2.11 has no sym_max of integers.
+        step, dense = step * (torch.sym_max(size, 1) if isinstance(size, torch.SymInt) else max(size, 1)), dense * size
     return True
 
 

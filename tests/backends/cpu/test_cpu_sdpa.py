@@ -111,8 +111,10 @@ def test_chunks_of_keys(sizes: tuple[int, int], causal: str, chunk: int, feature
 
 def test_a_chunk_costs_what_is_in_it() -> None:
     call = random_call(problem("dense", batch=1, seq_q=2048, seq_k=2048, causal="bottom_right", chunk=128), seed=0)
-    with Products() as watch, torch.no_grad():
-        PATH.run(call)
+    with torch.no_grad():
+        PATH.run(call)  # the first call of a process probes the kernel
+        with Products() as watch:
+            PATH.run(call)
     assert watch.scores == 2048 * 128
 
 
