@@ -12,11 +12,11 @@ import errno
 import functools
 import grp
 import os
-import pwd
 import re
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 import time
 import warnings
@@ -33,6 +33,7 @@ _TRIAL_BYTES = 1 << 16  # more than a file system keeps beside a file's name: a 
 _LEFT_OVER_SECONDS = 3600.0  # nothing of portattn's writes one file for so long
 LARGEST_GIVEN = 256 << 20  # bytes of a file that a user names: a matrix of 100,000 cells has some 100 MB
 _ROOM = 1 << 16  # bytes that are asked for beyond a file's size
+_ACCOUNTS, _GROUPS = Path("/etc/passwd"), Path("/etc/group")
 _KINDS: dict[int, str] = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
@@ -87,8 +88,8 @@ def _temporary_cache(parent: str, user: int) -> Path:
 def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bool = False) -> None:
     """Raise Untrusted where another user owns a file or folder, or may write to it.
 
-    private_group  whether the group may write if it is the private group of this user or of root. Debian and RHEL make
-                   such a group for each user, and a umask of 0002: files that are made by the umask need this
+    private_group  whether the group may write if it is this user's private group (see `_is_private`). Debian and RHEL
+                   make such a group for each user, and a umask of 0002: files that are made by the umask need this
     """
     mode = stat.S_IMODE(seen.st_mode)
     if seen.st_uid not in (os.geteuid(), 0):
@@ -99,21 +100,36 @@ def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bo
     if stat.S_ISLNK(seen.st_mode) or (kind == "folder" and mode & stat.S_ISVTX):
         return
     others = mode & 0o022
-    if others == 0o020 and private_group and _is_private(seen.st_gid):
+    if others == 0o020 and private_group and _is_private(seen.st_gid, os.geteuid()):
         return
     if others:
         raise Untrusted(f"the {kind} {name} may be written by others (mode {mode:04o})")
 
 
 @functools.lru_cache(maxsize=16)
-def _is_private(group: int) -> bool:
-    """Return whether a group has this user or root as its only member, by the names of both."""
-    for user in (os.geteuid(), 0):
-        with contextlib.suppress(KeyError):  # in containers many users have no name
-            owner, found = pwd.getpwuid(user), grp.getgrgid(group)
-            if (owner.pw_gid, owner.pw_name) == (group, found.gr_name) and not {*found.gr_mem} - {owner.pw_name}:
-                return True
-    return False
+def _is_private(group: int, user: int) -> bool:
+    """Return whether a group has the user's name and no other member, as primary group or by its list of members.
+
+    The account must be in /etc/passwd: a directory service (LDAP) need not list its accounts, and may be slow.
+    Group 0 is never private: containers run as any user of group 0.
+    """
+    if group == 0:
+        return False
+    try:
+        accounts, groups = _table(_ACCOUNTS), _table(_GROUPS)
+        found = grp.getgrgid(group)  # with the members that a directory service adds
+    except (OSError, KeyError):
+        return False
+    own = {name for name, _, uid, *_ in accounts if uid == str(user)}
+    primary = {name for name, _, _, gid, *_ in accounts if gid == str(group)}
+    listed = {name for _, _, gid, names, *_ in groups if gid == str(group) for name in names.split(",") if name}
+    return found.gr_name in own & primary and primary | listed | {*found.gr_mem} <= own
+
+
+def _table(path: Path) -> list[list[str]]:
+    """Return the fields of each line of /etc/passwd or /etc/group."""
+    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    return [fields for line in lines if len(fields := line.split(":")) >= 4]
 
 
 @contextlib.contextmanager
@@ -143,14 +159,46 @@ def trusted_folder(path: Path, make: bool = False) -> Iterator[int]:
 
 
 def check_tree(folder: Path) -> None:
-    """Check a folder and all in it, links not followed. Raises Untrusted, and OSError where a folder cannot be read."""
-    check_owner(os.lstat(folder), str(folder), "folder", private_group=True)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                check_tree(Path(entry.path))
-            else:
-                check_owner(entry.stat(follow_symlinks=False), entry.path, "file", private_group=True)
+    """Check a folder, all in it, and all that its links lead to. Raises Untrusted, and OSError for unreadable folders.
+
+    A link's target is checked together with the folder that holds it, since another user who may write to that folder
+    can replace the target: a virtual environment's Python is such a link. A missing target passes: it holds no code.
+    The Python of this process passes, too: its owner's code runs already.
+    """
+    if folder.is_symlink():
+        check_owner(os.lstat(folder), str(folder), "file", private_group=True)
+        _check_targets(str(folder))
+    waiting = [os.path.realpath(folder)]
+    known = set(waiting)
+    for place in waiting:  # grows meanwhile
+        check_owner(os.lstat(place), place, "folder", private_group=True)
+        with os.scandir(place) as entries:
+            for entry in entries:
+                inner = entry.path
+                if not entry.is_dir(follow_symlinks=False):
+                    check_owner(entry.stat(follow_symlinks=False), inner, "file", private_group=True)
+                    if not entry.is_symlink():
+                        continue
+                    _check_targets(inner)
+                    inner = os.path.realpath(inner)
+                if inner not in known and os.path.isdir(inner):
+                    known.add(inner)
+                    waiting.append(inner)
+
+
+def _check_targets(link: str) -> None:
+    """Check a link's target and the folder that holds it; then, if the target is a link, the target's target."""
+    for _ in range(_LINKS):
+        folder, name = os.path.split(os.path.join(os.path.dirname(link), os.readlink(link).rstrip("/")))
+        folder = os.path.realpath(folder)
+        link = os.path.join(folder, name)
+        if not os.path.lexists(link) or link == os.path.realpath(sys.executable):
+            return
+        seen = os.lstat(link)
+        check_owner(os.lstat(folder), folder, "folder", private_group=True)
+        check_owner(seen, link, "folder" if stat.S_ISDIR(seen.st_mode) else "file", private_group=True)
+        if not stat.S_ISLNK(seen.st_mode):
+            return
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666, parents: bool = False) -> None:

@@ -38,7 +38,7 @@ def install(package: str) -> None:
     Before every other finder: a Python that is started in a tree's root imports that tree, all of it, whatever is
     installed, and an editable install's finder knows the folders of the tree that it was made from.
 
-    Raises ImportError where the package's folder is none of the file system's, as in a zip archive.
+    Raises ImportError if the package is not a folder on disk, as in a zip archive.
     """
     if not os.path.isdir(package):
         raise ImportError(

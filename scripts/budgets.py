@@ -5,8 +5,9 @@
     python scripts/budgets.py --show NAME print the places that a measure counts, one a line
     python scripts/budgets.py --json      print the table as JSON
 
-A limit is a ratchet: a change that makes a number smaller lowers the limit in the same commit. `make lint` runs the
-script in the installed layout, from which grimp reads the imports.
+A limit is a ratchet: a change that makes a number smaller lowers the limit in the same commit. In a git repository the
+script also fails if a limit is higher than it was in an earlier commit. `make lint` runs the script in the installed
+layout, from which grimp reads the imports.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import collections
 import io
 import json
 import re
+import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterator
@@ -265,6 +267,31 @@ def check(tree: Tree, budgets: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"name": name, "now": measure(name, tree), **budgets[name]} for name in MEASURES]
 
 
+def _git(root: Path, *words: str) -> str:
+    """Return the text that a git command prints; empty if it fails, or without git."""
+    try:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def earlier_limits(root: Path) -> dict[str, float]:
+    """Return the lowest limit of each budget in HEAD, its first parent, the merge base with upstream and the last tag.
+
+    Empty if none of these commits exists, or has the file.
+    """
+    upstream = next((name for name in ("@{upstream}", "origin/HEAD") if _git(root, "rev-parse", "--verify", name)), "")
+    base = _git(root, "merge-base", "HEAD", upstream) if upstream else ""
+    commits = ["HEAD", "HEAD^", base, _git(root, "describe", "--tags", "--abbrev=0")]
+    lowest: dict[str, float] = {}
+    for commit in filter(None, commits):
+        document = tomlkit.parse(_git(root, "show", f"{commit}:./scripts/budgets.toml")).unwrap()
+        for name, row in document.items():
+            lowest[name] = min(row["limit"], lowest.get(name, row["limit"]))
+    return lowest
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> list[str]:
     """Lower the limits in the file to today's numbers. Return the names over their limits, which stay as they are."""
     document = tomlkit.parse(path.read_text("utf-8"))
@@ -286,7 +313,8 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         found = MEASURES[given.show](tree)
         print("\n".join(found) if isinstance(found, list) else found)
         return 0
-    rows = check(tree, tomlkit.parse(path.read_text("utf-8")).unwrap())
+    rows, earlier = check(tree, tomlkit.parse(path.read_text("utf-8")).unwrap()), earlier_limits(root)
+    raised = [row for row in rows if row["limit"] > earlier.get(row["name"], row["limit"])]
     over = [row["name"] for row in rows if row["now"] > row["limit"]]
     if given.write:
         over = write(path, rows)
@@ -302,7 +330,12 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
             f"budgets: {name} is over its limit; `python scripts/budgets.py --show {name}` names the places",
             file=sys.stderr,
         )
-    return 1 if over else 0
+    for row in raised:
+        was = earlier[row["name"]]
+        print(f"budgets: the limit of {row['name']} was raised from {was} to {row['limit']}", file=sys.stderr)
+    if not earlier:
+        print("budgets: no earlier budgets.toml in git, so no limit was compared with one", file=sys.stderr)
+    return 1 if over or raised else 0
 
 
 if __name__ == "__main__":

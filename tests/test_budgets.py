@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -106,7 +107,43 @@ def test_write_lowers_a_limit_and_never_raises_it(tree, monkeypatch, limit: int,
     assert path.read_text().startswith("# A comment that stays.")
 
 
-def test_every_measure_has_a_budget_and_a_limit_between_its_start_and_its_goal() -> None:
+def test_every_measure_has_a_budget_whose_goal_is_no_higher_than_its_start() -> None:
     assert BUDGETS.keys() == budgets.MEASURES.keys()
     for row in BUDGETS.values():
-        assert row["goal"] <= row["limit"] <= row["start"] or row["limit"] <= row["goal"]
+        assert row.keys() == {"title", "start", "limit", "goal"}
+        assert row["goal"] <= row["start"]
+
+
+def test_a_limit_above_an_earlier_commits_fails(tree: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(budgets.MEASURES, "single_importers", lambda tree: [])
+
+    def git(*words: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+        subprocess.run(["git", *author, *words], cwd=tree, check=True, capture_output=True)
+
+    def status(limit: int, *commit: str) -> tuple[int, str]:
+        _with_budgets(tree, limit)
+        if commit:
+            git("add", "-A")
+            git("commit", "-qm", *commit)
+        return budgets.main([], tree), capsys.readouterr().err
+
+    skipped = "budgets: no earlier budgets.toml in git, so no limit was compared with one\n"
+    assert status(4) == (0, skipped)
+    git("init", "-q", "-b", "main")
+    assert status(4) == (0, skipped)
+    assert status(4, "first") == (0, "")
+    assert status(5) == (1, "budgets: the limit of modules was raised from 4 to 5\n")
+    assert status(3, "lowered") == (0, "")
+    git("tag", "v1")
+    assert status(4) == (1, "budgets: the limit of modules was raised from 3 to 4\n")
+    assert status(4, "raised")[0] == 1
+    git("commit", "-qm", "more", "--allow-empty")
+    assert status(4)[0] == 1, "the tag's limit is lower"
+    git("tag", "-d", "v1")
+    assert status(4)[0] == 0, "neither HEAD nor its parent has a lower limit"
+    git("checkout", "-qb", "topic", "HEAD~2", "-f")
+    git("branch", "--set-upstream-to", "main")
+    for title in ("raised", "more"):
+        status(4, title, "--allow-empty")
+    assert status(4) == (1, "budgets: the limit of modules was raised from 3 to 4\n"), "since the merge base"

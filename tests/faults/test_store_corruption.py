@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import grp
 import os
 import random
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from portattn import CompileRecord, Incident
+from portattn import CompileRecord, Incident, files
 from portattn.compile import sealed
 from portattn.compile.store import CompileStore
 
@@ -150,6 +153,7 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
     [
         ((STRANGER, STRANGER), 0o644, f"belongs to user {STRANGER} (mode 0644), and this process is user 0's"),
         ((0, STRANGER), 0o664, "may be written by others (mode 0664)"),
+        ((0, 0), 0o664, "may be written by others (mode 0664)"),
         ((0, 0), 0o666, "may be written by others (mode 0666)"),
     ],
 )
@@ -177,11 +181,56 @@ def test_what_another_user_sealed_is_not_believed(
     assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0]), "it is replaced by this user's own"
 
 
-@needs_root
-def test_a_users_own_group_may_write(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("accounts", "groups", "members", "trusted"),
+    [
+        ("me:x:{uid}:4242:::\n", "me:x:4242:\n", [], True),
+        ("me:x:{uid}:4242:::\n", "me:x:4242:me\n", ["me"], True),
+        ("me:x:{uid}:4242:::\nbob:x:777:4242:::\n", "me:x:4242:\n", [], False),  # the primary group of another user
+        ("me:x:{uid}:4242:::\n", "me:x:4242:\nstaff:x:4242:bob\n", [], False),  # two names of one group
+        ("me:x:{uid}:4242:::\n", "me:x:4242:\n", ["bob"], False),
+        ("me:x:{uid}:100:::\n", "me:x:4242:\n", [], False),
+        ("bob:x:777:4242:::\n", "me:x:4242:\n", [], False),  # this user is a directory service's
+        ("me:x:{uid}:0:::\n", "me:x:0:\n", [], False),  # containers run any user in group 0
+    ],
+)
+def test_a_private_group_may_write(tmp_path: Path, monkeypatch, accounts, groups, members, trusted: bool) -> None:
     """Debian and RHEL give each user such a group and a umask of 0002: files made so are the user's own."""
-    CompileStore(tmp_path).put(record(KEYS[0]))
-    place = tmp_path / "records" / f"{KEYS[0]}.json"
-    place.chmod(0o664)
-    assert (place.stat().st_uid, place.stat().st_gid) == (0, 0)
+    (tmp_path / "passwd").write_text("# comment\n" + accounts.format(uid=os.geteuid()))
+    (tmp_path / "group").write_text(groups)
+    monkeypatch.setattr(files, "_ACCOUNTS", tmp_path / "passwd")
+    monkeypatch.setattr(files, "_GROUPS", tmp_path / "group")
+    gid = int(groups.split(":")[2])
+    monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group(("me", "x", number, members)))
+    files._is_private.cache_clear()
+    seen = os.stat_result((0o100664, 1, 1, 1, os.geteuid(), gid, 0, 0, 0, 0))
+    try:
+        with contextlib.nullcontext() if trusted else pytest.raises(files.Untrusted, match="mode 0664"):
+            files.check_owner(seen, "record", "file", private_group=True)
+    finally:
+        files._is_private.cache_clear()
+
+
+def test_a_trees_links_are_checked_except_the_one_to_the_running_python(tmp_path: Path, monkeypatch) -> None:
+    tree, python = tmp_path / "tree", tmp_path / "python"
+    tree.mkdir()
+    python.touch()
+    (tree / "python").symlink_to(python)
+    (tree / "circle").symlink_to(".")
+    (tree / "missing").symlink_to("/nowhere/at/all")
+    files.check_tree(tree)
+    python.chmod(0o777)
+    with pytest.raises(files.Untrusted, match="/python may be written by others"):
+        files.check_tree(tree)
+    monkeypatch.setattr(sys, "executable", str(python))
+    files.check_tree(tree)
+
+
+def test_a_record_is_its_owners_under_any_umask(tmp_path: Path) -> None:
+    umask = os.umask(0o002)
+    try:
+        CompileStore(tmp_path).put(record(KEYS[0]))
+    finally:
+        os.umask(umask)
     assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0])
+    assert (tmp_path / "records" / f"{KEYS[0]}.json").stat().st_mode & 0o777 == 0o644

@@ -230,3 +230,4 @@ def _add_programs(name: str, say: Say, commands: Commands) -> None:
     if versions:
         marker = msgspec.json.decode((folder / folders.MARKER).read_bytes(), type=Marker)
         _write_marker(folder, name, marker.python, marker.versions | versions)
+        _take_from_others(folder)

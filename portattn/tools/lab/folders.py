@@ -159,7 +159,7 @@ def state(toolchain: str) -> State:
         return State(toolchain=toolchain)
     try:
         check_owner(os.stat(folder.parent), str(folder.parent), "folder", private_group=True)
-        check_tree(folder.resolve())  # all of it is code, for a process that may be root's
+        check_tree(folder)  # all of it is code, for a process that may be root's
         marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
     except Untrusted as error:
         return State(toolchain=toolchain, broken=f"not to be run: {error}")

@@ -208,10 +208,42 @@ def _given_away(path: Path) -> None:
     os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
 
 
+def _linked(folder: Path, mode: int, owner: int) -> None:
+    """Lead an environment's Python to a copy of it beside the lab, by two links."""
+    elsewhere = folder.parent.parent / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(folder / "bin" / "python", elsewhere / "python")
+    (elsewhere / "python").chmod(mode)
+    os.chown(elsewhere / "python", owner, owner)
+    (folder.parent / "step").symlink_to("../elsewhere/python")
+    (folder / "bin" / "python").unlink()
+    (folder / "bin" / "python").symlink_to(folder.parent / "step")
+
+
 UNTRUSTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "the lab": (lambda folder: _given_away(folder.parent), f"/lab belongs to user {STRANGER}"),
     "the folder": (_given_away, f"belongs to user {STRANGER} .mode 0755., and this process is user 0's"),
     "its Python": (lambda folder: _given_away(folder / "bin" / "python"), f"/bin/python belongs to user {STRANGER}"),
+    "its Python's target": (
+        lambda folder: _linked(folder, 0o777, STRANGER),
+        rf"/elsewhere/python belongs to user {STRANGER} .mode 0777.",
+    ),
+    "its Python's target of everybody's": (
+        lambda folder: _linked(folder, 0o777, 0),
+        r"/elsewhere/python may be written by others .mode 0777.",
+    ),
+    "the folder of its Python's target": (
+        lambda folder: [_linked(folder, 0o755, 0), (folder.parent.parent / "elsewhere").chmod(0o777)],
+        r"/elsewhere may be written by others .mode 0777.",
+    ),
+    "a linked folder's module": (
+        lambda folder: [
+            _linked(folder, 0o666, 0),
+            (folder / "bin" / "python").unlink(),
+            (folder / "lib" / "more").symlink_to(folder.parent.parent / "elsewhere"),
+        ],
+        r"/elsewhere/python may be written by others .mode 0666.",
+    ),
     "a module": (
         lambda folder: _given_away(next(folder.glob("lib/python*/site-packages/triton/__init__.py"))),
         rf"triton/__init__\.py belongs to user {STRANGER}",

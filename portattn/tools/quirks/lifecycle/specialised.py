@@ -33,6 +33,7 @@ SWITCHES = (
     "TRITON_HIP_USE_IN_THREAD_TRANSPOSE",
 )  # fmt: skip
 _SWITCH = re.compile(r"0|1|y|n|on|off|yes|no|true|false", re.IGNORECASE)
+_WORDS = re.compile(r"[\w-]*(,[\w-]+)*", re.ASCII)  # what an option's text may be: no path, no program
 _KERNELS = ("portattn.kernels.", "portattn.backends.")
 # Triton evaluates the layout of a descriptor's type as Python: no text with calls in it gets there.
 _TYPE = re.compile(
@@ -62,7 +63,8 @@ def permitted_signature(given: Mapping[str, Any] | None, registry: Registry) -> 
     """Return the signature that a log quotes as a compile here takes it, and a line on each part that is left out.
 
     The signature is None if it is no Signature, or if its kernel is neither portattn's nor an installed backend's: to
-    import a module is to run it. Compiler options that no backend declares are left out, since some name files.
+    import a module is to run it. Compiler options are kept if a backend declares them and their values have the
+    declared type; texts must be plain words, since some options name files.
     """
     if given is None:
         return None, []
@@ -70,7 +72,7 @@ def permitted_signature(given: Mapping[str, Any] | None, registry: Registry) -> 
     try:
         signature = msgspec.convert({"small": (), **known}, Signature)
     except msgspec.ValidationError as error:
-        return None, [f"the quoted request: it is none of this release's ({error})"]
+        return None, [f"the quoted request: this release cannot read its signature ({error})"]
     kernel = f"{signature.module}:{signature.function}"
     brought = {type(backend).__module__.partition(".")[0] for backend in registry.backends.values()} - {"portattn"}
     parts = [*signature.module.split("."), signature.function]
@@ -78,16 +80,25 @@ def permitted_signature(given: Mapping[str, Any] | None, registry: Registry) -> 
     if not ours or not all(part.isidentifier() for part in parts):
         by_hand = "to try it, write its compile into the program"
         return None, [f"kernel {kernel}: neither portattn's nor an installed backend's, so not imported; {by_hand}"]
-    wrong = next((kind for kind in signature.types.values() if not _TYPE.fullmatch(kind)), "")
-    if wrong:
-        return None, [f"kernel {kernel}: {wrong!r} is no type of an argument"]
-    options = {"num_warps", "num_stages", *compiler_options.options()}
-    left_out = [
-        f"compiler option {name}={value!r}: no backend declares it; to have it set, add it to OPTIONS of the program"
-        for name, value in signature.options.items()
-        if name not in options
-    ]
-    kept = {name: value for name, value in signature.options.items() if name in options}
+    for name, kind in signature.types.items():
+        if not _TYPE.fullmatch(kind):
+            limit = "must be a scalar, a pointer or a descriptor, such as i32, *fp16 or tensordesc<fp16[64, 128]>"
+            return None, [f"kernel {kernel}: the type of argument {name} is {kind!r}, but {limit}"]
+    declared = {"num_warps": int, "num_stages": int, **compiler_options.options()}
+    kept: dict[str, bool | int | str] = {}
+    left_out = []
+    for name, value in signature.options.items():
+        if name not in declared:
+            why = "no backend declares it"
+        elif type(value) is not declared[name]:
+            why = f"must be of type {declared[name].__name__}"
+        elif isinstance(value, str) and not _WORDS.fullmatch(value):
+            why = "must be words of letters, digits, - and _, with commas between them"
+        else:
+            kept[name] = value
+            continue
+        by_hand = "to have it set, add it to OPTIONS of the program"
+        left_out.append(f"compiler option {name}={value!r}: {why}; {by_hand}")
     found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(signature, options=kept))
     return found, left_out
 

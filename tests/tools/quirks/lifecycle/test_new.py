@@ -437,9 +437,9 @@ def test_an_incidents_variables_are_as_a_logs(registry) -> None:
         ({"module": "portattn.cli.__main__"}, "neither portattn's nor"),
         ({"module": "portattn.kernels.."}, "neither portattn's nor"),
         ({"function": "__import__('os')"}, "neither portattn's nor"),
-        ({"types": {"q": "tensordesc<fp16[1],__import__('os').abort()>"}}, "is no type of an argument"),
-        ({"types": {"q": "tensordesc<fp16[1],NVMMASharedLayout(exit())>"}}, "is no type of an argument"),
-        ({"types": 3}, "the quoted request: it is none of this release's"),
+        ({"types": {"q": "tensordesc<fp16[1],__import__('os').abort()>"}}, 'the type of argument q is "tensordesc'),
+        ({"types": {"q": "tensordesc<fp16[1],NVMMASharedLayout(exit())>"}}, "must be a scalar, a pointer or a desc"),
+        ({"types": 3}, "the quoted request: this release cannot read its signature"),
     ],
 )
 def test_a_replay_imports_and_evaluates_nothing_of_a_log(registry, changed: dict[str, Any], why: str) -> None:
@@ -451,13 +451,16 @@ def test_a_replay_imports_and_evaluates_nothing_of_a_log(registry, changed: dict
 
 
 def test_a_replay_has_only_options_that_a_backend_declares(registry) -> None:
-    options = {"num_warps": 4, "waves_per_eu": 2, "extern_libs": "/tmp/evil.bc", "ir_override": "/tmp/evil.ttir"}
-    [found] = facts.from_log(crafted(options=options), "build.log", registry)
+    kept = {"num_warps": 4, "waves_per_eu": 2, "schedule_hint": "attention,local-prefetch", "launch_pdl": True}
+    wrong = {"kpack": "evil", "num_stages": True, "maxnreg": "x", "multibuffer": 1, "extern_libs": "/tmp/evil.bc"}
+    [found] = facts.from_log(crafted(options=kept | wrong), "build.log", registry)
     assert found.signature is not None
-    assert found.signature["options"] == {"num_warps": 4, "waves_per_eu": 2}
-    assert [text.split("=")[0] for text in found.left_out] == [
-        "compiler option extern_libs", "compiler option ir_override"
-    ]  # fmt: skip
+    assert found.signature["options"] == kept
+    assert [text.split("=")[0] for text in found.left_out] == [f"compiler option {name}" for name in wrong]
+    [found] = facts.from_log(crafted(options={"schedule_hint": "/etc/passwd"}), "build.log", registry)
+    assert found.signature is not None
+    assert (found.signature["options"], len(found.left_out)) == ({}, 1)
+    assert "schedule_hint='/etc/passwd': must be words" in found.left_out[0]
 
 
 def test_signatures_of_every_kernel_of_ours_are_permitted(registry) -> None:
