@@ -151,6 +151,6 @@ def test_what_pages_have_not_is_refused() -> None:
     ):
         flash_attn_varlen_func(q, pages, pages, CU_Q, CU_K, 9, 11, 0.1, block_table=table)
     with pytest.raises(
-        ArgumentError, match=r"^flash_attn_varlen_func: block_table\[1, 0\] is 7, but must be in 0\.\.5"
+        ArgumentError, match=r"^flash_attn_varlen_func: block_table\[2, 0\] is 7, but must be in 0\.\.5"
     ):
-        flash_attn_varlen_func(q, pages, pages, CU_Q, CU_K, 9, 11, block_table=ints(0, 7, 1)[:, None])
+        flash_attn_varlen_func(q, pages, pages, CU_Q, CU_K, 9, 11, block_table=ints(0, 1, 7)[:, None])
