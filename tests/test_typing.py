@@ -60,7 +60,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calls(tree: Path) -> tuple[Path, set[int]]:
     """Calls of every function with each kind of flag: the file, and its lines that a checker must refuse."""
-    lines = ["from typing import assert_type", "from torch import Tensor", "import portattn"]
+    lines = ["from typing import assert_type", "import numpy", "from torch import Tensor", "import portattn"]
     lines += [
         "import portattn.distributed, portattn.integrations.flash_attn",
         "def run(q: Tensor, wanted: bool) -> None:",
@@ -88,6 +88,15 @@ def calls(tree: Path) -> tuple[Path, set[int]]:
     by_position = "q, q, q, 0.0, None, False, (-1, -1), 0.0, None, False, True"
     call = f"portattn.integrations.flash_attn.flash_attn_func({by_position})"
     lines.append(f"    assert_type({call}, tuple[Tensor, Tensor, Tensor])")
+    flash = "portattn.integrations.flash_attn.flash_attn_func(q, q, q"
+    for window in ("[1, 1]", "(numpy.int32(1), q)", "(None, 1)", "q", "numpy.array([1, 1])"):
+        lines.append(f"    {flash}, window_size={window})")
+    for number in ("q", "1", "numpy.float32(0.1)", "numpy.array(0.1)"):
+        lines.append(f"    {flash}, {number}, softmax_scale={number}, softcap={number})")
+        lines.append(f"    portattn.attention(q, q, q, scale={number}, softcap={number}, dropout_p={number})")
+    for wrong in (f"{flash}, window_size=1)", f"{flash}, softmax_scale='1')", "portattn.attention(q, q, q, scale='1')"):
+        lines.append(f"    {wrong}")
+        refused.add(len(lines))
     lines.append('    out: Tensor = portattn.prepare("attention", q, q, q).run(q, q, q)')
     path = tree / "calls.py"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

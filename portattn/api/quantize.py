@@ -15,7 +15,15 @@ from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.lowering import FUSED
 from portattn.schema.problem_limits import SAGE_BLOCK
 from portattn.schema.tensors import KV_DTYPE
-from portattn.validate.checks import check_dense, check_equal, check_flag, check_like, check_number, check_tensor
+from portattn.validate.checks import (
+    Number,
+    check_dense,
+    check_equal,
+    check_flag,
+    check_like,
+    check_number,
+    check_tensor,
+)
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.quantised import SIXTEEN_BITS
 from portattn.validate.values import cu_seqlens as check_order
@@ -81,7 +89,7 @@ class Quantized:
         names = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "layout")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | others
 
-    def corrected(self, lse: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    def corrected(self, lse: torch.Tensor, scale: Number | None = None) -> torch.Tensor:
         """The LSE over the keys as they were before smoothing: lse + scale·q·k̄.
 
         scale  the factor on the scores that attention was called with; None for 1/√D

@@ -20,6 +20,7 @@ from portattn.integrations.flash_attn.cached_call import Cached
 from portattn.integrations.flash_attn.calls import scores_of, shape_of, size_of
 from portattn.integrations.flash_attn.generation3 import by_dtype, check_hints, dense, with_qv
 from portattn.integrations.flash_attn.options import (
+    WindowSize,
     check_bool,
     check_packed,
     check_tensors,
@@ -28,22 +29,20 @@ from portattn.integrations.flash_attn.options import (
     splits_of,
 )
 from portattn.integrations.flash_attn.used import used_rows
-from portattn.validate.checks import check_dense
-
-Window = tuple[int, int]
+from portattn.validate.checks import Number, check_dense
 
 
 @named()
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
-    softmax_scale: float | None = None,
+    softmax_scale: Number | None = None,
     causal: bool = False,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: Number = 0.0,
     deterministic: bool = False,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
@@ -86,15 +85,15 @@ def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    softmax_scale: float | None = None,
+    softmax_scale: Number | None = None,
     causal: bool = False,
     qv: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: Number = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -147,15 +146,15 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: Number | None = None,
     causal: bool = False,
     qv: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: Number = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -281,11 +280,11 @@ def flash_attn_with_kvcache(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: Number = 0.0,
     rotary_interleaved: bool = True,
     scheduler_metadata: torch.Tensor | None = None,
     num_splits: int = 0,
@@ -301,12 +300,12 @@ def flash_attn_with_kvcache(
               page_table pages (P, page, Hk, D) of any page size. Of q's dtype, or float8
     k, v      (B, S, Hk, D) and (B, S, Hk, Dv), with cu_seqlens_k_new packed: written to rows cache_seqlens[b] on
     qv        refused: of a latent cache portattn.mla_attention has it
-    rotary_cos, rotary_sin  (positions, R/2), float32 or q's dtype: k and q are rotated in their first R columns, as in
+    rotary_cos, rotary_sin  (positions, R/2), of any float dtype: k and q are rotated in their first R columns, as in
               flash_attn's function of generation 2
     cache_seqlens  (B,) int32, or one integer: rows of each sequence before the call, its left padding included; None
               for full caches. Where one is negative and k is given, nothing is written and out is 0
-    cache_batch_idx  (B,) int32: which sequences of the cache these are; not with page_table
-    cache_leftpad  (B,) int32: rows before a sequence's first key; not with cu_seqlens_q
+    cache_batch_idx  (B,) int32: which sequences of the cache, or rows of page_table, these are
+    cache_leftpad  (B,) int32: rows before a sequence's first key
     page_table  (B, pages a sequence) int32: page ids of each sequence
     cu_seqlens_q, max_seqlen_q  (B + 1,) int32 and the longest sequence's rows, of packed queries
     cu_seqlens_k_new  (B + 1,) int32, of packed k and v
@@ -374,7 +373,7 @@ def get_scheduler_metadata(
     page_size: int | None = None,
     max_seqlen_k_new: int = 0,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     has_softcap: bool = False,
     num_splits: int = 0,

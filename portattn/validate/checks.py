@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses import FakeTensor
@@ -117,6 +117,18 @@ def is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+class Scalar(Protocol):
+    """A 0-d tensor, or a NumPy number: calls read it back."""
+
+    @property
+    def ndim(self) -> int: ...
+    def item(self) -> Any: ...
+    def __float__(self) -> float: ...
+
+
+Number = float | Scalar
+
+
 def as_number(op: str, name: str, value: Any) -> Any:
     """Return a 0-d tensor or NumPy value as a Python number, and anything else as it is.
 
@@ -134,10 +146,14 @@ def as_number(op: str, name: str, value: Any) -> Any:
 
 
 def check_number(op: str, name: str, value: Any) -> float:
+    number = as_number(op, name, value)
     # Kernels take it as a float32. The comparison is false for NaN too, and defined for an integer of any size.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
-        raise ArgumentError(op, name, value, f"must be one finite number, in float32's range of ±{FLOAT32_MAX:.4g}")
-    return float(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= FLOAT32_MAX:
+        one = isinstance(value, torch.Tensor) and value.ndim and value.numel() == 1
+        hint = f"; a 0-d tensor counts (hint: {name}.item())" if one else ""
+        limit = f"must be one finite number, in float32's range of ±{FLOAT32_MAX:.4g}{hint}"
+        raise ArgumentError(op, name, value, limit)
+    return float(number)
 
 
 def check_scale(op: str, value: Any) -> float:

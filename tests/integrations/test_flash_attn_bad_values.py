@@ -41,7 +41,7 @@ def test_queries_that_are_none_beside_sinks(function: Any) -> None:
     ("index", "rows", "text"),
     [
         (3, 2, r"cache_batch_idx is 'int', but must be an int32 torch\.Tensor \(2,\)"),
-        (ints(0, 2), 2, r"cache_batch_idx\[1\] is 2, but must be in 0\.\.1, the sequences of the cache"),
+        (ints(0, 2), 2, r"cache_batch_idx\[1\] is 2, but must be in 0\.\.1, the rows of block_table$"),
         (ints(0, 1), 0, r"block_table\.shape is \(0, 2\), but must have a row for each sequence"),
     ],
 )

@@ -252,15 +252,21 @@ def test_forward_and_backward_apart(is_packed: bool, dropout_p: float) -> None:
     sizes: tuple[Any, ...] = (CU_Q, CU_K, 6, 9) if is_packed else ()
     forward = inner._flash_attn_varlen_forward if is_packed else inner._flash_attn_forward
     backward = inner._flash_attn_varlen_backward if is_packed else inner._flash_attn_backward
+    before = torch.get_rng_state()
     if is_packed:
         out, lse, signed, state = forward(*tensors, *sizes, *given[:5], return_softmax=True)
     else:
         out, lse, signed, state = forward(*tensors, *given, True)
+    assert torch.equal(before, torch.get_rng_state()) is (dropout_p == 0.0) is not bool(state)
     assert signed.numel() == (0 if not dropout_p else 3 * 4 * 6 * 9 if is_packed else 2 * 4 * 5 * 9)
-    dout = torch.randn_like(out)
+    dout = torch.randn_like(out, requires_grad=True)
     grads = [torch.full_like(tensor, math.nan) for tensor in tensors]
     rows = backward(dout, *tensors, out, lse, *grads, *sizes, *given, False, state)
     assert rows.shape == lse.shape
+    assert not rows.requires_grad
+    for wrong in [None, state.int()] if dropout_p else []:
+        with pytest.raises(RuntimeError, match=rf"^{backward.__name__}: rng_state.* must be "):
+            backward(dout, *tensors, out, lse, *grads, *sizes, *given, False, wrong)
     assert torch.allclose(rows.transpose(-1, -2), (out * dout).sum(-1), atol=1e-5)
     results: list[list[Any]] = []
     for exact in (True, False):
@@ -302,6 +308,33 @@ def test_forward_over_pages_and_used_rows() -> None:
     for given, name in (({"leftpad_k": used}, "leftpad_k"), ({**paged, "dropout_p": 0.1}, "dropout_p")):
         with pytest.raises(ArgumentError, match=rf"^_flash_attn_varlen_forward: {name} is "):
             inner._flash_attn_varlen_forward(q, pages_k, pages_v, **{**sizes, **lengths, **given})
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_memory_for_other_results(name: str, is_packed: bool) -> None:
+    """Shape, dtype and device are the result's, whichever function writes; nothing is written otherwise."""
+    gpu, (q, k, v) = inner.flash_attn_gpu, packed() if is_packed else dense()
+    tail, sizes = (0.25, True, -1, -1, 0.0), (CU_Q, CU_K, None, 6, 9, 0.0, 0.25, False, True, -1, -1, 0.0, False, None)
+    right = {"out": q, "dq": q, "dk": k, "dv": v}
+    for wrong in (torch.zeros(3, *right[name].shape[1:]), right[name].int(), right[name].to("meta"), [1.0]):
+        into = {other: torch.zeros_like(like) for other, like in right.items()} | {name: wrong}
+        function, given = (gpu.varlen_fwd if is_packed else gpu.fwd), [q, k, v, into["out"]]
+        if name == "out" and is_packed:
+            given += [*sizes[:2], None, None, None, None, *sizes[3:]]
+        elif name == "out":
+            given += [None, 0.0, *tail, False, None]
+        else:
+            function = gpu.varlen_bwd if is_packed else gpu.bwd
+            lse = torch.zeros(4, 9) if is_packed else torch.zeros(2, 4, 5)
+            given = [q, q, k, v, q, lse, into["dq"], into["dk"], into["dv"]]
+            given += [*sizes, None] if is_packed else [None, 0.0, *tail, False, None, None]
+        with pytest.raises(
+            RuntimeError, match=rf"^{function.__name__}: {name} is .*, but must (have the shape|be a to)"
+        ):
+            function(*given)
+        written = [t for t in into.values() if isinstance(t, torch.Tensor) and t is not wrong]
+        assert not any(t.any() for t in written)
 
 
 def test_the_extension_s_argument_orders() -> None:

@@ -11,6 +11,7 @@ import torch
 from flash_attn_oracle import beginnings, check_one, ints
 
 from portattn.integrations import flash_attn, flash_attn_interface
+from portattn.integrations.flash_attn import low_level
 
 CU = beginnings((5, 9))
 
@@ -62,6 +63,21 @@ def test_compiled_dropout() -> None:
     check_one(out[0], lse[0], q[0], k[0], v[0], math.inf, kept=kept[0], dropout_p=0.5)
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"window_size": 3}, r"'flash_attn_func', 'window_size', 3, 'must be two integers"),
+        ({"deterministic": True}, r"'deterministic', True, 'goes with torch.use_deterministic_algorithms"),
+        ({"causal": "top_left"}, r"'causal', 'top_left', 'must be True or False'"),
+    ],
+)
+def test_a_whole_graph_says_why_a_call_is_refused(given: dict[str, Any], reason: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn.flash_attn_func, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        compiled(*tensors(True), **given)
+
+
 @pytest.mark.parametrize(("form", "grad"), [("own", False), ("own", True), ("batch_idx", False), ("pages", False)])
 def test_compiled_with_a_cache(form: str, grad: bool) -> None:
     """A whole graph that writes in place and takes new lengths without being compiled again. Where gradients are
@@ -99,6 +115,12 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out, lse, masked = flash_attn.flash_attn_func(q, k, v, 0.2, return_attn_probs=True)
         assert out.dtype is masked.dtype is torch.bfloat16
+        rng = torch.get_rng_state()
+        found = flash_attn.flash_attn_func(q, k, v, 0.2, return_attn_probs=True)
+        torch.set_rng_state(rng)
+        apart = low_level._flash_attn_forward(q, k, v, 0.2, None, False, -1, -1, 0.0, None, True)
+        assert all(torch.equal(a, b) for a, b in zip(found, apart[:3], strict=True))
+        assert apart[2].dtype is torch.bfloat16
         kept = ~torch.signbit(masked[0])
         narrow = (t[0].bfloat16() for t in (q, k, v))
         check_one(out[0], lse[0], *narrow, math.inf, kept=kept, dropout_p=0.2)

@@ -60,7 +60,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no heads": (
         {"q_nope": torch.zeros(2, 0, 1, 16), "q_rope": torch.zeros(2, 0, 1, 8)}, "heads_q is 0", "from 1 to",
     ),
-    "scale is None": ({"scale": None}, "scale is None", "must be a finite number"),
+    "scale is None": ({"scale": None}, "scale is None", "must be one finite number"),
 }  # fmt: skip
 
 

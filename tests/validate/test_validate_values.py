@@ -180,7 +180,7 @@ CURES: dict[str, tuple[str, dict[str, Any], str, str, Cured]] = {
         {"scale": 1.0},
     ),
     "a scale for each head": (
-        "attention", {"scale": torch.ones(4)}, "scale is tensor(", "must be a finite number", None,
+        "attention", {"scale": torch.ones(4)}, "scale is tensor(", "must be one finite number", None,
     ),
     # flash_attn
     "rows before heads": (

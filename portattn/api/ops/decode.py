@@ -10,6 +10,7 @@ from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
+from portattn.validate.checks import Number
 
 
 @operation
@@ -24,11 +25,11 @@ def decode_attention(
     k_block_scale: torch.Tensor | None = None,
     v_block_scale: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
     causal: bool | str = False,
     window: Window | None = None,
     chunk: int | None = None,
-    softcap: float | None = None,
+    softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,

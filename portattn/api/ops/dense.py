@@ -13,6 +13,7 @@ from portattn.api.ops.varlen import varlen_attention
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
+from portattn.validate.checks import Number
 
 
 @operation
@@ -24,11 +25,11 @@ def attention(
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
     causal: bool | str = False,
     window: Window | None = None,
     chunk: int | None = None,
-    softcap: float | None = None,
+    softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -38,7 +39,7 @@ def attention(
     seqlens_k: torch.Tensor | None = None,
     leftpad_q: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: Number = 0.0,
     dropout_seed: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,

@@ -12,6 +12,7 @@ from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
+from portattn.validate.checks import Number
 
 
 @operation
@@ -28,11 +29,11 @@ def paged_attention(
     v_block_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
     causal: bool | str = False,
     window: Window | None = None,
     chunk: int | None = None,
-    softcap: float | None = None,
+    softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,

@@ -12,6 +12,7 @@ from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
+from portattn.validate.checks import Number
 
 
 @operation
@@ -28,8 +29,8 @@ def sparse_attention(
     seqlens_k: torch.Tensor | None = None,
     log_weights: torch.Tensor | None = None,
     magicpig: tuple[int | torch.Tensor, int | torch.Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    scale: Number | None = None,
+    softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,

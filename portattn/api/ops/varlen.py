@@ -10,6 +10,7 @@ from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
+from portattn.validate.checks import Number
 
 
 @operation
@@ -25,14 +26,14 @@ def varlen_attention(
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
     causal: bool | str = False,
     window: Window | None = None,
     chunk: int | None = None,
-    softcap: float | None = None,
+    softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: Number = 0.0,
     dropout_seed: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,

@@ -5,138 +5,144 @@ from typing import Literal, overload
 
 import torch
 
-from portattn.integrations.flash_attn.flash_attn_interface import Window as Window
+from portattn.integrations.flash_attn.options import WindowSize as WindowSize
+from portattn.validate.checks import Number as Number
 
 @overload
-def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
 @overload
-def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float | None,
-    causal: bool, window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: Number, softmax_scale: Number | None,
+    causal: bool, window_size: WindowSize, softcap: Number, alibi_slopes: torch.Tensor | None, deterministic: bool,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
 @overload
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float, softmax_scale: float | None,
-    causal: bool, window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: Number, softmax_scale: Number | None,
+    causal: bool, window_size: WindowSize, softcap: Number, alibi_slopes: torch.Tensor | None, deterministic: bool,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: Number = 0.0, softmax_scale: Number | None = None,
+    causal: bool = False, window_size: WindowSize = (-1, -1), softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
 @overload
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: Number = 0.0, softmax_scale: Number | None = None,
+    causal: bool = False, window_size: WindowSize = (-1, -1), softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
-    window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: Number, softmax_scale: Number | None, causal: bool,
+    window_size: WindowSize, softcap: Number, alibi_slopes: torch.Tensor | None, deterministic: bool,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: Number = 0.0, softmax_scale: Number | None = None,
+    causal: bool = False, window_size: WindowSize = (-1, -1), softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: Literal[False] = False,
-    block_table: torch.Tensor | None = None) -> torch.Tensor: ...
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: Literal[False] = False, block_table: torch.Tensor | None = None) -> torch.Tensor: ...
 @overload
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *, return_attn_probs: Literal[True],
-    block_table: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-@overload
-def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None,
-    causal: bool, window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
     return_attn_probs: Literal[True],
     block_table: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number, softmax_scale: Number | None,
+    causal: bool, window_size: WindowSize, softcap: Number, alibi_slopes: torch.Tensor | None, deterministic: bool,
+    return_attn_probs: Literal[True],
+    block_table: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
 @overload
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None,
-    causal: bool, window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number, softmax_scale: Number | None,
+    causal: bool, window_size: WindowSize, softcap: Number, alibi_slopes: torch.Tensor | None, deterministic: bool,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, *,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float,
-    softmax_scale: float | None, causal: bool, window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None,
-    deterministic: bool, return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: Number,
+    softmax_scale: Number | None, causal: bool, window_size: WindowSize, softcap: Number,
+    alibi_slopes: torch.Tensor | None, deterministic: bool,
+    return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
     cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+    block_table: torch.Tensor | None = None, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: Literal[False] = False) -> torch.Tensor: ...
 @overload
@@ -144,24 +150,24 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
     cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+    block_table: torch.Tensor | None = None, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0, *,
     return_softmax_lse: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None,
     v: torch.Tensor | None, rotary_cos: torch.Tensor | None, rotary_sin: torch.Tensor | None,
     cache_seqlens: int | torch.Tensor | None, cache_batch_idx: torch.Tensor | None, cache_leftpad: torch.Tensor | None,
-    block_table: torch.Tensor | None, softmax_scale: float | None, causal: bool, window_size: Window, softcap: float,
-    rotary_interleaved: bool, alibi_slopes: torch.Tensor | None, num_splits: int,
+    block_table: torch.Tensor | None, softmax_scale: Number | None, causal: bool, window_size: WindowSize,
+    softcap: Number, rotary_interleaved: bool, alibi_slopes: torch.Tensor | None, num_splits: int,
     return_softmax_lse: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
     cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+    block_table: torch.Tensor | None = None, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 __version__: str

@@ -198,10 +198,11 @@ def check_values(call: Cached, before: torch.Tensor) -> None:
             raise ArgumentError(
                 call.op, f"cache_leftpad[{index}]", pad, f"must be in 0..{length}, cache_seqlens[{index}]"
             )
+    whose = "the sequences of the cache" if call.table is None else f"the rows of {call.table_name}"
     sequences = (call.k_cache if call.table is None else call.table).shape[0]
     for index, place in enumerate([] if call.batch_idx is None else call.batch_idx.tolist()):
         if not 0 <= place < sequences:
-            limit = f"must be in 0..{sequences - 1}, the sequences of the cache"
+            limit = f"must be in 0..{sequences - 1}, {whose}"
             raise ArgumentError(call.op, f"cache_batch_idx[{index}]", place, limit)
     if call.cos is not None and call.q.numel():
         positions = query_positions(call, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from portattn.integrations.flash_attn.options import (
 )
 from portattn.integrations.flash_attn.probabilities import Scores, signed_packed, signed_probabilities
 from portattn.schema.tensors import INT32_MAX
-from portattn.validate.checks import check_dense, check_share, check_size
+from portattn.validate.checks import Number, check_dense, check_share, check_size
 from portattn.validate.values import cu_seqlens, reads
 
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,82 +37,94 @@ def scores_of(
     return Scores(scale, is_causal, window, softcap_of(op, softcap), alibi_slopes, attention_chunk or None)
 
 
-def dense(
+class Packing(NamedTuple):
+    """Where packed sequences lie.
+
+    beginnings   cu_seqlens of queries and of keys
+    longest      max_seqlen of queries and of keys
+    block_table  page ids (B, pages a sequence) if keys and values are pages
+    lengths      keys of each sequence in its pages, (B,) int32; None for the differences of cu_seqlens_k
+    """
+
+    beginnings: tuple[torch.Tensor, torch.Tensor]
+    longest: tuple[Any, Any]
+    block_table: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+
+
+def attend(
     op: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    dropout_p: float,
+    dropout_p: Number,
     scores: Scores,
-    deterministic: bool,
-    return_attn_probs: bool,
+    packing: Packing | None,
+    return_lse: bool,
+    return_signed: bool,
+    deterministic: bool = False,
     sinks: torch.Tensor | None = None,
-) -> Returned:
-    """out (B, Sq, Hq, Dv); with return_attn_probs, (out, lse, S_dmask)."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return (out, lse, S_dmask, dropout's seed) of a dense call, or of a packed one if a packing is given.
+
+    return_lse     whether the LSE is computed; it is None otherwise
+    return_signed  whether S_dmask is computed; it has no elements otherwise, and is None without the LSE
+
+    The seed is None without dropout, which leaves torch's generator as it is. Raises ArgumentError.
+    """
     check_tensors(op, q=q, k=k, v=v)
     block = repeated_bits(op, deterministic, q, k, v, scores.alibi_slopes, sinks)
-    wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     dropout_p = check_share(op, dropout_p)
-    seed = new_seed(q) if wanted and dropout_p else None
-    with block:
-        found: Any = ops.attention(
-            q, k, v, dropout_p=dropout_p, dropout_seed=seed, sinks=sinks, return_lse=wanted, layout="bshd",
-            **scores.arguments(),
-        )  # fmt: skip
-    if not wanted:
-        return found
-    out, lse = found
-    if seed is None:
-        return out, infinite(lse), out.detach().new_empty(0)
-    return out, infinite(lse), signed_probabilities(scores, q.to(out.dtype), k.to(out.dtype), dropout_p, seed)
-
-
-def varlen(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beginnings: tuple[torch.Tensor, torch.Tensor],
-    longest: tuple[Any, Any],
-    dropout_p: float,
-    scores: Scores,
-    deterministic: bool,
-    return_attn_probs: bool,
-    block_table: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> Returned:
-    """out (Tq, Hq, Dv); with return_attn_probs, (out, lse, S_dmask). With block_table keys and values are pages."""
-    check_tensors(op, q=q, k=k, v=v)
-    block = repeated_bits(op, deterministic, q, k, v, scores.alibi_slopes, sinks)
-    wanted = check_bool(op, "return_attn_probs", return_attn_probs)
-    dropout_p = check_share(op, dropout_p)
-    longest_q, longest_k = (size_of(size) for size in longest)
-    seed = new_seed(q) if wanted and dropout_p else None
+    seed = new_seed(q) if dropout_p else None
+    given = {"sinks": sinks, "return_lse": return_lse, **scores.arguments()}
+    longest = (0, 0) if packing is None else (size_of(packing.longest[0]), size_of(packing.longest[1]))
     found: Any
-    if block_table is not None:
+    if packing is not None and packing.block_table is not None:
+        table, beginnings = packing.block_table, packing.beginnings
         if dropout_p:
             limit = "is not taken with block_table: paged_attention has no dropout"
             raise ArgumentError(op, "dropout_p", dropout_p, limit)
-        lengths = _paged_lengths(op, beginnings[1], longest_k)
-        attend = functools.partial(
-            ops.paged_attention, q, k, v, block_table, lengths, cu_seqlens_q=beginnings[0], max_seqlen_q=longest_q,
-            sinks=sinks, return_lse=wanted, **scores.arguments(),
-        )  # fmt: skip
-        about = op, "block_table", shape_of(block_table)
-        found = forward_only(about, attend, q, k, v, scores.alibi_slopes, sinks)
+        lengths = _paged_lengths(op, beginnings[1], longest[1]) if packing.lengths is None else packing.lengths
+        run = functools.partial(
+            ops.paged_attention, q, k, v, table, lengths, cu_seqlens_q=beginnings[0], max_seqlen_q=longest[0], **given
+        )
+        found = forward_only((op, "block_table", shape_of(table)), run, q, k, v, scores.alibi_slopes, sinks)
     else:
+        given |= {"dropout_p": dropout_p, "dropout_seed": seed}
         with block:
-            found = ops.varlen_attention(
-                q, k, v, *beginnings, longest_q, longest_k, dropout_p=dropout_p, dropout_seed=seed, sinks=sinks,
-                return_lse=wanted, **scores.arguments(),
-            )  # fmt: skip
-    if not wanted:
-        return found
+            if packing is None:
+                found = ops.attention(q, k, v, layout="bshd", **given)
+            else:
+                found = ops.varlen_attention(q, k, v, *packing.beginnings, *longest, **given)
+    if not return_lse:
+        return found, None, None, seed
     out, lse = found
-    if seed is None:
-        return out, infinite(lse), out.detach().new_empty(0)
-    narrow = q.to(out.dtype), k.to(out.dtype)
-    return out, infinite(lse), signed_packed(scores, *narrow, dropout_p, seed, beginnings, (longest_q, longest_k))
+    if seed is None or not return_signed:
+        return out, infinite(lse), out.detach().new_empty(0), seed
+    narrow = q.to(out.dtype), k.to(out.dtype)  # autocast's dtype, in which the scores were computed
+    if packing is None:
+        signed = signed_probabilities(scores, *narrow, dropout_p, seed)
+    else:
+        signed = signed_packed(scores, *narrow, dropout_p, seed, packing.beginnings, longest)
+    return out, infinite(lse), signed, seed
+
+
+def attention_of(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: Number,
+    scores: Scores,
+    packing: Packing | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    sinks: torch.Tensor | None = None,
+) -> Returned:
+    """Return out; with return_attn_probs, (out, lse, S_dmask). Raises ArgumentError."""
+    wanted = check_bool(op, "return_attn_probs", return_attn_probs)
+    found: Any = attend(op, q, k, v, dropout_p, scores, packing, wanted, wanted, deterministic, sinks)
+    return found[:3] if wanted else found[0]
 
 
 def _paged_lengths(op: str, beginnings: Any, longest: Any) -> torch.Tensor:

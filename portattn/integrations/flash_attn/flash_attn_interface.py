@@ -9,7 +9,7 @@ import torch
 
 from portattn.integrations.flash_attn.cache import attend_cached
 from portattn.integrations.flash_attn.cached_call import Cached
-from portattn.integrations.flash_attn.calls import dense, scores_of, varlen
+from portattn.integrations.flash_attn.calls import Packing, attention_of, scores_of
 from portattn.integrations.flash_attn.low_level import (
     USE_TRITON_ROCM,
     _flash_attn_backward,
@@ -18,8 +18,9 @@ from portattn.integrations.flash_attn.low_level import (
     _flash_attn_varlen_forward,
     flash_attn_gpu,
 )
-from portattn.integrations.flash_attn.options import check_bool, check_packed, infinite, named, splits_of
+from portattn.integrations.flash_attn.options import WindowSize, check_bool, check_packed, infinite, named, splits_of
 from portattn.integrations.flash_attn.probabilities import _get_block_size_n
+from portattn.validate.checks import Number
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -37,7 +38,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
-Window = tuple[int, int]
 
 
 @named()
@@ -45,11 +45,11 @@ def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -82,18 +82,18 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs)
+    return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs)
 
 
 @named()
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -115,17 +115,17 @@ def flash_attn_kvpacked_func(
     check_packed(op, "kv", kv, 2, 2, "batch, seqlen, 2, heads, head_dim")
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
     k, v = kv.unbind(2)
-    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs)
+    return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs)
 
 
 @named()
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -147,7 +147,7 @@ def flash_attn_qkvpacked_func(
     check_packed(op, "qkv", qkv, 2, 3, "batch, seqlen, 3, heads, head_dim")
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
     q, k, v = qkv.unbind(2)
-    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs)
+    return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs)
 
 
 @named(page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
@@ -159,11 +159,11 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -192,8 +192,8 @@ def flash_attn_varlen_func(
     """
     op = "flash_attn_varlen_func"
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    beginnings, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return varlen(op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs, block_table)
+    packing = Packing((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), block_table)
+    return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs)
 
 
 @named()
@@ -204,11 +204,11 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -230,9 +230,9 @@ def flash_attn_varlen_kvpacked_func(
     op = "flash_attn_varlen_kvpacked_func"
     check_packed(op, "kv", kv, 1, 2, "tokens, 2, heads, head_dim")
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    beginnings, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    packing = Packing((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     k, v = kv.unbind(1)
-    return varlen(op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs)
+    return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs)
 
 
 @named(cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen")
@@ -240,11 +240,11 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -267,9 +267,9 @@ def flash_attn_varlen_qkvpacked_func(
     op = "flash_attn_varlen_qkvpacked_func"
     check_packed(op, "qkv", qkv, 1, 3, "tokens, 3, heads, head_dim")
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    beginnings, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
+    packing = Packing((cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen))
     q, k, v = qkv.unbind(1)
-    return varlen(op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs)
+    return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs)
 
 
 @named(page_table="block_table", k_pages="k_cache", v_pages="v_cache")
@@ -285,10 +285,10 @@ def flash_attn_with_kvcache(
     cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
@@ -301,12 +301,12 @@ def flash_attn_with_kvcache(
     k_cache, v_cache  (B, Smax, Hk, D) and (B, Smax, Hk, Dv); with cache_batch_idx of any number of sequences; with
               block_table pages (P, page, Hk, D) of any page size
     k, v      (B, S, Hk, D) and (B, S, Hk, Dv): written to rows cache_seqlens[b] on; both or neither
-    rotary_cos, rotary_sin  (positions, R/2), float32 or q's dtype: k and q are rotated in their first R columns. A key
-              by its row in the cache; query i by cache_seqlens + i where the call is causal or has a window, else by
+    rotary_cos, rotary_sin  (positions, R/2), of any float dtype: k and q are rotated in their first R columns. A key
+              by its row in the cache; query i by cache_seqlens + i if the call is causal or has a window, else by
               cache_seqlens. They go with k and v
     cache_seqlens  (B,) int32, or one integer: rows of each sequence before the call, its left padding included; None
               for full caches. Where one is negative and k is given, nothing is written and out is 0
-    cache_batch_idx  (B,) int32: which sequences of the cache these are; not with block_table
+    cache_batch_idx  (B,) int32: which sequences of the cache, or rows of block_table, these are
     cache_leftpad  (B,) int32: rows before a sequence's first key
     block_table  (B, pages a sequence) int32: page ids of each sequence
     rotary_interleaved  columns 2i and 2i + 1 are rotated together; False: i and i + R/2

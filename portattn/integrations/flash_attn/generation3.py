@@ -13,7 +13,7 @@ from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.options import check_bool, check_tensors, forward_only, repeated_bits, splits_of
 from portattn.integrations.flash_attn.probabilities import Scores
 from portattn.schema.tensors import KV_FORMAT
-from portattn.validate.checks import check_dense
+from portattn.validate.checks import Number, check_dense
 
 
 def check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, sm_margin: Any) -> None:
@@ -59,8 +59,8 @@ def by_dtype(op: str, attend: Callable[[], Any], q: torch.Tensor, k: torch.Tenso
 
 
 def with_qv(
-    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, scale: Number | None
+) -> tuple[torch.Tensor, torch.Tensor, Number | None]:
     """Queries and keys whose products are q·k + qv·v, and the scale. Raises ArgumentError."""
     if qv is None:
         return q, k, scale

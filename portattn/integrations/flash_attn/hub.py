@@ -13,11 +13,11 @@ import torch
 
 from portattn.integrations.flash_attn.cache import attend_cached
 from portattn.integrations.flash_attn.cached_call import Cached
-from portattn.integrations.flash_attn.calls import dense, scores_of, varlen
-from portattn.integrations.flash_attn.options import check_bool, infinite, named, splits_of
+from portattn.integrations.flash_attn.calls import Packing, attention_of, scores_of
+from portattn.integrations.flash_attn.options import WindowSize, check_bool, infinite, named, splits_of
+from portattn.validate.checks import Number
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
-Window = tuple[int, int]
 _SINKS = (torch.float16, torch.bfloat16, torch.float64)  # dtypes of a model's sinks that are not the queries'
 
 
@@ -26,11 +26,11 @@ def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -44,7 +44,7 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs, _sinks(s_aux, q))
+    return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs, _sinks(s_aux, q))
 
 
 @named(sinks="s_aux", page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
@@ -56,11 +56,11 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -75,10 +75,8 @@ def flash_attn_varlen_func(
     """
     op = "flash_attn_varlen_func"
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    beginnings, longest, sinks = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), _sinks(s_aux, q)
-    return varlen(
-        op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs, block_table, sinks
-    )
+    packing = Packing((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), block_table)
+    return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs, _sinks(s_aux, q))
 
 
 @named(sinks="s_aux", page_table="block_table", k_pages="k_cache", v_pages="v_cache")
@@ -94,10 +92,10 @@ def flash_attn_with_kvcache(
     cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: WindowSize = (-1, -1),
+    softcap: Number = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,

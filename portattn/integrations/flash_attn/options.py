@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
 import msgspec
 import torch
@@ -18,6 +18,15 @@ from portattn.validate.checks import check_dense, check_number
 from portattn.validate.layouts import without_layout
 
 Window = tuple[int | None, int | None]
+
+
+class _Array(Protocol):
+    """A tensor or a NumPy array: calls read it back."""
+
+    def tolist(self) -> Any: ...
+
+
+WindowSize = tuple[SupportsIndex | None, SupportsIndex | None] | list[Any] | _Array
 Function = TypeVar("Function", bound=Callable[..., object])
 _WORD = re.compile(r"[A-Za-z_]\w*")
 # By operation's name -> flash_attn's. Functions that call an argument otherwise say so (`named`).
@@ -168,6 +177,15 @@ def check_tensors(op: str, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+
+
+def check_memory(op: str, name: str, memory: Any, whose: str, like: torch.Tensor) -> None:
+    """Raise ArgumentError unless the caller's memory has the shape, the dtype and the device of the result."""
+    check_dense(op, name, memory)
+    check_tensors(op, **{name: memory})
+    given, must = ((tuple(t.shape), t.dtype, str(t.device)) for t in (memory, like))
+    if given != must:
+        raise ArgumentError(op, name, given, f"must have the shape, dtype and device of {whose}, {must}")
 
 
 def check_packed(op: str, name: str, tensor: Any, axis: int, size: int, axes: str) -> None:

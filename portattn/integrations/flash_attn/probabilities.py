@@ -13,13 +13,14 @@ import torch
 from portattn.api.dropout_mask import dropout_mask
 from portattn.integrations.flash_attn.options import Window
 from portattn.schema.problem_limits import MAX_SIZE
+from portattn.validate.checks import Number
 
 
 @dataclass(frozen=True)
 class Scores:
     """What scores are made of, as `portattn.attention` has it: scale None for 1/√D, the mask at the bottom right."""
 
-    scale: float | None
+    scale: Number | None
     causal: bool
     window: Window | None
     softcap: float | None

@@ -36,7 +36,7 @@ def check_tables(op: str, cos: Any, sin: Any, q: torch.Tensor) -> None:
 
 
 def as_written(table: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return a table in a dtype that the writers of keys take: float32 unless it has k's."""
+    """Return a table in a dtype that the operations writing keys take: k's and float32 stay, others become float32."""
     return table if table.dtype in (torch.float32, k.dtype) else table.float()
 
 
