@@ -66,6 +66,23 @@ def test_unknown_variables_are_said(portattn, monkeypatch):
     assert called.status == 0
     assert called.out.count("PORTATTN_FALBACK (did you mean PORTATTN_FALLBACK?), PORTATTN_PORT_8000_TCP\n") == 1
     assert "PORTATTN_FALBACK" not in called.err
+    command = [
+        sys.executable,
+        "-m",
+        "portattn",
+        "plan",
+        "attention",
+        "--q",
+        "1,2,5,16",
+        "--kv",
+        "1,2,5,16",
+        "--dtype=fp32",
+    ]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "portattn: UserWarning: environment variables that set nothing in portattn: PORTATTN_FALBACK"
+    )
 
 
 @pytest.mark.usefixtures("quick_calls")
