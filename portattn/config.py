@@ -36,14 +36,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     canary       whether a kernel family must first have given right numbers here: `auto` asks for that on chips and
                  toolchains where nobody has run the tests
     cache_dir    where records and incidents are kept; empty for the platform's cache directory. `~` is the home folder;
-                 a relative path is read against the working folder of the moment
+                 a relative path is read against the working folder as a block is entered, or as the first call reads
+                 the environment
     validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
-                 the transformers adapter still reads a mask of several queries back, once a forward
+                 the transformers adapter still reads a mask of several queries back, once a forward, and generation 2's
+                 flash_attn_with_kvcache the longest of `cache_seqlens` beside a `block_table`, as flash_attn does
     monitor      whether a call that compiles a kernel warns: `auto` once `warmup` or `monitor` was called
     graphs       whether repeated launches of several kernels are a CUDA graph: `never` lets each kernel be launched by
                  itself, as it is in calls that were launched 16 times or less
     compile_seconds  time limit of one compile in a child process
-    deterministic  whether gradients repeat their bits, as all do under torch.use_deterministic_algorithms(True)
+    deterministic  whether portattn's kernels repeat the bits of an eager call's gradients; they do so in every call
+                 under torch.use_deterministic_algorithms(True), which alone decides about gradients that torch computes
     """
 
     backend: str = "auto"
@@ -104,7 +107,11 @@ def _absolute(path: str, origin: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         raise SettingError(f"{origin} is {path!r}, but must be a folder's path: that home folder is not known")
-    return os.path.abspath(expanded) if expanded else ""
+    try:
+        return os.path.abspath(expanded) if expanded else ""
+    except FileNotFoundError:
+        limit = "must be an absolute path: the working folder, which it is relative to, does not exist any more"
+        raise SettingError(f"{origin} is {path!r}, but {limit}") from None
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:

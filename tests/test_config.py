@@ -239,6 +239,13 @@ def test_a_cache_folders_path_means_one_folder(tmp_path: Path, monkeypatch: pyte
         assert now.cache_dir == ""
     with pytest.raises(portattn.SettingError, match=r"~no-such-user/x.*that home folder is not known"):
         from_environment({"PORTATTN_CACHE_DIR": "~no-such-user/x"})
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(portattn.SettingError, match=r"variable PORTATTN_CACHE_DIR is 'a', but .*does not exist"):
+        from_environment({"PORTATTN_CACHE_DIR": "a"})
+    with pytest.raises(portattn.SettingError, match="cache_dir is 'a'"), portattn.settings(cache_dir="a"):
+        pass
 
 
 def test_calls_go_on_where_the_cache_folder_is_a_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ aligned at the top left, and an additive mask. Both are used here so that no row
 sees.
 
 The kernel gets some rows wrong: its maximum passes over NaN if there is no mask, and a row that it takes for an empty
-one has an output and an LSE of 0. `check_rows` raises NotFinite for every row that may be such.
+one has an output and an LSE of 0. `check_rows` raises NotFinite if a row may be such.
 """
 
 from __future__ import annotations
@@ -40,19 +40,44 @@ class NotFinite(ArithmeticError):
     """A row may attend a score that is NaN or +inf, or scores that are all -inf: torch's kernel may be wrong there."""
 
 
-def check_rows(lse: torch.Tensor, idle: torch.Tensor | None = None) -> None:
-    """Raise NotFinite if the kernel's LSE (B,Hq,Sq) is NaN, +inf or 0 in a row that is not idle.
+def check_rows(
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    idle: torch.Tensor | None = None,
+) -> None:
+    """Raise NotFinite if the kernel's LSE (B,Hq,Sq) is NaN or +inf in a row that is not idle, or 0 and perhaps wrong.
 
-    An LSE of 0 is right where one key has a score of 0, or a sum of weights happens to be exp(-maximum); it is also
-    what the kernel gives where every score is -inf. x/x is NaN for all three, and one sum finds it.
+    An LSE of 0 is right where a row's only score is 0 (the first row of a causal call whose first query or key is 0).
+    The kernel also gives it to a row whose scores are all -inf or NaN. q, k, scale and mask, the kernel's arguments,
+    tell whether there can be such scores; they are read only if an LSE is 0. x/x is NaN for NaN, +inf and 0, and one
+    sum finds it.
 
     idle  rows that are known to attend nothing, bool, broadcast to the LSE's shape
     """
     if lse.is_meta:  # a tensor without numbers
         return
     counted = lse if idle is None else lse.masked_fill(idle, 1.0)
-    if not math.isfinite((counted / counted).sum().item()):
+    if math.isfinite((counted / counted).sum().item()):
+        return
+    if not (counted.isfinite().all() and _has_finite_scores(q, k, scale, mask)):
         raise NotFinite
+
+
+def _has_finite_scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> bool:
+    """Return whether no score can be NaN or infinite but where the mask is -inf: by bounds, of one pass per tensor."""
+    bound = _largest(q) * _largest(k) * q.shape[3] * max(abs(scale), 1.0)
+    if mask is not None:
+        bound += _largest(mask.masked_fill(mask == -math.inf, 0.0))
+    return bound <= torch.finfo(torch.float32).max  # not if the bound is NaN
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude in a tensor; NaN if it has NaN."""
+    low, high = tensor.detach().aminmax()
+    return max(-low.item(), high.item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +292,7 @@ def _wide(
         out, lse = kernel(q, k, v, scale, mask, causal)
     else:
         out, lse = _in_float32(q, k, v, scale, mask, causal)
-    check_rows(lse, idle)
+    check_rows(lse, q, k, scale, mask, idle)
     return out, lse
 
 

@@ -249,5 +249,5 @@ def _differentiable(call: Call) -> torch.Tensor:
     if p.causal == "top_left" and p.seq_k > p.seq_q:  # what no row sees may be NaN, and 0·NaN is NaN
         k, v = k[:, :, : p.seq_q], v[:, :, : p.seq_q]
     out, lse = flash.kernel(call.q, k, v, call.scale, None, causal)
-    flash.check_rows(lse)
+    flash.check_rows(lse, call.q, k, call.scale)
     return _laid_out(call, out)

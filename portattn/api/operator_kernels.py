@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from portattn.api.backward import Gradients, gradients
 from portattn.api.operators import Signature
 from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import Request, request_from
-from portattn.config import current
 from portattn.errors import PathUnavailable
 from portattn.planning.gradients import own_names
 from portattn.validate.quantised import result_dtype
@@ -103,7 +101,7 @@ def differentiated(
             given[place] = given[place].detach().requires_grad_()
             inputs.append(given[place])
     before = dispatch.noted()
-    with _recording(), _repeatable():
+    with _recording():
         found = by_torch(request_from(signature.op, *signature.split(given)))
         dispatch.note_backward(before)
         results = found if isinstance(found, tuple) else (found,)
@@ -135,24 +133,6 @@ def by_torch(request: Request) -> Any:
 
 def _none(arguments: Sequence[Any]) -> torch.Tensor:
     return arguments[0].new_empty(0)
-
-
-_switched = threading.RLock()
-
-
-@contextlib.contextmanager
-def _repeatable() -> Iterator[None]:
-    """Under the setting `deterministic` torch's own operators repeat their bits, too: its switch, which is for the
-    whole process, is on inside the block. Backward passes that need it run one after the other."""
-    if not current().deterministic or torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    with _switched:
-        torch.use_deterministic_algorithms(True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ TABLES = (
             Row("`softmax_scale`", "`scale`"),
             Row("`causal`", "the same: bottom right since flash-attn 2.1"),
             Row("`window_size=(left, right)`", "`window=(left, right)`; -1 or None for no limit"),
-            Row("`attention_chunk`, 0 for none", "`chunk`, `None` for none"),
+            Row("`attention_chunk`", "`chunk`, which is `None` for no chunks, not 0"),
             Row("`softcap`, 0.0 for none", "the same, or `None`"),
             Row("`alibi_slopes`", "the same"),
             Row("`return_attn_probs=True`", "`return_lse=True`"),

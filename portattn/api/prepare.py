@@ -11,7 +11,7 @@ from portattn.api import dispatch
 from portattn.api.binding import arguments_as_parts, named_arguments
 from portattn.api.left_out import leave_out, left_out
 from portattn.api.perform import admitted, carried_out, trained_or_not
-from portattn.api.request import Caching, Request, Result, request_of
+from portattn.api.request import Caching, Request, Result, request_of, settings_for
 from portattn.api.unknown_arguments import names_of, short_traceback, unknown_argument
 from portattn.compile import variants
 from portattn.config import current
@@ -48,7 +48,7 @@ class Prepared:
     replays with lengths, tables and data changed in place.
     A handle can be copied (`copy.deepcopy`) and saved (`pickle`, `torch.save`), as a part of a module, say. A copy, and
     what is loaded, is prepared again by its first run, on the device of that run's tensors and under the settings of
-    then; until then `plan` is the original's.
+    then, beside the original's own `backend` and `validate`; until then `plan` is the original's.
     Where no kernel of portattn runs, or q, k or v must be copied first (rows too far apart for 32-bit offsets), a run
     is an ordinary call. At each run a variant copies what its descriptors cannot read as it is: q, k or v with a stride
     of 0, and all of them where the scale is 0.
@@ -60,6 +60,7 @@ class Prepared:
     _kind: cache.Kind | None
 
     def __init__(self, request: Request) -> None:
+        self._asked = request.asked
         self._prepare(request)
 
     def _prepare(self, request: Request) -> None:
@@ -104,10 +105,10 @@ class Prepared:
 
     def __getstate__(self) -> tuple[Any, ...]:
         portable = {name: value for name, value in self._description.items() if not name.endswith(_PLACE)}
-        return self._op, self.plan, self._dtype, portable
+        return self._op, self.plan, self._dtype, portable, self._asked
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        op, plan, dtype, self._description = state
+        op, plan, dtype, self._description, self._asked = state
         self._describe(op, plan, dtype, None)
         # The first run's tensors are there to prepare with: no memory as large as theirs is allocated for that.
         self._restored = True
@@ -224,9 +225,10 @@ class Prepared:
         return found if sums is None else (found, sums)
 
     def _check(self, request: Request) -> None:
-        if not self._restored and request.settings != self._settings:
+        settings = settings_for(self._op, *self._asked) if self._restored else self._settings
+        if request.settings != settings:
             for name in ("validate", "backend", *request.settings.__struct_fields__):
-                now, was = getattr(request.settings, name), getattr(self._settings, name)
+                now, was = getattr(request.settings, name), getattr(settings, name)
                 if now != was:
                     raise ArgumentError(self._name, name, now, f"the call was prepared with {was!r}")
         now = _portable(request) | _placed(request)

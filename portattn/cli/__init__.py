@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
+import pkgutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from portattn.cli.errors import INTERRUPTED, JSON_KEY, refused
-from portattn.errors import PortattnError
+from portattn.errors import PortattnError, warnings_in_one_line
 from portattn.version import __version__
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class CommandLine(click.Group):
             ctx.fail(f"No such command {name!r}: it is `portattn {ELSEWHERE[name]}`.")
         if name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = pkgutil.resolve_name(COMMANDS[name][0])
         return command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +69,8 @@ class CommandLine(click.Group):
             from portattn.cli import completion
 
             completion.register()
-        return super().main(*args, **kwargs)
+        with warnings_in_one_line():
+            return super().main(*args, **kwargs)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands without importing them, then options."""

@@ -114,7 +114,7 @@ def flash_attn_func(
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     num_splits  any integer: changes no result; the plan decides here
     pack_gqa  None, True or False: changes no result; the plan decides here
-    deterministic  gradients repeat their bits; inside torch.compile torch.use_deterministic_algorithms(True) decides
+    deterministic  kernels of gradients repeat their bits; in torch.compile torch.use_deterministic_algorithms decides
     sm_margin  0; anything else is refused: kernels take the whole device
     return_attn_probs  also return the LSE, float32 (B, Hq, Sq), -inf where a row has nothing to attend
 

@@ -61,7 +61,8 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for part in text.split(","):
             name, equals, version = (s.strip() for s in part.partition("=="))
             if not (name and equals and version):
-                raise ValueError(f"toolchain {text!r}: {part!r} is not NAME==VERSION, as in {_example(part)}")
+                which = "" if part == text else f"{part!r} "
+                raise ValueError(f"toolchain {text!r}: {which}must be NAME==VERSION, as in {_example(part)}")
             try:
                 Version(version)
             except InvalidVersion:

@@ -101,7 +101,7 @@ class Tokens:
     """Which tokens of a cache the sequences have: those whose scales count.
 
     capacity  the longest sequence that it has room for; lengths and left paddings may be absent
-    seen      the keys of each sequence that some query sees, if they are known: others are on any page
+    seen      the range of keys that some query of a sequence sees, if known: other pages may have any id
     """
 
     capacity: int

@@ -100,9 +100,23 @@ def test_another_process_loads_it(tmp_path: Path) -> None:
     assert ended.stdout.strip() == handle.plan.path
 
 
-def copied() -> tuple[Prepared, torch.Tensor]:
+def copied(**own: Any) -> tuple[Prepared, torch.Tensor]:
     q = torch.randn(2, 4, 5, 16)
-    return copy.deepcopy(portattn.prepare("attention", q, q, q, causal=True)), q
+    return COPIES["twice"](portattn.prepare("attention", q, q, q, causal=True, **own)), q
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "was"), [("backend", "reference", "reference"), ("validate", True, "always")]
+)
+def test_a_copy_keeps_the_originals_backend_and_validate(name: str, given: Any, was: str) -> None:
+    made, q = copied(**{name: given})
+    with pytest.raises(portattn.ArgumentError, match=f"{name} is 'auto', but the call was prepared with '{was}'"):
+        made.run(q, q, q, causal=True)
+    made.run(q, q, q, causal=True, **{name: given})
+    with portattn.settings(**{name: was}):
+        assert made.run(q, q, q, causal=True).shape == q.shape
+    with pytest.raises(portattn.ArgumentError, match=f"{name} is "):
+        copied()[0].run(q, q, q, causal=True, **{name: given})
 
 
 def test_a_copy_is_for_calls_like_the_originals() -> None:

@@ -200,7 +200,7 @@ def test_versions_nobody_knows_are_planned_and_said(portattn):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (("--from", "3.6", "--to", "triton==3.9.0"), "--from is '3.6', but '3.6' is not NAME==VERSION"),
+        (("--from", "3.6", "--to", "triton==3.9.0"), "--from is '3.6', but must be NAME==VERSION"),
         (("--from", "triton==3.6.0", "--to", "triton-ascend==3.2.0"), "must be a release of triton, as --from is"),
         (("--from", "triton==3.6.0", "--to", "none"), "--to is 'none', but must be a compiler"),
         ((), "--to is '', but must be named where neither --from nor --baseline is"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -66,6 +67,10 @@ def test_unknown_variables_are_said(portattn, monkeypatch):
     assert called.status == 0
     assert called.out.count("PORTATTN_FALBACK (did you mean PORTATTN_FALLBACK?), PORTATTN_PORT_8000_TCP\n") == 1
     assert "PORTATTN_FALBACK" not in called.err
+    command = [sys.executable, "-m", "portattn", "plan", "attention", "--q=1,2,5,16", "--kv=1,2,5,16", "--dtype=fp32"]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert re.match("portattn: UserWarning: environment variables that set nothing in portattn: PORTATTN_FALBACK", line)
 
 
 @pytest.mark.usefixtures("quick_calls")

@@ -127,7 +127,7 @@ def test_a_file_that_the_system_refuses_is_named(portattn, monkeypatch):
         (("plan", "attention", "--target", "rocm:gfx9", *SHAPES), "--target is 'rocm:gfx9', but rocm knows gfx90a"),
         (("plan", "attention", "--target", "tpu:v5", *SHAPES), "is 'tpu:v5', but its backend must be one of cuda"),
         (("plan", "attention", "--toolchain", "triton", *SHAPES), "plan: --toolchain is 'triton', but "),
-        (("plan", "attention", "--toolchain", "3.9.0", *SHAPES), "is not NAME==VERSION, as in triton==3.9.0"),
+        (("plan", "attention", "--toolchain", "3.9.0", *SHAPES), "must be NAME==VERSION, as in triton==3.9.0"),
         (("quirks", "list", "--active-on", "h1000"), "quirks list: --active-on is 'h1000', but must be BACKEND:ARCH"),
         (("quirks", "new"), "--from-log is None, but must be given, the output of a failed compile, or --from-in"),
         (("quirks", "new", "--from-log", "x", "--from-incident", "y"), "--from-incident is 'y', but goes without"),

@@ -99,22 +99,25 @@ def test_deterministic_of_one_call(module: Any, is_packed: bool) -> None:
         assert torch.equal(plain, repeated)
 
 
-def test_deterministic_of_gradients_that_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_torch_computes_follow_its_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from portattn.api import operator_kernels
 
     seen, by_torch = [], operator_kernels.by_torch
 
     def watched(request: Any) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(not seen[-1])  # as the user may, in any thread
         return by_torch(request)
 
     monkeypatch.setattr(operator_kernels, "by_torch", watched)
     q, k, v = dense()
-    for deterministic in (True, False):
-        loss = lambda q, d=deterministic: flash_attn.flash_attn_func(q, k, v, deterministic=d).square().sum()  # noqa: E731
-        torch.func.grad(loss)(q)
-    assert seen == [True, False]
-    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        for _ in range(2):
+            torch.func.grad(lambda q: flash_attn.flash_attn_func(q, k, v, deterministic=True).square().sum())(q)
+        assert seen == [False, True]
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_pages_beside_queries_that_require_gradients() -> None:

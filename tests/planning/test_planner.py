@@ -395,6 +395,9 @@ def test_plan_of_a_problem_takes_a_target() -> None:
     for bad in ((), (sm_80(), None, 1)):
         with pytest.raises(portattn.ArgumentError, match=r"plan: arguments is .* must be a target and a toolchain"):
             portattn.plan(problem(), *bad)
+    for given, twice in ((("a100", "triton==3.6.0"), "target"), (("a100", None), "toolchain")):
+        with pytest.raises(portattn.ArgumentError, match=rf"explain: {twice} is 'x', but must be given once"):
+            portattn.explain(problem(), *given, **{twice: "x"})
     for op in ("flash", ["attention"]):
         with pytest.raises(portattn.ArgumentError, match="op is"):
             portattn.plan(op)
@@ -443,7 +446,7 @@ def test_a_wrong_target_is_named_shortly(ask: Callable[..., object], given: dict
 def test_what_is_given_beside_a_target_is_named_shortly() -> None:
     with pytest.raises(portattn.ArgumentError) as error:
         portattn.explain(problem(), sm_80(), sm_80(), causal=True)
-    assert (error.value.argument, error.value.value) == ("arguments", (str(sm_80()), "causal"))
+    assert (error.value.argument, error.value.value) == ("arguments", (str(sm_80()), str(sm_80()), "causal"))
     assert len(str(error.value)) < 300
 
 

@@ -37,15 +37,15 @@ def test_none() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("triton", "'triton' is not NAME==VERSION"),
-        ("triton=3.6", "is not NAME==VERSION"),
-        ("triton==", "is not NAME==VERSION"),
-        ("", "is not NAME==VERSION"),
+        ("triton", "toolchain 'triton': must be NAME==VERSION"),
+        ("triton=3.6", "must be NAME==VERSION"),
+        ("triton==", "must be NAME==VERSION"),
+        ("", "must be NAME==VERSION"),
         ("triton==three", "'three' is not a PEP 440 version"),
         ("tritan==3.6.0", "'tritan' is no known compiler"),
         ("ptxas==13.0", "'ptxas' is no known compiler"),
         ("triton==3.6.0,gcc==13", "unknown component 'gcc'"),
-        ("triton==3.6.0,ptxas", "'ptxas' is not NAME==VERSION"),
+        ("triton==3.6.0,ptxas", "'ptxas' must be NAME==VERSION"),
     ],
 )
 def test_parse_errors_name_the_part(text: str, part: str) -> None:

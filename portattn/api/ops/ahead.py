@@ -101,23 +101,21 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
 
 def _planned(asker: str, op: str | Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if isinstance(op, Problem):
-        return plan_problem(op, _target_of_problem(asker, *args, **kwargs), settings=current())
+        return plan_problem(op, _target_of_problem(asker, args, kwargs), settings=current())
     elsewhere = {name: kwargs.pop(name) for name in ("target", "toolchain") if name in kwargs}
     request = make_request(asker, op, args, kwargs)
     return plan_request(request, _target(asker, **elsewhere) if elsewhere else None)
 
 
-_MISSING = object()
-
-
-def _target_of_problem(
-    asker: str, target: Any = _MISSING, toolchain: Any = None, *more: Any, **others: Any
-) -> Target:  # fmt: skip
-    if target is _MISSING or more or others:
-        given = (*(() if target is _MISSING else (target,)), *more, *others)
+def _target_of_problem(asker: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
+    given = dict(zip(("target", "toolchain"), args, strict=False))
+    for name in filter(kwargs.__contains__, given):
+        raise ArgumentError(asker, name, _briefly(kwargs[name]), "must be given once, and is given by position too")
+    given |= kwargs
+    if len(args) > 2 or "target" not in given or not given.keys() <= {"target", "toolchain"}:
         limit = f"must be a target and a toolchain: {asker}(problem, target, 'triton==3.6.0')"
-        raise ArgumentError(asker, "arguments", tuple(_briefly(one) for one in given), limit)
-    return _target(asker, target, toolchain)
+        raise ArgumentError(asker, "arguments", (*(_briefly(value) for value in args), *kwargs), limit)
+    return _target(asker, **given)
 
 
 def _target(asker: str, target: Any = None, toolchain: Any = None) -> Target:

@@ -69,7 +69,7 @@ def _attended(call: Cached) -> Any:
 
 def _last_rows(call: Cached) -> torch.Tensor:
     """Return packed queries (Tq, H, D) as a batch (B, longest, H, D), each sequence's at the end, where the last query
-    and the last key are aligned. Rows before them are any others'."""
+    and the last key are aligned. Earlier rows hold arbitrary queries."""
     total = call.q.shape[0]
     longest = min(call.max_seqlen_q, total)
     source = call.cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=call.q.device)

@@ -121,7 +121,7 @@ def splits_of(op: str, num_splits: Any) -> int | None:
 
 
 def repeated_bits(op: str, deterministic: Any, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
-    """Return the block in which a call's backward pass repeats its bits, if the call asks for it.
+    """Return the block in which the kernels of a call's gradients repeat their bits, if the call asks for it.
 
     A graph has one setting for all calls, torch's own.
     """

@@ -453,10 +453,27 @@ def test_scores_of_minus_infinity_are_an_empty_row() -> None:
     v = torch.randn(1, 1, 3, 8)
     out, lse = portattn.attention(q, k, v, return_lse=True)
     assert (out.abs().max(), lse.item()) == (0.0, -INF)
-    zero = torch.zeros(1, 1, 1, 8)
-    out, lse = portattn.attention(zero, k[:, :, :1], v[:, :, :1], return_lse=True)
-    assert torch.equal(out, v[:, :, :1])
-    assert lse.item() == 0.0
+    huge = torch.full((1, 1, 1, 8), 1e20)  # finite, and its scores are not
+    out, lse = portattn.attention(huge, -huge.expand(1, 1, 3, 8), v, return_lse=True)
+    assert (out.abs().max(), lse.item()) == (0.0, -INF)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("zero", ["q", "k"])
+def test_zero_padding_is_computed_by_the_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, zero: str) -> None:
+    """The first row's LSE is 0, and right."""
+    from portattn.reference import blockwise
+
+    monkeypatch.setattr(blockwise, "run", None)
+    q, k, v = torch.randn(3, 1, 2, 6, 8).to(dtype).unbind()
+    {"q": q, "k": k}[zero][:, :, 0] = 0.0
+    bias = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
+    for fields in ({"causal": True}, {"bias": bias}, {"window": (2, 0)}, {"mask": bias == 0}):
+        out, lse = portattn.attention(q, k, v, return_lse=True, **fields)
+        assert torch.equal(lse[:, :, 0], torch.zeros(1, 2))
+        torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    assert torch.autograd.grad(portattn.attention(*tensors, causal=True).sum(), q)[0].isfinite().all()
 
 
 def test_merged_parts_keep_nan() -> None:

@@ -61,7 +61,7 @@ def test_markers_are_registered(pytester: pytest.Pytester, inner: Runner) -> Non
         (["--portattn-target=T4"], "--portattn-target is 'cuda:sm_75', but is not supported: *"),
         (
             ["--portattn-target=sm_90", "--portattn-toolchain=triton"],
-            "--portattn-toolchain is 'triton', but 'triton' is*",
+            "--portattn-toolchain is 'triton', but must be NAME*",
         ),
         (
             ["--portattn-target=sm_90", "--portattn-toolchain=triton-ascend==3.2.0"],

@@ -50,7 +50,7 @@ def test_one_that_cannot_be_made_is_red_and_the_others_are_made(portattn, publis
     [
         (["create"], "name toolchains as NAME==VERSION, or give --all"),
         (["create", "--all", "triton==3.4.0"], "goes without toolchains"),
-        (["create", "triton=3.4.0"], "lab: toolchain is 'triton=3.4.0', but 'triton=3.4.0' is not NAME==VERSION"),
+        (["create", "triton=3.4.0"], "lab: toolchain is 'triton=3.4.0', but must be NAME==VERSION"),
         (["create", "triton==3.4.0", "--python", "/bin/false"], "--python is '/bin/false', but must be a CPython"),
         (["remove", "flagtree==0.3.0"], "must be one of triton, triton-ascend"),
     ],

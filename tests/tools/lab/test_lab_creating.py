@@ -287,7 +287,7 @@ def test_an_environment_that_another_user_can_change_does_not_run(publish, tmp_p
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
-        ("triton", "is not NAME==VERSION"),
+        ("triton", "must be NAME==VERSION"),
         ("triton==x", "no PEP 440 version|is not a PEP 440 version"),
         ("gcc==12", "no known compiler"),
         ("flagtree==0.3.0", "must be one of triton, triton-ascend"),
