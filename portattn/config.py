@@ -88,7 +88,8 @@ def _check(name: str, value: Any, origin: str) -> None:
     allowed = _VOCABULARY.get(name)
     if allowed and value not in allowed:
         raise SettingError(f"{origin} is {value!r}, but must be one of {', '.join(allowed)}")
-    if name == "compile_seconds" and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+    seconds = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    if name == "compile_seconds" and not seconds:
         raise SettingError(f"{origin} is {value!r}, but must be a positive number of seconds")
     if name == "deterministic" and not isinstance(value, bool):
         raise SettingError(f"{origin} is {value!r}, but must be True or False")

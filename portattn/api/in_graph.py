@@ -9,8 +9,11 @@ import torch
 
 from portattn.api import operators
 from portattn.api.autocast import cast
+from portattn.api.left_out import leave_out, left_out
 from portattn.api.operators import RETURNS_LSE, SIGNATURES, arguments_of
+from portattn.api.tracing import is_sure
 from portattn.schema.ops import ROWS
+from portattn.validate.checks import as_value
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # Of operations that can drop: the places of dropout_p among the values, and of the seed among the tensors.
@@ -23,8 +26,9 @@ _DROPOUT = {
 
 def in_graph(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Result:
     """Call the operator, with what a Request is made of (request_from). Traced by dynamo: plain Python alone."""
-    # The operator takes numbers: a 0-d scale is read, which breaks a graph.
-    values = [v.item() if isinstance(v, torch.Tensor) and not v.requires_grad else v for v in values]
+    names, fixed = SIGNATURES[op].values, len(values)
+    values = [graph_number(op, name, v) for name, v in zip(names[:fixed], values, strict=True)]
+    lengths = [graph_number(op, name, v) for name, v in zip(names[fixed:], lengths, strict=True)]
     if op in _DROPOUT:
         share, seed = _DROPOUT[op]
         if values[share] and tensors[seed] is None:
@@ -32,6 +36,27 @@ def in_graph(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Se
     arguments = arguments_of(op, cast(op, tensors), values, lengths)
     out, lse = getattr(torch.ops.portattn, op)(*arguments)
     return (out, lse) if values[RETURNS_LSE[op]] else out
+
+
+def graph_number(op: str, name: str, value: Any) -> Any:
+    """Return `as_value`'s number. In a function that dynamo traces, the graph is broken to read one that it holds.
+
+    Operators take no symbolic float. dynamo makes one of `.item()` with capture_scalar_outputs.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return as_value(op, name, value)
+    if isinstance(value, float):
+        known = is_sure(value >= 0.0) or is_sure(value <= 0.0)
+    else:
+        known = value is None or isinstance(value, (bool, int, str, tuple, list, torch.dtype))
+    return value if known else left_out["number"](op, name, value)
+
+
+leave_out(
+    "number",
+    as_value,
+    "portattn reads this number when the graph runs: give a Python number, or multiply q by it, with scale=1.0",
+)
 
 
 def new_seed(q: torch.Tensor) -> torch.Tensor:

@@ -110,5 +110,8 @@ def _check_finite(first: torch.Tensor, lses: Sequence[torch.Tensor]) -> None:
         return
     for index, lse in enumerate(lses):
         for place in torch.isposinf(lse).nonzero().tolist()[:1]:
-            limit = "must be below +inf: it is a sink of +inf, or FlashAttention 2's row without keys (−inf here)"
+            limit = (
+                "must be below +inf: it is a sink of +inf, or FlashAttention 2's row without keys, which is −inf here"
+            )
+            limit += " (hint: lse.masked_fill(lse == inf, -inf))"
             raise ArgumentError(OP, f"lses[{index}]{place}", float("inf"), limit)

@@ -23,12 +23,11 @@ from portattn.schema.ops import ROWS
 from portattn.schema.outcome import CompileRecord
 from portattn.schema.target import Target
 from portattn.validate.builders import build_call
-from portattn.validate.checks import as_number, check_dense, refuse_gradients
+from portattn.validate.checks import as_value, check_dense, refuse_gradients
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Window = tuple[int | None, int | None]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-NUMBERS = ("scale", "softcap", "dropout_p")
 
 
 @dataclass(slots=True)
@@ -142,9 +141,8 @@ def request_of(op: str, given: Mapping[str, Any]) -> Request:
         row.load("arguments")(given)
     for name, parameter in row.tensors.items():
         check_dense(op, row.called[name], given[parameter])
-    for name in NUMBERS:
-        if name in row.values:
-            given[name] = as_number(op, name, given[name])
+    for name in row.values:
+        given[name] = as_value(op, name, given[name])
     backend, validate = given["backend"], given["validate"]
     return Request(
         op, settings_for(op, backend, validate), {name: given[parameter] for name, parameter in row.tensors.items()},

@@ -122,3 +122,14 @@ def _proxy_tracer() -> str:
         return ""
     exporting = getattr(torch.compiler, "is_exporting", lambda: False)()
     return "torch.export" if exporting else "make_fx, or torch.export,"
+
+
+def is_sure(condition: Any) -> bool:
+    """Return whether a comparison of sizes holds. It is False for sizes that depend on data, as far as nothing is known
+    of them: a graph must not be specialised by them, and torch's operators check them when the graph runs."""
+    if not torch.compiler.is_dynamo_compiling() and not isinstance(condition, torch.SymBool):
+        return bool(condition)  # torch.jit.trace compares tensors
+    from torch.fx.experimental import symbolic_shapes  # its import takes a second
+
+    # Torch 2.6 has no guard_or_false.
+    return bool(getattr(symbolic_shapes, "guard_or_false", symbolic_shapes.guard_size_oblivious)(condition))

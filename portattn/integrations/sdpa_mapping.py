@@ -16,6 +16,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from portattn.api.autocast import is_on
+from portattn.api.in_graph import graph_number
+from portattn.api.tracing import is_sure
+from portattn.errors import ArgumentError
 from portattn.schema.problem_limits import MAX_HEAD_DIM
 
 _EAGER = (torch.Tensor, torch.nn.Parameter)
@@ -52,22 +55,11 @@ class Mapped:
         return out if _alike(out.shape, self.shape) else out.reshape(self.shape)
 
 
-def _is_sure(condition: Any) -> bool:
-    """Return whether a comparison of sizes holds. It is False for sizes that depend on data, as far as nothing is known
-    of them: a graph must not be specialised by them, and torch's operators check them when the graph runs."""
-    if not torch.compiler.is_dynamo_compiling() and not isinstance(condition, torch.SymBool):
-        return bool(condition)  # torch.jit.trace compares tensors
-    from torch.fx.experimental import symbolic_shapes  # its import takes a second
-
-    # Torch 2.6 has no guard_or_false.
-    return bool(getattr(symbolic_shapes, "guard_or_false", symbolic_shapes.guard_size_oblivious)(condition))
-
-
 def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     if len(shape) != len(other):
         return False
     for a, b in zip(shape, other, strict=True):  # noqa: SIM110 - dynamo evaluates a generator's comparisons at once
-        if not _is_sure(a == b):
+        if not is_sure(a == b):
             return False
     return True
 
@@ -99,7 +91,9 @@ def mapped(
     A row that may attend nothing needs no care: torch gives 0 for it, and so does portattn.
     """
     try:
-        _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask)
+        dropout_p, is_causal = _number("dropout_p", dropout_p), _flag("is_causal", is_causal)
+        scale, enable_gqa = None if scale is None else _number("scale", scale), _flag("enable_gqa", enable_gqa)
         causal: bool | str = "top_left" if is_causal else False
         if attn_mask is not None and _is_a(attn_mask, "torch.nn.attention.bias", "CausalBias"):
             causal, attn_mask = _marker(attn_mask, query, key, is_causal), None
@@ -122,19 +116,29 @@ def mapped(
         return error.refused
 
 
-def _check_types(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
-) -> None:
-    """What Python's types alone tell. torch reads numbers of other types too, or raises TypeError."""
-    tensors = isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
-    mask = attn_mask is None or isinstance(attn_mask, torch.Tensor)
-    numbers = _is_number(dropout_p) and (scale is None or _is_number(scale))
-    if not (tensors and mask and numbers and type(is_causal) is bool and type(enable_gqa) is bool):
-        raise _RefusedError("type", "an argument is of a type that torch reads in its own way", invalid=True)
+def _check_tensors(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and not (name == "attn_mask" and value is None):
+            reason = f"{name} is a {type(value).__name__}, and portattn takes tensors"
+            raise _RefusedError(f"type of {name}", reason, invalid=True)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+def _number(name: str, value: Any) -> Any:
+    """Return the number, read as `attention` reads it."""
+    try:
+        number = graph_number("attention", name, value)
+    except ArgumentError as error:
+        raise _RefusedError(f"type of {name}", str(error)) from None
+    if not isinstance(number, _NUMBERS) or isinstance(number, bool):
+        raise _RefusedError(f"type of {name}", f"{name} is a {type(number).__name__}, and portattn takes numbers")
+    return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    flag = graph_number("attention", name, value)
+    if type(flag) is not bool:
+        raise _RefusedError(f"type of {name}", f"{name} is {flag!r}, and portattn takes True or False")
+    return flag
 
 
 def _marker(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str:
@@ -203,9 +207,9 @@ def _check_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
         raise _RefusedError("device", "query, key and value are on several devices", invalid=True)
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise _RefusedError("dimensions", "query, key or value has less than two dimensions", invalid=True)
-    if _is_sure(query.shape[-1] != key.shape[-1]):
+    if is_sure(query.shape[-1] != key.shape[-1]):
         raise _RefusedError("sizes", "query and key have different widths", invalid=True)
-    if _is_sure(key.shape[-2] != value.shape[-2]):
+    if is_sure(key.shape[-2] != value.shape[-2]):
         raise _RefusedError("sizes", "key and value have different numbers of rows", invalid=True)
     if query.dtype not in _DTYPES:
         reason = f"query is {query.dtype}, and portattn takes float16, bfloat16 and float32"
@@ -222,7 +226,7 @@ def _shaped(
         lead_k, lead_v = _grouped(lead_q, lead_k, lead_v)
     lead = _broadcast("query, key and value", lead_q, lead_k, lead_v)
     heads, batches = (lead[-1], lead[:-1]) if lead else (1, ())
-    one = _is_sure(_last(lead_k) == 1) and _is_sure(
+    one = is_sure(_last(lead_k) == 1) and is_sure(
         _last(lead_v) == 1
     )  # head for all queries: a group of portattn's, not to be expanded
     heads_k = key.shape[-3] if enable_gqa else 1 if one else heads
@@ -234,9 +238,9 @@ def _shaped(
             return tensor
         return tensor.expand(*batches, heads, rows, width).reshape(batch, heads, rows, width)
 
-    if _is_sure(heads == 0) or _is_sure(heads_k == 0):
+    if is_sure(heads == 0) or is_sure(heads_k == 0):
         raise _RefusedError("no heads", "there are no heads")
-    if any(_is_sure(width == 0) or _is_sure(width > MAX_HEAD_DIM) for width in (query.shape[-1], value.shape[-1])):
+    if any(is_sure(width == 0) or is_sure(width > MAX_HEAD_DIM) for width in (query.shape[-1], value.shape[-1])):
         # (Without their number, which may be symbolic.)
         raise _RefusedError("head_dim", f"query or value has no columns, or more than portattn's {MAX_HEAD_DIM}")
     q, k, v = four(query, heads), four(key, heads_k), four(value, heads_k)
@@ -257,11 +261,11 @@ def _grouped(lead_q: torch.Size, lead_k: torch.Size, lead_v: torch.Size) -> tupl
     if not (lead_q and lead_k and lead_v):
         raise _RefusedError("dimensions", "enable_gqa needs an axis of heads", invalid=True)
     heads_q, heads_k, heads_v = lead_q[-1], lead_k[-1], lead_v[-1]
-    if _is_sure(heads_q == 0) or _is_sure(heads_k == 0) or _is_sure(heads_v == 0):
+    if is_sure(heads_q == 0) or is_sure(heads_k == 0) or is_sure(heads_v == 0):
         raise _RefusedError("no heads", "there are no heads")
-    if _is_sure(heads_q % heads_k != 0) or _is_sure(heads_q % heads_v != 0):
+    if is_sure(heads_q % heads_k != 0) or is_sure(heads_q % heads_v != 0):
         raise _RefusedError("sizes", "the query's heads are no multiple of the key's and the value's", invalid=True)
-    if _is_sure(heads_k != heads_v):
+    if is_sure(heads_k != heads_v):
         raise _RefusedError("heads", "key and value have different numbers of heads, and portattn takes one number")
     return torch.Size((*lead_k[:-1], heads_q)), torch.Size((*lead_v[:-1], heads_q))
 
@@ -276,11 +280,11 @@ def _broadcast(names: str, first: tuple[int, ...], *others: tuple[int, ...]) -> 
         pairs = zip((1,) * (rank - len(found)) + found, (1,) * (rank - len(other)) + tuple(other), strict=True)
         sizes = []
         for a, b in pairs:
-            if _is_sure(a == 1):
+            if is_sure(a == 1):
                 sizes.append(b)
-            elif _is_sure(b == 1) or _is_sure(a == b):
+            elif is_sure(b == 1) or is_sure(a == b):
                 sizes.append(a)
-            elif _is_sure(a != b):
+            elif is_sure(a != b):
                 raise _RefusedError("sizes", f"the batch axes of {names} do not broadcast", invalid=True)
             else:  # as torch broadcasts sizes that depend on data
                 torch._check(a == b)
@@ -302,7 +306,7 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     step: Any = 1
     dense: Any = 1  # torch counts an empty axis as one element, or not, where it cannot know whether it is empty
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not _is_sure(size == 1) and not _is_sure(stride == step) and not _is_sure(stride == dense):
+        if not is_sure(size == 1) and not is_sure(stride == step) and not is_sure(stride == dense):
             return False
         # Only a symbolic size can be empty without a guard: dynamo of torch 2.11 has no sym_max of integers.
         step, dense = step * (torch.sym_max(size, 1) if isinstance(size, torch.SymInt) else max(size, 1)), dense * size
@@ -321,7 +325,7 @@ def _masked(
         raise _RefusedError("attn_mask", "attn_mask has less than two dimensions, which some of torch's kernels refuse")
     given = attn_mask.shape
     misfits = len(given) > len(scores) or any(
-        _is_sure(size != 1) and _is_sure(size != limit)
+        is_sure(size != 1) and is_sure(size != limit)
         for size, limit in zip(reversed(given), reversed(scores), strict=False)
     )
     if misfits:
@@ -329,6 +333,6 @@ def _masked(
     if len(given) <= 4 and len(batches) <= 1:
         return attn_mask
     heads = given[-3] if len(given) > 2 else 1
-    if all(_is_sure(size == 1) for size in given[:-3]):
+    if all(is_sure(size == 1) for size in given[:-3]):
         return attn_mask.reshape(1, heads, *given[-2:])
     return attn_mask.expand(*batches, heads, *given[-2:]).reshape(math.prod(batches), heads, *given[-2:])

@@ -66,15 +66,15 @@ class Backward:
 
     def _block(self, rows: RowBlock, of_out: RowTensor, of_lse: RowTensor | None) -> _Rows:
         assert self.statistics.out is not None
-        total = self.statistics.sum.take(rows)
-        nothing = (total == 0) | ~rows.inside[:, None, :, None]
+        total, largest = self.statistics.sum.take(rows), self.statistics.largest.take(rows)
+        nothing = (total == 0) | (largest == float("-inf")) | ~rows.inside[:, None, :, None]
         grads = of_out.take(rows).masked_fill(nothing, 0.0)
         delta = (grads * self.statistics.out.take(rows)).masked_fill(nothing, 0.0).sum(dim=-1, keepdim=True)
         if of_lse is not None:
             delta = delta - of_lse.take(rows).masked_fill(nothing, 0.0)
         return _Rows(
             rows=replace(rows, q=rows.q.masked_fill(nothing, 0.0)),
-            base=self.statistics.largest.take(rows).masked_fill(nothing, 0.0),
+            base=largest.masked_fill(nothing, 0.0),
             inverse=(1.0 / total.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0),
             delta=delta,
             grads=grads.reshape(len(grads) * key_heads(self.call), -1, grads.shape[3]),

@@ -100,7 +100,8 @@ def _attend(
 
     if call.sinks is not None:  # a score that has been seen already, and that brought no value
         sinks = finite_sinks(call, tiling.dtype)[None, :, None, None].expand(*shape, 1)
-        row_max = sinks.detach()
+        # A NaN counts in the sum alone: a maximum of NaN would make NaN of the keys that a row does not attend.
+        row_max = sinks.detach().nan_to_num(float("-inf"), float("inf"), float("-inf"))
         row_sum = torch.exp(sinks - row_max.masked_fill(row_max == float("-inf"), 0.0))
     scored, lowest = has_terms(call), torch.finfo(tiling.dtype).min
     scores_of = _Products(q, 1.0 if scored else call.scale, min(tiling.size, max(seen.end, 1)), p.needs_grad)
@@ -127,7 +128,8 @@ def _attend(
 
     acc = acc.view(*shape, -1)
     some = (row_sum != 0) & rows.inside[:, None, :, None]  # NaN included: what was attended must stay visible
-    return torch.where(some, acc / row_sum.masked_fill(~some, 1.0), 0.0), row_max, row_sum, some
+    attended = some & (row_max != float("-inf"))  # of a sink of NaN and no key, the sum is NaN and the output 0
+    return torch.where(attended, acc / row_sum.masked_fill(~attended, 1.0), 0.0), row_max, row_sum, some
 
 
 class _Products:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
@@ -19,6 +22,8 @@ from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNM
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX, FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 _CORNERS = {"lower_right": "bottom_right", "upper_left": "top_left"}  # torch.nn.attention.bias's words
+_PYTHONS = (type(None), bool, int, float, str)
+_REAL = ("scale", "softcap", "dropout_p")
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
 
 
@@ -69,6 +74,11 @@ def as_tensor(name: str, value: Any, more: str = "") -> str:
     whole = f"[{name}]" if isinstance(value, int) else name
     place = "" if name == "q" else ", device=q.device"
     return f" (hint: torch.tensor({whole}{more}{place}))"
+
+
+def as_int32(name: str, dtype: torch.dtype) -> str:
+    """Return the hint for an int64 tensor that should be int32; empty for other dtypes."""
+    return f" (hint: {name}.int())" if dtype is torch.int64 and name.isidentifier() else ""
 
 
 def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
@@ -129,27 +139,58 @@ class Scalar(Protocol):
 Number = float | Scalar
 
 
+def as_plain(value: Any) -> Any:
+    """Return a NumPy scalar or another class's integer or real number as Python's bool, int or float.
+
+    Anything else comes back as it is: tensors, and symbolic sizes, which `__index__` would turn into constants. NumPy
+    is not imported: a program that has one of its scalars has done so.
+    """
+    if type(value) in _PYTHONS:
+        return value
+    if isinstance(value, numbers.Integral):  # not `__index__`, which tensors and symbolic sizes have too
+        return operator.index(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    numpy = sys.modules.get("numpy")
+    return bool(value) if numpy is not None and isinstance(value, numpy.bool_) else value
+
+
 def as_number(op: str, name: str, value: Any) -> Any:
-    """Return a 0-d tensor or NumPy value as a Python number, and anything else as it is.
+    """Return a 0-d tensor or array as a Python number, and anything else as `as_plain` does.
 
     Reading a tensor on an accelerator waits for the device.
     """
-    if value is None or isinstance(value, (bool, int, float, str)) or getattr(value, "ndim", None) != 0:
-        return value
-    if isinstance(value, torch.Tensor):
-        if has_no_data(value):
-            raise ArgumentError(op, name, "a tensor without data", "must be a number, or a 0-d tensor that can be read")
-        if value.requires_grad:
-            limit = f"{name} has no gradient: give {name}.detach(), or multiply q by a scale that is trained"
+    number = as_plain(value)
+    if type(number) in _PYTHONS:
+        return number
+    cure = "multiply q by it, with scale=1.0" if name == "scale" else "a Python number"
+    if hasattr(number, "ndim"):
+        single = math.prod(number.shape) == 1
+        if single and getattr(number, "requires_grad", False):
+            trained = ", or multiply q by a scale that is trained" if name == "scale" else ""
+            limit = f"{name} has no gradient: give {name}.item(){trained}"
             raise ArgumentError(op, f"{name}.requires_grad", True, limit)
-    return value.item()
+        if number.ndim:
+            return number
+        if isinstance(number, torch.Tensor) and has_no_data(number):
+            limit = f"must be a number, or a 0-d tensor that can be read (hint: {cure})"
+            raise ArgumentError(op, name, "a tensor without data", limit)
+        number = number.item()
+    if isinstance(number, torch.SymFloat):  # read from a tensor when the graph runs
+        raise ArgumentError(op, name, number, f"must be a number that is known while tracing (hint: {cure})")
+    return number
+
+
+def as_value(op: str, name: str, value: Any) -> Any:
+    """Return a number or flag as operations take it: by `as_number` if a 0-d tensor may be given, else `as_plain`."""
+    return as_number(op, name, value) if name in _REAL else as_plain(value)
 
 
 def check_number(op: str, name: str, value: Any) -> float:
     number = as_number(op, name, value)
     # Kernels take it as a float32. The comparison is false for NaN too, and defined for an integer of any size.
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= FLOAT32_MAX:
-        one = isinstance(value, torch.Tensor) and value.ndim and value.numel() == 1
+        one = getattr(value, "ndim", 0) and math.prod(value.shape) == 1
         hint = f"; a 0-d tensor counts (hint: {name}.item())" if one else ""
         limit = f"must be one finite number, in float32's range of ±{FLOAT32_MAX:.4g}{hint}"
         raise ArgumentError(op, name, value, limit)
@@ -166,7 +207,7 @@ def check_scale(op: str, value: Any) -> float:
 
 
 def check_flag(op: str, name: str, value: Any) -> None:
-    if not isinstance(value, bool):
+    if not isinstance(as_plain(value), bool):
         raise ArgumentError(op, name, value, "must be True or False")
 
 
@@ -190,6 +231,7 @@ def check_splits(op: str, num_splits: Any) -> int:
 
 
 def check_size(op: str, name: str, value: Any) -> int:
+    value = as_plain(value)
     if not is_size(value) or not 0 <= value <= INT32_MAX:
         hint = f" (hint: int({name}), which reads it back)" if isinstance(value, torch.Tensor) else ""
         raise ArgumentError(op, name, value, f"must be an integer in 0..{INT32_MAX}{hint}")
@@ -204,8 +246,7 @@ def check_int32(
         hint = "" if isinstance(tensor, int) else as_tensor(name, tensor, ", dtype=torch.int32")
         raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}{hint}")
     if tensor.dtype != torch.int32:
-        hint = f" (hint: {name}.int())" if tensor.dtype is torch.int64 and name.isidentifier() else ""
-        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be torch.int32{hint}")
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be torch.int32{as_int32(name, tensor.dtype)}")
     if tuple(tensor.shape) != shape:
         sums = axes == "(batch,)" and tuple(tensor.shape) == (shape[0] + 1,) and name.isidentifier()
         hint = f" (hint: {name}.diff(), if it holds cumulative lengths)" if sums else ""

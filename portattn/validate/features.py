@@ -23,6 +23,7 @@ def ceil_div(a: Any, b: Any) -> Any:
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS_OF = "tuple(int(x) for x in window)"  # also of a float tensor's, and of pairs of tensors
 NO_HINTS: Mapping[torch.dtype, str] = {}
 
 
@@ -87,11 +88,12 @@ class Features:
                 limit = "must be a tuple (left, right), keys before and after the query's own"
                 sequence = isinstance(window, (list, torch.Tensor)) or is_array(window)
                 if sequence and getattr(window, "ndim", 1) == 1 and len(window) == 2:
-                    limit += f" (hint: tuple(window{'' if isinstance(window, list) else '.tolist()'}))"
+                    plain = isinstance(window, list) and all(side is None or type(side) is int for side in window)
+                    limit += f" (hint: {'tuple(window)' if plain else _INTEGERS_OF})"
                 else:
                     limit += "; the last W keys, with the own one, are (W - 1, 0)"
                 raise ArgumentError(self.op, "window", window, limit)
-            left, right = (self._side(name, side) for name, side in zip(("left", "right"), window, strict=True))
+            left, right = (self._side(name, window, side) for name, side in zip(("left", "right"), window, strict=True))
         left, right = (UNLIMITED if side >= reach else side for side in (left, right))
         if causal == "none" and right == 0:
             causal = "bottom_right"
@@ -108,11 +110,14 @@ class Features:
             raise ArgumentError(self.op, "chunk", chunk, limit)
         self.problem["chunk"] = chunk_or_none(chunk, self.problem["causal"], scores.rows, scores.keys)
 
-    def _side(self, name: str, side: Any) -> int:
+    def _side(self, name: str, window: tuple[Any, Any], side: Any) -> int:
         if side is None:
             return UNLIMITED
         if isinstance(side, bool) or not isinstance(side, int) or side < UNLIMITED:
-            raise ArgumentError(self.op, f"window's {name}", side, "must be an integer ≥ 0, or None or -1 for no limit")
+            limit = "must be an integer ≥ 0, or None or -1 for no limit"
+            if getattr(side, "ndim", None) == 0 and isinstance(side.item(), int):  # a tensor's or NumPy's integer
+                limit += f" (hint: {f'int(window[{window.index(side)}])' if None in window else _INTEGERS_OF})"
+            raise ArgumentError(self.op, f"window's {name}", side, limit)
         return side
 
     def softcap(self, softcap: Any, scores: Scores) -> None:

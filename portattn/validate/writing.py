@@ -13,7 +13,6 @@ from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_LENGTH, Rotary
-from portattn.schema.tensors import spans
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
@@ -176,8 +175,8 @@ def _check_integers(op: str, name: str, tensor: Any, count: int, device: torch.d
 def _check_apart(op: str, names: Sequence[str], caches: Sequence[torch.Tensor]) -> None:
     """Raise ArgumentError if K's and V's tensors have an element in common, so that one write destroys the other's.
 
-    Views of one buffer that share no element are legal, such as the halves of (…, 2·D) or of (2, …). Of tensors whose
-    strides differ the first element alone is compared.
+    Views of one buffer that share no element are legal, such as the halves of (…, 2·D) or of (2, …). Views of other
+    strides must lie one behind the other, inside the axes whose strides agree.
     """
     first, second = caches
     # Subclasses may have no address: a trace over sizes has none.
@@ -187,27 +186,39 @@ def _check_apart(op: str, names: Sequence[str], caches: Sequence[torch.Tensor]) 
     if first.device != second.device or first.element_size() != second.element_size():
         return
     distance = second.data_ptr() - first.data_ptr()
-    if -spans(second) >= distance or distance >= spans(first) or distance % first.element_size():
+    if distance % first.element_size():
         return
-    sizes = zip(first.shape, second.shape, strict=True)
-    axes = sorted(
-        (each for each in zip(first.stride(), sizes, strict=True) if each[1] != (1, 1)), reverse=True
-    )  # of an axis of one element the stride says nothing
-    if distance == 0 or (first.stride() == second.stride() and _meet(distance // first.element_size(), axes)):
+    if _meet(distance // first.element_size(), _axes(first, second), _axes(second, first)):
         limit = f"must share no element with {names[0]}, whose numbers it would overwrite"
         raise ArgumentError(op, f"{names[1]}.data_ptr()", second.data_ptr(), limit)
 
 
-def _meet(distance: int, axes: Sequence[tuple[int, tuple[int, int]]]) -> bool:
+def _axes(tensor: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
+    """Return strides and sizes, the largest stride first. An axis of one element takes the other tensor's stride."""
+    found = zip(tensor.stride(), tensor.shape, other.stride(), other.shape, strict=True)
+    return sorted(
+        ((far if size == 1 else own, size) for own, size, far, many in found if size * many > 1), reverse=True
+    )
+
+
+def _meet(distance: int, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
     """Return whether an element of the first tensor is one of the second, which begins `distance` elements after it.
 
-    axes  strides and both sizes, the largest stride first; each is at least as long as what lies in the axes after it
+    Axes that differ in stride, or that are longer than the stride of the axis around them, are compared by their ends.
+
+    first, second  strides and sizes, the largest stride first
     """
-    if not axes:
-        return distance == 0
-    stride, (size, other) = axes[0]
+    tangled = not first or first[0][0] <= max(_reach(first[1:]), _reach(second[1:]))
+    if tangled or first[0][0] != second[0][0]:
+        return -_reach(second) <= distance <= _reach(first)
+    (stride, size), (_, other_size) = first[0], second[0]
     steps = {distance // stride, -(-distance // stride)}
-    return any(-other < step < size and _meet(distance - step * stride, axes[1:]) for step in steps)
+    return any(-other_size < step < size and _meet(distance - step * stride, first[1:], second[1:]) for step in steps)
+
+
+def _reach(axes: Sequence[tuple[int, int]]) -> int:
+    """Return the distance from the first element to the last."""
+    return sum(stride * (size - 1) for stride, size in axes)
 
 
 class _Writing:

@@ -15,7 +15,7 @@ from portattn.integrations.flash_attn import rotary
 from portattn.integrations.flash_attn.calls import lengths_of, size_of
 from portattn.integrations.flash_attn.probabilities import Scores
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT
-from portattn.validate.checks import check_dense, check_size, has_no_data
+from portattn.validate.checks import as_int32, check_dense, check_size, has_no_data
 from portattn.validate.values import cu_seqlens, reads
 
 
@@ -142,7 +142,8 @@ def _check_new_beginnings(call: Cached) -> None:
     """The type and the shape of cu_seqlens_k_new: its numbers are check_values'."""
     name, beginnings = "cu_seqlens_k_new", call.cu_seqlens_k_new
     if beginnings.dtype != torch.int32:
-        raise ArgumentError(call.op, f"{name}.dtype", beginnings.dtype, "must be torch.int32")
+        limit = f"must be torch.int32{as_int32(name, beginnings.dtype)}"
+        raise ArgumentError(call.op, f"{name}.dtype", beginnings.dtype, limit)
     if tuple(beginnings.shape) != (call.batch + 1,):
         limit = f"must be (batch + 1,), ({call.batch + 1},)"
         raise ArgumentError(call.op, f"{name}.shape", tuple(beginnings.shape), limit)
@@ -167,7 +168,8 @@ def _check_lengths(call: Cached) -> None:
             limit = f"must be {other}an int32 torch.Tensor ({call.batch},)"
             raise ArgumentError(call.op, name, type(tensor).__name__, limit)
         if tensor.dtype != torch.int32:
-            raise ArgumentError(call.op, f"{name}.dtype", tensor.dtype, "must be torch.int32")
+            limit = f"must be torch.int32{as_int32(name, tensor.dtype)}"
+            raise ArgumentError(call.op, f"{name}.dtype", tensor.dtype, limit)
         if tuple(tensor.shape) != (call.batch,):
             limit = f"must be (batch,), ({call.batch},)"
             raise ArgumentError(call.op, f"{name}.shape", tuple(tensor.shape), limit)
@@ -227,7 +229,8 @@ def _check_longest(call: Cached, before: torch.Tensor) -> None:
 
 
 def _no_room(call: Cached, name: str, length: int, new: int) -> ArgumentError:
-    limit = f"must be in 0..{call.capacity - new}, for {new} new rows of {call.capacity}"
+    rows = f"for {new} new rows of {call.capacity}" if new else "the rows there are"
+    limit = f"must be in 0..{call.capacity - new}, {rows}"
     if call.table is not None:
         limit += f" in {call.table_name}'s {call.table.shape[1]} pages of {call.k_cache.shape[1]}"
     return ArgumentError(call.op, name, length, limit)

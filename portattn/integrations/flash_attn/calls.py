@@ -22,7 +22,7 @@ from portattn.integrations.flash_attn.options import (
 )
 from portattn.integrations.flash_attn.probabilities import Scores, signed_packed, signed_probabilities
 from portattn.schema.tensors import INT32_MAX
-from portattn.validate.checks import Number, check_dense, check_share, check_size
+from portattn.validate.checks import Number, as_int32, check_dense, check_share, check_size
 from portattn.validate.values import cu_seqlens, reads
 
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -151,5 +151,6 @@ def lengths_of(op: str, name: str, beginnings: Any) -> torch.Tensor:
     check_dense(op, name, beginnings)
     if not isinstance(beginnings, torch.Tensor) or beginnings.ndim != 1 or beginnings.dtype != torch.int32:
         given = (tuple(beginnings.shape), beginnings.dtype) if isinstance(beginnings, torch.Tensor) else beginnings
-        raise ArgumentError(op, name, given, "must be an int32 torch.Tensor of shape (batch + 1,)")
+        hint = as_int32(name, beginnings.dtype) if isinstance(beginnings, torch.Tensor) else ""
+        raise ArgumentError(op, name, given, f"must be an int32 torch.Tensor of shape (batch + 1,){hint}")
     return beginnings.diff()

@@ -14,7 +14,7 @@ import torch
 from portattn.config import Settings, current, using
 from portattn.errors import ArgumentError
 from portattn.validate import wants_gradients
-from portattn.validate.checks import check_dense, check_number
+from portattn.validate.checks import as_plain, check_dense, check_number
 from portattn.validate.layouts import without_layout
 
 Window = tuple[int | None, int | None]
@@ -79,6 +79,7 @@ def in_their_names(error: ArgumentError, function: str, names: dict[str, str]) -
 
 def check_bool(op: str, name: str, value: Any) -> bool:
     """A flag. An integer counts, as in flash_attn; a word such as "top_left" would be taken for True there."""
+    value = as_plain(value)
     if not isinstance(value, (bool, int)) or value not in (0, 1):
         raise ArgumentError(op, name, value, "must be True or False")
     return bool(value)
@@ -115,6 +116,7 @@ def softcap_of(op: str, softcap: Any) -> float | None:
 
 def splits_of(op: str, num_splits: Any) -> int | None:
     """None for what the plan chooses, which every number up to 0 is."""
+    num_splits = as_plain(num_splits)
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise ArgumentError(op, "num_splits", num_splits, "must be an integer; up to 0 for what fits the chip best")
     return num_splits if num_splits > 0 else None
