@@ -167,6 +167,7 @@ def test_a_block_ends_when_its_body_raises() -> None:
         ({"compile_seconds": 0}, ["setting compile_seconds is 0", "positive"]),
         ({"compile_seconds": float("nan")}, ["setting compile_seconds is nan", "positive"]),
         ({"compile_seconds": "60"}, ["setting compile_seconds is '60'", "positive"]),
+        ({"compile_seconds": True}, ["setting compile_seconds is True", "positive"]),
         ({"deterministic": 1}, ["setting deterministic is 1", "True or False"]),
     ],
 )

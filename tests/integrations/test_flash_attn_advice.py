@@ -52,6 +52,7 @@ def test_a_longest_sequence_of_pages_that_is_no_size(size: Any) -> None:
     [
         ({"cu_seqlens_k": ints(2, 5, 9)}, r"cu_seqlens_k\[0\] is 2, but must be 0"),
         ({"cu_seqlens_k": ints(0, 5, 3)}, r"cu_seqlens_k\[2\] is 3, but must be at least cu_seqlens_k\[1\], 5"),
+        ({"cu_seqlens_k": ints(0, 3, 9).long()}, r"cu_seqlens_k is .*\(hint: cu_seqlens_k\.int\(\)\)"),
         ({"max_seqlen_k": 5}, r"cu_seqlens_k\[2\] - cu_seqlens_k\[1\] is 6, but must be at most max_seqlen_k, 5"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from good_calls import BIASED, NAN, OPS, SCORES, SPLIT, WINDOWED, assert_refused, good, perform
@@ -29,6 +30,12 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
     "window below -1": (WINDOWED, {"window": (-2, 0)}, "window's left is -2", SIDE),
     "window's right below -1": (WINDOWED, {"window": (0, -3)}, "window's right is -3", SIDE),
     "window of floats": (WINDOWED, {"window": (3.0, 0)}, "window's left is 3.0", SIDE),
+    "window of NumPy's": (
+        WINDOWED, {"window": (np.int32(3), 0)}, "window's left is ", SIDE + " (hint: tuple(int(x) for x in window))",
+    ),
+    "window of one tensor": (
+        WINDOWED, {"window": (None, torch.tensor(0))}, "window's right is tensor(0)", "(hint: int(window[1]))",
+    ),
     "window of bools": (WINDOWED, {"window": (0, True)}, "window's right is True", SIDE),
     "window of tensors": (WINDOWED, {"window": (torch.tensor(3), 0)}, "window's left is tensor(3)", SIDE),
     "chunk of 0": (WINDOWED, {"chunk": 0}, "chunk is 0", CHUNK),

@@ -202,7 +202,7 @@ CURES: dict[str, tuple[str, dict[str, Any], str, str, Cured]] = {
     "a window of one side": ("attention", {"window": (4,)}, "window is (4,)", "(W - 1, 0)", {"window": (3, 0)}),
     "a window in a list": ("attention", {"window": [4, 0]}, "window is [4, 0]", "tuple(window)", {"window": (4, 0)}),
     "a window in a tensor": (
-        "attention", {"window": torch.tensor([4, 0])}, "window is tensor(", "tuple(window.tolist())",
+        "attention", {"window": torch.tensor([4.0, 0.0])}, "window is tensor(", "tuple(int(x) for x in window)",
         {"window": (4, 0)},
     ),
     "a window below -1": (
