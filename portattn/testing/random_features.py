@@ -151,7 +151,7 @@ def attended_keys(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor
         begin = origin + (first - origin) // p.chunk * p.chunk
         end = origin + ((first + lengths.q - 1 - origin) // p.chunk + 1) * p.chunk
         places = torch.arange(p.seq_k)
-        attended &= ((places >= begin[:, None]) & (places < end[:, None]))[:, None]
+        attended &= ((places >= begin[:, None]) & (places < end[:, None]) & (lengths.q > 0)[:, None])[:, None]
     blocks = features.get("block_mask")
     if blocks is not None:
         shown = blocks.any(dim=2).repeat_interleave(p.block_k, dim=2)[..., : p.seq_k]
