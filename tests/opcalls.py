@@ -62,13 +62,13 @@ def given(call: Call) -> dict[str, Any]:
     if p.op != "sparse_attention":
         sides = (None if side == UNLIMITED else side for side in (p.window_left, p.window_right))
         causal = {"none": False, "bottom_right": True, "top_left": "top_left"}[p.causal]
-        found |= {"causal": causal, "window": tuple(sides)}
+        found |= {"causal": causal, "window": tuple(sides), "chunk": p.chunk or None}
     if p.op == "varlen_attention":
         cu_seqlens = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
         most = {"max_seqlen_q": p.seq_q, "max_seqlen_k": p.seq_k}
         if p.q_format != "as_q":
             found |= _operand_scales(call, lambda scale: scale[0].transpose(0, 1))
-            if p.window or p.causal != "none":
+            if p.window or p.chunk or p.causal != "none":
                 found["validate"] = False  # as below
             call = _in_formats(call)
         return found | {n: getattr(call, n)[0].transpose(0, 1) for n in "qkv"} | cu_seqlens | most
@@ -95,15 +95,15 @@ def given(call: Call) -> dict[str, Any]:
         return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
     if p.q_format != "as_q":
         found |= _operand_scales(call, lambda scale: _queries(p, scale[..., None])[..., 0])
-        if p.window or p.mask or p.bias or p.causal != "none":
+        if p.window or p.chunk or p.mask or p.bias or p.causal != "none":
             found["validate"] = False  # as below
         call = _in_formats(call)
     elif p.kv_format != "as_q":
         found |= _scales(call)
-        if p.kv_scales == "token" and (p.window or p.mask or p.bias or p.causal != "none"):
+        if p.kv_scales == "token" and (p.window or p.chunk or p.mask or p.bias or p.causal != "none"):
             found["validate"] = False  # scales of tokens that these hide are wild, and are refused where they are read
         if p.kv_format == NVFP4:
-            if p.window or p.mask or p.bias or p.tree_mask or p.causal != "none":
+            if p.window or p.chunk or p.mask or p.bias or p.tree_mask or p.causal != "none":
                 found["validate"] = False  # as above, of scales of blocks
             blocks = {n: getattr(call, n).view(BLOCK_SCALES) for n in ("k_block_scale", "v_block_scale")}
             found |= {n: _keys(p, scale) for n, scale in blocks.items()}
