@@ -187,7 +187,7 @@ def flash_attn_varlen_func(
     check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
     check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
-    block = repeated_bits(op, deterministic, q, k, v, qv)
+    block = repeated_bits(op, deterministic)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
     queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q, q), used_rows(op, "k", cu_seqlens_k, seqused_k, k)

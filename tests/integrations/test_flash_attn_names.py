@@ -81,6 +81,7 @@ def test_parameters(module: Any, name: str, parameters: str) -> None:
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in found)
     told = [p.name if p.default is p.empty else f"{p.name}={p.default}".replace(" ", "") for p in found]
     assert told == parameters.split()
+    assert inspect.getfullargspec(getattr(module, name)).args == [p.name for p in found]  # ring attention reads it
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), ALL, ids=[f"{m.__name__}.{n}" for m, n, _ in ALL])

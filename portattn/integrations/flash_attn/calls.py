@@ -73,7 +73,7 @@ def attend(
     The seed is None without dropout, which leaves torch's generator as it is. Raises ArgumentError.
     """
     check_tensors(op, q=q, k=k, v=v)
-    block = repeated_bits(op, deterministic, q, k, v, scores.alibi_slopes, sinks)
+    block = repeated_bits(op, deterministic)
     dropout_p = check_share(op, dropout_p)
     seed = new_seed(q) if dropout_p else None
     given = {"sinks": sinks, "return_lse": return_lse, **scores.arguments()}

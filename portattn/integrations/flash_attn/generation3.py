@@ -41,7 +41,7 @@ def dense(
 ) -> Any:
     """out (B, Sq, Hq, Dv); with return_attn_probs, (out, lse). Raises ArgumentError."""
     check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
-    block = repeated_bits(op, deterministic, q, k, v, qv)
+    block = repeated_bits(op, deterministic)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
     q_scale, k_scale, v_scale = descales
