@@ -20,10 +20,11 @@ from portattn.integrations.flash_attn.cached_call import Cached
 from portattn.integrations.flash_attn.calls import scores_of, shape_of, size_of
 from portattn.integrations.flash_attn.generation3 import by_dtype, check_hints, dense, with_qv
 from portattn.integrations.flash_attn.options import (
+    FLOATS,
     WindowSize,
     check_bool,
+    check_dtypes,
     check_packed,
-    check_tensors,
     named,
     repeated_bits,
     splits_of,
@@ -142,8 +143,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     softmax_scale: Number | None = None,
@@ -186,7 +187,7 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
-    check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
+    check_dtypes(op, FLOATS, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
     block = repeated_bits(op, deterministic)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
@@ -275,7 +276,7 @@ def flash_attn_with_kvcache(
     page_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: int | torch.Tensor | None = None,
     rotary_seqlens: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,

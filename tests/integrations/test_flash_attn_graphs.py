@@ -70,7 +70,10 @@ def test_compiled_dropout() -> None:
     ("given", "reason"),
     [
         ({"window_size": 3}, r"'flash_attn_func', 'window_size', 3, 'must be two integers"),
-        ({"deterministic": True}, r"flash_attn: deterministic=True goes with torch.use_deterministic_algorithms\(True\)"),
+        (
+            {"deterministic": True},
+            r"flash_attn: deterministic=True goes with torch.use_deterministic_algorithms\(True\)",
+        ),
         ({"window_size": torch.tensor([3, 0])}, r"flash_attn: window_size must be two integers in a graph"),
         ({"window_size": (np.array(3), 0)}, r"flash_attn: window_size must be two integers in a graph"),
         ({"causal": "top_left"}, r"'causal', 'top_left', 'must be True or False'"),

@@ -100,6 +100,12 @@ def test_the_functions_are_where_flash_attn_has_them_too() -> None:
     assert sorted(flash_attn.__all__) == sorted(TWO)
     for name in TWO:
         assert getattr(inner, name) is getattr(flash_attn, name)
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        assert getattr(inner, f"_wrapped_flash_attn_{name}") is getattr(inner, f"_flash_attn_{name}")
+    rows = torch.arange(6.0).view(2, 3)
+    assert inner.maybe_contiguous(None) is None
+    assert inner.maybe_contiguous(rows) is rows
+    assert inner.maybe_contiguous(rows.t()).is_contiguous()
 
 
 def test_the_version_is_that_of_the_functions() -> None:

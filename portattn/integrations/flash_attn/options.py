@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
@@ -15,8 +15,9 @@ import torch
 from portattn.api.left_out import leave_out, left_out
 from portattn.config import Settings, current, using
 from portattn.errors import ArgumentError
+from portattn.schema.tensors import KV_FORMAT
 from portattn.validate import wants_gradients
-from portattn.validate.checks import check_dense, check_number, is_array
+from portattn.validate.checks import DTYPES, check_dense, check_number, is_array, other_dtype
 from portattn.validate.layouts import without_layout
 
 Window = tuple[int | None, int | None]
@@ -37,6 +38,10 @@ NAMES = {
     "leftpad_k": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin", "q_scale": "q_descale",
     "k_scale": "k_descale", "v_scale": "v_descale",
 }  # fmt: skip
+
+
+# FlashAttention-3's functions take float8, too.
+FLOATS = (*DTYPES, *(dtype for dtype in KV_FORMAT if dtype.is_floating_point))
 
 
 class FlashAttnError(ArgumentError, RuntimeError):
@@ -211,6 +216,15 @@ def check_tensors(op: str, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+
+
+def check_dtypes(op: str, taken: Collection[torch.dtype] = DTYPES, **tensors: torch.Tensor) -> None:
+    """Raise ArgumentError unless each argument is a tensor of a dtype that the function takes."""
+    check_tensors(op, **tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in taken:
+            limit = f"must be one of {', '.join(map(str, taken))}"
+            raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit + other_dtype(tensor.dtype, FLOATS))
 
 
 def check_memory(op: str, name: str, memory: Any, whose: str, like: torch.Tensor) -> None:
