@@ -48,7 +48,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As flash_attn_func, of queries, keys and values in one tensor.
 
     qkv          (B, S, 3, H, D); or (B, S, Hq + 2·Hk, D) with num_heads_q, heads of queries, keys, values in turn
@@ -100,7 +100,7 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of dense tensors, with FlashAttention-3's arguments. Gradients flow to q, k, v and qv.
 
     q         (B, Sq, Hq, D); float16, bfloat16 or float32; any strides. Or float8, with k and v of the same dtype
@@ -115,7 +115,7 @@ def flash_attn_func(
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     num_splits  any integer: changes no result; the plan decides here
     pack_gqa  None, True or False: changes no result; the plan decides here
-    deterministic  kernels of gradients repeat their bits; in torch.compile torch.use_deterministic_algorithms decides
+    deterministic  kernels of gradients repeat their bits; a graph needs torch.use_deterministic_algorithms(True) for it
     sm_margin  0; anything else is refused: kernels take the whole device
     return_attn_probs  also return the LSE, float32 (B, Hq, Sq), -inf where a row has nothing to attend
 
@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed sequences, with FlashAttention-3's arguments. Gradients flow to q, k, v and qv.
 
     q         (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
@@ -292,7 +292,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Append k and v to a cache in place, and attend the cache. It computes without a graph: tensors may require
     gradients, and the results require none.
 

@@ -80,7 +80,7 @@ def flash_attn_func(
     window_size  (left, right), inclusive, around the query's own position, aligned at the last key; negative: no limit
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance|
-    deterministic  kernels of gradients repeat their bits; in torch.compile torch.use_deterministic_algorithms decides
+    deterministic  kernels of gradients repeat their bits; a graph needs torch.use_deterministic_algorithms(True) for it
     return_attn_probs  also return the LSE, float32 (B, Hq, Sq), +inf where a row has nothing to attend, and S_dmask:
               with dropout (B, Hq, Sq, Sk), exp(score - the largest score of the key's block of columns and all later
               ones), negative where the probability is dropped; without, no elements
