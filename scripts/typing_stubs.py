@@ -1,6 +1,7 @@
 """Write the type stubs whose overloads tie an operation's result to its `return_lse`, or the flag of that kind.
 
-A stub takes the place of a package's __init__.py, which only imports: the modules with the code stay checked.
+A stub takes the place of a package's __init__.py, which only imports, or of a module, which mypy checks if it is given
+its path (`make lint`).
 Signatures and results are read from these modules, so a parameter is written once. `--check` writes nothing and exits
 with 1 if a stub is out of date.
 """
@@ -21,7 +22,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("portattn/api/ops", "portattn/distributed", "portattn/integrations/flash_attn")
+PACKAGES = (
+    "portattn/api/ops",
+    "portattn/distributed",
+    "portattn/integrations/flash_attn/flash_attn_interface",
+    "portattn/integrations/flash_attn_interface",
+)
 FLAGS = ("return_lse", "return_attn_probs", "return_softmax_lse")
 HEADER = "# Written by scripts/typing_stubs.py from the signatures of the modules. Do not edit.\n# fmt: off\n"
 _GLUE = "\0"
@@ -30,15 +36,20 @@ _GLUE = "\0"
 def stub_of(package: str) -> str:
     """Return the text of a package's stub: overloads of functions and methods with a flag, other names as they are.
 
-    package  its folder, from the root of the tree
+    package  its folder, or a module without its ending, from the root of the tree
     """
     imports: set[tuple[str, str]] = set()
     parts: list[str] = []
     bases: list[str] = []
-    tree = _tree(f"{package}/__init__.py")
+    tree, own = _tree(str(path_of(package, ".py").relative_to(ROOT))), package.replace("/", ".")
     found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     pairs = [(str(node.module), alias.name) for node in found for alias in node.names]
+    assigned = {ast.unparse(node.targets[0]): node for node in tree.body if isinstance(node, ast.Assign)}
     names = sorted(pair for pair in pairs if pair[0].startswith("portattn."))
+    if not (ROOT / package).is_dir():
+        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        public = ast.literal_eval(assigned["__all__"].value) if "__all__" in assigned else defined
+        names = sorted({pair for pair in names if pair[1] in public} | {(own, name) for name in defined})
     classes = {name for module, name in names if any(_methods(_definition(module, name), _module(module), set()))}
     for module, name in names:
         node, source = _definition(module, name), _module(module)
@@ -51,12 +62,15 @@ def stub_of(package: str) -> str:
             overloads = list(_overloads(node, source, imports))
             if not overloads and isinstance(node.returns, ast.Name) and node.returns.id in classes:
                 overloads = [_signature(name, _parameters(node, source, imports), node.returns.id)]
+            elif not overloads and module == own:
+                assert node.returns is not None
+                overloads = [_signature(name, _parameters(node, source, imports), ast.unparse(node.returns))]
         parts += overloads
         if not overloads:
             imports.add((module, name))
-    if any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__" for node in tree.body):
-        parts.append("__version__: str")
-    parts.append(f"__all__ = {sorted(name for _, name in names)}")
+    aliases = [name for name, node in assigned.items() if isinstance(node.value, ast.Name)]
+    parts += [ast.unparse(assigned[name]) for name in aliases]
+    parts.append(f"__all__ = {sorted([*aliases, *(name for _, name in names)])}")
     known = {f"from {module} import {name} as {name}" for module, name in imports if module.startswith("portattn.")}
     plain = {("typing", "Literal"), ("typing", "overload")}
     plain |= {(module, name) for module, name in imports if not module.startswith("portattn.")}
@@ -64,6 +78,12 @@ def stub_of(package: str) -> str:
     standard = [f"from {module} import {', '.join(name for _, name in group)}" for module, group in groups]
     head = [*standard, "", "import torch\n", *sorted({*known, *bases}), ""]
     return HEADER + "\n" + "\n".join([*head, *map(_wrap, parts)]) + "\n"
+
+
+def path_of(package: str, ending: str = ".pyi") -> Path:
+    """Return the path of a package's or a module's stub, or with the ending .py of its code."""
+    folder = ROOT / package
+    return folder / f"__init__{ending}" if folder.is_dir() else folder.with_suffix(ending)
 
 
 def _methods(node: ast.stmt | None, source: Module, imports: set[tuple[str, str]]) -> Iterator[str]:
@@ -207,7 +227,7 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     for package in PACKAGES:
-        path, text = ROOT / package / "__init__.pyi", stub_of(package)
+        path, text = path_of(package), stub_of(package)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:

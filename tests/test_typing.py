@@ -26,12 +26,20 @@ FUNCTIONS = {
         "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
         "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
     ),
+    "portattn.integrations.flash_attn.flash_attn_interface": (
+        "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+        "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+    ),
+    "portattn.integrations.flash_attn_interface": (
+        "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    ),
     "portattn.distributed": (
         "ContextParallel.attention", "ContextParallel.varlen_attention", "DecodeParallel.decode_attention",
         "DecodeParallel.paged_attention", "DecodeParallel.mla_attention",
     ),
 }  # fmt: skip
 FLAGS = {"return_lse": 2, "return_softmax_lse": 2, "return_attn_probs": 3}  # results with the flag
+FLAGS_3 = {"return_softmax_lse": 4, "return_attn_probs": 2}  # of FlashAttention-3
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "typing_stubs.py"))
 # transformers' configurations take it by **kwargs, which pyright does not see behind their dataclass decorator.
 OF_TRANSFORMERS = 'No parameter named "attn_implementation"'
@@ -62,7 +70,7 @@ def calls(tree: Path) -> tuple[Path, set[int]]:
     """Calls of every function with each kind of flag: the file, and its lines that a checker must refuse."""
     lines = ["from typing import assert_type", "import numpy", "from torch import Tensor", "import portattn"]
     lines += [
-        "import portattn.distributed, portattn.integrations.flash_attn",
+        "import portattn.distributed, portattn.integrations.flash_attn, portattn.integrations.flash_attn_interface",
         "def run(q: Tensor, wanted: bool) -> None:",
     ]
     refused = set()
@@ -72,7 +80,8 @@ def calls(tree: Path) -> tuple[Path, set[int]]:
             flag, parameters = _flag_of(function), inspect.signature(function).parameters  # type: ignore[arg-type]
             needed = [p for p in parameters.values() if p.default is p.empty and p.name not in ("self", "options")]
             given = ", ".join(f"{p.name}={'q' if 'Tensor' in p.annotation else '1'}" for p in needed)
-            several = f"tuple[{', '.join(['Tensor'] * FLAGS[flag])}]"
+            count = (FLAGS_3 if module == "portattn.integrations.flash_attn_interface" else FLAGS)[flag]
+            several = f"tuple[{', '.join(['Tensor'] * count)}]"
             call = f"{module}.{name}".replace("ContextParallel", "context_parallel()")
             call = call.replace("DecodeParallel", "decode_parallel()")
             lines += [
@@ -89,8 +98,10 @@ def calls(tree: Path) -> tuple[Path, set[int]]:
     call = f"portattn.integrations.flash_attn.flash_attn_func({by_position})"
     lines.append(f"    assert_type({call}, tuple[Tensor, Tensor, Tensor])")
     flash = "portattn.integrations.flash_attn.flash_attn_func(q, q, q"
-    for window in ("[1, 1]", "(numpy.int32(1), q)", "(None, 1)", "q", "numpy.array([1, 1])"):
+    for window in ("[1, 1]", "(numpy.int32(1), q)", "(None, None)", "q", "numpy.array([1, 1])"):
         lines.append(f"    {flash}, window_size={window})")
+    for name in ("flash_attn", "flash_attn_interface"):
+        lines.append(f"    portattn.integrations.{name}.flash_attn_varlen_func(q, q, q, q, q, q.max(), q.max())")
     for number in ("q", "1", "numpy.float32(0.1)", "numpy.array(0.1)"):
         lines.append(f"    {flash}, {number}, softmax_scale={number}, softcap={number})")
         lines.append(f"    portattn.attention(q, q, q, scale={number}, softcap={number}, dropout_p={number})")
@@ -106,14 +117,14 @@ def calls(tree: Path) -> tuple[Path, set[int]]:
 @pytest.mark.parametrize("package", SCRIPT["PACKAGES"])
 def test_stubs_are_up_to_date(package: str) -> None:
     """`python scripts/typing_stubs.py` writes them."""
-    assert (ROOT / package / "__init__.pyi").read_text(encoding="utf-8") == SCRIPT["stub_of"](package)
+    assert SCRIPT["path_of"](package).read_text(encoding="utf-8") == SCRIPT["stub_of"](package)
 
 
 def test_overloads_have_the_parameters_of_the_signatures() -> None:
     for package in SCRIPT["PACKAGES"]:
         namespace: dict[str, object] = {}
         found: list[FunctionType] = []
-        text = (ROOT / package / "__init__.pyi").read_text(encoding="utf-8").replace("@overload", "@_keep")
+        text = SCRIPT["path_of"](package).read_text(encoding="utf-8").replace("@overload", "@_keep")
         namespace["_keep"] = found.append
         exec(compile(f"from __future__ import annotations\n{text}", package, "exec"), namespace)
         module = package.replace("/", ".")

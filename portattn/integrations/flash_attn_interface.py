@@ -20,10 +20,11 @@ from portattn.integrations.flash_attn.cached_call import Cached
 from portattn.integrations.flash_attn.calls import scores_of, shape_of, size_of
 from portattn.integrations.flash_attn.generation3 import by_dtype, check_hints, dense, with_qv
 from portattn.integrations.flash_attn.options import (
+    FLOATS,
     WindowSize,
     check_bool,
+    check_dtypes,
     check_packed,
-    check_tensors,
     named,
     repeated_bits,
     splits_of,
@@ -47,7 +48,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As flash_attn_func, of queries, keys and values in one tensor.
 
     qkv          (B, S, 3, H, D); or (B, S, Hq + 2·Hk, D) with num_heads_q, heads of queries, keys, values in turn
@@ -99,7 +100,7 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of dense tensors, with FlashAttention-3's arguments. Gradients flow to q, k, v and qv.
 
     q         (B, Sq, Hq, D); float16, bfloat16 or float32; any strides. Or float8, with k and v of the same dtype
@@ -114,7 +115,7 @@ def flash_attn_func(
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     num_splits  any integer: changes no result; the plan decides here
     pack_gqa  None, True or False: changes no result; the plan decides here
-    deterministic  kernels of gradients repeat their bits; in torch.compile torch.use_deterministic_algorithms decides
+    deterministic  kernels of gradients repeat their bits; a graph needs torch.use_deterministic_algorithms(True) for it
     sm_margin  0; anything else is refused: kernels take the whole device
     return_attn_probs  also return the LSE, float32 (B, Hq, Sq), -inf where a row has nothing to attend
 
@@ -142,8 +143,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     softmax_scale: Number | None = None,
@@ -160,7 +161,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed sequences, with FlashAttention-3's arguments. Gradients flow to q, k, v and qv.
 
     q         (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
@@ -186,8 +187,8 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk)
-    check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
-    block = repeated_bits(op, deterministic, q, k, v, qv)
+    check_dtypes(op, FLOATS, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
+    block = repeated_bits(op, deterministic)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
     queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q, q), used_rows(op, "k", cu_seqlens_k, seqused_k, k)
@@ -275,7 +276,7 @@ def flash_attn_with_kvcache(
     page_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: int | torch.Tensor | None = None,
     rotary_seqlens: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
@@ -291,7 +292,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Append k and v to a cache in place, and attend the cache. It computes without a graph: tensors may require
     gradients, and the results require none.
 

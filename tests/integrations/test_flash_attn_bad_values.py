@@ -85,6 +85,23 @@ def test_scales_of_another_dtype(name: str, dtype: torch.dtype) -> None:
         flash_attn_interface.flash_attn_with_kvcache(Q.to(F8), cache, cache, cache_seqlens=3, **given)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, F8])
+def test_dtypes_are_those_of_the_function(name: str, dtype: torch.dtype) -> None:
+    given = {"q": Q, "k": K, "v": K} | {name: {"q": Q, "k": K, "v": K}[name].to(dtype)}
+    floats, more = (
+        "torch.float16, torch.bfloat16, torch.float32",
+        "torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz",
+    )
+    for module, taken in ((flash_attn, floats), (flash_attn_interface, f"{floats}, {more}")):
+        if dtype is not F8 or module is flash_attn:
+            hint = r" \(hint: float\(\)\)" if dtype is torch.float64 else ".*"
+            with pytest.raises(
+                ArgumentError, match=rf"^flash_attn_func: {name}\.dtype is {dtype}, .* one of {taken}{hint}$"
+            ):
+                module.flash_attn_func(**given)
+
+
 def test_whole_numbers_are_no_float8_queries() -> None:
     cache = torch.zeros(2, 9, 2, 16).to(F8)
     with pytest.raises(ArgumentError, match=r": q\.dtype is torch\.int8"):

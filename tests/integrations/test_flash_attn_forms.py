@@ -288,6 +288,40 @@ def test_forward_and_backward_apart(is_packed: bool, dropout_p: float) -> None:
         within(ours, right, same)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["auto", "reference", "interpreter"])
+@pytest.mark.parametrize("width", [16, 264])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_backward_by_parts_of_the_keys(is_packed: bool, width: int, backend: str) -> None:
+    """Ring attention: gradients of some of the keys, by out and LSE of all of them, add up to the whole's."""
+    torch.manual_seed(6)
+    q, k, v, dout = (torch.randn(2, 8, heads, width) for heads in (4, 2, 2, 4))
+    grads, scores = [torch.zeros_like(t) for t in (q, k, v)], (0.0, None, False, -1, -1, 0.0, None)
+    with portattn.settings(backend=backend):
+        out, lse, *_ = inner._flash_attn_forward(q, k, v, *scores, False)
+        for part in (slice(0, 3), slice(3, 8)):
+            given = [dout, q, k[:, part], v[:, part], out, lse]
+            made = [torch.full_like(t, math.nan) for t in given[1:4]]
+            if is_packed:
+                given = [*(t.flatten(0, 1) for t in given[:5]), lse.transpose(0, 1).flatten(1)]
+                made, keys = [t.flatten(0, 1) for t in made], part.stop - part.start
+                cu = beginnings((8, 8)), beginnings((keys, keys))
+                inner._flash_attn_varlen_backward(*given, *made, *cu, 8, keys, *scores, False)
+                made = [t.unflatten(0, (2, -1)) for t in made]
+            else:
+                inner._flash_attn_backward(*given, *made, *scores, False)
+            grads[0] += made[0]
+            grads[1][:, part], grads[2][:, part] = made[1:]
+    results: list[list[Any]] = []
+    for exact in (True, False):
+        leaves = [(t.double() if exact else t).clone().requires_grad_() for t in (q, k, v)]
+        for b in range(2):
+            (one(*(t[b] for t in leaves), exact=exact)[0] * dout[b]).sum().backward()
+        results.append([t.grad for t in leaves])
+    for ours, right, same in zip(grads, *results, strict=True):
+        within(ours, right, same)
+
+
 def test_forward_over_pages_and_used_rows() -> None:
     q, k, v = packed()
     used = ints(3, 9, 0)

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flash_attn_oracle import beginnings, check_one, ints
 
+import portattn
 from portattn.integrations import flash_attn, flash_attn_interface
 from portattn.integrations.flash_attn import low_level
+from portattn.integrations.flash_attn.options import FlashAttnError
 
 CU = beginnings((5, 9))
 
@@ -67,7 +70,12 @@ def test_compiled_dropout() -> None:
     ("given", "reason"),
     [
         ({"window_size": 3}, r"'flash_attn_func', 'window_size', 3, 'must be two integers"),
-        ({"deterministic": True}, r"'deterministic', True, 'goes with torch.use_deterministic_algorithms"),
+        (
+            {"deterministic": True},
+            r"flash_attn: deterministic=True goes with torch.use_deterministic_algorithms\(True\)",
+        ),
+        ({"window_size": torch.tensor([3, 0])}, r"flash_attn: window_size must be two integers in a graph"),
+        ({"window_size": (np.array(3), 0)}, r"flash_attn: window_size must be two integers in a graph"),
         ({"causal": "top_left"}, r"'causal', 'top_left', 'must be True or False'"),
     ],
 )
@@ -76,6 +84,35 @@ def test_a_whole_graph_says_why_a_call_is_refused(given: dict[str, Any], reason:
     compiled = torch.compile(flash_attn.flash_attn_func, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
         compiled(*tensors(True), **given)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=lambda module: module.__name__)
+def test_graphs_end_where_none_can_have_the_call(module: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(module.flash_attn_func, backend="aot_eager")
+    for given in ({"deterministic": True}, {"window_size": torch.tensor([3, 0])}, {"window_size": (np.array(3), 0)}):
+        first, second = tensors(True), tensors(True)
+        with portattn.settings(backend="interpreter"):
+            out, right = compiled(*first, **given), module.flash_attn_func(*second, **given)
+        assert torch.equal(out, right)
+        right.square().sum().backward()
+        out.square().sum().backward()
+        assert portattn.last_backward_plan().problem.deterministic is ("deterministic" in given)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(first, second, strict=True))
+    inlined = torch.compile(lambda *given, **options: module.flash_attn_func(*given, **options), backend="aot_eager")
+    for function in (compiled, inlined):
+        with pytest.raises(FlashAttnError, match=r"^flash_attn_func: window_size is 3, "):
+            function(*tensors(True), window_size=3)
+
+
+def test_a_whole_graph_takes_windows_that_change() -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    compiled = torch.compile(flash_attn.flash_attn_func, backend="aot_eager", fullgraph=True)
+    for window in ((1, 1), (2, 1), (5, 0), (-1, 2)):
+        out = compiled(q, k, v, window_size=window)
+        check_one(out[0], None, q[0], k[0], v[0], math.inf, window_size=window)
 
 
 @pytest.mark.parametrize(("form", "grad"), [("own", False), ("own", True), ("batch_idx", False), ("pages", False)])

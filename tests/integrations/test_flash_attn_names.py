@@ -81,6 +81,7 @@ def test_parameters(module: Any, name: str, parameters: str) -> None:
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in found)
     told = [p.name if p.default is p.empty else f"{p.name}={p.default}".replace(" ", "") for p in found]
     assert told == parameters.split()
+    assert inspect.getfullargspec(getattr(module, name)).args == [p.name for p in found]  # ring attention reads it
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), ALL, ids=[f"{m.__name__}.{n}" for m, n, _ in ALL])
@@ -99,6 +100,12 @@ def test_the_functions_are_where_flash_attn_has_them_too() -> None:
     assert sorted(flash_attn.__all__) == sorted(TWO)
     for name in TWO:
         assert getattr(inner, name) is getattr(flash_attn, name)
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        assert getattr(inner, f"_wrapped_flash_attn_{name}") is getattr(inner, f"_flash_attn_{name}")
+    rows = torch.arange(6.0).view(2, 3)
+    assert inner.maybe_contiguous(None) is None
+    assert inner.maybe_contiguous(rows) is rows
+    assert inner.maybe_contiguous(rows.t()).is_contiguous()
 
 
 def test_the_version_is_that_of_the_functions() -> None:

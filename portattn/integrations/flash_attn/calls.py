@@ -13,7 +13,7 @@ from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.options import (
     check_bool,
-    check_tensors,
+    check_dtypes,
     forward_only,
     infinite,
     repeated_bits,
@@ -72,8 +72,8 @@ def attend(
 
     The seed is None without dropout, which leaves torch's generator as it is. Raises ArgumentError.
     """
-    check_tensors(op, q=q, k=k, v=v)
-    block = repeated_bits(op, deterministic, q, k, v, scores.alibi_slopes, sinks)
+    check_dtypes(op, q=q, k=k, v=v)
+    block = repeated_bits(op, deterministic)
     dropout_p = check_share(op, dropout_p)
     seed = new_seed(q) if dropout_p else None
     given = {"sinks": sinks, "return_lse": return_lse, **scores.arguments()}

@@ -22,6 +22,12 @@ from portattn.integrations.flash_attn.options import WindowSize, check_bool, che
 from portattn.integrations.flash_attn.probabilities import _get_block_size_n
 from portattn.validate.checks import Number
 
+# In flash_attn these are the same functions as torch operators.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
 __all__ = [
     "USE_TRITON_ROCM",
     "_flash_attn_backward",
@@ -29,6 +35,10 @@ __all__ = [
     "_flash_attn_varlen_backward",
     "_flash_attn_varlen_forward",
     "_get_block_size_n",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
     "flash_attn_func",
     "flash_attn_gpu",
     "flash_attn_kvpacked_func",
@@ -37,7 +47,13 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "maybe_contiguous",
 ]
+
+
+def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the tensor, or a contiguous copy if the elements of its rows are not contiguous; None for None."""
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
 
 
 @named()
@@ -64,7 +80,7 @@ def flash_attn_func(
     window_size  (left, right), inclusive, around the query's own position, aligned at the last key; negative: no limit
     softcap   scores become softcap·tanh(score / softcap); up to 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance|
-    deterministic  kernels of gradients repeat their bits; in torch.compile torch.use_deterministic_algorithms decides
+    deterministic  kernels of gradients repeat their bits; a graph needs torch.use_deterministic_algorithms(True) for it
     return_attn_probs  also return the LSE, float32 (B, Hq, Sq), +inf where a row has nothing to attend, and S_dmask:
               with dropout (B, Hq, Sq, Sk), exp(score - the largest score of the key's block of columns and all later
               ones), negative where the probability is dropped; without, no elements
@@ -157,8 +173,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
     dropout_p: Number = 0.0,
     softmax_scale: Number | None = None,
     causal: bool = False,
@@ -202,8 +218,8 @@ def flash_attn_varlen_kvpacked_func(
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
     dropout_p: Number = 0.0,
     softmax_scale: Number | None = None,
     causal: bool = False,
@@ -239,7 +255,7 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    max_seqlen: int,
+    max_seqlen: int | torch.Tensor,
     dropout_p: Number = 0.0,
     softmax_scale: Number | None = None,
     causal: bool = False,

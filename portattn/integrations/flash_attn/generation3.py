@@ -10,7 +10,14 @@ import torch
 
 from portattn.api import autocast, ops
 from portattn.errors import ArgumentError
-from portattn.integrations.flash_attn.options import check_bool, check_tensors, forward_only, repeated_bits, splits_of
+from portattn.integrations.flash_attn.options import (
+    FLOATS,
+    check_bool,
+    check_dtypes,
+    forward_only,
+    repeated_bits,
+    splits_of,
+)
 from portattn.integrations.flash_attn.probabilities import Scores
 from portattn.schema.tensors import KV_FORMAT
 from portattn.validate.checks import Number, check_dense
@@ -40,8 +47,8 @@ def dense(
     return_attn_probs: bool,
 ) -> Any:
     """out (B, Sq, Hq, Dv); with return_attn_probs, (out, lse). Raises ArgumentError."""
-    check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
-    block = repeated_bits(op, deterministic, q, k, v, qv)
+    check_dtypes(op, FLOATS, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
+    block = repeated_bits(op, deterministic)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
     q_scale, k_scale, v_scale = descales

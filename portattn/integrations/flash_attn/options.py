@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
 import msgspec
 import torch
 
+from portattn.api.left_out import leave_out, left_out
 from portattn.config import Settings, current, using
 from portattn.errors import ArgumentError
+from portattn.schema.tensors import KV_FORMAT
 from portattn.validate import wants_gradients
-from portattn.validate.checks import as_plain, check_dense, check_number
+from portattn.validate.checks import DTYPES, as_plain, check_dense, check_number, is_array, other_dtype
 from portattn.validate.layouts import without_layout
 
 Window = tuple[int | None, int | None]
@@ -37,6 +40,10 @@ NAMES = {
 }  # fmt: skip
 
 
+# FlashAttention-3's functions take float8, too.
+FLOATS = (*DTYPES, *(dtype for dtype in KV_FORMAT if dtype.is_floating_point))
+
+
 class FlashAttnError(ArgumentError, RuntimeError):
     """An ArgumentError of a flash_attn function: a RuntimeError too, which flash_attn's own checks raise."""
 
@@ -44,23 +51,59 @@ class FlashAttnError(ArgumentError, RuntimeError):
 def named(**others: str) -> Callable[[Function], Function]:
     """Return a decorator: an ArgumentError of the function is a FlashAttnError with the caller's names.
 
+    dynamo ends its graph at a call whose arguments no graph can have, and runs the call eagerly.
+
     others  the names of arguments in portattn -> in the function, beside NAMES
     """
     names = NAMES | others
 
     def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        order = list(signature.parameters)
+
         @functools.wraps(function)
         def call(*args: object, **kwargs: object) -> object:
-            if torch.compiler.is_dynamo_compiling():  # errors come out of the compiler then, in its own words
-                return function(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                given: dict[str, Any] = {**dict(zip(order, args, strict=False)), **kwargs}
+                if _is_read_back(given.get("window_size")):
+                    return left_out["window_size"](call, args, kwargs)
+                if _needs_a_setting(given):
+                    return left_out["deterministic"](call, args, kwargs)
             try:
                 return function(*args, **kwargs)
             except ArgumentError as error:
+                if torch.compiler.is_dynamo_compiling():  # it shows the first error alone
+                    raise
                 raise in_their_names(error, function.__name__, names) from None
 
+        call.__signature__ = signature  # type: ignore[attr-defined]  # inspect.getfullargspec follows no __wrapped__
         return cast("Function", call)
 
     return decorate
+
+
+def _call_eagerly(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    return function(*args, **kwargs)
+
+
+leave_out("window_size", _call_eagerly, "flash_attn: window_size must be two integers in a graph, and holds a tensor")
+leave_out(
+    "deterministic", _call_eagerly,
+    "flash_attn: deterministic=True goes with torch.use_deterministic_algorithms(True) in a graph, and it is off",
+)  # fmt: skip
+
+
+def _is_read_back(window_size: Any) -> bool:
+    """Return whether a window, or a side of it, is a tensor or an array."""
+    sides = window_size if isinstance(window_size, (tuple, list)) else (window_size,)
+    return any(isinstance(side, torch.Tensor) or is_array(side) for side in sides)
+
+
+def _needs_a_setting(given: dict[str, Any]) -> bool:
+    """Return whether a call's gradients must repeat their bits otherwise than by torch's setting, which a graph has."""
+    if given.get("deterministic") not in (True, 1) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return wants_gradients(*[value for value in given.values() if isinstance(value, torch.Tensor)])
 
 
 def in_their_names(error: ArgumentError, function: str, names: dict[str, str]) -> FlashAttnError:
@@ -102,8 +145,9 @@ def window_of(op: str, window_size: Any, causal: bool) -> Window | None:
 def _side(op: str, window_size: Any, side: Any) -> int | None:
     if side is None:
         return None
-    side = side.tolist() if hasattr(side, "tolist") else side
-    if isinstance(side, (bool, float)) or not hasattr(side, "__index__"):
+    if not isinstance(side, int) and hasattr(side, "tolist"):  # dynamo asks no symbolic integer for attributes
+        side = side.tolist()
+    if isinstance(side, (bool, float)) or not (isinstance(side, int) or hasattr(side, "__index__")):
         raise ArgumentError(op, "window_size", window_size, "must be two integers (left, right); negative for no limit")
     return None if side < 0 else side
 
@@ -122,18 +166,13 @@ def splits_of(op: str, num_splits: Any) -> int | None:
     return num_splits if num_splits > 0 else None
 
 
-def repeated_bits(op: str, deterministic: Any, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
+def repeated_bits(op: str, deterministic: Any) -> AbstractContextManager[Any]:
     """Return the block in which the kernels of a call's gradients repeat their bits, if the call asks for it.
 
-    A graph has one setting for all calls, torch's own.
+    A graph has one setting for all calls, torch's own: `named` keeps other calls out of it.
     """
     asked = check_bool(op, "deterministic", deterministic)
-    if not asked or torch.are_deterministic_algorithms_enabled():
-        return nullcontext()
-    if torch.compiler.is_dynamo_compiling():
-        if wants_gradients(*tensors):
-            limit = "goes with torch.use_deterministic_algorithms(True) inside torch.compile, and it is off"
-            raise ArgumentError(op, "deterministic", deterministic, limit)
+    if not asked or torch.are_deterministic_algorithms_enabled() or torch.compiler.is_dynamo_compiling():
         return nullcontext()
     return using(_deterministic(current()))
 
@@ -179,6 +218,15 @@ def check_tensors(op: str, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+
+
+def check_dtypes(op: str, taken: Collection[torch.dtype] = DTYPES, **tensors: torch.Tensor) -> None:
+    """Raise ArgumentError unless each argument is a tensor of a dtype that the function takes."""
+    check_tensors(op, **tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in taken:
+            limit = f"must be one of {', '.join(map(str, taken))}"
+            raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit + other_dtype(tensor.dtype, FLOATS))
 
 
 def check_memory(op: str, name: str, memory: Any, whose: str, like: torch.Tensor) -> None:

@@ -5,7 +5,14 @@ from typing import Literal, overload
 
 import torch
 
+from portattn.integrations.flash_attn.low_level import USE_TRITON_ROCM as USE_TRITON_ROCM
+from portattn.integrations.flash_attn.low_level import _flash_attn_backward as _flash_attn_backward
+from portattn.integrations.flash_attn.low_level import _flash_attn_forward as _flash_attn_forward
+from portattn.integrations.flash_attn.low_level import _flash_attn_varlen_backward as _flash_attn_varlen_backward
+from portattn.integrations.flash_attn.low_level import _flash_attn_varlen_forward as _flash_attn_varlen_forward
+from portattn.integrations.flash_attn.low_level import flash_attn_gpu as flash_attn_gpu
 from portattn.integrations.flash_attn.options import WindowSize as WindowSize
+from portattn.integrations.flash_attn.probabilities import _get_block_size_n as _get_block_size_n
 from portattn.validate.checks import Number as Number
 
 @overload
@@ -67,71 +74,75 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: Number = 0.0, softma
     return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
-    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
-    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False, block_table: torch.Tensor | None = None) -> torch.Tensor: ...
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    block_table: torch.Tensor | None = None) -> torch.Tensor: ...
 @overload
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
-    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
-    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
-    return_attn_probs: Literal[True],
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, *, return_attn_probs: Literal[True],
     block_table: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number, softmax_scale: Number | None,
-    causal: bool, window_size: WindowSize, softcap: Number, alibi_slopes: torch.Tensor | None, deterministic: bool,
-    return_attn_probs: Literal[True],
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: Number,
+    softmax_scale: Number | None, causal: bool, window_size: WindowSize, softcap: Number,
+    alibi_slopes: torch.Tensor | None, deterministic: bool, return_attn_probs: Literal[True],
     block_table: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
-    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
-    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
-    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
-    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
-@overload
-def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
-    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
-    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
-    return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-@overload
-def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number, softmax_scale: Number | None,
-    causal: bool, window_size: WindowSize, softcap: Number, alibi_slopes: torch.Tensor | None, deterministic: bool,
-    return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-@overload
-def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: Number = 0.0,
-    softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
-    softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-@overload
-def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor,
     dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
     window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
 @overload
-def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor,
     dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
     window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, *,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: Number,
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: Number,
     softmax_scale: Number | None, causal: bool, window_size: WindowSize, softcap: Number,
     alibi_slopes: torch.Tensor | None, deterministic: bool,
     return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
-def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | torch.Tensor,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | torch.Tensor,
+    dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, *,
+    return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | torch.Tensor,
+    dropout_p: Number, softmax_scale: Number | None, causal: bool, window_size: WindowSize, softcap: Number,
+    alibi_slopes: torch.Tensor | None, deterministic: bool,
+    return_attn_probs: Literal[True]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | torch.Tensor,
     dropout_p: Number = 0.0, softmax_scale: Number | None = None, causal: bool = False,
     window_size: WindowSize = (-1, -1), softcap: Number = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -170,6 +181,14 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
     window_size: WindowSize = (-1, -1), softcap: Number = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-__version__: str
-__all__ = ['flash_attn_func', 'flash_attn_kvpacked_func', 'flash_attn_qkvpacked_func', 'flash_attn_varlen_func',
-    'flash_attn_varlen_kvpacked_func', 'flash_attn_varlen_qkvpacked_func', 'flash_attn_with_kvcache']
+def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None: ...
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+__all__ = ['USE_TRITON_ROCM', '_flash_attn_backward', '_flash_attn_forward', '_flash_attn_varlen_backward',
+    '_flash_attn_varlen_forward', '_get_block_size_n', '_wrapped_flash_attn_backward', '_wrapped_flash_attn_forward',
+    '_wrapped_flash_attn_varlen_backward', '_wrapped_flash_attn_varlen_forward', 'flash_attn_func', 'flash_attn_gpu',
+    'flash_attn_kvpacked_func', 'flash_attn_qkvpacked_func', 'flash_attn_varlen_func',
+    'flash_attn_varlen_kvpacked_func', 'flash_attn_varlen_qkvpacked_func', 'flash_attn_with_kvcache',
+    'maybe_contiguous']
