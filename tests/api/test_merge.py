@@ -108,7 +108,8 @@ def test_a_positive_infinite_lse_is_an_error() -> None:
     bad = lse.clone()
     bad[1, 3] = INF
     with pytest.raises(
-        portattn.ArgumentError, match=r"merge_states: lses\[1\]\[1, 3\] is inf, but .*must be below \+inf.*lse\.masked_fill\(lse == inf, -inf"
+        portattn.ArgumentError,
+        match=r"merge_states: lses\[1\]\[1, 3\] is inf, but .*must be below \+inf.*lse\.masked_fill\(lse == inf, -inf",
     ):
         portattn.merge_states([out, out], [lse, bad])
     with pytest.raises(portattn.ArgumentError, match=r"lses\[0\]\[1, 3\]"):

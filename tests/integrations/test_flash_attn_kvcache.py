@@ -280,7 +280,10 @@ COS = torch.zeros(8, 4)
         ({**APPEND, "cache_seqlens": 8}, r"cache_seqlens\[0\] is 8, but must be in 0\.\.7, for 1 new rows of 8"),
         ({"cache_seqlens": 2**40}, r"cache_seqlens is 1099511627776, but must be in 0\.\.8"),
         ({"cache_seqlens": -1}, r"cache_seqlens\[0\] is -1, but must be in 0\.\.8"),
-        ({"cache_seqlens": ints(1, 2).long()}, r"cache_seqlens\.dtype is torch\.int64, .*\(hint: cache_seqlens\.int\(\)\)"),
+        (
+            {"cache_seqlens": ints(1, 2).long()},
+            r"cache_seqlens\.dtype is torch\.int64, .*\(hint: cache_seqlens\.int\(\)\)",
+        ),
         ({"cache_seqlens": 9}, r"cache_seqlens\[0\] is 9, but must be in 0\.\.8, the rows there are$"),
         ({"cache_seqlens": ints(1)}, r"cache_seqlens\.shape is \(1,\), but must be \(batch,\), \(2,\)"),
         ({"cache_seqlens": 2.0}, r"cache_seqlens is 'float', but must be an integer, or an int32"),
