@@ -47,8 +47,8 @@ _PUBLIC = {
     "Quirk": "portattn.schema.quirk",
     "Lowering": "portattn.schema.lowering",
     "Launch": "portattn.schema.lowering",
-    "CompileRecord": "portattn.schema.outcome",
-    "Incident": "portattn.schema.outcome",
+    "CompileRecord": "portattn.schema.compile_record",
+    "Incident": "portattn.schema.compile_record",
     "Registry": "portattn.planning.registry",
     "PortattnError": "portattn.errors",
     "ArgumentError": "portattn.errors",
@@ -107,10 +107,10 @@ if TYPE_CHECKING:
     from portattn.errors import UnknownArgument as UnknownArgument
     from portattn.planning.registry import Registry as Registry
     from portattn.planning.registry import parse_target
+    from portattn.schema.compile_record import CompileRecord as CompileRecord
+    from portattn.schema.compile_record import Incident as Incident
     from portattn.schema.lowering import Launch as Launch
     from portattn.schema.lowering import Lowering as Lowering
-    from portattn.schema.outcome import CompileRecord as CompileRecord
-    from portattn.schema.outcome import Incident as Incident
     from portattn.schema.plan import Plan as Plan
     from portattn.schema.problem import Problem as Problem
     from portattn.schema.quirk import Quirk as Quirk

@@ -108,8 +108,8 @@ def _call(name: str) -> Callable[[], None]:
 
 # What is to be done once a module is there: most programs import none of them but torch.
 _THEN = {
-    "torch": "portattn.api.operators:define",
-    "torch._dynamo": "portattn.api.left_out:apply_all",
+    "torch": "portattn.api.torch_ops:define",
+    "torch._dynamo": "portattn.api.dynamo_disabled:apply_all",
     "torch.utils.flop_counter": "portattn.integrations.flops:register",
     "torch.distributed.tensor": "portattn.integrations.dtensor:register",
 }

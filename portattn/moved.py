@@ -25,7 +25,7 @@ MOVED = {
     "registry": "portattn.planning.registry",
     "toolchain": "portattn.schema.toolchain",
     "tune": "portattn.tools.tune",
-    "verdict": "portattn.schema.outcome",
+    "verdict": "portattn.schema.compile_record",
     "verify": "portattn.tools.verify",
 }
 

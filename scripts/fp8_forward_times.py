@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import portattn
-from portattn.tools.bench.peers.here import has_op
+from portattn.tools.bench.peers.availability import has_op
 
 TOKENS, COLUMNS, ROUNDS, CHECKED = 16384, 2048, 7, 256
 CASES = [(dim, length, causal) for dim in (128, 256) for length in (4096, 16384) for causal in (False, True)]

@@ -91,7 +91,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     import torch
 
     import portattn
-    from portattn.api.into import into
+    from portattn.api.out_argument import into
 
     def some(*shape: int) -> Any:
         return torch.zeros(shape, dtype=torch.bfloat16)

@@ -147,14 +147,14 @@ def real_lab(_users_lab: Path, _own_settings: None, tmp_path: Path) -> None:
 def _nothing_left_over() -> Iterator[None]:
     """Plans, warnings given and the last plan are the process's: each test starts without any."""
     from portattn.api import dispatch
-    from portattn.compile import ensure
+    from portattn.compile import compile_check
 
     detect = dispatch.detect_target  # tests may put another in its place
     dispatch.forget_plans()
     detect.cache_clear()
     dispatch._warned.clear()
     dispatch._last.set(None)
-    ensure._ready.clear()
+    compile_check._ready.clear()
     yield
     dispatch.forget_plans()
     detect.cache_clear()
@@ -211,7 +211,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     Returns the file to which it adds a line for each request.
     """
-    from portattn.compile import ensure
+    from portattn.compile import compile_check
     from portattn.worker.client import Worker
 
     workers: list[Worker] = []
@@ -219,7 +219,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def plant(behaviour: str) -> Path:
         script, requests = support.fake_python(tmp_path, behaviour)
         workers.append(Worker(python=str(script)))
-        monkeypatch.setattr(ensure, "_worker", workers[-1])
+        monkeypatch.setattr(compile_check, "_worker", workers[-1])
         return requests
 
     yield plant

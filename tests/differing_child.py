@@ -39,17 +39,17 @@ found: dict[str, Any] = {"triton": triton.__version__, "why not": native.load(po
 ways: dict[str, list[str]] = {}
 found["ways"] = ways
 NOTHING = object()
-match = cache.Kind.match
+match = cache.CallKey.match
 matched: list[bool] = []
 
 
-def counted(self: cache.Kind, *given: Any) -> Any:
+def counted(self: cache.CallKey, *given: Any) -> Any:
     result = match(self, *given)
     matched.append(result is not None)
     return result
 
 
-def keep(op: str, arguments: dict[str, Any]) -> cache.Kind:
+def keep(op: str, arguments: dict[str, Any]) -> cache.CallKey:
     """Make a call that is planned and kept; its kind."""
     opcalls.carry_out_by(perform)
     opcalls.perform(op, arguments)
@@ -443,7 +443,7 @@ def together() -> None:
 
 
 SETTINGS: Any = {"isolate": "never", "canary": "never", "validate": "never"}
-cache.Kind.match = counted  # type: ignore[method-assign]
+cache.CallKey.match = counted  # type: ignore[method-assign]
 PARTS = [arguments, modes, gradients, twins, lengths, lengths_not_given, prepared, sizes, together]
 PARTS += [maps] if triton_compat.version() >= (3, 6) else []
 wanted = sys.argv[1:] or [part.__name__ for part in PARTS]

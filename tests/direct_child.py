@@ -19,7 +19,7 @@ import triton.language as tl
 
 from portattn.launch import native, triton_compat
 from portattn.launch.driver_launch import SCRATCH, Direct
-from portattn.schema.steps import Step, launch_steps
+from portattn.schema.kernel_step import Step, launch_steps
 
 found: dict[str, object] = {"triton": triton.__version__}
 in_c = functools.partial(native.load, os.environ["PORTATTN_CACHE_DIR"])

@@ -14,9 +14,9 @@ import opcalls
 import torch
 
 import portattn.launch.cached_launch
-from portattn.api import backward, dispatch
+from portattn.api import dispatch, kernel_backward
 from portattn.backends.cuda import counters
-from portattn.launch import devices, triton_compat
+from portattn.launch import device_api, triton_compat
 from portattn.planning import gradients
 from portattn.planning.registry import parse_target
 
@@ -46,10 +46,10 @@ def pretend(
 
     target = parse_target("cuda:sm_90", f"triton=={triton.__version__}")
     dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
-    backward.own_path = lambda backend, device_type: gradients.own_path(backend, "cuda")  # type: ignore[assignment]
+    kernel_backward.own_path = lambda backend, device_type: gradients.own_path(backend, "cuda")  # type: ignore[assignment]
     fakedriver.keep_everywhere()
-    runtime = devices.Runtime(current=current, stream=stream, empty=empty)
-    devices.runtime = portattn.launch.cached_launch.runtime = lambda device_type: runtime  # type: ignore[assignment]
+    runtime = device_api.Runtime(current=current, stream=stream, empty=empty)
+    device_api.runtime = portattn.launch.cached_launch.runtime = lambda device_type: runtime  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
     counters._of_device[None] = counters.Counters(zeros)  # type: ignore[index]
 

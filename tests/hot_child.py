@@ -30,7 +30,7 @@ import triton
 from fakechip import Chip
 
 import portattn
-from portattn.api.into import into
+from portattn.api.out_argument import into
 from portattn.launch import cache, cached_launch, native, triton_compat
 from portattn.testing.random_calls import random_call
 
@@ -64,12 +64,12 @@ def calls(name: str, path: str) -> tuple[Any, dict[str, Any]]:
     return call.problem.op, opcalls.given(call) | {"backend": path}
 
 
-def kind_of(op: str) -> cache.Kind:
+def kind_of(op: str) -> cache.CallKey:
     """The kind of the latest call of an operation that was cached."""
     return [kind for kind in cache.every_kind() if kind.op == op][-1]
 
 
-def _asking_in_python(kind: cache.Kind) -> Any:
+def _asking_in_python(kind: cache.CallKey) -> Any:
     """The kind by native.c on a torch whose tensors it cannot read by themselves."""
     reader, cache.reader = cache.reader, lambda: None
     try:

@@ -172,8 +172,8 @@ def _first_difference(one: Any, other: Any) -> str:
 
 matched: list[str] = []
 missed: list[str] = []  # calls that native.c left to Python
-match = cache.Kind.match
-cache.Kind.match = lambda self, *given: matched.append(self.op) or match(self, *given)  # type: ignore
+match = cache.CallKey.match
+cache.CallKey.match = lambda self, *given: matched.append(self.op) or match(self, *given)  # type: ignore
 
 
 def by_python(op: str, arguments: dict[str, Any]) -> bool:

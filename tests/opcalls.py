@@ -282,7 +282,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the accelerator in this process")
     from portattn.api.request import Request
-    from portattn.compile import ensure
+    from portattn.compile import compile_check
     from portattn.launch import cached_launch
     from portattn.launch.run import has_rows, load_kernels
     from portattn.validate import values
@@ -316,5 +316,5 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_launch, "load_kernels", kernels)
     monkeypatch.setattr(cached_launch, "descriptor_memory", lambda memory: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is
-    monkeypatch.setattr(ensure, "ensure", lambda *arguments: None)
+    monkeypatch.setattr(compile_check, "ensure", lambda *arguments: None)
     dispatch.forget_plans()

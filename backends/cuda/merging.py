@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from portattn.schema.kernel_step import Step
 from portattn.schema.lowering import FUSED
-from portattn.schema.steps import Step
 
 if TYPE_CHECKING:
     from portattn.schema.problem import Problem

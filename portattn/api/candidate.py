@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from portattn.api import sizing
-from portattn.compile import ensure, variants
+from portattn.api import shape_polymorphism
+from portattn.compile import compile_check, variants
 from portattn.config import Settings
 from portattn.launch import kernel_calls, launch_all
 from portattn.launch.cached_launch import CachedLaunch
@@ -19,7 +19,7 @@ from portattn.launch.run import device_guard
 from portattn.launch.variant import launch_tensors
 from portattn.planning.backend import Variant
 from portattn.schema.call import Call
-from portattn.schema.outcome import CompileRecord
+from portattn.schema.compile_record import CompileRecord
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 
@@ -29,7 +29,7 @@ Results = tuple[torch.Tensor, torch.Tensor | None]
 class Candidate(Protocol):
     """What a plan with a key runs."""
 
-    def compiled(self) -> Sequence[ensure.Compiled]:
+    def compiled(self) -> Sequence[compile_check.Compiled]:
         """What a compiler sees of its launches."""
         ...
 
@@ -49,7 +49,7 @@ class Candidate(Protocol):
         """Launch by Triton's own way, into `results`."""
         ...
 
-    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
+    def cached(self, recipe: shape_polymorphism.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
         """Its launches for calls of the same kind. On the call's device."""
         ...
 
@@ -65,16 +65,16 @@ class CoreCandidate:
     def _interpreted(self) -> bool:
         return self._plan.path == "interpreter"
 
-    def compiled(self) -> Sequence[ensure.Compiled]:
+    def compiled(self) -> Sequence[compile_check.Compiled]:
         return [] if self._interpreted else self._launches
 
     def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
-        return None if self._interpreted else ensure.known_failure(self._plan, self._launches, settings)
+        return None if self._interpreted else compile_check.known_failure(self._plan, self._launches, settings)
 
     def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         if self._interpreted:
             return None
-        return ensure.ensure(self._plan, self._launches, self._call.q, target, settings)
+        return compile_check.ensure(self._plan, self._launches, self._call.q, target, settings)
 
     def results(self) -> Results:
         return self._out, self._lse
@@ -82,8 +82,8 @@ class CoreCandidate:
     def run(self) -> None:
         launch_all(self._launches, self._plan, self._call.q)
 
-    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
-        return sizing.cache_core(
+    def cached(self, recipe: shape_polymorphism.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
+        return shape_polymorphism.cache_core(
             recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device
         )
 
@@ -96,7 +96,7 @@ class VariantCandidate:
         self._tensors: dict[str, Any] = {}
         self._launcher: Any = None
 
-    def compiled(self) -> Sequence[ensure.Compiled]:
+    def compiled(self) -> Sequence[compile_check.Compiled]:
         return variants.seen(self._variant, self._plan, self._call)
 
     def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
@@ -120,9 +120,9 @@ class VariantCandidate:
         with device_guard(self._call.q):
             launcher(tensors)
 
-    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
+    def cached(self, recipe: shape_polymorphism.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
         tensors, launcher = self._described()
-        return sizing.cache_variant(
+        return shape_polymorphism.cache_variant(
             recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device
         )
 

@@ -13,20 +13,20 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from portattn.api import autocast, sizing
+from portattn.api import autocast, shape_polymorphism
 from portattn.api.candidate import Candidate, candidate
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.run import INTERPRET_HINT, NOT_TO_INTERPRET, device_guard, may_interpret
-from portattn.planning.detect import detect_target
+from portattn.planning.detect_target import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.reference import blockwise, gradients, writing
 from portattn.schema.call import Call
-from portattn.schema.outcome import CompileRecord
+from portattn.schema.compile_record import CompileRecord
 from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -57,7 +57,7 @@ def last_plan() -> Plan | None:
     """
     found = _last.get()
     if type(found) is tuple:
-        found = _made(found)
+        found = _materialize_plan(found)
         _last.set(found)
     made: Plan | None = found
     return made
@@ -84,7 +84,7 @@ def last_backward_plan() -> Plan | None:
     global _last_backward
     found = _last_backward
     if type(found) is tuple:
-        made = _made(found)
+        made = _materialize_plan(found)
         if _last_backward is found:  # and not that of another thread's meanwhile
             _last_backward = made
         found = made
@@ -92,13 +92,13 @@ def last_backward_plan() -> Plan | None:
     return plan
 
 
-def _made(noted: tuple[Any, Any]) -> Any:
+def _materialize_plan(noted: tuple[Any, Any]) -> Any:
     planner, inputs = noted
     return planner(inputs)
 
 
-def noted() -> Any:
-    """What `last_plan` is of now, for `note` to put back."""
+def last_plan_state() -> Any:
+    """Return the state of `last_plan`, which `set_last_plan` restores."""
     return _last.get()
 
 
@@ -115,7 +115,7 @@ def note_backward(before: Any) -> None:
     _last.set(before)
 
 
-def note(made: Any) -> None:
+def set_last_plan(made: Any) -> None:
     """Remember as the last one a plan that ran by other means than `run`, or what makes it (CachedLaunch.note)."""
     _last.set(made)
 
@@ -143,7 +143,7 @@ def forget_plans() -> None:
         training.forget()
 
 
-class Cacher(Protocol):
+class LaunchRecorder(Protocol):
     """What keeps the launches of a call (request.Caching).
 
     given   names of the tensors that the call brings, in order
@@ -153,7 +153,7 @@ class Cacher(Protocol):
     given: tuple[str, ...]
     inputs: list[int]
 
-    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> sizing.Recipe: ...
+    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> shape_polymorphism.Recipe: ...
 
     def keep(self, cached: CachedLaunch, seconds: float) -> None:
         """seconds  that it may be kept"""
@@ -168,7 +168,7 @@ def plan_call(call: Call, settings: Settings) -> Plan:
     return made
 
 
-def prepared(call: Call, settings: Settings, caching: Cacher) -> tuple[Plan, CachedLaunch | None]:
+def prepared(call: Call, settings: Settings, caching: LaunchRecorder) -> tuple[Plan, CachedLaunch | None]:
     """A call's plan, its kernels compiled and found right here, and its launches; None where no kernel of portattn's
     runs, as after a compile that failed, also one that may pass: what is prepared is not prepared again. Nothing is
     launched, and nothing kept for other calls.
@@ -180,7 +180,7 @@ def prepared(call: Call, settings: Settings, caching: Cacher) -> tuple[Plan, Cac
     return made, None if own is None else _cached(own, call, caching, failed)
 
 
-def _cached(own: Candidate, call: Call, caching: Cacher, failed: Mapping[str, CompileRecord]) -> CachedLaunch:
+def _cached(own: Candidate, call: Call, caching: LaunchRecorder, failed: Mapping[str, CompileRecord]) -> CachedLaunch:
     recipe = caching.recipe(_target(call), failed)
     with device_guard(call.q):
         return own.cached(recipe, caching.inputs, caching.given)
@@ -190,7 +190,9 @@ def _target(call: Call) -> Target:
     return detect_target(call.q.device.type, call.q.device.index)[0]
 
 
-def run(call: Call, settings: Settings, caching: Cacher | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    call: Call, settings: Settings, caching: LaunchRecorder | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
 
     caching  keeps the launches of portattn's own kernels for calls of the same kind
@@ -210,7 +212,7 @@ def _without_autocast(q: torch.Tensor) -> contextlib.AbstractContextManager[Any]
     return autocast.off(q.device.type) if autocast.is_on(q) else contextlib.nullcontext()
 
 
-def _run(call: Call, settings: Settings, caching: Cacher | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run(call: Call, settings: Settings, caching: LaunchRecorder | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     made, own, failed = _compilable(call, settings)
     if not _settled(failed):
         caching = None
@@ -254,7 +256,7 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None,
     while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
         target = _target(call)
         if not call.dry and made.path != "interpreter":
-            ensure.expect(settings)
+            compile_check.expect(settings)
         own = candidate(made, call, target)
         failure = None if own is None else _failure(own, made, call, target, settings)
         if failure is None:

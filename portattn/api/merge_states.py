@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.tracing import are_dispatched, transformed_or_traced
+from portattn.api.transform_checks import are_dispatched, transformed_or_traced
 from portattn.api.unknown_arguments import operation, require
 from portattn.config import current
 from portattn.errors import ArgumentError

@@ -124,9 +124,9 @@ def nearest(request: Request) -> list[str] | None:
     """In what a call differs from the kept one of its operation that differs in least; None where there is none."""
     if not request.cacheable():
         return None
-    from portattn.api.request import Caching
+    from portattn.api.request import CacheWriter
 
-    mine, found = Caching(request), None
+    mine, found = CacheWriter(request), None
     for kind in cache.every_kind():
         if kind.op != request.op:
             continue
@@ -143,7 +143,7 @@ def nearest(request: Request) -> list[str] | None:
     return found
 
 
-def _facts(kind: cache.Kind, inputs: Sequence[int], called: Mapping[str, str]) -> Facts:
+def _facts(kind: cache.CallKey, inputs: Sequence[int], called: Mapping[str, str]) -> Facts:
     """What a call of a kind is: tensors as _FACTS, other arguments as they are. called: what its caller calls them,
     where kernels have other names."""
     numbers, layouts = iter(inputs), []

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from portattn.api import autocast, dispatch, monitor, repeated
-from portattn.api.in_graph import in_graph, new_seed
+from portattn.api import autocast, cpu_call_cache, dispatch, monitor
+from portattn.api.graph_call import in_graph, new_seed
 from portattn.api.jagged import are_jagged
-from portattn.api.operators import RETURNS_LSE
-from portattn.api.request import Caching, Request, Result, request_from
-from portattn.api.tracing import (
+from portattn.api.request import CacheWriter, Request, Result, request_from
+from portattn.api.torch_ops import RETURNS_LSE
+from portattn.api.transform_checks import (
     are_dispatched,
     are_transformed,
-    refuse_what_lies_nowhere,
+    check_has_storage,
     refuse_what_no_kernel_sees,
     shapes_alone,
 )
@@ -40,7 +40,7 @@ def try_cached(
     """
     if torch.compiler.is_dynamo_compiling():
         return None if op == "attention" and are_jagged(*tensors[:3]) else in_graph(op, tensors, values, lengths)
-    found = found_cached(op, tensors, values, lengths)
+    found = lookup(op, tensors, values, lengths)
     if found is not None:
         return found
     if not torch._C._is_any_autocast_enabled():
@@ -49,7 +49,7 @@ def try_cached(
     if autocast.is_on(tensors[0]) and (trains or cache.kinds(op, values)) and not in_mode():
         cast = tuple(autocast.cast_now(op, tensors))
         with autocast.off(tensors[0].device.type):  # what is kept of calls under autocast is of the cast tensors
-            found = found_cached(op, cast, values, lengths)
+            found = lookup(op, cast, values, lengths)
             if found is None and trains:
                 found = _known_training(op, cast, values, lengths)
     return found
@@ -69,7 +69,7 @@ def _known_training(
     return found if values[RETURNS_LSE[op]] else found[0]
 
 
-def found_cached(
+def lookup(
     op: str,
     tensors: tuple[Any, ...],
     values: tuple[Any, ...],
@@ -104,7 +104,7 @@ def found_cached(
         its_class = kind.find(inputs)
         if its_class is not None:
             cached, sizes = its_class
-            dispatch.note(cached.note(inputs))
+            dispatch.set_last_plan(cached.note(inputs))
             out, lse = cached(given, addresses, sizes) if place is None else cached(given, addresses, sizes, place)
             return out if lse is None else (out, lse)
     return None
@@ -119,12 +119,12 @@ def perform(request: Request) -> Result:
     # Plain tensors inside a transform of others, too: whatever is made of them there is wrapped, without memory.
     if are_transformed(tensors) or are_dispatched(tensors) or torch._C._are_functorch_transforms_active():
         return in_graph(request.op, tensors, values, lengths)
-    refuse_what_lies_nowhere(request.op, request.named_tensors)
+    check_has_storage(request.op, request.named_tensors)
     if "dropout_seed" in request.tensors:
         draw_seed(request)
     if autocast.is_on(request.tensors["q"]):
         return _as_autocast(request)
-    return trained_or_not(request)
+    return run_with_autograd(request)
 
 
 def _as_autocast(request: Request) -> Result:
@@ -132,7 +132,7 @@ def _as_autocast(request: Request) -> Result:
     tensors, values, lengths = request.parts
     tensors = tuple(autocast.cast(request.op, tensors))
     with autocast.off(tensors[0].device.type):
-        return trained_or_not(request_from(request.op, tensors, values, lengths))
+        return run_with_autograd(request_from(request.op, tensors, values, lengths))
 
 
 def draw_seed(request: Request, draw: Callable[[torch.Tensor], torch.Tensor] = new_seed) -> None:
@@ -142,31 +142,31 @@ def draw_seed(request: Request, draw: Callable[[torch.Tensor], torch.Tensor] = n
         request.tensors["dropout_seed"] = draw(q)
 
 
-def trained_or_not(request: Request) -> Result:
+def run_with_autograd(request: Request) -> Result:
     """Carry a request out: where gradients are asked for and kernels compute them, as a node of autograd's graph."""
     if not torch.is_grad_enabled():
-        return carried_out(request)
+        return run_request(request)
     training = importlib.import_module("portattn.api.training")
     if not _training:
         _training.append(training.known)
     if not training.planned(request):
-        return carried_out(request)
+        return run_request(request)
     out, lse = training.call(request.op, *request.parts)
     return (out, lse) if request.return_lse else out
 
 
-def carried_out(request: Request) -> Result:
+def run_request(request: Request) -> Result:
     """Carry a request out whose tensors lie in memory."""
     call = request.build()
-    caching = Caching(request) if request.cacheable() else None
+    caching = CacheWriter(request) if request.cacheable() else None
     with monitor.watching(request):
         out, lse = dispatch.run(call, request.settings, caching)
     if caching is None:
-        repeated.keep(request, call, dispatch.last_plan())
+        cpu_call_cache.keep(request, call, dispatch.last_plan())
     return finished(call, out, lse)
 
 
-def admitted(request: Request) -> Result | None:
+def fake_result(request: Request) -> Result | None:
     """What the run of a handle gives that computes shapes alone; None where it is to be carried out.
 
     Raises where no kernel could see its tensors (tracing.py).

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch
-from portattn.api.binding import arguments_as_parts, named_arguments
-from portattn.api.left_out import leave_out, left_out
-from portattn.api.perform import admitted, carried_out, trained_or_not
-from portattn.api.request import Caching, Request, Result, request_of, settings_for
+from portattn.api.dynamo_disabled import leave_out, left_out
+from portattn.api.perform import fake_result, run_request, run_with_autograd
+from portattn.api.request import CacheWriter, Request, Result, request_of, settings_for
+from portattn.api.signatures import arguments_as_parts, named_arguments
 from portattn.api.unknown_arguments import names_of, short_traceback, unknown_argument
 from portattn.compile import variants
 from portattn.config import current
@@ -55,9 +55,9 @@ class Prepared:
     """
 
     plan: Plan
-    _in_c: cache.Kind | None  # its `hit` looks at all of a run, places for results included
+    _in_c: cache.CallKey | None  # its `hit` looks at all of a run, places for results included
     _cached: CachedLaunch | None
-    _kind: cache.Kind | None
+    _kind: cache.CallKey | None
 
     def __init__(self, request: Request) -> None:
         self._asked = request.asked
@@ -79,7 +79,7 @@ class Prepared:
         if not ours or not request.launched_by_address() or call.copied or not has_rows(self.plan):
             return
         # What must not run here is planned past. A run of what is left then warns, as a plain call does.
-        caching = Caching(request, only=True)
+        caching = CacheWriter(request, only=True)
         self.plan, self._cached = dispatch.prepared(call, request.settings, caching)
         if self._cached is None:
             return
@@ -169,7 +169,7 @@ class Prepared:
         if found is not None:
             return found
         request = request_of(self._op, given)
-        shapes = admitted(request)
+        shapes = fake_result(request)
         self._check(request)
         if self._restored and shapes is None:
             self._prepare(request)
@@ -179,12 +179,12 @@ class Prepared:
         if shapes is None and self._cached is not None:
             if self._settings.validate == "always":
                 request.build()  # reads lengths and ids back, as asked
-            dispatch.note(self.plan)
+            dispatch.set_last_plan(self.plan)
             present = [tensor for tensor in request.tensors.values() if tensor is not None]
             return self._again(present, [tensor.data_ptr() for tensor in present], out, lse)
         result: Any = shapes
         if shapes is None:
-            result = carried_out(request) if self._row.writes else trained_or_not(request)
+            result = run_request(request) if self._row.writes else run_with_autograd(request)
         values = result if isinstance(result, tuple) else (result,)
         places = [
             value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)
@@ -214,7 +214,7 @@ class Prepared:
             return None
         among, addresses, _ = found
         self._check_results(out, lse)
-        dispatch.note(self.plan)
+        dispatch.set_last_plan(self.plan)
         return self._again(among, addresses, out, lse)
 
     def _again(

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch.autograd import forward_ad
 
-from portattn.api.sizing import Recipe
+from portattn.api.shape_polymorphism import Recipe
 from portattn.api.unknown_arguments import require
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
@@ -19,8 +19,8 @@ from portattn.launch import cache
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.guards import in_mode
 from portattn.schema.call import Call
+from portattn.schema.compile_record import CompileRecord
 from portattn.schema.ops import ROWS
-from portattn.schema.outcome import CompileRecord
 from portattn.schema.target import Target
 from portattn.validate.builders import build_call
 from portattn.validate.checks import as_value, check_dense, refuse_gradients
@@ -115,7 +115,7 @@ class Request:
         q = self.tensors["q"]
         return isinstance(q, torch.Tensor) and q.device.type not in ("cpu", "meta")
 
-    def kind(self) -> cache.Kind:
+    def kind(self) -> cache.CallKey:
         """The kind of the call: one that is known, or a new one, which is not remembered yet."""
         settings, values, lengths = current(), self.fixed_values, self.lengths
         for known in cache.kinds(self.op, values):
@@ -123,10 +123,10 @@ class Request:
                 return known
         return self.new_kind()
 
-    def new_kind(self, only: list[int] | None = None) -> cache.Kind:
+    def new_kind(self, only: list[int] | None = None) -> cache.CallKey:
         """The kind of the call anew; of calls with these sizes alone where some are given."""
         lengths = self.lengths
-        return cache.Kind(self.op, self.tensors, self.fixed_values, lengths, current(), only, ROWS[self.op].fixed)
+        return cache.CallKey(self.op, self.tensors, self.fixed_values, lengths, current(), only, ROWS[self.op].fixed)
 
 
 def request_of(op: str, given: Mapping[str, Any]) -> Request:
@@ -170,7 +170,7 @@ def inputs_of(request: Request) -> list[int]:
     return cache.sizes_of(distinct) + [n for n in request.lengths.values() if n is not None]
 
 
-class Caching:
+class CacheWriter:
     """Keeps what a call launches, for calls of its kind."""
 
     def __init__(self, request: Request, only: bool = False) -> None:

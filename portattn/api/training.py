@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from portattn.api import backward, dispatch
-from portattn.api.perform import Trained, carried_out, found_cached
+from portattn.api import dispatch, kernel_backward
+from portattn.api.perform import Trained, lookup, run_request
 from portattn.api.request import Request, request_from
-from portattn.api.tracing import transformed_or_traced
+from portattn.api.transform_checks import transformed_or_traced
 from portattn.config import current, using
 from portattn.launch.cache import identical
 from portattn.launch.guards import in_mode
@@ -29,7 +29,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _MOST_KNOWN = 1024
 
 
-class _Kind:
+class _TrainingKey:
     """What calls of one kind have in common: everything but their tensors and lengths.
 
     values    of the call; `asked` are those by which it is computed, with the LSE whether or not the call asks for it:
@@ -63,7 +63,7 @@ class _Kind:
 
 # Calls whose gradients kernels were planned for, by everything that plans differ by but sizes. A plan that differs by
 # other sizes costs time alone: what no kernel computes is computed by other means.
-_known: dict[Any, _Kind] = {}
+_known: dict[Any, _TrainingKey] = {}
 
 
 def forget() -> None:
@@ -98,7 +98,7 @@ def planned(request: Request) -> bool:
         return False
     if not q.ndim or not v.ndim:  # validation names it
         return False
-    if not backward.may_have_kernels(op, q, v, request.settings.backend):
+    if not kernel_backward.may_have_kernels(op, q, v, request.settings.backend):
         return False
     key = _key(op, tensors, request.fixed_values)
     try:
@@ -110,7 +110,7 @@ def planned(request: Request) -> bool:
         return False  # a call with other sizes may have kernels: to find out costs time, not to would lose its graph
     while len(_known) >= _MOST_KNOWN:
         _known.pop(next(iter(_known)))
-    _known[key] = _Kind(op, tensors, request.fixed_values)
+    _known[key] = _TrainingKey(op, tensors, request.fixed_values)
     return True
 
 
@@ -123,10 +123,10 @@ def _key(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
 
 def call(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained:
     """(out, lse), with the LSE whether or not it is asked for: the backward pass takes it."""
-    return _applied(_Kind(op, tensors, values), tensors, lengths)
+    return _applied(_TrainingKey(op, tensors, values), tensors, lengths)
 
 
-def _applied(kind: _Kind, tensors: Sequence[Any], lengths: tuple[Any, ...]) -> Trained:
+def _applied(kind: _TrainingKey, tensors: Sequence[Any], lengths: tuple[Any, ...]) -> Trained:
     # torch handles each argument of a node by itself: what is no tensor is one argument, and tensors that are not given
     # are none.
     found: Trained = _Call.apply((kind, lengths), *[tensors[place] for place in kind.places])
@@ -137,12 +137,12 @@ class _Call(torch.autograd.Function):
     """(kind, lengths) of a call, and the tensors that are given -> (out, lse)."""
 
     @staticmethod
-    def forward(ctx: Any, about: tuple[_Kind, tuple[Any, ...]], *given: Any) -> Any:
+    def forward(ctx: Any, about: tuple[_TrainingKey, tuple[Any, ...]], *given: Any) -> Any:
         kind, lengths = about
         tensors = kind.tensors(given)
-        found = found_cached(kind.op, tensors, kind.asked, lengths)
+        found = lookup(kind.op, tensors, kind.asked, lengths)
         if found is None:
-            found = carried_out(request_from(kind.op, tensors, kind.asked, lengths))
+            found = run_request(request_from(kind.op, tensors, kind.asked, lengths))
         ctx.save_for_backward(*given, *found)
         ctx.about = about
         ctx.set_materialize_grads(False)
@@ -161,7 +161,7 @@ class _Call(torch.autograd.Function):
         # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
         # calls an operator for each gradient, which no kernel could tell apart.
         record = torch.is_grad_enabled() or are_mapped(grad_out, grad_lse)
-        compute = backward.recorded if record else backward.computed
+        compute = kernel_backward.recorded if record else kernel_backward.computed
         parts = kind.op, kind.tensors(given), kind.values, lengths, out, lse, grad_out, grad_lse, asked
         if current() is kind.settings:
             made = compute(*parts)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from portattn.api.left_out import leave_out, left_out
+from portattn.api.dynamo_disabled import leave_out, left_out
 from portattn.api.other_libraries import TABLES
 from portattn.errors import ArgumentError, SettingError, TracingError, UnknownArgument
 from portattn.schema.ops import PUBLIC

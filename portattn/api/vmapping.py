@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.operators import Signature
+from portattn.api.torch_ops import Signature
 
 # Operations whose tensors have a batch axis that another one can become part of, and those of their tensors that may
 # lack it: theirs are made alike.

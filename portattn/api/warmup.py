@@ -19,12 +19,12 @@ from portattn.api.ops import make_request
 from portattn.api.perform import perform
 from portattn.api.request import Request, inputs_of
 from portattn.api.specs import Spec
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature
-from portattn.launch.cache import MAX_CLASSES, Kind
-from portattn.launch.devices import synchronize
+from portattn.launch.cache import MAX_CLASSES, CallKey
+from portattn.launch.device_api import synchronize
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
@@ -162,7 +162,7 @@ class _Warming:
         self.made: Plan | None = None
         self.launches: list[Signature] = []
         self.settings: Settings | None = None
-        self.kind: Kind | None = None
+        self.kind: CallKey | None = None
         self._cached: Any = None
 
     def request(self, device: torch.device, sizes: Mapping[str, int]) -> Request:
@@ -183,7 +183,7 @@ class _Warming:
             made = dispatch.plan_call(call, request.settings)
             self.made, self.settings = made, request.settings
             own = candidate(made, call, self.target)
-            self.launches = [] if own is None else [ensure.signature_of(launch) for launch in own.compiled()]
+            self.launches = [] if own is None else [compile_check.signature_of(launch) for launch in own.compiled()]
 
     @property
     def target(self) -> Target:
@@ -215,7 +215,7 @@ class _Warming:
         """Whether nobody has compiled what it launches, and a child process is to do it first."""
         if not self.launches or self.made is None or self.settings is None:
             return False
-        return ensure.unseen(self.made, self.launches, self.settings)
+        return compile_check.unseen(self.made, self.launches, self.settings)
 
     @property
     def why_not(self) -> str:
@@ -235,7 +235,7 @@ class _Warming:
             self.failed = str(error)
         except torch.OutOfMemoryError as error:
             hint = "give tensors that are there already in place of described ones"
-            self.failed = f"out of memory: {ensure.first_line(str(error))}; {hint}"
+            self.failed = f"out of memory: {compile_check.first_line(str(error))}; {hint}"
 
     def report(self) -> Warmed:
         cached = self._cached
@@ -257,13 +257,13 @@ def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
     for one in made:
         if one.needs_compile():
             assert one.made is not None
-            wanted.setdefault(ensure.code_key(one.made, one.launches), []).append(one)
+            wanted.setdefault(compile_check.code_key(one.made, one.launches), []).append(one)
     if not wanted:
         return 0.0
     count = min(jobs or min(max((os.cpu_count() or 2) // 2, 1), MOST_JOBS), len(wanted))
     say(f"compiling {len(wanted)} in {count} child processes")
     with contextlib.ExitStack() as stack:
-        free = [stack.enter_context(ensure.new_worker()) for _ in range(count)]
+        free = [stack.enter_context(compile_check.new_worker()) for _ in range(count)]
         pool = stack.enter_context(ThreadPoolExecutor(count))
         for done, same in enumerate(pool.map(functools.partial(_compile_one, free), wanted.values())):
             say(f"compiled {done + 1} of {len(wanted)}: {same[0].call}")
@@ -278,7 +278,7 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
     try:
         assert first.made is not None
         assert first.settings is not None
-        ensure.ahead(first.made, first.launches, first.target, first.settings, worker)
+        compile_check.ahead(first.made, first.launches, first.target, first.settings, worker)
     finally:
         free.append(worker)
     return same
@@ -341,7 +341,7 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        limit = f"must be a device of torch's: {ensure.first_line(str(error))}"
+        limit = f"must be a device of torch's: {compile_check.first_line(str(error))}"
         raise ArgumentError("warmup", "device", device, limit) from error
 
 

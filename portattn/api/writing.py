@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from portattn.api.operators import WRITING, arguments_of
-from portattn.api.perform import carried_out, found_cached
+from portattn.api.perform import lookup, run_request
 from portattn.api.request import Request, request_of
-from portattn.api.tracing import are_dispatched, are_transformed, refuse_what_lies_nowhere
+from portattn.api.torch_ops import WRITING, arguments_of
+from portattn.api.transform_checks import are_dispatched, are_transformed, check_has_storage
 from portattn.api.unknown_arguments import short_traceback
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
@@ -24,7 +24,7 @@ def write(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], arguments:
     if torch.compiler.is_dynamo_compiling():
         by_operator(op, tensors, values)
         return
-    if found_cached(op, tensors, values, ()) is not None:
+    if lookup(op, tensors, values, ()) is not None:
         return
     with short_traceback:
         carry_out(request_of(op, arguments))
@@ -36,8 +36,8 @@ def carry_out(request: Request) -> None:
     if are_transformed(tensors) or are_dispatched(tensors) or torch._C._are_functorch_transforms_active():
         by_operator(request.op, tensors, values)
         return
-    refuse_what_lies_nowhere(request.op, request.named_tensors)
-    carried_out(request)
+    check_has_storage(request.op, request.named_tensors)
+    run_request(request)
 
 
 def nowhere(request: Request) -> None:

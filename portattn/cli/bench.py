@@ -180,7 +180,7 @@ def _measure(
 ) -> tuple[Result, int]:
     """Measure what is not measured yet; the result, and the exit status if the run ended before its end."""
     from portattn.cli.benchprogress import BenchProgress
-    from portattn.tools.bench import order, peers
+    from portattn.tools.bench import peers, schedule
     from portattn.tools.bench.clock import DeviceClock
     from portattn.tools.bench.firstcall import COLD_START
     from portattn.tools.bench.gate import DeviceLost
@@ -189,7 +189,7 @@ def _measure(
     from portattn.tools.bench.run import run_cells
     from portattn.tools.bench.store import Store
 
-    cells = order.covering(chosen) if budget is not None else order.plain(chosen)
+    cells = schedule.covering(chosen) if budget is not None else schedule.plain(chosen)
     loaded = peers.load(libraries)
     clock = DeviceClock()
     with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _prime(cases: list[Case], options: Options, jobs: int, budget: float | None)
     import torch
 
     from portattn.cli.progress import Counted
-    from portattn.tools.bench.prime import prime_all
+    from portattn.tools.bench.precompile import prime_all
 
     device = torch.device("cuda", torch.cuda.current_device())
     with Counted(len(cases), 0, "compiling") as progress:

@@ -69,12 +69,12 @@ def _measure(
     budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, found: Found,
 ) -> int:  # fmt: skip
     """Measure into `found`; the exit status of an early end."""
-    from portattn.tools.bench import order, peers
+    from portattn.tools.bench import peers, schedule
     from portattn.tools.bench.clock import DeviceClock
     from portattn.tools.bench.gate import DeviceLost
     from portattn.tools.bench.releases import measure
 
-    cells = order.covering(chosen) if budget is not None else order.plain(chosen)
+    cells = schedule.covering(chosen) if budget is not None else schedule.plain(chosen)
     loaded = peers.load(libraries)
     clock = DeviceClock()
     with ExitStack() as stack:

@@ -111,7 +111,7 @@ def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
     written then.
     """
     from portattn.tools.bench import store
-    from portattn.tools.bench.join import joined
+    from portattn.tools.bench.merge import joined
     from portattn.tools.bench.summary import document
 
     whole = joined({path: _of_a_run("results", path) for path in results})

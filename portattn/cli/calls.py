@@ -7,7 +7,7 @@ import msgspec
 from portattn.cli.checked import Check
 from portattn.compile.store import store
 from portattn.config import current
-from portattn.planning.detect import devices
+from portattn.planning.detect_target import devices
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.problem import Problem

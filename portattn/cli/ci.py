@@ -21,9 +21,9 @@ from portattn.tools import shell_values
 from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
-    from portattn.tools.ci.asked import Asked
     from portattn.tools.ci.cells import Made
     from portattn.tools.ci.report import Report
+    from portattn.tools.ci.request import Asked
     from portattn.tools.matrix.expected import Expected
     from portattn.tools.matrix.run import Options
 
@@ -142,7 +142,7 @@ def ci(
     --fail-on names has happened. 2: bad input. 3: no cell could be compiled. 130: interrupted.
     """  # fmt: skip
     from portattn.files import takes_no_file, takes_no_files
-    from portattn.tools.ci.asked import asked
+    from portattn.tools.ci.request import asked
     from portattn.tools.matrix.run import Options
 
     if quick and full:
@@ -225,8 +225,8 @@ def _compared(
 ) -> Report:
     """Make the sides that are needed, and compare them."""
     from portattn.tools.ci import cells
-    from portattn.tools.ci.asked import counts
     from portattn.tools.ci.report import report
+    from portattn.tools.ci.request import counts
     from portattn.tools.matrix.diff import compare
     from portattn.tools.matrix.snapshot import snapshot
     from portattn.tools.upgrade.compare import compare as upgraded

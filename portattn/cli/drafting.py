@@ -19,7 +19,7 @@ from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
-    from portattn.schema.outcome import Incident
+    from portattn.schema.compile_record import Incident
     from portattn.tools.quirks.lifecycle.reduce import Reduced, Subject, Tried
 
 LARGEST_LOG = 64 * 2**20  # bytes; a larger file is no compiler's output but a whole build's, to be cut first
@@ -74,7 +74,7 @@ def new(
     written for it (--force drafts all the same). What only looks like an entry is drafted.
     """
     from portattn.planning.registry import Registry
-    from portattn.tools.quirks.lifecycle import facts
+    from portattn.tools.quirks.lifecycle import failure_report
     from portattn.tools.quirks.lifecycle import new as drafting
 
     if (log is None) == (incident_id is None):
@@ -84,7 +84,7 @@ def new(
         raise ArgumentError("quirks new", "--from-log", None, limit)
     registry = Registry.load()
     if log is not None:
-        found = facts.from_log(_read(log), log.name, registry, target, toolchain, backend, kernel)
+        found = failure_report.from_log(_read(log), log.name, registry, target, toolchain, backend, kernel)
     else:
         for option, value in (
             ("--backend", backend), ("--target", target), ("--toolchain", toolchain), ("--kernel", kernel),
@@ -93,7 +93,7 @@ def new(
             if value is not None:
                 raise ArgumentError("quirks new", option, value, "goes with --from-log: an incident knows where it was")
         incident, others = _incident(incident_id or "")
-        found = [facts.from_incident(incident, others, registry)]
+        found = [failure_report.from_incident(incident, others, registry)]
     if number is not None and not 1 <= number <= len(found):
         raise ArgumentError("quirks new", "--failure", number, f"must be from 1 to {len(found)}, which the log holds")
     asked = [number] if number is not None else range(1, len(found) + 1)

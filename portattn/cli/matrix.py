@@ -121,8 +121,8 @@ def run(
     from portattn.cli.progress import CellProgress
     from portattn.errors import ArgumentError
     from portattn.files import takes_no_file
-    from portattn.planning.detect import devices
-    from portattn.tools.matrix import asked, provenance, results, select
+    from portattn.planning.detect_target import devices
+    from portattn.tools.matrix import provenance, request, results, select
     from portattn.tools.matrix.run import Options, execute
     from portattn.tools.matrix.snapshot import snapshot
     from portattn.tools.matrix.verdict import of_run
@@ -135,7 +135,7 @@ def run(
         matrix_verdict.fail_on(fail_on, "matrix run", baseline is not None),
         matrix_verdict.expected_of(expected),
     )
-    before = asked.baseline(baseline, which)
+    before = request.baseline(baseline, which)
     if junit and (why := takes_no_file(junit)):
         raise ArgumentError("matrix run", "--junit", str(junit), f"cannot be written: {why}")
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
@@ -144,7 +144,7 @@ def run(
     where = select.targets(globs, select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
     specs = select.specs(select.problems(which, problems), where)
-    asked_for = asked.Asked(where, globs, problems, which, all_toolchains)
+    asked_for = request.Asked(where, globs, problems, which, all_toolchains)
     if before is not None:
         asked_for.must_share(before, specs)
     if create:
@@ -294,7 +294,7 @@ def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bo
 
 
 def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
-    from portattn.tools.matrix.empty import gaps
+    from portattn.tools.matrix.not_run import gaps
     from portattn.tools.matrix.snapshot import said_label
     from portattn.tools.matrix.verdict import STATUSES
 

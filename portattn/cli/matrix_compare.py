@@ -73,8 +73,8 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
 
 def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: bool) -> Callable[[Entry], bool]:
     """Which cells of OLD count. Raises ArgumentError where NEW is a part that has none of them."""
-    from portattn.tools.matrix.asked import must_compare
     from portattn.tools.matrix.diff import part_of
+    from portattn.tools.matrix.request import must_compare
 
     if not partial:
         return lambda _: True

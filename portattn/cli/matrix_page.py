@@ -39,7 +39,7 @@ def counts(cells: Sequence[Cell]) -> str:
 
 def tell_empty(made: Run, cells: Sequence[Cell]) -> None:
     """Print why cells are empty, and the command that fills them."""
-    from portattn.tools.matrix.empty import gaps
+    from portattn.tools.matrix.not_run import gaps
 
     for gap in gaps(made, cells):
         where = f" ({', '.join(gap.targets)})" if gap.targets else ""

@@ -76,7 +76,7 @@ def plan(
     from portattn.errors import ArgumentError
     from portattn.planning.planner import plan as plan_problem
     from portattn.planning.registry import Registry
-    from portattn.schema.outcome import NO_RECORDS
+    from portattn.schema.compile_record import NO_RECORDS
 
     if op not in OPS:
         raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")

@@ -247,7 +247,7 @@ def launches() -> Section:
 
 
 def quirks() -> Section:
-    from portattn.planning.detect import devices
+    from portattn.planning.detect_target import devices
     from portattn.planning.kernel_specs import KERNEL_NAMES
     from portattn.planning.registry import Registry
 
@@ -269,7 +269,7 @@ def paths() -> Section:
     """
     from portattn.compile.store import store
     from portattn.config import current
-    from portattn.planning.detect import devices
+    from portattn.planning.detect_target import devices
     from portattn.planning.planner import plan
     from portattn.planning.registry import Registry
     from portattn.testing.canary import CASES

@@ -292,7 +292,7 @@ def _device(where: Target) -> Any:
     """This machine's device, if it is the target and the compiler is the installed one; else None."""
     import torch
 
-    from portattn.planning.detect import devices
+    from portattn.planning.detect_target import devices
     from portattn.planning.registry import Registry
     from portattn.schema.toolchain import installed
 

@@ -12,7 +12,7 @@ from portattn.cli.output import heading, pairs, plural
 if TYPE_CHECKING:
     from portattn.tools.upgrade.compare import Upgrade
     from portattn.tools.upgrade.entries import Entry
-    from portattn.tools.upgrade.figures import Page
+    from portattn.tools.upgrade.published_results import Page
     from portattn.tools.upgrade.schedules import Timed
     from portattn.tools.upgrade.variants import Carried
 
@@ -40,7 +40,7 @@ def show_carried(made: Upgrade) -> None:
 
 def _show_pages(made: Upgrade) -> None:
     """The pages with published figures, a line each."""
-    from portattn.tools.upgrade.figures import pages
+    from portattn.tools.upgrade.published_results import pages
 
     found = pages(made.figures)
     some = sum(one.in_part for one in found)

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Hashable
 from pathlib import Path
 
-from portattn.schema.outcome import Standing
+from portattn.schema.compile_record import Standing
 from portattn.worker.client import Reply
-from portattn.worker.ends import OWN_SIGNALS, death
+from portattn.worker.exit_status import OWN_SIGNALS, death
 
 TIMEOUT_STANDS = 86_400.0  # seconds: a compiler that hangs costs the whole limit each time it is asked
 PASSING_STANDS = 300.0  # seconds; twice as long each time it happens again, since asking may take long

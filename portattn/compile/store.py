@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from portattn.compile import failures, sealed
+from portattn.compile import checksummed_json, failures
 from portattn.config import Settings
 from portattn.errors import warn_caller
 from portattn.files import cache_folder, locked, sweep, write_whole
-from portattn.schema.outcome import CompileRecord, Incident
+from portattn.schema.compile_record import CompileRecord, Incident
 
 RECORD, INCIDENT = "record", "incident"  # kinds of sealed files
 
@@ -57,7 +57,7 @@ class CompileStore:
             return passing.record
         found = self._seen.get(key)
         if found is None:
-            found = sealed.read(self._record_path(key), RECORD, key, CompileRecord)
+            found = checksummed_json.read(self._record_path(key), RECORD, key, CompileRecord)
             if found is not None:
                 self._seen[key] = found
         if found is not None and not _stands(found, seconds):
@@ -73,12 +73,12 @@ class CompileStore:
             record = msgspec.structs.replace(record, wait=failures.TIMEOUT_STANDS, until=until)
         self._passing.pop(record.key, None)
         self._seen[record.key] = record
-        self._save(self._record_path(record.key), sealed.seal(RECORD, record.key, record))
+        self._save(self._record_path(record.key), checksummed_json.seal(RECORD, record.key, record))
         return record
 
     def add_incident(self, incident: Incident) -> bool:
         """Keep an incident; whether the disk took it."""
-        return self._save(self._incident_path(incident.id), sealed.seal(INCIDENT, incident.id, incident))
+        return self._save(self._incident_path(incident.id), checksummed_json.seal(INCIDENT, incident.id, incident))
 
     def remember(self, record: CompileRecord, *, passing: bool = True) -> CompileRecord:
         """Keep a record for this process only. A failure that is `passing` counts for a while, and in the surroundings
@@ -119,7 +119,7 @@ class CompileStore:
         return True
 
     def incident(self, name: str) -> Incident | None:
-        return sealed.read(self._incident_path(name), INCIDENT, name, Incident)
+        return checksummed_json.read(self._incident_path(name), INCIDENT, name, Incident)
 
     def incidents(self) -> Iterator[Incident]:
         """Every incident, oldest first."""
@@ -139,7 +139,9 @@ class CompileStore:
     def count(self) -> tuple[int, int]:
         """(records on the disk, files in their place that count as absent)."""
         names = _names(self.folder / "records")
-        whole = sum(sealed.read(self._record_path(name), RECORD, name, CompileRecord) is not None for name in names)
+        whole = sum(
+            checksummed_json.read(self._record_path(name), RECORD, name, CompileRecord) is not None for name in names
+        )
         return whole, len(names) - whole
 
     def empty(self) -> bool:

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.config import Settings
-from portattn.launch import Signature, load_kernels, loading
+from portattn.launch import Signature, load_kernels, preload
 from portattn.launch.described import aligned, signatures
 from portattn.launch.run import device_guard
 from portattn.planning.backend import Variant
 from portattn.planning.evidence import seen_to_run
 from portattn.planning.registry import Registry
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.outcome import CompileRecord
+from portattn.schema.compile_record import CompileRecord
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
@@ -40,7 +40,7 @@ _LACKING = (ImportError, AttributeError, TypeError, AssertionError)
 def known_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
     """What a compiler said against the variant here; None where none did. Nothing is compiled, nothing run."""
     launches = _seen_or_lacking(variant, made, call, target, settings)
-    return launches if isinstance(launches, CompileRecord) else ensure.known_failure(made, launches, settings)
+    return launches if isinstance(launches, CompileRecord) else compile_check.known_failure(made, launches, settings)
 
 
 def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
@@ -49,7 +49,9 @@ def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: 
     launches = _seen_or_lacking(variant, made, call, target, settings)
     if isinstance(launches, CompileRecord):
         return launches
-    return ensure.ensure_all(made, launches, _Loader(variant, call, launches, settings), call.q, target, settings)
+    return compile_check.ensure_all(
+        made, launches, _Loader(variant, call, launches, settings), call.q, target, settings
+    )
 
 
 def _seen_or_lacking(
@@ -63,7 +65,7 @@ def _seen_or_lacking(
     except _LACKING as error:
         if seen_to_run(target, problem=made.problem) is not None:
             raise
-        return ensure.undescribed(made, error, target, settings)
+        return compile_check.undescribed(made, error, target, settings)
 
 
 def seen(variant: Variant, made: Plan, call: Call) -> list[Signature]:
@@ -87,12 +89,12 @@ class _Loader:
         self._variant, self._call, self._seen, self._settings = variant, call, seen, settings
         self._steps: list[Any] | None = None
 
-    def __call__(self, launch: ensure.Compiled) -> None:
+    def __call__(self, launch: compile_check.Compiled) -> None:
         if self._steps is None:
             self._steps = self._described()
         step = self._steps[next(place for place, one in enumerate(self._seen) if one is launch)]
         compiled = step.kernel.run(*step.values, grid=step.grid, warmup=True, **step.options)
-        loading.load(compiled, self._settings.cache_dir)
+        preload.load(compiled, self._settings.cache_dir)
 
     def _described(self) -> list[Any]:
         call = self._call

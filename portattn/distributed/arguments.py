@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from portattn.api.binding import named_arguments
 from portattn.api.request import request_of
+from portattn.api.signatures import named_arguments
 from portattn.distributed.sharding import Documents, Mask, Shards
 from portattn.errors import ArgumentError
 from portattn.validate.checks import shape_or_value

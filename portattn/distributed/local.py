@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.backward import gradients, may_have_kernels, sink_share
+from portattn.api.kernel_backward import gradients, may_have_kernels, sink_share
 from portattn.api.ops import attention, plan, varlen_attention
 from portattn.distributed.sharding import Span
 from portattn.schema.ops import ROWS

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from portattn.api.autocast import is_on
-from portattn.api.left_out import leave_out, left_out
+from portattn.api.dynamo_disabled import leave_out, left_out
 from portattn.api.request import Result, Window
 from portattn.distributed.arguments import axes, check_rows, checked, description, documents_of
 from portattn.distributed.execution import Execution

@@ -29,7 +29,7 @@ from portattn.api import autocast, ops
 from portattn.errors import ArgumentError
 from portattn.integrations import diffusers_registry as registry
 from portattn.integrations.diffusers_parallel import Parallel, masked
-from portattn.planning.chosen import check_path
+from portattn.planning.requested_backend import check_path
 from portattn.validate.layouts import without_layout
 
 # Versions that tests/engines/diffusers/ ran with: the first and the last of them.

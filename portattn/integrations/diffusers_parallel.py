@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from portattn.api import backward as kernels
+from portattn.api import kernel_backward as kernels
 from portattn.api import ops, training
-from portattn.api.in_graph import new_seed
+from portattn.api.graph_call import new_seed
 from portattn.api.request import request_of
 from portattn.config import current, using
 from portattn.errors import ArgumentError

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.operators import SIGNATURES, Signature
+from portattn.api.torch_ops import SIGNATURES, Signature
 
 # Where each tensor has its batch and its heads; None for none. Of q, k, v and what is broadcast: see _axes.
 _PER_SEQUENCE = frozenset({"seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "page_table"})

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.operators import SIGNATURES, Signature
+from portattn.api.torch_ops import SIGNATURES, Signature
 from portattn.validate.stored import format_of, numbers_of
 
 

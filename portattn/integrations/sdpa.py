@@ -16,8 +16,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portattn.api import ops
-from portattn.api.left_out import leave_out, left_out
-from portattn.api.tracing import are_transformed
+from portattn.api.dynamo_disabled import leave_out, left_out
+from portattn.api.transform_checks import are_transformed
 from portattn.errors import ArgumentError, TracingError
 from portattn.integrations.sdpa_flash import flash_impl, register_flash_impl
 from portattn.integrations.sdpa_mapping import Mapped, Refused, lie_in_memory, mapped

@@ -16,8 +16,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from portattn.api.autocast import is_on
-from portattn.api.in_graph import graph_number
-from portattn.api.tracing import is_sure
+from portattn.api.graph_call import graph_number
+from portattn.api.transform_checks import is_sure
 from portattn.errors import ArgumentError
 from portattn.schema.problem_limits import MAX_HEAD_DIM
 

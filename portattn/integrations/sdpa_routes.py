@@ -6,7 +6,7 @@ import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from portattn.api.left_out import called_while_traced
+from portattn.api.dynamo_disabled import called_while_traced
 from portattn.config import current
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.integrations.sdpa_mapping import Refused

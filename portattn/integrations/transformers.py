@@ -47,7 +47,7 @@ from portattn.integrations.transformers_mask import (
     compact_mask,
     refuse,
 )
-from portattn.planning.chosen import check_path
+from portattn.planning.requested_backend import check_path
 from portattn.validate import wants_gradients
 
 # transformers runs checks of its own on names that hold these, reads "a/b" as a kernel to download, and "paged|" as a

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portattn.api import ops
-from portattn.api.left_out import leave_out, left_out
+from portattn.api.dynamo_disabled import leave_out, left_out
 from portattn.integrations.transformers_mask import ELSEWHERE, CompactMask, refuse
 
 _WHAT = "continuous batching"

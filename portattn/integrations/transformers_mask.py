@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from portattn.api.tracing import shapes_alone
+from portattn.api.transform_checks import shapes_alone
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.transformers_pattern import read_pattern, traced_pattern

@@ -6,23 +6,23 @@ Algorithm: Dao, "FlashAttention-2" (2023), section 3.1. Scores live in the base 
 import triton
 import triton.language as tl
 
-from portattn.kernels.dropout import head_words, kept_tile
-from portattn.kernels.operands import operand, products, query_tile, split_product
-from portattn.kernels.parts import add_dot, dot
-from portattn.kernels.stored import (
+from portattn.kernels.dequantize import (
     NV_BLOCK,
+    dequantize,
     token_scales,
-    widened,
     widened_blocks,
     widened_groups,
     widened_pairs,
     without_zero,
 )
+from portattn.kernels.dropout import head_words, kept_tile
+from portattn.kernels.quantized_qk import operand, products, query_tile, split_product
+from portattn.kernels.split_bf16 import add_dot, dot
 from portattn.kernels.tiles import load_columns, load_rows, softmax_step
 
 
 @triton.jit
-def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
+def qk(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
                scales, scale_stride_page, scale_stride_row,
                HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                BLOCK_TAIL: tl.constexpr, BOUNDED: tl.constexpr, LATENT: tl.constexpr, LOAD: tl.constexpr,
@@ -42,7 +42,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
             rows = widened_groups(rows, q_tile, k_rows, table, start, end, pages, stride_page, stride_row, MAIN,
                                   BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         else:
-            rows = widened(rows, q_tile, KV_FORMAT)
+            rows = dequantize(rows, q_tile, KV_FORMAT)
         scores = dot(q_tile, tl.trans(rows), DOT_PRECISION)
     elif KV_FORMAT == "int4":
         raw = None
@@ -64,7 +64,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
                               BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         if Q_FORMAT == "as_q":
-            k_tile = widened(k_tile, q_tile, KV_FORMAT)
+            k_tile = dequantize(k_tile, q_tile, KV_FORMAT)
             scores = dot(q_tile, k_tile, DOT_PRECISION)
         else:
             scores = products(q_tile, operand(k_tile, KV_FORMAT, OPERANDS), row_scales, NEGATED, KV_FORMAT, OPERANDS)
@@ -94,7 +94,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                                   stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE,
                                   BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
             if Q_FORMAT == "as_q":
-                k_tail = widened(k_tail, q_tail, KV_FORMAT)
+                k_tail = dequantize(k_tail, q_tail, KV_FORMAT)
                 scores = add_dot(q_tail, k_tail, scores, DOT_PRECISION)
             else:
                 k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
@@ -128,7 +128,7 @@ def add_pairs(acc, correction, p, pairs, scales):
 
 
 @triton.jit
-def add_values(acc, correction, p, v_rows, read, table, start, end, pages, stride_page, stride_row, stride_col,
+def pv(acc, correction, p, v_rows, read, table, start, end, pages, stride_page, stride_row, stride_col,
                like, scales, scale_stride_page, scale_stride_row,
                HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
                READ: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
@@ -165,7 +165,7 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
         acc = split_product(p, wide, acc * correction[:, None], 2)
     else:
         if Q_FORMAT == "as_q":
-            v_tile = widened(v_tile, like, V_FORMAT)
+            v_tile = dequantize(v_tile, like, V_FORMAT)
         else:
             v_tile = operand(v_tile, V_FORMAT, "widened")
         if scales is not None:
@@ -225,13 +225,13 @@ def attend(
     dropout_seed: None, or what kernels/dropout.py drops probabilities by. drop_row is the tile's first row by its
     position in the sequence, drop_origin is what keys' positions count from.
 
-    KV_FORMAT: how keys and values are stored (kernels/stored.py). k_scales, v_scales: None, or a scale for each token,
-    read as keys are, from the key/value head's base pointer on; of nvfp4 a row of scales for each, as long as the
-    token's row has blocks.
+    KV_FORMAT: how keys and values are stored (kernels/dequantize.py). k_scales, v_scales: None, or a scale for each
+    token, read as keys are, from the key/value head's base pointer on; of nvfp4 a row of scales for each, as long as
+    the token's row has blocks.
 
     Q_FORMAT: how queries are stored: as_q, or as keys are, with V_FORMAT for the values, row_scales for each query's
     scale [BLOCK_M] or None, OPERANDS for the operands of Q·Kᵀ, P_TERMS for those of each probability
-    (kernels/operands.py). The values' products are then of float16, in which each number of every format is exact.
+    (kernels/quantized_qk.py). The values' products are then of float16, in which each number of every format is exact.
 
     tree_low, tree_high, tree_first: None, or each row's tree mask and the key that its first bit is of (tiles.py,
     in_tree). No key from there on lies in a tile that is attended whole.
@@ -259,7 +259,7 @@ def attend(
         PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
         values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V // PER,
                            BLOCK_N, BLOCK_DV // PER, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        scores, k_tile = key_scores(
+        scores, k_tile = qk(
             q_tile, q_tail, k_rows, k_tail_rows, table, origin, end, pages, k_stride_p, k_stride_s, k_stride_d,
             k_scales, k_scale_stride_p, k_scale_stride_s,
             HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
@@ -272,7 +272,7 @@ def attend(
         )  # fmt: skip
         if dropout_seed is not None:
             p = drop_out(p, drop_word, drop_turn, drop_row, origin - drop_origin, threshold, DROPS)
-        acc = add_values(
+        acc = pv(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, (MASKS or EDGE_UNUSED) or (NONE and LOAD == "descriptor"), LOAD,
@@ -285,7 +285,7 @@ def attend(
         full, total = full_end - full_begin, last_step - first_step
         nought = full - full  # a 0 that is a tensor: Triton 3.2 compares no constant with one
         start = step_start(nought, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
-        scores, k_tile = key_scores(
+        scores, k_tile = qk(
             q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
             k_scales, k_scale_stride_p, k_scale_stride_s,
             HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
@@ -311,13 +311,13 @@ def attend(
                     if BLOCK_TAIL != 0:
                         q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL,
                                             NEGATED, Q_FORMAT, OPERANDS)  # fmt: skip
-                scores, k_tile = key_scores(
+                scores, k_tile = qk(
                     q_tile, q_tail, k_rows, k_tail_rows, table, following, end, pages, k_stride_p, k_stride_s,
                     k_stride_d, k_scales, k_scale_stride_p, k_scale_stride_s, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D,
                     BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
                     KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
                 )  # fmt: skip
-                acc = add_values(
+                acc = pv(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
@@ -331,7 +331,7 @@ def attend(
         )  # fmt: skip
         if dropout_seed is not None:
             p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
-        acc = add_values(
+        acc = pv(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or (NONE and LOAD == "descriptor")),
@@ -363,7 +363,7 @@ def attend(
                     if BLOCK_TAIL != 0:
                         q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL,
                                             NEGATED, Q_FORMAT, OPERANDS)  # fmt: skip
-                scores, k_tile = key_scores(
+                scores, k_tile = qk(
                     q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
                     k_scales, k_scale_stride_p, k_scale_stride_s,
                     HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER,
@@ -376,7 +376,7 @@ def attend(
                 )  # fmt: skip
                 if dropout_seed is not None:
                     p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
-                acc = add_values(
+                acc = pv(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
@@ -397,7 +397,7 @@ def in_chunk(start, end, position, origin, chunk):
 
 
 @triton.jit
-def key_steps(near, far, low_near, low_far, origin, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+def kv_tile_range(near, far, low_near, low_far, origin, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Which key tiles some row attends, [first, last), and which every row attends whole, [full_begin, full_end).
 
     near, far          end of the keys of the row that sees least far, and of the one that sees furthest

@@ -10,7 +10,7 @@ import triton.language as tl
 from portattn.kernels.attend import in_chunk
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
-from portattn.kernels.parts import dot
+from portattn.kernels.split_bf16 import dot
 from portattn.kernels.tiles import load_query_rows, sequence_bounds
 
 

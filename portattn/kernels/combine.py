@@ -6,7 +6,7 @@ Dao et al., "Flash-Decoding" (2023).
 import triton
 import triton.language as tl
 
-from portattn.kernels.dependent import wait_for_kernel_before
+from portattn.kernels.programmatic_launch import wait_for_kernel_before
 from portattn.kernels.tiles import exponential, lowest, natural_lse
 
 

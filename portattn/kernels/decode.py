@@ -7,13 +7,14 @@ are fewer such tiles than cores, the keys are split over programs, and combine.p
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import attend, in_chunk, key_steps
-from portattn.kernels.dependent import let_next_kernel_begin
-from portattn.kernels.few_rows import attend_few
+from portattn.kernels.attend import attend, in_chunk, kv_tile_range
+from portattn.kernels.attend_packed16 import attend_packed16
+from portattn.kernels.attend_packed16_swap_ab import attend_packed16_swap_ab
+from portattn.kernels.dequantize import DS_GROUP, head_scale
+from portattn.kernels.programmatic_launch import let_next_kernel_begin
 from portattn.kernels.results import store_rows
-from portattn.kernels.stored import DS_GROUP, head_scale
 from portattn.kernels.tiles import (
-    first_state,
+    init_softmax,
     of_a_sequence,
     packed_bounds,
     packed_tile,
@@ -22,7 +23,6 @@ from portattn.kernels.tiles import (
     tree_bits,
     with_sink,
 )
-from portattn.kernels.words import attend_words
 
 
 @triton.jit(
@@ -68,7 +68,7 @@ def decode_split(
     HEADS_FIRST: programs that are neighbours attend the same keys of neighbouring heads, which lie side by side.
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
-    quantised cache are widened (kernels/words.py); its rows' addresses are then multiples of ALIGNED bytes.
+    quantised cache are widened (kernels/attend_packed16.py); its rows' addresses are then multiples of ALIGNED bytes.
     FOLLOWED: a kernel that merges follows, which may begin before this one ends.
     k_block_scale, v_block_scale: of nvfp4 its blocks' scales, (…, D / 16) bytes whose last stride is 1, else None.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
@@ -88,10 +88,10 @@ def decode_split(
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     PER: tl.constexpr = 2 if KV_FORMAT == "int4" or KV_FORMAT == "nvfp4" else 1  # numbers of a byte
-    # Words of at most 8 rows and nothing but lengths: keys are the rows of products (kernels/few_rows.py). Of int4 rows
-    # of 40 numbers in tiles of 16 keys that loop gave wrong results on an H200 (Triton 3.6.0, 2026-11-26), which nobody
-    # has explained: it takes what was seen to be right, whole tiles of columns and at least 32 keys.
-    # Triton 3.2 takes two conditions at a time.
+    # Words of at most 8 rows and nothing but lengths: keys are the rows of products
+    # (kernels/attend_packed16_swap_ab.py). Of int4 rows of 40 numbers in tiles of 16 keys that loop gave wrong results
+    # on an H200 (Triton 3.6.0, 2026-11-26), which nobody has explained: it takes what was seen to be right, whole tiles
+    # of columns and at least 32 keys. Triton 3.2 takes two conditions at a time.
     WHOLE: tl.constexpr = (BLOCK_M < 16 and BLOCK_N >= 32) and (HEAD_DIM % 64 == 0 and HEAD_DIM_V % 64 == 0)
     LENGTHS: tl.constexpr = (not WINDOW and not SOFTCAP) and (alibi_slopes is None and bias is None)
     ALL: tl.constexpr = (mask is None and tree_mask is None) and (UNPACK != "bytes" and KV_FORMAT != "nvfp4")
@@ -151,7 +151,9 @@ def decode_split(
             row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
             low_near, near = in_chunk(low_near, near, first + shift, k_first, chunk)
             low_far, far = in_chunk(low_far, far, last + shift, k_first, chunk)
-        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
+        first_step, full_begin, full_end, last_step = kv_tile_range(
+            near, far, low_near, low_far, k_first, BLOCK_N, WINDOW
+        )
         # Whole key tiles a share, so that only the ends of what is attended are ragged.
         share = tl.cdiv(last_step - first_step, splits)
         first_step = tl.minimum(first_step + split * share, last_step)
@@ -242,7 +244,7 @@ def decode_split(
             tree_low, tree_high = tree_bits(tl.load(words, mask=row_valid, other=0))
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         if UNPACK == "bytes":
-            row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
+            row_max, row_sum = init_softmax(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum,
                 q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
@@ -258,8 +260,8 @@ def decode_split(
                 KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
             )  # fmt: skip
         elif FEW:
-            row_max, _ = first_state(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
-            acc, row_max, row_sum = attend_few(
+            row_max, _ = init_softmax(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
+            acc, row_max, row_sum = attend_packed16_swap_ab(
                 row_max, q_pointers, row_valid, q_stride_d,
                 k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
                 k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
@@ -270,8 +272,8 @@ def decode_split(
             if sinks is not None:
                 acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sinks, head, split == 0, EXP, NATURAL)
         else:
-            row_max, row_sum = first_state(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
-            acc, row_max, row_sum = attend_words(
+            row_max, row_sum = init_softmax(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
+            acc, row_max, row_sum = attend_packed16(
                 row_max, row_sum, q_pointers, row_valid, q_stride_d,
                 k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
                 k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,

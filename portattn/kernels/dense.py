@@ -7,14 +7,14 @@ sequence is a range of rows.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import attend, in_chunk, key_steps
+from portattn.kernels.attend import attend, in_chunk, kv_tile_range
 from portattn.kernels.blocks import attend_listed
-from portattn.kernels.stored import head_scale
+from portattn.kernels.dequantize import head_scale
 from portattn.kernels.tiles import (
-    first_state,
+    finalize,
     heads_in_turn,
+    init_softmax,
     natural_lse,
-    normalised,
     of_a_sequence,
     packed_bounds,
     packed_tile,
@@ -120,10 +120,12 @@ def dense_forward(
             row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
             low_near, near = in_chunk(low_near, near, first + shift, k_first, chunk)
             low_far, far = in_chunk(low_far, far, last + shift, k_first, chunk)
-        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
+        first_step, full_begin, full_end, last_step = kv_tile_range(
+            near, far, low_near, low_far, k_first, BLOCK_N, WINDOW
+        )
 
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-        row_max, row_sum = first_state(sinks, head, True, BLOCK_M, EXP, NATURAL, MASK_VALUE)
+        row_max, row_sum = init_softmax(sinks, head, True, BLOCK_M, EXP, NATURAL, MASK_VALUE)
         if SELECT == "branch":
             attends = last_step > first_step
         else:
@@ -215,7 +217,7 @@ def dense_forward(
         if cu_seqlens_q is not None:
             inside = inside & of_a_sequence(batch, batches, BLOCK_M)
         row_sum = tl.where(inside, row_sum, 0.0)
-        acc = normalised(acc, row_sum)
+        acc = finalize(acc, row_sum)
         if KV_SCALES == "head" and V_FORMAT != "as_q":
             owner = tl.minimum(batch, batches - 1)
             kv_head = head // group

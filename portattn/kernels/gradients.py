@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.descriptor import describe_numbers
-from portattn.kernels.tiles import capped, exponential, softmax_scale
+from portattn.kernels.tiles import apply_softcap, exponential, softmax_scale
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def score_gradients(products, lse, positions, keys, row_start, row_end, slope, a
     if SOFTCAP or (slope is not None or added is not None):
         x = products * scale
         if SOFTCAP:
-            x = capped(x, softcap)
+            x = apply_softcap(x, softcap)
             share = x / softcap
             bend = 1.0 - share * share
         if slope is not None:

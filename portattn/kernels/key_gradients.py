@@ -7,7 +7,7 @@ gradients.py says what is computed.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import in_chunk, key_steps
+from portattn.kernels.attend import in_chunk, kv_tile_range
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import (
     load_numbers,
@@ -16,7 +16,7 @@ from portattn.kernels.gradients import (
     score_gradients,
     score_tile,
 )
-from portattn.kernels.parts import (
+from portattn.kernels.split_bf16 import (
     bfloat16_parts,
     held_parts,
     load_parts,
@@ -124,7 +124,9 @@ def backward_keys(
             low_far, far = in_chunk(low_far + shift, far + shift, last, k_first, chunk)
             low_near, near, low_far, far = low_near - shift, near - shift, low_far - shift, far - shift
             q_first = tl.minimum(tl.maximum(q_first, k_first - shift), q_end)
-        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, q_first, BLOCK_N, LIMITED)
+        first_step, full_begin, full_end, last_step = kv_tile_range(
+            near, far, low_near, low_far, q_first, BLOCK_N, LIMITED
+        )
 
         k_pointers = (
             k + slot.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h + key_0.to(tl.int64) * k_stride_s

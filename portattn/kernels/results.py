@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from portattn.kernels.tiles import natural_lse, normalised, store_state
+from portattn.kernels.tiles import finalize, natural_lse, store_state
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def store_rows(
     slot, slots: the row's sequence and how many there are; 0 and 1 of packed queries.
     head, q_row: [BLOCK_M] the head and the row in Sq; q_row is int64.
     """
-    acc = normalised(acc, row_sum)
+    acc = finalize(acc, row_sum)
     columns = tl.arange(0, BLOCK_DV)
     o_base = out + slot.to(tl.int64) * o_stride_b
     if SPLIT:

@@ -9,10 +9,10 @@ gradients.py says what is computed.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import in_chunk, key_steps
+from portattn.kernels.attend import in_chunk, kv_tile_range
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
-from portattn.kernels.parts import (
+from portattn.kernels.split_bf16 import (
     bfloat16_parts,
     held_parts,
     load_parts,
@@ -150,7 +150,9 @@ def backward_rows(
             row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
             low_near, near = in_chunk(low_near, near, first + shift, k_first, chunk)
             low_far, far = in_chunk(low_far, far, last + shift, k_first, chunk)
-        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
+        first_step, full_begin, full_end, last_step = kv_tile_range(
+            near, far, low_near, low_far, k_first, BLOCK_N, WINDOW
+        )
 
         kv_head = (head // group).to(tl.int64)
         k_base = k + slot.to(tl.int64) * k_stride_b + kv_head * k_stride_h

@@ -7,9 +7,9 @@ gathered whole, and products are sums along them, in float32.
 import triton
 import triton.language as tl
 
-from portattn.kernels.stored import head_scale, widened, widened_pairs, without_zero
+from portattn.kernels.dequantize import dequantize, head_scale, widened_pairs, without_zero
 from portattn.kernels.tiles import (
-    capped,
+    apply_softcap,
     exponential,
     lowest,
     natural_lse,
@@ -180,7 +180,7 @@ def sparse_split(
                 # Where there is no byte the number is no 0: MagicPIG takes the lengths of whole rows.
                 keys = tl.where((columns < HEAD_DIM)[None, :], keys, 0.0)
             else:
-                keys = widened(keys, query, KV_FORMAT).to(tl.float32)
+                keys = dequantize(keys, query, KV_FORMAT).to(tl.float32)
             values = tl.load(
                 v_base + v_offsets[:, None] + at_v[None, :] * v_stride_d,
                 mask=keep[:, None] & (at_v < HEAD_DIM_V // PER)[None, :], other=0.0,
@@ -196,7 +196,7 @@ def sparse_split(
                 scores = scores * tl.load(k_scale + places_k, mask=keep, other=1.0)
                 value_scales = tl.load(v_scale + places_v, mask=keep, other=1.0)
             if SOFTCAP:
-                scores = capped(scores, softcap)
+                scores = apply_softcap(scores, softcap)
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + batch * alibi_stride_b + head)
                 scores -= slope * (end - 1 - row).to(tl.float32)
@@ -227,7 +227,7 @@ def sparse_split(
             if KV_FORMAT == "int4":
                 values = widened_pairs(values, query, raw_v)
             else:
-                values = widened(values, query, KV_FORMAT).to(tl.float32)
+                values = dequantize(values, query, KV_FORMAT).to(tl.float32)
             if KV_SCALES == "token":
                 values = values * value_scales[:, None]
             acc = acc * correction + tl.sum(p[:, None] * values, 0)

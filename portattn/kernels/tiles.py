@@ -84,7 +84,7 @@ def store_state(states, rows, row_max, row_sum, valid):
 
 
 @triton.jit
-def normalised(acc, row_sum):
+def finalize(acc, row_sum):
     """acc [BLOCK_M, BLOCK_DV] over its rows' sums; 0 for a row with nothing to attend. NaN sums stay NaN."""
     empty = row_sum == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, row_sum)
@@ -223,7 +223,7 @@ def lowest(MASK_VALUE: tl.constexpr):
 
 
 @triton.jit
-def first_state(sinks, heads, counted,
+def init_softmax(sinks, heads, counted,
                 BLOCK_M: tl.constexpr, EXP: tl.constexpr, NATURAL: tl.constexpr,
                 MASK_VALUE: tl.constexpr):  # fmt: skip
     """Row maxima and sums before any key. A sink is a score without a value: it is there from the start, once.
@@ -259,7 +259,7 @@ def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, N
 
 
 @triton.jit
-def capped(x, softcap):
+def apply_softcap(x, softcap):
     """softcap·tanh(x / softcap), by what every backend has. Below 1/4 a series to x⁹ (relative error 1e-8)."""
     t = x / softcap
     size = tl.abs(t)
@@ -321,7 +321,7 @@ def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows
     if SOFTCAP or (slopes is not None or bias_rows is not None):
         x = scores * scale
         if SOFTCAP:
-            x = capped(x, softcap)
+            x = apply_softcap(x, softcap)
         if slopes is not None:
             distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
             x = x - slopes[:, None] * distance
@@ -351,7 +351,8 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
     real ones.
 
     tree_low, tree_high, tree_first  None, or a tree mask: see in_tree. It is applied when LIMITED alone
-    value_logs  None, or what is added to the scores of each key [BLOCK_N] for the maximum alone (kernels/words.py)
+    value_logs  None, or what is added to the scores of each key [BLOCK_N] for the maximum alone
+    (kernels/attend_packed16.py)
 
     Returns the probabilities against the new maximum, the factor for everything summed before, the new maximum, and the
     new sum.

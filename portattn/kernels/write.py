@@ -6,6 +6,7 @@ A row is one head's key or value of one token. Each program writes BLOCK_M rows 
 import triton
 import triton.language as tl
 
+from portattn.kernels.dequantize import MIDDLE, NV_BLOCK, dequantize
 from portattn.kernels.packed_rows import (
     SMALLEST_SCALE,
     divided,
@@ -14,7 +15,6 @@ from portattn.kernels.packed_rows import (
     turned_halves,
     whole_bytes,
 )
-from portattn.kernels.stored import MIDDLE, NV_BLOCK, widened
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def to_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
     """float32 numbers in a format, as int8: to the nearest, ties to even; what is too large becomes the largest.
 
     Integer operations alone decide, so that every chip writes every format, and the same bits: each compiler converts
-    to some of the formats, on some chips, and not all saturate. Formats: kernels/stored.py. NaN is 0x7f, and 0x80 in
-    e4m3fnuz; in int8, which has none, 0.
+    to some of the formats, on some chips, and not all saturate. Formats: kernels/dequantize.py. NaN is 0x7f, and 0x80
+    in e4m3fnuz; in int8, which has none, 0.
     """
     size = tl.abs(numbers)
     size = tl.where(size > LARGEST, LARGEST, size)  # NaN stays
@@ -143,7 +143,7 @@ def store_pairs(tile, cache, offsets, stride_d, inside, scale, scale_offsets, th
     """Store rows [BLOCK_ROWS, BLOCK_COLS] as int4 numbers, two to a byte; even columns are the lower four bits.
 
     scale  pointer to the scales, and by offsets each row's. One for each token is computed of its row, and stored with
-           the number that stands for 0 in its lowest four bits (kernels/stored.py)
+           the number that stands for 0 in its lowest four bits (kernels/dequantize.py)
     """
     numbers = tile.to(tl.float32)
     if KV_SCALES == "head":
@@ -204,7 +204,7 @@ def store_blocks(tile, cache, offsets, stride_d, inside, scale, scale_offsets, t
     groups = tl.arange(0, GROUPS)
     place = block_offsets[:, None] + groups[None, :]
     tl.store(blocks + place, code, mask=there[:, None] & (groups < COLS // NV_BLOCK)[None, :])
-    steps = tl.broadcast_to(widened(code, numbers, "e4m3")[:, :, None], [BLOCK_ROWS, GROUPS, NV_BLOCK])
+    steps = tl.broadcast_to(dequantize(code, numbers, "e4m3")[:, :, None], [BLOCK_ROWS, GROUPS, NV_BLOCK])
     steps = tl.reshape(steps, [BLOCK_ROWS, BLOCK_COLS])
     zero = steps == 0.0  # all numbers of the block are 0, or so small that the scale is
     found = e2m1(tl.where(zero, 0.0, tl.div_rn(numbers, tl.where(zero, 1.0, steps))))

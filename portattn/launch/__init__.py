@@ -1,7 +1,7 @@
 """From a plan to kernel launches: what is launched with which arguments (KernelCall), and launching it.
 
 Names are looked up when they are first asked for: backends are imported where there is no torch, and their variants
-describe launches by `portattn.schema.steps`, which needs none.
+describe launches by `portattn.schema.kernel_step`, which needs none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from portattn.launch.kernelcall import KernelCall, Signature, signature
-    from portattn.launch.meta import meta_call
+    from portattn.launch.meta_call import meta_call
     from portattn.launch.run import has_rows, kernel_calls, launch_all, load_kernels, run_core
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "run_core",
     "signature",
 ]
-_WHERE = {"KernelCall": "kernelcall", "Signature": "kernelcall", "signature": "kernelcall", "meta_call": "meta"}
+_WHERE = {"KernelCall": "kernelcall", "Signature": "kernelcall", "signature": "kernelcall", "meta_call": "meta_call"}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least, most
+from portattn.schema.symbolic_int import least, most
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 BY_ROWS, BY_KEYS = "portattn.kernels.row_gradients", "portattn.kernels.key_gradients"
@@ -150,7 +150,7 @@ def _in_parts(
     row_tiles = ceil_div(rows, PART_ROWS)
     tiles = batch * heads * row_tiles
     stored = KernelCall(
-        "portattn.kernels.parts", "store_parts", grid(tiles),
+        "portattn.kernels.split_bf16", "store_parts", grid(tiles),
         {
             **dict.fromkeys(_OPERANDS.values()), _OPERANDS[name]: tensor, "parts": parts,
             **_without_name(strides(name, tensor, "bhsd")), "heads": heads,

@@ -14,7 +14,7 @@ from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least
+from portattn.schema.symbolic_int import least
 
 MODULE = "portattn.kernels.bias_gradient"
 UNSPECIALISED = frozenset(

@@ -8,8 +8,8 @@ class computes what its launches take of its sizes, and launches.
 
 `Kind.hit` does all of that in C, where native.c can be built; `Kind.match` and `Kind.find` do the same in Python.
 
-Core paths and variants on accelerators are cached, and plain calls of a vendor's path on a CPU (api/repeated.py), whose
-classes are single sizes.
+Core paths and variants on accelerators are cached, and plain calls of a vendor's path on a CPU (api/cpu_call_cache.py),
+whose classes are single sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from portattn.config import BLOCK, Settings, environment_settings
 from portattn.launch import cudadriver
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.guards import guard, in_mode, mode_depth
-from portattn.launch.shaped import TensorKind
+from portattn.launch.symbolic_tensor import TensorKind
 from portattn.launch.tensor_memory import reader
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
@@ -44,7 +44,7 @@ _strides = torch.Tensor.stride
 last_plan: ContextVar[Any] = ContextVar("portattn_last_plan", default=None)
 
 
-class Kind:
+class CallKey:
     """A kind of call.
 
     op        its operation
@@ -205,8 +205,8 @@ def plain_values(values: Sequence[Any]) -> bool:
 
 _lock = threading.RLock()
 # By operation and values: of equal ones that are not identical each kind says which it is.
-_kinds: dict[str, dict[tuple[Any, ...], tuple[Kind, ...]]] = {}
-_order: dict[int, Kind] = {}  # by identity, the oldest first
+_kinds: dict[str, dict[tuple[Any, ...], tuple[CallKey, ...]]] = {}
+_order: dict[int, CallKey] = {}  # by identity, the oldest first
 _ends: float | None = None  # by the monotonic clock: when something that is kept holds no longer; None where all lasts
 
 
@@ -223,7 +223,7 @@ def _let_find(module: Any) -> None:
         )
 
 
-def kinds(op: str, values: tuple[Any, ...]) -> tuple[Kind, ...]:
+def kinds(op: str, values: tuple[Any, ...]) -> tuple[CallKey, ...]:
     """The kinds of calls of an operation with such values."""
     if _ends is not None and time.monotonic() >= _ends:
         forget()
@@ -233,11 +233,11 @@ def kinds(op: str, values: tuple[Any, ...]) -> tuple[Kind, ...]:
         return ()
 
 
-def every_kind() -> list[Kind]:
+def every_kind() -> list[CallKey]:
     return list(_order.values())
 
 
-def remember(kind: Kind, seconds: float = math.inf) -> None:
+def remember(kind: CallKey, seconds: float = math.inf) -> None:
     """Let calls of this kind be found. After `seconds` everything is forgotten, and planned anew."""
     global _ends
     with _lock:
@@ -252,7 +252,7 @@ def remember(kind: Kind, seconds: float = math.inf) -> None:
         table[kind.values] = (kind, *table.get(kind.values, ()))
 
 
-def _drop(kind: Kind) -> None:
+def _drop(kind: CallKey) -> None:
     table = _kinds[kind.op]
     left = tuple(other for other in table[kind.values] if other is not kind)
     if left:

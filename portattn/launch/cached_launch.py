@@ -13,16 +13,16 @@ import torch
 
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels, native
-from portattn.launch.devices import contiguous, runtime
+from portattn.launch.device_api import contiguous, runtime
 from portattn.launch.driver_launch import SCRATCH, Direct
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
 from portattn.launch.tensor_memory import dtype_codes
 from portattn.launch.triton_compat import Unsupported
 from portattn.schema.call import TENSORS
+from portattn.schema.kernel_step import Buffers, Step
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.sizes import Outputs, Program, Size, Trace, pinned, unpinned
-from portattn.schema.steps import Buffers, Step
+from portattn.schema.symbolic_int import Outputs, Program, Size, Trace, pinned, unpinned
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 _STORED = frozenset({"q", "k", "v", "k_block_scale", "v_block_scale"})  # tensors that a caller may have in float8
@@ -33,7 +33,7 @@ Launch = Callable[[Mapping[str, Any]], None]
 Planner = Callable[[bytes], Plan]
 
 
-class Sized:
+class ShapeClass:
     """The launches of a call as its sizes decide them: what `CachedLaunch` makes places for other sizes of.
 
     trace     of which the numbers in all of these are
@@ -49,11 +49,11 @@ class Sized:
         self.trace, self.problem, self.steps, self.buffers, self.why = trace, problem, list(steps), buffers, why
 
 
-def fixed(inputs: Sequence[int], problem: Problem, steps: Sequence[Step], buffers: Buffers, why: str) -> Sized:
+def fixed(inputs: Sequence[int], problem: Problem, steps: Sequence[Step], buffers: Buffers, why: str) -> ShapeClass:
     """Launches for these sizes alone."""
     trace = Trace()
     pinned([trace.input(value) for value in inputs])
-    return Sized(trace, problem, steps, buffers, why)
+    return ShapeClass(trace, problem, steps, buffers, why)
 
 
 class CachedLaunch:
@@ -75,7 +75,7 @@ class CachedLaunch:
 
     def __init__(
         self, plan: Plan, settings: Settings, given: Sequence[str], device: torch.device, launch: Launch,
-        steps: Sequence[Step], sized: Sized, planner: Planner, descriptors: bool = False,
+        steps: Sequence[Step], sized: ShapeClass, planner: Planner, descriptors: bool = False,
         each: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
         """Keep a call.

@@ -13,7 +13,7 @@ from portattn.planning.kernel_specs import CORES, MIN_DOT, DecodeSplit
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least, next_power_of_two
+from portattn.schema.symbolic_int import least, next_power_of_two
 
 MODULE = "portattn.kernels.combine"
 UNSPECIALISED = frozenset({"heads_q", "seq_q", "rows", "splits"})

@@ -21,7 +21,7 @@ from portattn.launch.warps_apart import apart_call
 from portattn.planning.kernel_specs import CORES, DecodeSplit
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least
+from portattn.schema.symbolic_int import least
 
 MODULE = "portattn.kernels.decode"
 UNSPECIALISED = frozenset(

@@ -22,7 +22,7 @@ from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, pack
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least
+from portattn.schema.symbolic_int import least
 
 MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset(

@@ -15,12 +15,12 @@ import torch
 
 from portattn.launch.kernelcall import Signature
 from portattn.schema.call import TENSORS
-from portattn.schema.steps import Step
+from portattn.schema.kernel_step import Step
 from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TRITON_DTYPE, TWO_GIB, spans
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call
-    from portattn.schema.steps import StepLauncher
+    from portattn.schema.kernel_step import StepLauncher
 
 
 class Described(Protocol):

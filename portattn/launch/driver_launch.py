@@ -24,8 +24,9 @@ address and its sizes and cached (`MAPS` of them a descriptor), so a call builds
 second one's partial results, they are a role as well: allocate them before the call, and give the address. `addresses`
 come in the order of the names given to `Direct`; 0 stands for a tensor that is absent.
 
-Sizes that change from call to call come from a second list of steps, the same ones made of Sizes (schema/sizes.py):
-what is a Size in them is taken from the `sizes` of a launch, in the order of the `Outputs` that Direct adds them to.
+Sizes that change from call to call come from a second list of steps, the same ones made of Sizes
+(schema/symbolic_int.py): what is a Size in them is taken from the `sizes` of a launch, in the order of the `Outputs`
+that Direct adds them to.
 
 Scratch memory (kernels that build descriptors for themselves) is a role too: give `direct.scratch` bytes as SCRATCH.
 
@@ -44,8 +45,8 @@ from typing import Any
 
 from portattn.launch import cudadriver, triton_compat
 from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Unsupported
-from portattn.schema.sizes import Outputs, Size, most, unpinned
-from portattn.schema.steps import Step
+from portattn.schema.kernel_step import Step
+from portattn.schema.symbolic_int import Outputs, Size, most, unpinned
 
 MAPS = 64  # tensor maps kept for a descriptor: 128 bytes each, made in 1 µs
 WARP = 32

@@ -1,9 +1,9 @@
 """The C functions of native.c: compiled once a machine, as Triton compiles its own launchers, and loaded when needed.
 
 The library is kept in portattn's cache folder, by its source's content and Python's ABI. It runs in this process: it is
-loaded from there only if nobody else can have written it and it is whole (launch/trusted.py), and kept there only once
-a child process has imported it. Where none can be made (no C compiler, no Python.h, a folder that takes no files),
-calls are launched from Python, and `portattn doctor` says why.
+loaded from there only if nobody else can have written it and it is whole (launch/verified_dlopen.py), and kept there
+only once a child process has imported it. Where none can be made (no C compiler, no Python.h, a folder that takes no
+files), calls are launched from Python, and `portattn doctor` says why.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from portattn.files import Untrusted, cache_folder, locked, read_limited, sweep, trusted_folder, workshop
-from portattn.launch import building, trusted
-from portattn.launch.building import BuildFailed
+from portattn.launch import c_compiler, verified_dlopen
+from portattn.launch.c_compiler import BuildFailed
 
 SOURCE = Path(__file__).with_name("native.c")
 NAME = "portattn_native"  # what native.c initialises
@@ -112,7 +112,7 @@ def _cached(place: Path) -> Any:
 
 def _import(place: Path) -> Any:
     """Import the library at a place, once it is checked. Raises Untrusted, OSError, and what importing raises."""
-    handle = trusted.opened(place)
+    handle = verified_dlopen.opened(place)
     # By the descriptor that was checked. It stays open: its number is part of the name that the loader knows it by.
     path = f"/proc/self/fd/{handle}"
     try:
@@ -140,12 +140,12 @@ def _compile(place: Path) -> None:
     options = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_config_var('INCLUDEPY')}"]
     with workshop(place.parent) as folder:
         made = folder / f"{NAME}.so"
-        command = [*building.compiler(), *options, str(SOURCE), "-o", str(made)]
-        building.run(command, "native.c was not compiled", SECONDS, folder)
+        command = [*c_compiler.compiler(), *options, str(SOURCE), "-o", str(made)]
+        c_compiler.run(command, "native.c was not compiled", SECONDS, folder)
         if not made.is_file():
             raise BuildFailed(f"native.c was not compiled: {command[0]!r} ended well and made no library")
         _try(made, folder)
-        trusted.keep(place, read_limited(made, trusted.MOST))
+        verified_dlopen.keep(place, read_limited(made, verified_dlopen.MOST))
 
 
 def _try(made: Path, folder: Path) -> None:
@@ -156,7 +156,7 @@ def _try(made: Path, folder: Path) -> None:
         )
     word = os.urandom(8).hex()
     command = [sys.executable, "-I", "-S", "-c", _TRIAL, NAME, str(made), word]
-    if word not in building.run(command, "the compiled native.c does not import", TRIAL_SECONDS, folder):
+    if word not in c_compiler.run(command, "the compiled native.c does not import", TRIAL_SECONDS, folder):
         raise BuildFailed(f"native.c is not used: {sys.executable} is no Python that could try it")
 
 

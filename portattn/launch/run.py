@@ -156,7 +156,7 @@ def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Te
 def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
     """Launch in order on q's device; a problem without rows launches nothing.
 
-    Kernels are compiled beforehand (compile/ensure.py): the compile environment plays no part here.
+    Kernels are compiled beforehand (compile/compile_check.py): the compile environment plays no part here.
     """
     if not has_rows(plan):
         return

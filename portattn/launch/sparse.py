@@ -10,7 +10,7 @@ from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least
+from portattn.schema.symbolic_int import least
 
 MODULE = "portattn.kernels.sparse"
 UNSPECIALISED = frozenset({"heads_q", "group", "seq_k", "pages", "places", "splits", "tiles", "batches"})

@@ -9,7 +9,7 @@ from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs.apart import FORM
 from portattn.schema.lowering import Launch
 
-MODULE = "portattn.kernels.apart"
+MODULE = "portattn.kernels.warp_split"
 # In its order.
 ARGUMENTS = (
     "q", "k", "v", "out", "lse", "seqlens_k", "leftpad_k", "cu_seqlens_q", "page_table", "sinks", "scale",

@@ -11,7 +11,7 @@ from portattn.planning.kernel_specs import CORES, CacheWrite
 from portattn.schema.call import Call
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least
+from portattn.schema.symbolic_int import least
 
 MODULE = "portattn.kernels.write"
 UNSPECIALISED = frozenset({"heads_k", "seq_q", "seq_k", "angles", "rows", "tiles"})

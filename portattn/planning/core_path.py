@@ -17,13 +17,13 @@ from portattn.planning.gradients import INTERPRETER
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
+from portattn.schema.compile_record import CompileRecords
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import ASKED
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
-from portattn.schema.sizes import next_power_of_two, pinned
+from portattn.schema.symbolic_int import next_power_of_two, pinned
 from portattn.schema.target import Target
 from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.source_tree import install_extra

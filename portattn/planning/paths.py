@@ -21,8 +21,8 @@ from portattn.planning.evidence import untried
 from portattn.planning.gradients import INTERPRETER, backward_problem, own_path
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
+from portattn.schema.compile_record import CompileRecords
 from portattn.schema.ops import ROWS
-from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target

@@ -12,7 +12,7 @@ from portattn.errors import PathUnavailable
 from portattn.planning.checks import Refused
 from portattn.planning.paths import INTERPRETER, REFERENCE, Asked, candidates
 from portattn.planning.registry import Registry
-from portattn.schema.outcome import NO_RECORDS, CompileRecords
+from portattn.schema.compile_record import NO_RECORDS, CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target

@@ -23,8 +23,8 @@ from portattn.schema import compilers, quirk_names, toml_reader
 from portattn.schema.compilers import Compiler
 from portattn.schema.problem import DEMANDS
 from portattn.schema.problem_limits import OPS
-from portattn.worker import distributions
-from portattn.worker.distributions import Unreadable
+from portattn.worker import installed_packages
+from portattn.worker.installed_packages import Unreadable
 
 _NAME = re.compile(r"[\w-]+")
 _warned: set[str] = set()
@@ -236,7 +236,7 @@ def disabled() -> tuple[Broken, ...]:
 
 
 def _points() -> tuple[list[Any], list[Unreadable]]:
-    return distributions.entry_points(ENTRY_POINT_GROUP)
+    return installed_packages.entry_points(ENTRY_POINT_GROUP)
 
 
 def _is_of(backend: Backend, point: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Over how many programs to split keys: small functions of sizes, which native.c has too (portattn/schema/sizes.py)."""
+"""Over how many programs to split keys: small functions of sizes, which native.c has too (schema/symbolic_int.py)."""
 
 from __future__ import annotations
 
-from portattn.schema.sizes import traceable
+from portattn.schema.symbolic_int import traceable
 
 NEARLY = 85  # per cent of the best: fewer splits than the best are taken where they are nearly as good
 

@@ -17,11 +17,11 @@ from portattn.planning.core_path import OPTIONAL, hint, kernel_source_digest, ti
 from portattn.planning.data_files import has_arches
 from portattn.planning.evidence import untried
 from portattn.planning.registry import Registry
-from portattn.schema.outcome import CompileRecords
+from portattn.schema.compile_record import CompileRecords
 from portattn.schema.plan import Applied, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Quirk, concerning
-from portattn.schema.sizes import pinned
+from portattn.schema.symbolic_int import pinned
 from portattn.schema.target import Target
 from portattn.version import __version__
 

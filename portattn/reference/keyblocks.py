@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from portattn.reference.extents import Extent
-from portattn.reference.stored import latent_rows, widened
+from portattn.reference.stored import dequantize, latent_rows
 from portattn.schema.call import Call
 from portattn.schema.problem_limits import DS_MLA
 
@@ -106,7 +106,7 @@ def _widened(
     p = call.problem
     scale = None if scale is None else _of_tokens(call, scale, extent, start, stop)
     blocks = None if blocks is None else _of_tokens(call, blocks, extent, start, stop)
-    return widened(numbers, p.kv_format, scale, p.kv_scales == "token", blocks)
+    return dequantize(numbers, p.kv_format, scale, p.kv_scales == "token", blocks)
 
 
 def _of_tokens(call: Call, scale: torch.Tensor, extent: Extent, start: int, stop: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
             return scale[slot, head, place]
 
         k, v = (
-            widened(numbers, p.kv_format, chosen(scale), p.kv_scales == "token")
+            dequantize(numbers, p.kv_format, chosen(scale), p.kv_scales == "token")
             for numbers, scale in ((k, call.k_scale), (v, call.v_scale))
         )
     return KeyBlock(start, stop, k, v, token, valid)

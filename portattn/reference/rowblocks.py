@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from portattn.reference.extents import Extent
-from portattn.reference.stored import widened
+from portattn.reference.stored import dequantize
 from portattn.schema.call import Call
 
 
@@ -63,7 +63,7 @@ def _widened(call: Call, numbers: torch.Tensor, rows: slice | torch.Tensor) -> t
         scale = scale.repeat_interleave(call.problem.group, dim=1)[..., None]
     elif scale is not None:
         scale = scale[:, :, rows] if isinstance(rows, slice) else scale[0][:, rows].transpose(0, 1)
-    return widened(numbers, call.problem.q_format, scale)
+    return dequantize(numbers, call.problem.q_format, scale)
 
 
 class Results:

@@ -12,7 +12,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the code's lower three bit
 MIDDLE = 8  # the int4 number that stands for 0 where a scale is not a token's
 
 
-def widened(
+def dequantize(
     stored: torch.Tensor,
     kind: str,
     scale: torch.Tensor | None,

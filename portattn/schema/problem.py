@@ -39,7 +39,7 @@ from portattn.schema.problem_limits import (
     PageLayout,
     Rotary,
 )
-from portattn.schema.sizes import is_size
+from portattn.schema.symbolic_int import is_size
 
 _Struct: Any = type(msgspec.Struct)
 try:
@@ -314,7 +314,7 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
 
     @property
     def words(self) -> bool:
-        """Whether rows of a quantised cache are whole 16-bit words (kernels/words.py) at aligned addresses."""
+        """Whether rows of a quantised cache are whole 16-bit words at aligned addresses (attend_packed16.py)."""
         number = 2 * NV_BLOCK if self.kv_format == NVFP4 else self.numbers_of_word  # a row's scales are words too
         whole = self.head_dim % number == 0 and self.head_dim_v % number == 0
         # What is aligned says nothing of the scales of nvfp4's blocks.

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from portattn.schema.features import FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.sizes import is_size
+from portattn.schema.symbolic_int import is_size
 
 Op = Literal[
     "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",

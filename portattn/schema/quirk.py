@@ -14,7 +14,7 @@ from portattn.errors import SettingError
 from portattn.schema import conditions, quirk_names
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.sizes import pinned
+from portattn.schema.symbolic_int import pinned
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
 

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from portattn.schema import compilers
 from portattn.schema.compilers import COMPONENTS as COMPONENTS
 from portattn.schema.compilers import TRITON
-from portattn.worker import distributions
+from portattn.worker import installed_packages
 
 # Chips of community Triton itself: a folder with another one's backend is a fork, whatever number it states.
 _COMMUNITY_BACKENDS = ("nvidia", "amd")
@@ -180,7 +180,7 @@ def owners(folder: Path) -> list[tuple[str, str]]:
     """
     target, package = folder / "__init__.py", folder.name
     found = []
-    for name, dist in distributions.claiming(package):
+    for name, dist in installed_packages.claiming(package):
         claims = any(
             str(f) == f"{package}/__init__.py" and Path(str(dist.locate_file(f))).resolve() == target.resolve()
             for f in dist.files or []
@@ -230,7 +230,7 @@ def installed() -> Toolchain:
 def _toolchain(name: str, version: str, folder: Path) -> Toolchain:
     components = {}
     for component in ("torch", "torch-npu", "numpy"):
-        if stated := distributions.version(component):
+        if stated := installed_packages.version(component):
             components[component] = stated
     own = compilers.find(name)
     return Toolchain(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from portattn.compile import failures
-from portattn.compile.ensure import incident_of
+from portattn.compile.compile_check import incident_of
 from portattn.compile.store import CompileStore, store
 from portattn.compile.variants import variant_of
 from portattn.config import Settings
@@ -32,8 +32,8 @@ from portattn.planning.evidence import canaries_wanted
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.planning.variant_path import source_digest
+from portattn.schema.compile_record import CompileRecord, Incident
 from portattn.schema.ops import ROWS
-from portattn.schema.outcome import CompileRecord, Incident
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import KvFormat, KvScales
@@ -42,7 +42,7 @@ from portattn.schema.target import Target
 from portattn.testing.numerics import COMPARE, numerics, request_of
 from portattn.version import __version__
 from portattn.worker.client import Reply, Worker
-from portattn.worker.ends import death
+from portattn.worker.exit_status import death
 from portattn.worker.stages import RUNS
 
 if TYPE_CHECKING:

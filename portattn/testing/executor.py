@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from portattn.compile.ensure import compile_in, first_line
+from portattn.compile.compile_check import compile_in, first_line
 from portattn.errors import PluginWarning, warn_caller
 from portattn.launch import KernelCall, kernel_calls
 from portattn.planning.registry import Registry, own_backends

@@ -17,7 +17,7 @@ from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 BEFORE = 42.0  # what caches and scales of tokens hold before
 BEYOND = (2**31 - 1, -(2**31), -1)  # what says that a token has no place, beside a place behind the last one
 ANGLES = 64
-# Formats: bits of the fraction, the exponent's bias, the largest number, and the code of NaN (kernels/stored.py).
+# Formats: bits of the fraction, the exponent's bias, the largest number, and the code of NaN (kernels/dequantize.py).
 _FLOATS = {"e4m3": (3, 7, 448.0, 0x7F), "e5m2": (2, 15, 57344.0, 0x7F), "e4m3fnuz": (3, 8, 240.0, 0x80)}
 _LARGEST = {"int8": 127.0} | {name: form[2] for name, form in _FLOATS.items()}
 _TINY = 2.0**-126  # a scale for a token is no smaller

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.compile.ensure import first_line
+from portattn.compile.compile_check import first_line
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target

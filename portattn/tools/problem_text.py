@@ -377,7 +377,7 @@ def target_from(target: str | None, toolchain: str | None, argument: str = "--ta
 
     Raises ArgumentError, naming the command and the option, on an unknown backend, arch or toolchain.
     """
-    from portattn.planning.detect import this_target
+    from portattn.planning.detect_target import this_target
     from portattn.planning.registry import Registry
 
     registry = Registry.load()

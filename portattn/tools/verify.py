@@ -13,11 +13,11 @@ from typing import Literal
 
 import msgspec
 
-from portattn.compile.ensure import first_line
+from portattn.compile.compile_check import first_line
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.backend import Variant
-from portattn.planning.detect import devices
+from portattn.planning.detect_target import devices
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan

@@ -1,6 +1,6 @@
 """Calls of the gradients of attention and varlen_attention: the forward's arguments, its results and their gradients.
 
-portattn itself makes these calls (api/backward.py); what a caller gave has been validated by the forward.
+portattn itself makes these calls (api/kernel_backward.py); what a caller gave has been validated by the forward.
 """
 
 from __future__ import annotations

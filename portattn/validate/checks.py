@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
 from portattn.schema.problem_limits import MAX_HEAD_DIM, MAX_SPLITS, WORD_ALIGNMENT
-from portattn.schema.sizes import is_size, most, next_power_of_two
+from portattn.schema.symbolic_int import is_size, most, next_power_of_two
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}

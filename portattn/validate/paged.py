@@ -12,7 +12,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import check_groups
 from portattn.schema.problem_limits import MAX_LENGTH, Op
-from portattn.schema.sizes import least
+from portattn.schema.symbolic_int import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (

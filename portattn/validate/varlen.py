@@ -10,7 +10,7 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem_limits import Op
-from portattn.schema.sizes import least
+from portattn.schema.symbolic_int import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (

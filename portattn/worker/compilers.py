@@ -18,7 +18,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from portattn.worker import adapters, distributions, resources
+from portattn.worker import adapters, installed_packages, resources
 from portattn.worker.triton_digest import digest
 
 try:
@@ -32,7 +32,7 @@ VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split("."
 def versions(packages: Iterable[str] = ()) -> dict[str, str]:
     """Versions of Python, and of every distribution that claims triton/ or another of the packages, by name."""
     found = {"python": platform.python_version()}
-    claims = [claim for package in ("triton", *packages) for claim in distributions.claiming(package)]
+    claims = [claim for package in ("triton", *packages) for claim in installed_packages.claiming(package)]
     for name, dist in sorted(claims, key=lambda claim: claim[0]):
         found.setdefault(name.replace("_", "-").lower(), str(dist.version))
     return found

@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from portattn.worker.programs import load
+from portattn.worker.import_file import load
 
 
 def find(module: str, function: str, file: str, absent: Sequence[str]) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from portattn.worker.programs import load
+from portattn.worker.import_file import load
 
 ARMS = ("control", "off", "on")
 # Evidence levels that a program can reach, as portattn.schema.quirk spells them.

@@ -20,7 +20,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     unavailable  nothing was learnt about what was asked, whatever the outcome: the child could not be started or ended
                  before it began, was closed, did not speak the protocol, or the system failed the parent (no process,
                  no descriptor, no memory). `message` says which. Not set where a compiler may have been the cause,
-                 as where a child is killed by somebody: worker/ends.py judges those by their kind
+                 as where a child is killed by somebody: worker/exit_status.py judges those by their kind
     """
 
     outcome: Outcome

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from portattn.tools.bench.peers import fa3
-from portattn.tools.bench.peers.here import has_op
+from portattn.tools.bench.peers.availability import has_op
 
 SPLITS_IN_GRAPHS = 32  # vLLM's default of flash_attn_max_num_splits_for_cuda_graph
 

@@ -14,9 +14,9 @@ from torch.nn.attention import flex_attention
 
 import portattn
 from portattn.api import block_mask as module
-from portattn.api.binding import named_arguments
-from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
+from portattn.api.signatures import named_arguments
+from portattn.api.torch_ops import arguments_of
 from portattn.launch import cache
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target

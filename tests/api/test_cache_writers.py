@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import portattn
 from portattn.config import Settings
 from portattn.launch import kernel_calls
-from portattn.launch.shaped import Shaped, TensorKind
+from portattn.launch.symbolic_tensor import Shaped, TensorKind
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.ops import ROWS
-from portattn.schema.sizes import Trace, unpinned
+from portattn.schema.symbolic_int import Trace, unpinned
 from portattn.validate.builders import build_call
 
 PAGES, PAGE, HEADS, WIDTH = 6, 8, 2, 16

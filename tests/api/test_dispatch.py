@@ -19,7 +19,7 @@ from portattn import FallbackWarning, PathUnavailable
 from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.sdpa import SdpaPath
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.compile.store import _store, store
 from portattn.config import Settings
 from portattn.planning.backend import Backend
@@ -49,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
                 launches[-1].arguments[name].zero_()
 
     monkeypatch.setattr(candidate, "launch_all", launch_all)
-    monkeypatch.setattr(ensure, "_in_this_process", lambda *arguments: None)
+    monkeypatch.setattr(compile_check, "_in_this_process", lambda *arguments: None)
     return plans
 
 

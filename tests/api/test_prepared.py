@@ -14,7 +14,7 @@ from support import Device, poisoned, random_call
 import portattn
 from portattn import PageTable
 from portattn.api import candidate, dispatch
-from portattn.api.binding import arguments_as_parts, named_arguments
+from portattn.api.signatures import arguments_as_parts, named_arguments
 from portattn.api.unknown_arguments import names_of, positional_of
 from portattn.schema.call import Call
 from portattn.schema.ops import PUBLIC, ROWS

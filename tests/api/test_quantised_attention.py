@@ -13,9 +13,9 @@ from opcalls import given, perform, problem
 from support import Device, assert_right, random_call
 
 import portattn
-from portattn.api.binding import named_arguments
-from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
+from portattn.api.signatures import named_arguments
+from portattn.api.torch_ops import arguments_of
 from portattn.launch import cache
 from portattn.planning.registry import parse_target
 from portattn.schema.call import Call

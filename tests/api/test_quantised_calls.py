@@ -14,9 +14,9 @@ from support import Device, assert_right, random_call
 
 import portattn
 from portattn import ArgumentError
-from portattn.api.binding import named_arguments
-from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
+from portattn.api.signatures import named_arguments
+from portattn.api.torch_ops import arguments_of
 from portattn.launch import cache
 from portattn.schema.call import Call
 from portattn.schema.problem_limits import INTEGERS

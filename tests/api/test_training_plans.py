@@ -13,7 +13,7 @@ from support import Device
 from training_calls import KERNELS, gradients, qkv
 
 import portattn
-from portattn.api import backward, dispatch, training
+from portattn.api import dispatch, kernel_backward, training
 from portattn.api.request import request_from
 from portattn.config import Settings, current
 from portattn.planning.planner import plan
@@ -106,8 +106,8 @@ def test_where_no_kernel_runs_the_backward_pass_the_reference_does(monkeypatch: 
     inputs = qkv()
     expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend="reference"), inputs, "")
     out = portattn.attention(*inputs, causal=True, backend=KERNELS)
-    monkeypatch.setattr(backward, "own_path", lambda *given: "auto")  # of a CPU, where auto has no kernel
-    monkeypatch.setattr(backward, "_WAYS", {op: backward._Way(op) for op in BACKWARD})
+    monkeypatch.setattr(kernel_backward, "own_path", lambda *given: "auto")  # of a CPU, where auto has no kernel
+    monkeypatch.setattr(kernel_backward, "_WAYS", {op: kernel_backward._Way(op) for op in BACKWARD})
     found = gradients(lambda b: out, inputs, "")
     made = portattn.last_backward_plan()
     assert (made.path, made.problem.op) == ("reference", BACKWARD["attention"])

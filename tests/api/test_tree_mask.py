@@ -12,9 +12,9 @@ from opcalls import assert_right, changed, given, perform, pretend_accelerator, 
 from support import Device, poisoned, random_call
 
 import portattn
-from portattn.api.binding import named_arguments
-from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
+from portattn.api.signatures import named_arguments
+from portattn.api.torch_ops import arguments_of
 from portattn.launch import cache
 
 NAMES = ("decode", "paged", "ragged")

@@ -18,7 +18,7 @@ RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cell
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.detect.devices", lambda: [])
+    monkeypatch.setattr("portattn.planning.detect_target.devices", lambda: [])
 
 
 def test_run_and_report(portattn, tmp_path):

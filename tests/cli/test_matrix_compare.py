@@ -33,7 +33,7 @@ expires   = {}
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.detect.devices", lambda: [])
+    monkeypatch.setattr("portattn.planning.detect_target.devices", lambda: [])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compiles  # plans need an installed Triton
 def run(portattn, tmp_path, monkeypatch):
     """A function that makes a run of Ascend's cells, which nothing here compiles, and gives its folder."""
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.detect.devices", lambda: [])
+    monkeypatch.setattr("portattn.planning.detect_target.devices", lambda: [])
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
 
     def make(name, *targets):

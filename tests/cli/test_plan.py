@@ -361,7 +361,7 @@ def test_pages_have_a_layout_only_where_there_are_pages(portattn):
 
 
 def test_without_a_target_it_is_this_machines(portattn):
-    from portattn.planning.detect import this_target
+    from portattn.planning.detect_target import this_target
 
     assert portattn("plan", "attention", *SHAPES, "--json").json["target"] == this_target().name
 

@@ -16,15 +16,15 @@ import torch
 from support import BEHAVIOURS, problem, random_call
 
 import portattn
-from portattn.compile import ensure
-from portattn.compile.ensure import code_key
+from portattn.compile import compile_check
+from portattn.compile.compile_check import code_key
 from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.worker.client import Reply, Worker
-from portattn.worker.ends import died
+from portattn.worker.exit_status import died
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def compiles(key, made, launches, load, q, target, records):
         seen.append(key)
 
-    monkeypatch.setattr(ensure, "_in_this_process", compiles)
+    monkeypatch.setattr(compile_check, "_in_this_process", compiles)
     return seen
 
 
@@ -65,20 +65,20 @@ class Startable:
 def test_a_child_is_expected_where_nothing_was_compiled(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once; not where compiles are this process's, and not where something was recorded, by whatever process."""
     child = Startable()
-    monkeypatch.setattr(ensure, "_worker", None)
-    monkeypatch.setattr(ensure, "_shared_worker", lambda: child)
-    ensure.expect(msgspec.structs.replace(settings, isolate="never"))
+    monkeypatch.setattr(compile_check, "_worker", None)
+    monkeypatch.setattr(compile_check, "_shared_worker", lambda: child)
+    compile_check.expect(msgspec.structs.replace(settings, isolate="never"))
     assert child.starts == 0
-    ensure.expect(settings)
+    compile_check.expect(settings)
     assert child.starts == 1
-    monkeypatch.setattr(ensure, "_worker", child)
-    ensure.expect(settings)
+    monkeypatch.setattr(compile_check, "_worker", child)
+    compile_check.expect(settings)
     assert child.starts == 1
-    monkeypatch.setattr(ensure, "_worker", None)
+    monkeypatch.setattr(compile_check, "_worker", None)
     made, *_ = planned()
-    CompileStore(Path(settings.cache_dir)).put(ensure._record("0" * 32, made, passed=True))
+    CompileStore(Path(settings.cache_dir)).put(compile_check._record("0" * 32, made, passed=True))
     assert not store(settings).empty()
-    ensure.expect(settings)
+    compile_check.expect(settings)
     assert child.starts == 1
 
 
@@ -89,8 +89,8 @@ def requests_in(file: Path) -> int:
 def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, launches, q, target = planned()
-    assert ensure.ensure(made, launches, q, target, settings) is None
-    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
     assert in_process == [code_key(made, launches)]
     seen = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
@@ -122,7 +122,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     made = plan(p, target, settings=Settings(backend="triton"))
     assert (made.launch.splits > 1) is (len(functions) > 1)
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"]["function"] for line in requests.read_text().splitlines()]
     assert asked == functions
 
@@ -135,7 +135,7 @@ def test_both_kernels_of_gradients_are_compiled_with_their_own_tiles(compiler, s
     tiles = {"block_m": 128, "block_n": 32, "num_warps": 4, "rows_m": 64, "rows_n": 16, "rows_warps": 8}
     made = msgspec.structs.replace(made, launch=made.launch.changed(tiles))
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"] for line in requests.read_text().splitlines()]
     seen = {
         one["function"]: (*(one["constants"].get(f"BLOCK_{axis}") for axis in "MN"), one["options"]["num_warps"])
@@ -149,10 +149,10 @@ def test_both_kernels_of_gradients_are_compiled_with_their_own_tiles(compiler, s
 def test_a_later_process_trusts_the_record(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, launches, q, target = planned()
-    ensure.ensure(made, launches, q, target, settings)
-    ensure._ready.clear()
+    compile_check.ensure(made, launches, q, target, settings)
+    compile_check._ready.clear()
     _store.cache_clear()
-    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
 
 
@@ -161,18 +161,18 @@ def test_each_device_loads_with_the_variables_of_the_plan(compiler, settings, mo
     requests, seen = compiler("ok"), []
     made, launches, _, target = planned()
     made = msgspec.structs.replace(made, env={"PORTATTN_TEST_MARK": "1"})
-    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
 
     def load(launch) -> None:
         seen.append(os.environ.get("PORTATTN_TEST_MARK"))
 
     for device in ("cuda:0", "cuda:1", "cuda:1"):
         q = SimpleNamespace(device=torch.device(device))
-        assert ensure.ensure_all(made, launches, load, q, target, settings) is None
+        assert compile_check.ensure_all(made, launches, load, q, target, settings) is None
     assert seen == ["1", "1"]
     assert requests_in(requests) == 1
     assert "PORTATTN_TEST_MARK" not in os.environ
-    assert not ensure.unseen(made, launches, settings)
+    assert not compile_check.unseen(made, launches, settings)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) 
     made, launches, q, target = planned()
     chosen = Settings(cache_dir=str(tmp_path / "v"), isolate=isolate)
     for _ in range(2):
-        assert ensure.ensure(made, launches, q, target, chosen) is None
-        ensure._ready.clear()
+        assert compile_check.ensure(made, launches, q, target, chosen) is None
+        compile_check._ready.clear()
     assert requests_in(requests) == children
     assert len(in_process) == 2
 
@@ -218,7 +218,7 @@ def test_every_planted_failure_is_tried() -> None:
 def test_failures_are_classified_and_kept(compiler, settings, in_process, behaviour: str) -> None:
     compiler(behaviour)
     made, launches, q, target = planned()
-    failed = ensure.ensure(made, launches, q, target, settings)
+    failed = compile_check.ensure(made, launches, q, target, settings)
     assert failed is not None
     assert not failed.passed
     assert in_process == [], "what fails in the child must not be compiled here"
@@ -228,7 +228,7 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
     passing = behaviour in ("no json", "exit")
     assert cached.get(code_key(made, launches)) == (None if passing else failed)
     assert failed.standing == ("passing" if passing else "timeout" if symptom == "hang" else "lasting")
-    assert ensure.known_failure(made, launches, settings) == failed
+    assert compile_check.known_failure(made, launches, settings) == failed
     [incident] = cached.incidents()
     assert incident.id == failed.incident
     assert (incident.symptom, incident.stage) == (symptom, stage)
@@ -246,10 +246,10 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
     """The plan was made before the record came: it must not take this process down."""
     requests = compiler("crash")
     made, launches, q, target = planned()
-    assert ensure.ensure(made, launches, q, target, settings) is not None
+    assert compile_check.ensure(made, launches, q, target, settings) is not None
     asked = requests_in(requests)
     for isolate in ("auto", "never"):
-        again = ensure.ensure(
+        again = compile_check.ensure(
             made, launches, q, target, Settings(cache_dir=settings.cache_dir, compile_seconds=3.0, isolate=isolate)
         )
         assert again is not None
@@ -263,7 +263,7 @@ def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behav
     """It is retried once, and the record says so."""
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 2
     records = CompileStore(Path(settings.cache_dir))
     seen = records.get(code_key(made, launches))
@@ -297,15 +297,15 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     """As triton-ascend's, which compiles here what the child only lowered."""
     compiler("ok")
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate=isolate)
-    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
     load = dying_once(subprocess.CalledProcessError(-6, "triton-adapter-opt"))
-    assert ensure.ensure_all(made, launches, load, q, target, settings) is None
+    assert compile_check.ensure_all(made, launches, load, q, target, settings) is None
     seen = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert (seen.facts["deaths"] if seen else None) == (1 if isolate == "auto" else None)
     made, launches, q, target = planned(causal="bottom_right")
     load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
-    failed = ensure.ensure_all(made, launches, load, q, target, settings)
+    failed = compile_check.ensure_all(made, launches, load, q, target, settings)
     assert failed is not None
     assert "exit status 1" in failed.reason
 
@@ -316,13 +316,13 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
 ) -> None:
     """A signal that somebody sent, for memory perhaps, says nothing about the compiler."""
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate="never")
-    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
 
     def load(launch: object) -> None:
         raise subprocess.CalledProcessError(-number, "triton-adapter-opt")
 
-    assert ensure.ensure_all(made, launches, load, q, target, settings) is not None
+    assert compile_check.ensure_all(made, launches, load, q, target, settings) is not None
     assert (CompileStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is cached
     found = next(iter(store(settings).incidents()))
     assert found.symptom == "compiler-crash"
@@ -334,7 +334,7 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
 def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, times: int) -> None:
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    assert ensure.ensure(made, launches, q, target, settings) is not None
+    assert compile_check.ensure(made, launches, q, target, settings) is not None
     assert requests_in(requests) == times
 
 
@@ -369,7 +369,7 @@ def test_who_died(reply: Reply, dead: bool) -> None:
 def test_the_first_death_is_not_forgotten(compiler, settings, in_process) -> None:
     compiler("crash")
     made, launches, q, target = planned()
-    failed = ensure.ensure(made, launches, q, target, settings)
+    failed = compile_check.ensure(made, launches, q, target, settings)
     assert failed is not None
     incident = store(settings).incident(failed.incident)
     assert incident is not None
@@ -379,7 +379,7 @@ def test_the_first_death_is_not_forgotten(compiler, settings, in_process) -> Non
 def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:
     requests = compiler("error")
     made, launches, q, target = planned(causal="top_left")
-    failed = ensure.ensure(made, launches, q, target, settings)
+    failed = compile_check.ensure(made, launches, q, target, settings)
     incident = store(settings).incident(failed.incident)
     # Not to compile it here: the command's Python is exchanged for one that prints what it is sent.
     command = incident.command.rsplit("|", 1)[0]
@@ -398,9 +398,9 @@ def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -
     made, launches, q, target = planned()
     launches[0].constexprs["BLOCK_D"] = 48  # no power of two
     with Worker() as worker:
-        monkeypatch.setattr(ensure, "_worker", worker)
+        monkeypatch.setattr(compile_check, "_worker", worker)
         limit = Settings(cache_dir=settings.cache_dir, compile_seconds=120.0)
-        failed = ensure.ensure(made, launches, q, target, limit)
+        failed = compile_check.ensure(made, launches, q, target, limit)
     assert "CompilationError" in failed.reason
     incident = store(settings).incident(failed.incident)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -424,13 +424,13 @@ def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -
     ],
 )
 def test_symptoms_are_the_words_of_quirks(reply: Reply, symptom: str) -> None:
-    assert ensure.symptom_of(reply) == symptom
+    assert compile_check.symptom_of(reply) == symptom
 
 
 def test_threads_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ensure, "_worker", None)
-    first = ensure._shared_worker()
-    assert ensure._shared_worker() is first
+    monkeypatch.setattr(compile_check, "_worker", None)
+    first = compile_check._shared_worker()
+    assert compile_check._shared_worker() is first
     first.close()
 
 
@@ -453,10 +453,10 @@ def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_pat
         def warmup(self, *arguments, **options):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(ensure, "load_kernels", lambda *a, **k: type("M", (), {"dense_forward": Kernel()}))
+    monkeypatch.setattr(compile_check, "load_kernels", lambda *a, **k: type("M", (), {"dense_forward": Kernel()}))
     with pytest.raises(torch.OutOfMemoryError):
-        ensure.ensure(made, launches, q, target, Settings(cache_dir=settings.cache_dir, isolate="never"))
-    assert ensure.known_failure(made, launches, settings) is None
+        compile_check.ensure(made, launches, q, target, Settings(cache_dir=settings.cache_dir, isolate="never"))
+    assert compile_check.known_failure(made, launches, settings) is None
     assert list(store(settings).incidents()) == []
 
 
@@ -482,5 +482,5 @@ def test_nothing_is_compiled_for_nothing(compiler, settings, in_process) -> None
     p = problem(dtype="fp16", seq_q=0, head_dim=64)
     made = plan(p, target, settings=Settings(backend="triton"))
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
     assert not requests.exists() or requests_in(requests) == 0

@@ -17,13 +17,13 @@ from test_compiling import planned, requests_in
 
 import portattn
 from portattn.api import candidate, dispatch
-from portattn.compile import ensure, failures
-from portattn.compile.ensure import code_key
+from portattn.compile import compile_check, failures
+from portattn.compile.compile_check import code_key
 from portattn.compile.failures import standing
 from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings
 from portattn.launch import cache
-from portattn.schema.outcome import Standing
+from portattn.schema.compile_record import Standing
 from portattn.worker.client import Reply
 
 LOGS = TESTS / "tools" / "quirks" / "lifecycle" / "logs"
@@ -240,11 +240,11 @@ def test_each_failure_of_a_child(compiler, settings: Settings, behaviour: str) -
     expected, said = CHILDREN[behaviour]
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    failed = ensure.ensure(made, launches, q, target, settings)
+    failed = compile_check.ensure(made, launches, q, target, settings)
     assert failed is not None
     assert (failed.standing, said in failed.reason) == (expected, True)
     asked = requests_in(requests)
-    assert ensure.ensure(made, launches, q, target, settings) == failed, "this process remembers"
+    assert compile_check.ensure(made, launches, q, target, settings) == failed, "this process remembers"
     assert requests_in(requests) == asked
     cached = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert cached == (None if expected == "passing" else failed), "and others"
@@ -256,18 +256,18 @@ def test_a_passing_failure_is_asked_again_after_some_time(compiler, settings: Se
     made, launches, q, target = planned()
     waits = []
     for _ in range(6):
-        failed = ensure.ensure(made, launches, q, target, settings)
+        failed = compile_check.ensure(made, launches, q, target, settings)
         assert failed is not None
         waits.append(failed.wait)
         assert failed.until is not None, "what is launched instead is kept as long"
         left = failed.until - datetime.datetime.now(datetime.timezone.utc)
         assert failed.wait - 60 < left.total_seconds() <= failed.wait
         clock.now += failed.wait - 1
-        assert ensure.known_failure(made, launches, settings) == failed
-        assert not ensure.unseen(made, launches, settings)
+        assert compile_check.known_failure(made, launches, settings) == failed
+        assert not compile_check.unseen(made, launches, settings)
         clock.now += 2
-        assert ensure.known_failure(made, launches, settings) is None
-        assert ensure.unseen(made, launches, settings)
+        assert compile_check.known_failure(made, launches, settings) is None
+        assert compile_check.unseen(made, launches, settings)
     assert waits == [300, 600, 1200, 2400, 3600, 3600]
     assert requests_in(requests) == 6
     assert len(list(store(settings).incidents())) == 1
@@ -283,31 +283,31 @@ def test_a_passing_failure_is_asked_again_in_other_surroundings(
     made, launches, q, target = planned()
     for value in ("/one", "/one", "/two"):
         monkeypatch.setenv(name, value if name != "PATH" else f"{value}:/usr/bin:/bin")
-        assert ensure.ensure(made, launches, q, target, settings) is not None
+        assert compile_check.ensure(made, launches, q, target, settings) is not None
     assert requests_in(requests) == 2
 
 
 def test_other_surroundings_have_another_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ensure, "_worker", None)
-    first = ensure._shared_worker()
-    assert ensure._shared_worker() is first
+    monkeypatch.setattr(compile_check, "_worker", None)
+    first = compile_check._shared_worker()
+    assert compile_check._shared_worker() is first
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere")
-    second = ensure._shared_worker()
+    second = compile_check._shared_worker()
     assert second is not first
-    assert ensure._shared_worker() is second
+    assert compile_check._shared_worker() is second
     first.close()
     second.close()
 
 
 def test_what_passes_in_time_compiles(compiler, settings: Settings, clock: Any, monkeypatch) -> None:
     """The disk has room again: the next call after the wait compiles, and the record is a good one."""
-    monkeypatch.setattr(ensure, "_in_this_process", lambda *given: None)
+    monkeypatch.setattr(compile_check, "_in_this_process", lambda *given: None)
     compiler("full disk once")
     made, launches, q, target = planned()
-    failed = ensure.ensure(made, launches, q, target, settings)
+    failed = compile_check.ensure(made, launches, q, target, settings)
     assert failed is not None
     clock.now += failed.wait + 1
-    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert compile_check.ensure(made, launches, q, target, settings) is None
     cached = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert cached is not None
     assert cached.passed
@@ -320,7 +320,7 @@ def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
     import contextlib
 
     compiler("ok")
-    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
     made = msgspec.structs.replace(made, env={"TRITON_OF_A_QUIRK": "1"})
     answers: list[Exception] = [RuntimeError("Failed to find C compiler.")]
@@ -329,18 +329,18 @@ def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
         if answers:
             raise answers.pop()
 
-    failed = ensure.ensure_all(made, launches, load, q, target, settings)
+    failed = compile_check.ensure_all(made, launches, load, q, target, settings)
     assert failed is not None
     assert failed.standing == "passing"
-    assert ensure.ensure_all(made, launches, load, q, target, settings) == failed
+    assert compile_check.ensure_all(made, launches, load, q, target, settings) == failed
     clock.now += failed.wait + 1
-    assert ensure.ensure_all(made, launches, load, q, target, settings) is None
+    assert compile_check.ensure_all(made, launches, load, q, target, settings) is None
 
 
 def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, settings: Settings) -> None:
     compiler("hang")
     made, launches, q, target = planned()
-    failed = ensure.ensure(made, launches, q, target, settings)
+    failed = compile_check.ensure(made, launches, q, target, settings)
     assert failed is not None
     key, folder = code_key(made, launches), Path(settings.cache_dir)
     assert (failed.wait, failed.limit) == (86_400.0, 1.0)
@@ -356,9 +356,9 @@ def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, setti
 
 
 def put_as_it_is(folder: Path, record: portattn.CompileRecord) -> None:
-    from portattn.compile import sealed
+    from portattn.compile import checksummed_json
 
-    (folder / "records" / f"{record.key}.json").write_bytes(sealed.seal("record", record.key, record))
+    (folder / "records" / f"{record.key}.json").write_bytes(checksummed_json.seal("record", record.key, record))
 
 
 def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) ->
     compiler("error")
     made, launches, q, target = planned()
     with pytest.warns(UserWarning, match="PORTATTN_CACHE_DIR"):
-        failed = ensure.ensure(made, launches, q, target, chosen)
+        failed = compile_check.ensure(made, launches, q, target, chosen)
     assert failed is not None
     assert failed.incident == ""
 
@@ -377,7 +377,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
 ) -> None:
     """A server goes on by another path, and comes back once the disk has room."""
     requests, launched = compiler("full disk once"), []
-    monkeypatch.setattr(ensure, "_in_this_process", lambda *given: None)
+    monkeypatch.setattr(compile_check, "_in_this_process", lambda *given: None)
     monkeypatch.setattr(candidate, "launch_all", lambda calls, made, q: launched.append(made))
     q = torch.randn(1, 2, 33, 64).half()
     with portattn.settings(canary="never"):
@@ -403,7 +403,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
 
 def failure(stands: str, **fields: Any) -> portattn.CompileRecord:
     made, *_ = planned()
-    return ensure._record("k", made, passed=False, standing=stands, **fields)
+    return compile_check._record("k", made, passed=False, standing=stands, **fields)
 
 
 def test_nothing_is_kept_of_a_call_that_a_variant_left_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +439,7 @@ def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cache, "time", clock)
     cache.forget()
     q = torch.zeros(1, 2, 4, 16)
-    kinds = [cache.Kind("attention", {"q": q}, (number,), {}, Settings()) for number in range(3)]
+    kinds = [cache.CallKey("attention", {"q": q}, (number,), {}, Settings()) for number in range(3)]
     for kind, seconds in zip(kinds, (float("inf"), 7200.0, 9000.0), strict=True):
         cache.remember(kind, seconds)
     clock.now += 7199
@@ -454,8 +454,8 @@ def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPa
 
 def test_settled_plans_only() -> None:
     made, *_ = planned()
-    lasting = ensure._record("k", made, passed=False, standing="lasting")
-    passing = ensure._record("l", made, passed=False, standing="passing")
+    lasting = compile_check._record("k", made, passed=False, standing="lasting")
+    passing = compile_check._record("l", made, passed=False, standing="passing")
     assert dispatch._settled({})
     assert dispatch._settled({"k": lasting})
     assert not dispatch._settled({"k": lasting, "l": passing})

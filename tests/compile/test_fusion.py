@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.config import Settings
 from portattn.launch import KernelCall, kernel_calls, meta_call, run
 from portattn.planning.planner import plan
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 TAKEN_OVER = [
     "backends/cuda/hopper_forward/narrow_variant.py", "backends/cuda/hopper_forward/whole_variant.py",
     "backends/cuda/hopper_latent/variant.py", "portattn/launch/cached_launch.py", "portattn/launch/run.py",
-    "portattn/schema/steps.py",
+    "portattn/schema/kernel_step.py",
 ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ import os, sys
 from pathlib import Path
 import torch
 from portattn import Problem
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
@@ -48,10 +48,10 @@ problem = Problem(batch=2, heads_q=2, heads_k=2, seq_q=64, seq_k=64, head_dim=64
 target = parse_target("cuda:sm_90", "triton==3.6.0")
 made = plan(problem, target, settings=Settings(backend="triton"))
 launches, _, _ = kernel_calls(made, meta_call(problem), 132)
-ensure.new_worker = lambda: ensure.Worker(python=compiler)
+compile_check.new_worker = lambda: compile_check.Worker(python=compiler)
 settings = Settings(cache_dir=folder, compile_seconds=60.0)
 Path(folder, f"{os.getpid()}.asks").touch()
-failed = ensure.ensure_all(made, launches, lambda launch: None, torch.empty(0), target, settings)
+failed = compile_check.ensure_all(made, launches, lambda launch: None, torch.empty(0), target, settings)
 sys.exit(failed.reason if failed else 0)
 """
 

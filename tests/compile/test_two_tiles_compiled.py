@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from portattn.compile.ensure import compile_in, over_limit
+from portattn.compile.compile_check import compile_in, over_limit
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan

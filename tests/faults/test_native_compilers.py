@@ -16,7 +16,7 @@ import pytest
 from store_children import FORK, SECONDS, forked, no_file_over
 from support import interruptible
 
-from portattn.launch import loading, native
+from portattn.launch import native, preload
 
 CRASHES = "void __attribute__((constructor)) f(void) { __builtin_trap(); }"
 # What stands for a compiler: a script, whose $out is where the library shall be; and what the reason holds.
@@ -213,11 +213,11 @@ def test_an_interrupt_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_interrupted_block_does_not_wait_for_what_is_made_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
-    monkeypatch.setattr(loading, "_triton_driver", lambda: over.wait(SECONDS))
-    monkeypatch.setattr(loading, "_triton_key", lambda: None)
+    monkeypatch.setattr(preload, "_triton_driver", lambda: over.wait(SECONDS))
+    monkeypatch.setattr(preload, "_triton_key", lambda: None)
     begun = time.monotonic()
     try:
-        with pytest.raises(KeyboardInterrupt), loading.meanwhile("rocm", ""):
+        with pytest.raises(KeyboardInterrupt), preload.meanwhile("rocm", ""):
             raise KeyboardInterrupt
         assert time.monotonic() - begun < SECONDS / 2
     finally:
@@ -226,14 +226,14 @@ def test_an_interrupted_block_does_not_wait_for_what_is_made_beside_it(monkeypat
 
 def _after_a_fork() -> bool:
     native._lock.acquire(timeout=SECONDS)
-    return loading._lock.acquire(timeout=SECONDS)
+    return preload._lock.acquire(timeout=SECONDS)
 
 
 def test_locks_of_the_parents_threads_are_not_the_childs() -> None:
     held, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with native._lock, loading._lock:
+        with native._lock, preload._lock:
             held.set()
             go.wait(SECONDS)
 

@@ -14,7 +14,7 @@ from support import problem
 from workerfaults import SECONDS, planted, scenario
 
 from portattn import ArgumentError
-from portattn.compile.ensure import new_worker, reproducer
+from portattn.compile.compile_check import new_worker, reproducer
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
@@ -35,7 +35,7 @@ def test_a_python_that_does_not_know_where_it_is(executable: str) -> None:
     """As where an application embeds Python: set before anything is imported, and not looked at before it is used."""
     told = scenario(
         f"import sys\nsys.executable = {executable}\n"
-        "from portattn.compile.ensure import new_worker\n"
+        "from portattn.compile.compile_check import new_worker\n"
         "from portattn.worker.client import Worker\n"
         "for worker in (Worker(), new_worker()):\n"
         "    reply = worker.request('hello', 60)\n"

@@ -11,7 +11,7 @@ import torch
 from support import problem
 from workerfaults import planted
 
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
@@ -53,12 +53,12 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
     launches, _, _ = kernel_calls(made, meta_call(p), 1)
     with Worker(python=planted(tmp_path, "say(stage='ttgir')\ntime.sleep(600)")) as worker:
         failing(monkeypatch, worker)
-        monkeypatch.setattr(ensure, "_worker", worker)
-        failed = ensure.ensure(made, launches, torch.empty(1), target, settings)
+        monkeypatch.setattr(compile_check, "_worker", worker)
+        failed = compile_check.ensure(made, launches, torch.empty(1), target, settings)
     assert failed is not None
     assert not failed.passed
     assert "Input/output error" in failed.reason
-    key = ensure.code_key(made, launches)
+    key = compile_check.code_key(made, launches)
     assert store(settings).get(key) == failed
     assert CompileStore(Path(settings.cache_dir)).get(key) is None
 

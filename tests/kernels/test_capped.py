@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from support import Device, largest
 
-from portattn.kernels.tiles import capped
+from portattn.kernels.tiles import apply_softcap
 
 SCORES = 1024
 STEPS = 8.0  # units in the last place of float32: two exponentials, a quotient and products
@@ -17,7 +17,7 @@ STEPS = 8.0  # units in the last place of float32: two exponentials, a quotient 
 @triton.jit
 def cap_scores(scores, caps, out, SCORES: tl.constexpr):
     at = tl.arange(0, SCORES)
-    tl.store(out + at, capped(tl.load(scores + at), tl.load(caps + at)))
+    tl.store(out + at, apply_softcap(tl.load(scores + at), tl.load(caps + at)))
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0, 1e4])

@@ -18,7 +18,7 @@ from portattn.kernels.combine import combine as combine_kernel
 from portattn.launch import combine, launch_all
 from portattn.schema.call import Call
 from portattn.schema.lowering import CHOICES
-from portattn.schema.sizes import next_power_of_two
+from portattn.schema.symbolic_int import next_power_of_two
 
 INF, NAN = float("inf"), float("nan")
 LN_2 = math.log(2.0)

@@ -12,7 +12,7 @@ from portattn.backends.cuda.hopper_forward.variant import REGISTERS, choice, wid
 from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.outcome import CompileRecord
+from portattn.schema.compile_record import CompileRecord
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 

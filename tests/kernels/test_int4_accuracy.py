@@ -11,7 +11,7 @@ from support import Device, problem, random_call, run_core
 from test_quantised_accuracy import INPUTS, assert_exact, run
 
 from portattn.reference import blockwise, writing
-from portattn.reference.stored import widened
+from portattn.reference.stored import dequantize
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.testing.oracle import oracle
@@ -85,7 +85,7 @@ def test_every_byte_is_read_exactly(device: Device, scales: str, dtype: str) -> 
         scale = (torch.ones(16, 1, 1).view(torch.int32) | zeros).view(torch.float32)
     call.v, call.v_scale = codes.contiguous().to(device.name), scale.to(device.name)
     out, _ = run_core(device, call)
-    expected = widened(
+    expected = dequantize(
         call.v, "int4", call.v_scale if scales == "token" else call.v_scale[..., None], scales == "token"
     )
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)

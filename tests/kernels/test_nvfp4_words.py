@@ -1,4 +1,4 @@
-"""Decode and pages over NVFP4 caches whose rows, and their scales, are read as 16-bit words (kernels/words.py)."""
+"""Decode and pages over NVFP4 caches, rows and scales read as 16-bit words (kernels/attend_packed16.py)."""
 
 from __future__ import annotations
 

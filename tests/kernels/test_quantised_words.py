@@ -1,4 +1,4 @@
-"""Decode and pages over quantised caches whose rows are read as 16-bit words (kernels/words.py)."""
+"""Decode and pages over quantised caches whose rows are read as 16-bit words (kernels/attend_packed16.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_quantised_caches import CACHES, SCALED, SMALL, quantised
 from test_wild_numbers import run_watched
 
 from portattn.planning.kernel_specs import CORES
-from portattn.reference.stored import widened
+from portattn.reference.stored import dequantize
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
@@ -241,7 +241,7 @@ def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None
         scale = (torch.ones(16, 1, 1).view(torch.int32) | zeros).view(torch.float32)
     call.v, call.v_scale = codes.contiguous().to(device.name), scale.to(device.name)
     by_token = scales == "token"
-    expected = widened(call.v, "int4", call.v_scale if by_token else call.v_scale[..., None], by_token)
+    expected = dequantize(call.v, "int4", call.v_scale if by_token else call.v_scale[..., None], by_token)
     for unpack in unpackings(device):
         out, _ = run_core(device, call, {"unpack": unpack})
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)

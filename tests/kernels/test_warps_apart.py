@@ -1,4 +1,4 @@
-"""decode_split and dense_forward with each warp at keys of its own (kernels/apart.py)."""
+"""decode_split and dense_forward with each warp at keys of its own (kernels/warp_split.py)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import support
 from opcalls import CALLS, problem
 from support import Device
 
-from portattn.launch.meta import meta_call
+from portattn.launch.meta_call import meta_call
 from portattn.launch.run import kernel_calls
 
 
@@ -21,7 +21,7 @@ def test_arguments_are_the_kernels_parameters(name: str, splits: int, device: De
     assert launches
     for launch in launches:
         kernel = getattr(importlib.import_module(launch.module), launch.function)
-        # In the kernel's order: a compile passes them by position (compile/ensure.py).
+        # In the kernel's order: a compile passes them by position (compile/compile_check.py).
         assert list(launch.arguments) == [
             argument for argument in kernel.arg_names if argument not in launch.constexprs
         ]

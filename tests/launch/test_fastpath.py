@@ -12,15 +12,15 @@ from torch.autograd import forward_ad
 import portattn
 from portattn.config import current
 from portattn.launch import cache, guards
-from portattn.launch.cache import Kind, identical, plain_values
+from portattn.launch.cache import CallKey, identical, plain_values
 
 
-def kind(tensors: dict[str, Any], values: tuple[Any, ...] = (None, False), lengths: Any = None, **more: Any) -> Kind:
-    return Kind("attention", tensors, values, lengths or {}, current(), **more)
+def kind(tensors: dict[str, Any], values: tuple[Any, ...] = (None, False), lengths: Any = None, **more: Any) -> CallKey:
+    return CallKey("attention", tensors, values, lengths or {}, current(), **more)
 
 
 def matches(
-    one: Kind, *tensors: Any, values: tuple[Any, ...] = (None, False), lengths: tuple[Any, ...] = ()
+    one: CallKey, *tensors: Any, values: tuple[Any, ...] = (None, False), lengths: tuple[Any, ...] = ()
 ) -> list[int] | None:
     """The sizes of a call that is of the kind; None of one that is not."""
     found = one.match(tensors, values, lengths, current())
@@ -192,7 +192,7 @@ def test_native_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     """The list is native.c's own, which moves what was used last to the front."""
     monkeypatch.setattr(cache, "MAX_CLASSES", 3)
     one, lists = kind({"q": torch.zeros(1, 2, 4, 16)}), []
-    monkeypatch.setattr(Kind, "_native", lambda self, cached: lists.append(self._natives) or "hit")
+    monkeypatch.setattr(CallKey, "_native", lambda self, cached: lists.append(self._natives) or "hit")
     for number in range(4):
         cached: Any = type("Class", (), {"native": lambda self, number=number: number})()
         one.add(cached)

@@ -9,7 +9,7 @@ import pytest
 from portattn import config
 from portattn.launch import native
 from portattn.planning.splits import split_cheapest
-from portattn.schema.sizes import Trace
+from portattn.schema.symbolic_int import Trace
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from portattn.launch.shaped import Shaped, TensorKind
-from portattn.schema.sizes import Trace, Untraceable
+from portattn.launch.symbolic_tensor import Shaped, TensorKind
+from portattn.schema.symbolic_int import Trace, Untraceable
 from portattn.schema.tensors import spans
 
 SIZES = (0, 1, 1, 2, 3, 16)

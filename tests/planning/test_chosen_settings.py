@@ -6,8 +6,8 @@ import pytest
 
 from portattn import config
 from portattn.errors import ArgumentError, PortattnError
-from portattn.planning.chosen import check_path, check_settings, wrong_settings
 from portattn.planning.registry import parse_target
+from portattn.planning.requested_backend import check_path, check_settings, wrong_settings
 
 WRONG = {
     "PORTATTN_BACKEND": ("tritton", "a: PORTATTN_BACKEND is 'tritton', but must be one of auto, vendor, reference"),

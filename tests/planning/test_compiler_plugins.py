@@ -54,7 +54,7 @@ def provides(monkeypatch: pytest.MonkeyPatch, *loads: Any) -> None:
                         not isinstance(one, type) else one))
         for i, one in enumerate(loads)
     ]  # fmt: skip
-    monkeypatch.setattr(plugins.distributions, "entry_points", lambda group: (points, []))
+    monkeypatch.setattr(plugins.installed_packages, "entry_points", lambda group: (points, []))
 
 
 def test_two_packages_that_bring_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ import json, warnings
 import click.testing, torch
 import portattn
 from portattn.cli import calls, main, probes
-from portattn.planning.detect import detect_target
+from portattn.planning.detect_target import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 
@@ -284,7 +284,7 @@ import json, warnings
 import click.testing, torch
 import portattn
 from portattn.cli import calls, main, probes
-from portattn.planning.detect import detect_target, devices
+from portattn.planning.detect_target import detect_target, devices
 calls.device_checks = calls.interpreter_check = lambda seconds: []
 probes.launches = lambda: probes.Section(title="launches")
 with warnings.catch_warnings(record=True) as caught:

@@ -14,8 +14,8 @@ from portattn.launch import kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan as plan_problem
 from portattn.planning.registry import parse_target
+from portattn.schema.compile_record import CompileRecord
 from portattn.schema.lowering import Lowering
-from portattn.schema.outcome import CompileRecord
 
 H100 = parse_target("cuda:sm_90", "triton==3.6.0")
 SIZES: dict[str, Any] = {

@@ -265,7 +265,7 @@ def provides(monkeypatch: pytest.MonkeyPatch, *loads: Any) -> None:
     """Packages are installed that name a backend each, in the group that portattn looks in."""
     points = [SimpleNamespace(name="other", value=f"package{i}:Backend", load=load) for i, load in enumerate(loads)]
     found = {"portattn.backends": points}
-    monkeypatch.setattr(plugins.distributions, "entry_points", lambda group: (found.get(group, []), []))
+    monkeypatch.setattr(plugins.installed_packages, "entry_points", lambda group: (found.get(group, []), []))
 
 
 @pytest.mark.parametrize("given", [Other, Other()], ids=["class", "instance"])

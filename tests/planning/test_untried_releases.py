@@ -17,7 +17,7 @@ from portattn import Problem, Target
 from portattn.api import dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.compile import ensure, variants
+from portattn.compile import compile_check, variants
 from portattn.compile.store import CompileStore, _store
 from portattn.config import Settings
 from portattn.planning.evidence import canaries_wanted
@@ -249,7 +249,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Target:
     """CPU tensors are planned as if they lay on an H100 with a Triton that does not exist yet."""
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (NEWER, ""))
     monkeypatch.setattr(canary, "Worker", Child)
-    monkeypatch.setattr(ensure, "compile_in", Compiler(refused=""))
+    monkeypatch.setattr(compile_check, "compile_in", Compiler(refused=""))
     monkeypatch.setattr(variants, "_seen", {})  # launches that were described before
     Child.asked, Child.variants = [], GOOD
     return NEWER
@@ -308,7 +308,7 @@ def test_where_no_canary_says_anything_the_core_runs_until_the_next_process(newe
 
 
 def test_a_release_that_does_not_compile_it_leads_to_the_core(newer, ran, monkeypatch, tmp_path: Path) -> None:  # noqa: F811
-    monkeypatch.setattr(ensure, "compile_in", Compiler("scheduled_forward"))
+    monkeypatch.setattr(compile_check, "compile_in", Compiler("scheduled_forward"))
     with portattn.settings(cache_dir=str(tmp_path)):
         silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]

@@ -20,7 +20,7 @@ import portattn
 from portattn import CompileRecord, Problem, Target
 from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings, current
 from portattn.launch import Signature
@@ -286,7 +286,7 @@ class Compiler:
         self.reply = reply or Reply(outcome="crash", stage="ttgir", kind="SIGABRT", message="planted", log="planted")
 
     def __call__(self, worker: Any, launch: Any, *_: Any) -> Reply:
-        seen = ensure.signature_of(launch)
+        seen = compile_check.signature_of(launch)
         self.asked.append(seen.function)
         return self.reply if seen.function == self.refused else Reply(outcome="ok", facts={"scratchpad_bytes": 1024})
 
@@ -305,7 +305,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(candidate.VariantCandidate, "_described", described)
     monkeypatch.setattr(candidate, "launch_all", launch_all)
-    monkeypatch.setattr(ensure, "_in_this_process", lambda *arguments: None)
+    monkeypatch.setattr(compile_check, "_in_this_process", lambda *arguments: None)
     monkeypatch.setattr("portattn.compile.variants.load_kernels", lambda *arguments, **options: None)
     return paths
 
@@ -322,7 +322,7 @@ def silently(call: Any) -> None:
 
 def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Compiler(refused="")
-    monkeypatch.setattr(ensure, "compile_in", child)
+    monkeypatch.setattr(compile_check, "compile_in", child)
     for _ in range(2):
         silently(lambda: portattn.attention(*tensors()))
     assert ran == [NAME, NAME]
@@ -341,7 +341,7 @@ def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytes
 def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcome: str, kind: str) -> None:
     reply = Reply(outcome=outcome, stage="ttgir", kind=kind, message="boom", log="boom")
     child = Compiler("scheduled_forward", reply)
-    monkeypatch.setattr(ensure, "compile_in", child)
+    monkeypatch.setattr(compile_check, "compile_in", child)
     silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
     made = portattn.last_plan()
@@ -357,7 +357,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
 
     # What a new process knows: it is planned so at once, and nobody compiles it again.
     dispatch.forget_plans()
-    ensure._ready.clear()
+    compile_check._ready.clear()
     _store.cache_clear()
     asked = child.asked.count("scheduled_forward")
     assert portattn.plan("attention", *tensors()).path == "triton"
@@ -367,7 +367,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
 
 
 def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeypatch) -> None:
-    monkeypatch.setattr(ensure, "compile_in", Compiler("scheduled_forward"))
+    monkeypatch.setattr(compile_check, "compile_in", Compiler("scheduled_forward"))
     with pytest.raises(portattn.PathUnavailable, match="SIGABRT"):
         portattn.attention(*tensors(), backend=NAME)
     assert ran == []
@@ -375,7 +375,9 @@ def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeyp
 
 def test_what_does_not_fit_the_chip_is_a_failure(sm_90, ran, monkeypatch) -> None:
     monkeypatch.setattr(
-        ensure, "compile_in", Compiler("scheduled_forward", Reply(outcome="ok", facts={"scratchpad_bytes": 10**9}))
+        compile_check,
+        "compile_in",
+        Compiler("scheduled_forward", Reply(outcome="ok", facts={"scratchpad_bytes": 10**9})),
     )
     silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
@@ -421,7 +423,7 @@ class Child:
 def test_wrong_numbers_quarantine_the_variant_and_not_the_core(sm_90, ran, monkeypatch, tmp_path: Path) -> None:
     Child.asked = []
     monkeypatch.setattr(canary, "Worker", Child)
-    monkeypatch.setattr(ensure, "compile_in", Compiler(refused=""))
+    monkeypatch.setattr(compile_check, "compile_in", Compiler(refused=""))
     with portattn.settings(canary="always", cache_dir=str(tmp_path)):
         silently(lambda: portattn.attention(*tensors()))
         assert ran == ["triton"]

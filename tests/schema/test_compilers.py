@@ -12,7 +12,7 @@ from portattn.errors import DataError
 from portattn.schema import compilers, toolchain
 from portattn.schema.compilers import Compiler
 from portattn.schema.toolchain import Toolchain, installed_beside, installed_for, is_installed
-from portattn.tools.quirks.lifecycle.surroundings import _version
+from portattn.tools.quirks.lifecycle.environment_from_log import _version
 from portattn.tools.quirks.trackers import tracker_of
 
 WHOLE = """

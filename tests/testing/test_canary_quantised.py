@@ -38,7 +38,7 @@ FORMATS = [
     if kind not in INTEGERS or scales != "none"
 ] + [("nvfp4", "none"), ("nvfp4", "head")]
 SOURCE = ROOT / "portattn" / "kernels" / "stored.py"
-# Wrong widenings: what stands in kernels/stored.py, and what a compiler might make of it.
+# Wrong widenings: what stands in kernels/dequantize.py, and what a compiler might make of it.
 WRONG = {
     "e4m3": {
         "exponents one too small": ("small * 256.0", "small * 128.0"),
@@ -171,7 +171,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settin
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> None:
-    """Let the kernels widen by a changed kernels/stored.py."""
+    """Let the kernels widen by a changed kernels/dequantize.py."""
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(old) == 1
     file = folder / "planted_stored.py"
@@ -181,7 +181,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(attend, "widened", module.widened)
+    monkeypatch.setattr(attend, "dequantize", module.widened)
     monkeypatch.setattr(attend, "widened_pairs", module.widened_pairs)
     monkeypatch.setattr(attend, "widened_blocks", module.widened_blocks)
 

@@ -15,7 +15,7 @@ import pytest
 from support import problem
 
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.compile.ensure import compile_fields
+from portattn.compile.compile_check import compile_fields
 from portattn.launch import kernel_calls, meta_call
 from portattn.launch.described import signatures
 from portattn.planning.planner import plan

@@ -10,7 +10,7 @@ import pytest
 from support import problem
 from worker_children import SECONDS, process_of, running
 
-from portattn.compile.ensure import compile_in, over_limit
+from portattn.compile.compile_check import compile_in, over_limit
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call, signature
 from portattn.planning.planner import plan

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portattn.backends.cuda.hopper_backward.form import State
 from portattn.backends.cuda.hopper_backward.memory import cleared, rows_stored
-from portattn.backends.cuda.hopper_backward.turns import block_number
-from portattn.backends.cuda.hopper_backward.work import first_seen, query_tiles, work_of
-from portattn.backends.cuda.hopper_forward.parts import following
+from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, query_tiles, work_of
+from portattn.backends.cuda.hopper_backward.warpgroup_ping_pong import block_number
+from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.work import last_seen, position_of
 from portattn.backends.cuda.named_barriers import arrive, sync
 

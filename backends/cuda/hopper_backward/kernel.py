@@ -25,7 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import load, reduce_add
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
 from portattn.backends.cuda.hopper_backward.form import Form, Shared, Sizes
-from portattn.backends.cuda.hopper_backward.turns import (
+from portattn.backends.cuda.hopper_backward.tile_scheduler import (
+    attending,
+    member_of,
+    place_of,
+    query_tiles,
+    tile_at,
+    work_of,
+)
+from portattn.backends.cuda.hopper_backward.warpgroup_ping_pong import (
     TO_FIRST,
     TO_SECOND,
     WRITERS,
@@ -35,7 +43,6 @@ from portattn.backends.cuda.hopper_backward.turns import (
     earlier_end,
     wait_for,
 )
-from portattn.backends.cuda.hopper_backward.work import attending, member_of, place_of, query_tiles, tile_at, work_of
 from portattn.backends.cuda.named_barriers import arrive, sync
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from portattn.backends.cuda.sizes import STATISTICS_ROWS
 from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.sizes import least, most
+from portattn.schema.symbolic_int import least, most
 
 if TYPE_CHECKING:
     from portattn.schema.problem import Problem

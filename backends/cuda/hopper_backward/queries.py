@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from portattn.backends.cuda.gluon_names import aggregate, load
 from portattn.backends.cuda.hopper_backward.form import Sizes
 from portattn.backends.cuda.hopper_backward.memory import cleared, rows_stored
-from portattn.backends.cuda.hopper_backward.work import first_seen, work_of
-from portattn.backends.cuda.hopper_forward.parts import following
+from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, work_of
+from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import STATISTICS_ROWS

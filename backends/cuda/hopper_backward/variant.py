@@ -20,11 +20,11 @@ from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, Sch
 from portattn.backends.cuda.sizes import STATISTICS_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import heads_together
+from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.sizes import most
-from portattn.schema.steps import Buffers, Step, StepLauncher
+from portattn.schema.symbolic_int import most
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call

@@ -7,13 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
-from portattn.backends.cuda.hopper_forward.halves import weights_around_values
-from portattn.backends.cuda.hopper_forward.mail import BOXES, read
-from portattn.backends.cuda.hopper_forward.narrow import returned, score_factor, stored
-from portattn.backends.cuda.hopper_forward.parts import (
-    capped,
+from portattn.backends.cuda.hopper_forward.fp8_forward import returned, score_factor, stored
+from portattn.backends.cuda.hopper_forward.fp8_softmax_overlap import weights_around_values
+from portattn.backends.cuda.hopper_forward.fragments import (
+    apply_softcap,
     clear,
     following,
     here,
@@ -23,6 +21,16 @@ from portattn.backends.cuda.hopper_forward.parts import (
     rescaled,
     row_maximum,
 )
+from portattn.backends.cuda.hopper_forward.head_dim_split import last_values_by_columns, step_by_columns
+from portattn.backends.cuda.hopper_forward.int8_forward import (
+    key_scales,
+    lane_scales,
+    row_factors,
+    scores_by_blocks,
+    scores_of,
+    weights_by_blocks,
+)
+from portattn.backends.cuda.hopper_forward.lazy_rescale import reference, rescaled_where_needed
 from portattn.backends.cuda.hopper_forward.products import (
     FREE,
     TURN,
@@ -33,16 +41,8 @@ from portattn.backends.cuda.hopper_forward.products import (
     value_product,
     weights,
 )
-from portattn.backends.cuda.hopper_forward.rescaling import reference, rescaled_where_needed
 from portattn.backends.cuda.hopper_forward.results import write
-from portattn.backends.cuda.hopper_forward.whole import (
-    key_scales,
-    lane_scales,
-    row_factors,
-    scores_by_blocks,
-    scores_of,
-    weights_by_blocks,
-)
+from portattn.backends.cuda.hopper_forward.tile_queue import BOXES, read
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -104,7 +104,7 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     masked: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.SPLIT or form.VARYING != "none"
     s, factor = scores_of(s, key_scales(scale, n, True, form), scale, form)
     if form.SOFTCAP:
-        s = capped(s, scale, softcap, form)
+        s = apply_softcap(s, scale, softcap, form)
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)
@@ -150,7 +150,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     else:
         s, factor = scores_of(s, keys, scale, form)
     if form.SOFTCAP:
-        s = capped(s, scale, softcap, form)
+        s = apply_softcap(s, scale, softcap, form)
         factor = 1.0
     if masked:
         s = masked_scores(s, row_start, row_end, n, form)

@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import load
 from portattn.backends.cuda.hopper_forward.consumer import consume
 from portattn.backends.cuda.hopper_forward.form import Form, Shared, Sizes, Work
-from portattn.backends.cuda.hopper_forward.mail import BOXES, FIELDS, send
-from portattn.backends.cuda.hopper_forward.narrow import transposed_first
+from portattn.backends.cuda.hopper_forward.fp8_forward import transposed_first
+from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
-from portattn.backends.cuda.hopper_forward.parts import following
 from portattn.backends.cuda.hopper_forward.products import FREE
+from portattn.backends.cuda.hopper_forward.tile_queue import BOXES, FIELDS, send
 from portattn.backends.cuda.hopper_forward.work import tile_keys, work_of
 from portattn.backends.cuda.named_barriers import sync
 from portattn.backends.cuda.sizes import GROUP_ROWS

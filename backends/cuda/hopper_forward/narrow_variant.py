@@ -10,13 +10,13 @@ from portattn.backends.cuda.canaries import NARROW_FORWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.descriptors import described
 from portattn.backends.cuda.gluon import NEEDS
-from portattn.backends.cuda.hopper_forward.division import width
+from portattn.backends.cuda.hopper_forward.tile_scheduler import width
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Launcher, Schedule, choice
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.kernel_specs import ceil_div
+from portattn.schema.kernel_step import Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
-from portattn.schema.steps import Step, StepLauncher
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call

@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from portattn.backends.cuda.hopper_forward.form import Ring
-from portattn.backends.cuda.hopper_forward.narrow import SHIFT, hold_bytes, narrow_values, stored
-from portattn.backends.cuda.hopper_forward.parts import following, hold, operand, rescaled
+from portattn.backends.cuda.hopper_forward.fp8_forward import SHIFT, hold_bytes, narrow_values, stored
+from portattn.backends.cuda.hopper_forward.fragments import following, hold, operand, rescaled
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 TURN: gl.constexpr = gl.constexpr(5)  # 5..7   named barriers: consumer w may issue its products: TURN + w

@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from portattn.backends.cuda.gluon_names import store
-from portattn.backends.cuda.hopper_forward.mail import read
-from portattn.backends.cuda.hopper_forward.narrow import UNSHIFTED, result_factor
-from portattn.backends.cuda.hopper_forward.parts import line_numbers, rescaled
+from portattn.backends.cuda.hopper_forward.fp8_forward import UNSHIFTED, result_factor
+from portattn.backends.cuda.hopper_forward.fragments import line_numbers, rescaled
+from portattn.backends.cuda.hopper_forward.tile_queue import read
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from portattn.schema.call import Call
+    from portattn.schema.kernel_step import StepLauncher
     from portattn.schema.problem import Problem
-    from portattn.schema.steps import StepLauncher
     from portattn.schema.target import Target
     from portattn.tools.tune.choice import Choice
 

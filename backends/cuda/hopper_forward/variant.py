@@ -17,7 +17,7 @@ from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.descriptors import described
 from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
-from portattn.backends.cuda.hopper_forward.division import (
+from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     PAGE_STEP,
     WIDTHS,
     heads_of,
@@ -32,12 +32,12 @@ from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.planning.splits import split_cheapest
+from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.ops import BACKWARD
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.sizes import least
-from portattn.schema.steps import Buffers, Step, StepLauncher
+from portattn.schema.symbolic_int import least
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from portattn.backends.cuda.canaries import WHOLE_FORWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.gluon import NEEDS
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Launcher, choice
+from portattn.schema.kernel_step import Step, StepLauncher
 from portattn.schema.plan import Rejection
-from portattn.schema.steps import Step, StepLauncher
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call

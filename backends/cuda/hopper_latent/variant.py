@@ -17,10 +17,10 @@ from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.splits import split_cheapest
+from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
-from portattn.schema.sizes import least, most, next_power_of_two, pinned
-from portattn.schema.steps import Buffers, Step, StepLauncher
+from portattn.schema.symbolic_int import least, most, next_power_of_two, pinned
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.compile.ensure import first_line, over_limit
+from portattn.compile.compile_check import first_line, over_limit
 from portattn.launch import KernelCall, signature
 from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan

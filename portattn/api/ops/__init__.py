@@ -3,10 +3,10 @@
 The tensors and values of `try_cached` stand in the order of the operation's row (schema/ops.py).
 """
 
-from portattn.api.ops.ahead import explain, make_request, plan, prepare
 from portattn.api.ops.append import append_kv
 from portattn.api.ops.decode import decode_attention
 from portattn.api.ops.dense import attention
+from portattn.api.ops.inspect_calls import explain, make_request, plan, prepare
 from portattn.api.ops.latent import mla_attention
 from portattn.api.ops.paged import paged_attention
 from portattn.api.ops.sparse import sparse_attention

@@ -6,11 +6,11 @@ from typing import Literal, overload
 import torch
 
 from portattn.api.block_mask import BlockMask as BlockMask
-from portattn.api.ops.ahead import explain as explain
-from portattn.api.ops.ahead import make_request as make_request
-from portattn.api.ops.ahead import plan as plan
-from portattn.api.ops.ahead import prepare as prepare
 from portattn.api.ops.append import append_kv as append_kv
+from portattn.api.ops.inspect_calls import explain as explain
+from portattn.api.ops.inspect_calls import make_request as make_request
+from portattn.api.ops.inspect_calls import plan as plan
+from portattn.api.ops.inspect_calls import prepare as prepare
 from portattn.api.ops.write import write_pages as write_pages
 from portattn.api.page_table import PageTable as PageTable
 from portattn.api.request import Window as Window

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from portattn.api import autocast, ops
-from portattn.api.binding import named_arguments
 from portattn.api.request import request_of
+from portattn.api.signatures import named_arguments
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn import rotary

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portattn.api import ops
-from portattn.api.in_graph import new_seed
+from portattn.api.graph_call import new_seed
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.options import (

@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 import msgspec
 import torch
 
-from portattn.api.left_out import leave_out, left_out
+from portattn.api.dynamo_disabled import leave_out, left_out
 from portattn.config import Settings, current, using
 from portattn.errors import ArgumentError
 from portattn.schema.tensors import KV_FORMAT

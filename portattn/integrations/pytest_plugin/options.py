@@ -12,7 +12,7 @@ import pytest
 from portattn.errors import ArgumentError, PortattnError
 from portattn.integrations.pytest_plugin import NODES, OPTIONS
 from portattn.schema.target import Target
-from portattn.tools.matrix import asked, expected, select
+from portattn.tools.matrix import expected, request, select
 from portattn.tools.matrix.diff import Change, Place, places_now
 from portattn.tools.matrix.expected import Expected
 from portattn.tools.matrix.problems import SetName
@@ -92,10 +92,10 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
         if all(str(target.toolchain) != str(toolchain) for target in where):
             raise ArgumentError("pytest", "--toolchain", str(toolchain), "compiles for none of the targets")
     found = _file(config, "portattn_baseline")
-    before = asked.baseline(found, which) if which else None
+    before = request.baseline(found, which) if which else None
     listed = _file(config, "portattn_expected")
     specs = select.specs(select.problems(which, ops), where) if which else []
-    was, gone = _earlier(before, specs, asked.Asked(where, globs, ops, which or "full"))
+    was, gone = _earlier(before, specs, request.Asked(where, globs, ops, which or "full"))
     return Chosen(
         where=tuple(where),
         which=which,
@@ -150,13 +150,13 @@ def _file(config: pytest.Config, name: str) -> Path | None:
 
 
 def _earlier(
-    before: Snapshot | None, specs: Sequence[Spec], asked_for: asked.Asked
+    before: Snapshot | None, specs: Sequence[Spec], asked_for: request.Asked
 ) -> tuple[dict[Place, Place], tuple[Change, ...]]:
     """Which cells of an earlier run those of this one are compared with, and those that are gone."""
     if before is None:
         return {}, ()
     asked_for.must_share(before, specs)
-    planned = asked.planned(specs, asked_for.which)
+    planned = request.planned(specs, asked_for.which)
     counts = asked_for.counts(before, planned)
     counted = [entry for entry in before.entries if counts(entry)]
     gone = [change for change in asked_for.compared(before, planned).changes if "gone" in change.kinds]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from portattn.integrations.pytest_plugin.options import Chosen, chosen
-from portattn.planning.detect import devices
+from portattn.planning.detect_target import devices
 from portattn.tools.matrix import provenance
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.cells import Run as MatrixRun

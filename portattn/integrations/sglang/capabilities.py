@@ -14,8 +14,8 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from portattn.errors import ArgumentError
 from portattn.integrations.sglang.names import WHO
-from portattn.planning.chosen import check_settings
-from portattn.planning.detect import detect_target
+from portattn.planning.detect_target import detect_target
+from portattn.planning.requested_backend import check_settings
 from portattn.schema.problem_limits import MAX_HEAD_DIM
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -11,8 +11,8 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import caches
 from portattn.integrations.vllm.versions import untested
-from portattn.planning.chosen import wrong_settings
 from portattn.planning.registry import parse_target
+from portattn.planning.requested_backend import wrong_settings
 from portattn.schema.problem_limits import MAX_HEAD_DIM, NV_BLOCK
 
 BLOCK = 16  # tokens: kernels read pages of any size, but none smaller was tried with vLLM

@@ -10,8 +10,8 @@ from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from portattn.api import ops
-from portattn.api.into import into
 from portattn.api.merge_states import merge_states
+from portattn.api.out_argument import into
 from portattn.api.request import Window
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import NAME, caches, shards

@@ -1,4 +1,4 @@
-"""What warps_apart (kernels/apart.py) takes of the problems of decode_split and dense_forward."""
+"""What warps_apart (kernels/warp_split.py) takes of the problems of decode_split and dense_forward."""
 
 from __future__ import annotations
 

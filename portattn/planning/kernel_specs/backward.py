@@ -17,7 +17,7 @@ from portattn.planning.kernel_specs.base import (
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.sizes import most
+from portattn.schema.symbolic_int import most
 
 
 class DenseBackward(CoreKernel):

@@ -23,7 +23,7 @@ from portattn.planning.splits import split_evenly
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_SPLITS, NVFP4, PAIRED, UNLIMITED, WORD_ALIGNMENT
-from portattn.schema.sizes import least, most
+from portattn.schema.symbolic_int import least, most
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
@@ -103,7 +103,12 @@ class DecodeSplit(CoreKernel):
         if problem.kv_format in PAIRED:  # rows of bytes become rows of numbers, which are transposed then
             unread = "k_tile", "block_order"
         if "unpack" in self.choices and lowering.unpack != "bytes":
-            unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
+            unread = (
+                "k_tile",
+                "block_order",
+                "q_operand",
+                "dot_precision",
+            )  # kernels/attend_packed16.py has one way of each
         if self.form(lowering):
             unread = apart.unread(problem)
         return tuple(name for name in self.choices if name not in unread)
@@ -225,7 +230,7 @@ class MlaSplit(PagedSplit):
 
 
 def no_words(problem: Problem) -> str:
-    """Why a cache's rows cannot be read as 16-bit words (kernels/words.py); empty where they can."""
+    """Why a cache's rows cannot be read as 16-bit words (kernels/attend_packed16.py); empty where they can."""
     if problem.kv_format == "as_q":
         return "the cache is not quantised"
     if not problem.words:

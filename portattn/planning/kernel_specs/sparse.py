@@ -8,7 +8,7 @@ from portattn.planning.kernel_specs.base import TAKES
 from portattn.planning.kernel_specs.decode import DecodeSplit
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.sizes import next_power_of_two
+from portattn.schema.symbolic_int import next_power_of_two
 
 
 class SparseSplit(DecodeSplit):

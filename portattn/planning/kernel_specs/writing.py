@@ -11,7 +11,7 @@ from portattn.planning.kernel_specs.base import CoreKernel, ceil_div
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import NVFP4
-from portattn.schema.sizes import least, most, next_power_of_two
+from portattn.schema.symbolic_int import least, most, next_power_of_two
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 

@@ -16,10 +16,10 @@ import torch
 
 import portattn
 from portattn.planning.core_path import kernel_source_digest
-from portattn.planning.detect import this_target
+from portattn.planning.detect_target import this_target
 from portattn.schema.toolchain import installed
 from portattn.tools.bench.clock import Ceilings
-from portattn.tools.bench.peers.here import version
+from portattn.tools.bench.peers.availability import version
 from portattn.tools.bench.results import DeviceState, Run
 from portattn.tools.source_commit import source_commit_text
 

@@ -17,10 +17,10 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Ceilings, Clock
 from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, plan_of
 from portattn.tools.bench.gate import FAILURES, Admitted, DeviceLost, Say, admit, reason
-from portattn.tools.bench.order import Cell
 from portattn.tools.bench.peers import PEERS, Peer
 from portattn.tools.bench.provenance import DeviceProbe
 from portattn.tools.bench.results import Figures, Row
+from portattn.tools.bench.schedule import Cell
 from portattn.tools.bench.tensors import Tensors
 
 GRAPH_BELOW_MS = 1.0  # of eager time: in longer calls, what a launch costs is nothing

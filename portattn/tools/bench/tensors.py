@@ -12,7 +12,7 @@ import torch
 from portattn.schema.problem_limits import NVFP4
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.stored import in_blocks, quantised, widened
+from portattn.tools.bench.quantized_inputs import dequantize, in_blocks, quantised
 
 
 @dataclass(slots=True)
@@ -105,8 +105,8 @@ class Tensors:
 
     def unquantised(self) -> Tensors:
         """The same with k and v widened to the queries' dtype, which rounds them once; a copy."""
-        k = widened(self.k, self.k_scale, self.q.dtype, self.k_block_scale)
-        v = widened(self.v, self.v_scale, self.q.dtype, self.v_block_scale)
+        k = dequantize(self.k, self.k_scale, self.q.dtype, self.k_block_scale)
+        v = dequantize(self.v, self.v_scale, self.q.dtype, self.v_block_scale)
         return replace(self, k=k, v=v, k_scale=None, v_scale=None, k_block_scale=None, v_block_scale=None)
 
     def leaves(self) -> Tensors:

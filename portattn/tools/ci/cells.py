@@ -10,13 +10,13 @@ from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain, installed_for, is_installed
 from portattn.tools import lab
-from portattn.tools.ci.asked import OP, Asked
+from portattn.tools.ci.request import OP, Asked
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import RED, Cell, Run
 from portattn.tools.matrix.run import Options, execute, planned_cell
 from portattn.tools.matrix.select import Spec
 from portattn.tools.matrix.snapshot import Entry, Snapshot
-from portattn.tools.upgrade.sides import Side
+from portattn.tools.upgrade.toolchain_pair import Side
 
 # Devices of this machine are left out: they run what the installed compiler made, and so one side alone.
 LEFT_OUT = ("older",)

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
-from portattn.tools.ci import losses
-from portattn.tools.ci.asked import Asked
+from portattn.tools.ci import regressions
 from portattn.tools.ci.cells import Made
-from portattn.tools.ci.losses import Loss
+from portattn.tools.ci.regressions import Loss
+from portattn.tools.ci.request import Asked
 from portattn.tools.matrix import verdict
 from portattn.tools.matrix.diff import LOST, Change, Diff
 from portattn.tools.matrix.expected import Expected
@@ -128,7 +128,7 @@ def report(
         compared=diff.compared,
         red=tuple(sorted(red)),
         findings=findings,
-        losses=tuple(losses.together(findings, diff.changes, asked, after)),
+        losses=tuple(regressions.together(findings, diff.changes, asked, after)),
         changes=diff.changes,
         upgrade=upgrade,
         expected=tuple(judged.expected),

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from portattn.tools.ci.losses import Loss
+from portattn.tools.ci.regressions import Loss
 from portattn.tools.ci.report import Alike, Report, alike
 from portattn.tools.quirks.markdown import table
 

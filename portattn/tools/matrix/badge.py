@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from portattn.tools.matrix.cells import Cell, Run, cell_id
-from portattn.tools.matrix.empty import places
+from portattn.tools.matrix.not_run import places
 from portattn.tools.matrix.snapshot import has_chip
 from portattn.tools.matrix.table import environment
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from portattn.tools.matrix.causes import Cause, causes
+from portattn.tools.matrix.attribution import Cause, causes
 from portattn.tools.matrix.snapshot import TIERS, Entry, Snapshot, columns, evidence, word
 
 # gone         the cell is not there any more

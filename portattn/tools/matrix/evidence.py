@@ -9,8 +9,8 @@ import msgspec
 from portattn.testing.findings import Numerics
 from portattn.testing.numerics import figure
 from portattn.tools.matrix.cells import Cell
+from portattn.tools.matrix.labels import REFERENCE, kind
 from portattn.tools.matrix.snapshot import entry
-from portattn.tools.matrix.words import REFERENCE, kind
 
 Outcome = Literal["seen", "wrong", "not seen"]
 

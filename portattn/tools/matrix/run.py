@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from portattn.compile.ensure import compile_in, first_line
+from portattn.compile.compile_check import compile_in, first_line
 from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
@@ -31,7 +31,7 @@ from portattn.tools.lab import LabError
 from portattn.tools.lab import worker as lab_worker
 from portattn.tools.matrix import variants
 from portattn.tools.matrix.cells import RED, Cell, footnote
-from portattn.tools.matrix.planned import footnotes, summary
+from portattn.tools.matrix.plan_summary import footnotes, summary
 from portattn.tools.matrix.select import Spec
 from portattn.worker.client import Reply, Worker
 

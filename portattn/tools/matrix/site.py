@@ -11,7 +11,7 @@ from typing import Any
 
 from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
-from portattn.tools.matrix import badge, words
+from portattn.tools.matrix import badge, labels
 from portattn.tools.matrix.cells import Cell, Run
 from portattn.tools.matrix.history import Seen
 from portattn.tools.matrix.table import context, environment
@@ -114,7 +114,7 @@ def _quirk_page(folder: str) -> Any:
 
 def _options(cells: Sequence[Cell]) -> dict[str, list[tuple[str, str]]]:
     """What each filter can be set to: (value, how it is shown)."""
-    statuses = {words.kind(cell) for cell in cells}
+    statuses = {labels.kind(cell) for cell in cells}
     plain: dict[str, Any] = {
         "target": (cell.target for cell in cells),
         "toolchain": (cell.toolchain for cell in cells),
@@ -123,7 +123,7 @@ def _options(cells: Sequence[Cell]) -> dict[str, list[tuple[str, str]]]:
         "quirk": sorted({note.id for cell in cells for note in cell.footnotes}),
     }
     found = {name: [(value, value) for value in dict.fromkeys(values)] for name, values in plain.items()}
-    found["status"] = [(kind, words.said(kind)) for kind in words.KINDS if kind in statuses]
+    found["status"] = [(kind, labels.said(kind)) for kind in labels.KINDS if kind in statuses]
     return {name: found[name] for name in FILTERS}
 
 

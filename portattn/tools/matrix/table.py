@@ -19,7 +19,7 @@ from portattn.schema.plan import kernel_text
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS
 from portattn.testing.numerics import figure
-from portattn.tools.matrix import empty, words
+from portattn.tools.matrix import labels, not_run
 from portattn.tools.matrix.cells import Cell, Footnote, Run
 from portattn.tools.matrix.evidence import steps
 from portattn.tools.matrix.snapshot import said_label
@@ -63,8 +63,8 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
         rows = ops.setdefault(cell.problem.op, {})
         rows.setdefault(cell.name, {})[cell.target, cell.toolchain] = cell
     numbers = _numbers(cells)
-    counts = Counter(words.kind(cell) for cell in cells)
-    means = words.LEVEL_MEANS | words.STATUS_MEANS
+    counts = Counter(labels.kind(cell) for cell in cells)
+    means = labels.LEVEL_MEANS | labels.STATUS_MEANS
     return {
         "run": run,
         "cells": cells,
@@ -74,17 +74,17 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
         "titles": {op: row.title for op, row in ROWS.items()},
         "numbers": numbers,
         "footnotes": [(number, *_used(quirk, cells)) for quirk, number in numbers.items()],
-        "legend": [(name, means[name], words.NOT_SEEN.get(name, ""), counts[name]) for name in words.KINDS],
+        "legend": [(name, means[name], labels.NOT_SEEN.get(name, ""), counts[name]) for name in labels.KINDS],
         "levels": LEVELS,
-        "gaps": empty.gaps(run, cells),
-        "why_empty": lambda cell: empty.of_cell(cell, run),
-        "place": lambda problem, column: empty.of_place(run, problem, column.target, column.toolchain),
+        "gaps": not_run.gaps(run, cells),
+        "why_empty": lambda cell: not_run.of_cell(cell, run),
+        "place": lambda problem, column: not_run.of_place(run, problem, column.target, column.toolchain),
         "hosts": {identity.id: f"{identity.host}, {identity.code()}" for identity in run.identities},
         "total": len(cells),
         "red": [cell for cell in cells if cell.red],
         "targets": len({column.target for column in columns}),
         "compilers": len({c.toolchain for c in columns}) if any(c.version for c in columns) else 1,
-        "backends": {c.target: words.title(c.backend) for c in columns},
+        "backends": {c.target: labels.title(c.backend) for c in columns},
     }
 
 
@@ -131,7 +131,7 @@ def environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     made.filters |= {
-        "kind": words.kind, "word": words.word, "said": words.said, "brief": words.brief, "dot": words.dot,
+        "kind": labels.kind, "word": labels.word, "said": labels.said, "brief": labels.brief, "dot": labels.dot,
         "label": said_label, "steps": steps, "figure": figure, "link": link, "sizes": sizes, "coded": coded,
         "kernel_text": kernel_text,
     }  # fmt: skip
@@ -184,7 +184,7 @@ def _groups(columns: list[Column]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for column in columns:
         if column.first:
-            groups.append({"title": words.title(column.backend), "span": 0, "toolchains": []})
+            groups.append({"title": labels.title(column.backend), "span": 0, "toolchains": []})
         groups[-1]["span"] += 1
         if column.toolchain not in groups[-1]["toolchains"]:
             groups[-1]["toolchains"].append(column.toolchain)

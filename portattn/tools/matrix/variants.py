@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.launch import Signature, meta_call
 from portattn.launch.described import signatures
 from portattn.planning.backend import Variant

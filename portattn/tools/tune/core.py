@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from portattn.compile.ensure import code_key, compile_in, first_line, over_limit
+from portattn.compile.compile_check import code_key, compile_in, first_line, over_limit
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
 from portattn.launch import KernelCall, Signature, kernel_calls, launch_all, meta_call

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn.compile.ensure import is_compilers
+from portattn.compile.compile_check import is_compilers
 from portattn.errors import ArgumentError, PortattnError
-from portattn.launch.devices import synchronize
+from portattn.launch.device_api import synchronize
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem

@@ -17,7 +17,7 @@ from portattn.schema import conditions
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OF_ROWS, Launch
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import PAIRED
-from portattn.schema.sizes import next_power_of_two
+from portattn.schema.symbolic_int import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.tools.tune.choice import Choice, Setting, changed

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from portattn.launch.devices import synchronize
+from portattn.launch.device_api import synchronize
 from portattn.planning.registry import parse_target
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason

@@ -9,10 +9,10 @@ import msgspec
 from portattn.tools.matrix.problems import Named
 from portattn.tools.upgrade import plans as planning
 from portattn.tools.upgrade.entries import Entry, entries
-from portattn.tools.upgrade.figures import Figures, figures
 from portattn.tools.upgrade.plans import Moved
+from portattn.tools.upgrade.published_results import Figures, figures
 from portattn.tools.upgrade.schedules import Timed, timed
-from portattn.tools.upgrade.sides import Pair, Plans
+from portattn.tools.upgrade.toolchain_pair import Pair, Plans
 from portattn.tools.upgrade.variants import Carried, carried
 
 

@@ -10,7 +10,7 @@ import msgspec
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema.quirk import ASSUMED, Quirk
 from portattn.schema.target import Target
-from portattn.tools.upgrade.sides import Pair, Side
+from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 Change = Literal["falls away", "stays", "newly applies"]
 

@@ -10,7 +10,7 @@ import msgspec
 from portattn.errors import PortattnError
 from portattn.schema.plan import Plan
 from portattn.tools.matrix.problems import Named
-from portattn.tools.upgrade.sides import Pair, Plans
+from portattn.tools.upgrade.toolchain_pair import Pair, Plans
 
 NO_PLAN = "no plan"
 _OF_PATHS = ("path", "kernel", "why")

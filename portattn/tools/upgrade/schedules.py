@@ -9,7 +9,7 @@ import msgspec
 from portattn.errors import PortattnError
 from portattn.schema.plan import Plan
 from portattn.tools.matrix.problems import Named
-from portattn.tools.upgrade.sides import Pair, Plans, Side
+from portattn.tools.upgrade.toolchain_pair import Pair, Plans, Side
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):

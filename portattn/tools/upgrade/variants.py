@@ -11,11 +11,11 @@ from portattn.config import Settings
 from portattn.planning import variant_path
 from portattn.planning.checks import Refused
 from portattn.planning.evidence import seen_to_run
-from portattn.schema.outcome import NO_RECORDS
+from portattn.schema.compile_record import NO_RECORDS
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS
 from portattn.tools.matrix.problems import Named
-from portattn.tools.upgrade.sides import Pair, Side
+from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 # run      its tests are known to have passed on such a chip with such a compiler, for all problems that it takes
 # tried    not for all: its canaries run before the first such call, and decide

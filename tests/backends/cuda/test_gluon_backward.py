@@ -22,7 +22,7 @@ from portattn.backends.cuda.hopper_backward import schedule
 from portattn.backends.cuda.hopper_backward.order import in_turns, tiles_of, together
 from portattn.backends.cuda.hopper_backward.schedule import WIDTHS, Schedule, choice
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.config import Settings
 from portattn.launch import meta_call
 from portattn.launch.described import signatures

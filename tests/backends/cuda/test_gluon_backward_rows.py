@@ -16,7 +16,7 @@ from portattn.backends.cuda.hopper_backward import schedule
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.launch.variant import launch_tensors
 from portattn.schema.call import Call
-from portattn.schema.steps import launch_steps
+from portattn.schema.kernel_step import launch_steps
 from portattn.testing.tolerance import nan_filled_memory
 
 VARIANT = BackwardVariant()

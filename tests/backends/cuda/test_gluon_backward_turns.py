@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from portattn.backends.cuda.hopper_backward import turns, work
+from portattn.backends.cuda.hopper_backward import tile_scheduler, warpgroup_ping_pong
 from portattn.backends.cuda.hopper_forward import work as forward_work
 
 KEYS, ROWS = 128, 64
@@ -61,10 +61,10 @@ def plain(module: types.ModuleType, **more: Any) -> types.SimpleNamespace:
 
 FORWARD = plain(forward_work)
 BACKWARD = plain(
-    work, in_turn=FORWARD.in_turn, first_row=FORWARD.first_row, last_seen=FORWARD.last_seen,
+    tile_scheduler, in_turn=FORWARD.in_turn, first_row=FORWARD.first_row, last_seen=FORWARD.last_seen,
     position_of=FORWARD.position_of,
 )  # fmt: skip
-TURNS = plain(turns, query_tiles=BACKWARD.query_tiles)
+TURNS = plain(warpgroup_ping_pong, query_tiles=BACKWARD.query_tiles)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gluon_ptx import assert_synchronised
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.planning.registry import parse_target

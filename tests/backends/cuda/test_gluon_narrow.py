@@ -11,7 +11,7 @@ import test_gluon_forms as wide
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.narrow_variant import NarrowVariant
 from portattn.backends.cuda.hopper_forward.variant import choice
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.config import Settings
 from portattn.launch import meta_call
 from portattn.launch.described import signatures

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from portattn import Problem
-from portattn.backends.cuda.hopper_forward.division import heads_of
+from portattn.backends.cuda.hopper_forward.tile_scheduler import heads_of
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.config import Settings
 from portattn.errors import PathUnavailable

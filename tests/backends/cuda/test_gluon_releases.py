@@ -18,7 +18,7 @@ from test_gluon_narrow import problem as narrow_problem
 from test_gluon_whole import problem as whole_problem
 
 from portattn import Problem
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.config import Settings
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan

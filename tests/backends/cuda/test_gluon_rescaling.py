@@ -14,7 +14,7 @@ from test_gluon_forms import plan_of, problem
 from portattn.backends.cuda.hopper_forward import variant
 from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
 from portattn.backends.cuda.searched import Scheduled
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.schema.target import Target
@@ -50,7 +50,7 @@ def _attention(
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_the_result_is_the_same_and_weights_stay_small(monkeypatch: pytest.MonkeyPatch, growth: float) -> None:
     """The kernel's own choice of the reference, on plain numbers."""
-    rescaling = pytest.importorskip("portattn.backends.cuda.hopper_forward.rescaling")
+    rescaling = pytest.importorskip("portattn.backends.cuda.hopper_forward.lazy_rescale")
     monkeypatch.setattr(rescaling, "gl", SimpleNamespace(where=np.where))
     monkeypatch.setattr(rescaling, "GROWTH", 8.0)
     random = np.random.default_rng(1)

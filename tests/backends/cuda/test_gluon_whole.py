@@ -10,7 +10,7 @@ import test_gluon_forms as wide
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.whole_variant import WholeVariant
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.config import Settings
 from portattn.launch import meta_call
 from portattn.launch.described import signatures

@@ -10,7 +10,7 @@ import pytest
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, choice
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.planning.registry import parse_target

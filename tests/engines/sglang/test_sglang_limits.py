@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cach
 from portattn import config
 from portattn.errors import ArgumentError, SettingError
 from portattn.integrations.sglang import capabilities
-from portattn.planning.detect import detect_target
+from portattn.planning.detect_target import detect_target
 from portattn.planning.registry import parse_target
 
 feature = pytest.mark.engine_feature

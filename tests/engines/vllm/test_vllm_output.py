@@ -15,7 +15,7 @@ from vllm_batches import DECODE, DIM, HEADS, MIXED, Batch, Layer, check
 import portattn
 from portattn.integrations.vllm.backend import PortattnBackend
 
-INTO = importlib.import_module("portattn.api.into")
+INTO = importlib.import_module("portattn.api.out_argument")
 BEHIND = 3  # rows of output behind the batch's
 ENCODER = {"attn_type": AttentionType.ENCODER_ONLY}
 EACH = torch.tensor([1, 0, 1, 0, 1], dtype=torch.int32)

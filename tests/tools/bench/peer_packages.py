@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peer_libraries import _mixed, _scores
 
-from portattn.tools.bench.peers import here
+from portattn.tools.bench.peers import availability
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def installed(**modules: types.SimpleNamespace) -> Iterator[None]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    here.missing.cache_clear()
+    availability.missing.cache_clear()
     try:
         yield
     finally:
@@ -36,7 +36,7 @@ def installed(**modules: types.SimpleNamespace) -> Iterator[None]:
             sys.modules.pop(name)
             if before is not None:
                 sys.modules[name] = before
-        here.missing.cache_clear()
+        availability.missing.cache_clear()
 
 
 def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, window: tuple[int, int] = (-1, -1)) -> Any:

@@ -166,7 +166,7 @@ def test_goals_of_the_backward():
 
 
 def test_a_child_compiles_backwards_too():
-    from portattn.tools.bench import prime
+    from portattn.tools.bench import precompile
 
-    assert prime.prime(prime.Primed(case=PACKED, backend="auto", core=False, device="cpu")) == ""
+    assert precompile.prime(precompile.Primed(case=PACKED, backend="auto", core=False, device="cpu")) == ""
     assert run.own_builds is own_builds

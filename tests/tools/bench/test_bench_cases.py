@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from portattn.schema.problem import Problem
-from portattn.tools.bench import order
+from portattn.tools.bench import schedule
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.sets import SETS
 
@@ -158,7 +158,7 @@ def test_caches_are_timed_cold_and_the_small_as_the_seed_timed_them():
 
 def test_an_order_under_a_budget_covers_every_set():
     chosen = {name: SETS[name] for name in ("dense18", "decode", "small")}
-    cells = order.covering(chosen)
+    cells = schedule.covering(chosen)
     assert sorted((name, case.name) for name, case in cells) == sorted(
         (name, case.name) for name, cases in chosen.items() for case in cases
     )
@@ -166,13 +166,13 @@ def test_an_order_under_a_budget_covers_every_set():
     for end in range(1, 19):  # wherever it stops, none is two ahead of another that has cells left
         counts = Counter(name for name, _ in cells[:end])
         assert max(counts.values()) - min(counts.get(name, 0) for name in chosen) <= 1
-    assert [case.name for _, case in order.plain(chosen)[:18]] == [case.name for case in SETS["dense18"]]
+    assert [case.name for _, case in schedule.plain(chosen)[:18]] == [case.name for case in SETS["dense18"]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 18])
 def test_a_set_is_spread(count):
     cases = SETS["dense18"][:count]
-    spread = order.spread(cases)
+    spread = schedule.spread(cases)
     assert sorted(case.name for case in spread) == sorted(case.name for case in cases)
     assert spread[0] is cases[0]
     if count == 18:

@@ -13,7 +13,7 @@ from benchfakes import FakeClock, a_result, a_run, figures, made
 from tiny import shrunk
 
 from portattn.cli import main
-from portattn.tools.bench import clock, firstcall, gate, peers, prime, provenance, run, store
+from portattn.tools.bench import clock, firstcall, gate, peers, precompile, provenance, run, store
 from portattn.tools.bench.sets import SETS
 
 
@@ -158,7 +158,7 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
         return firstcall.FirstCall(case=case.name, run=index, empty_s=1.0, kept_s=0.5)
 
     monkeypatch.setattr(firstcall, "measure", measured)
-    monkeypatch.setattr(prime, "prime_all", prime_all)
+    monkeypatch.setattr(precompile, "prime_all", prime_all)
     sets = ("--set", "cold-start", *SEED, "--rounds", "1", "--out", str(tmp_path), "--jobs", "3")
     called = bench(*sets)
     assert "1/2]" in called.stderr

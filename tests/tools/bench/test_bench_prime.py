@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import shrunk
 
-from portattn.tools.bench import prime
+from portattn.tools.bench import precompile
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.sets import SETS
 from portattn.tools.pool import in_children
@@ -18,14 +18,14 @@ from portattn.tools.pool import in_children
 DECODE, PAGED = (shrunk(next(c for c in SETS["seed"] if name in c.name)) for name in ("seed decode", "seed paged"))
 
 
-def tell(asked: prime.Primed) -> str:
+def tell(asked: precompile.Primed) -> str:
     return f"{asked.backend} {asked.core} {asked.device} {os.getpid()}"
 
 
 def test_every_case_is_given_to_a_child():
     found: dict[Case, str] = {}
     cases = [DECODE, PAGED]
-    assert prime.prime_all(cases, "auto", True, torch.device("cpu"), 2, found.__setitem__, tell)
+    assert precompile.prime_all(cases, "auto", True, torch.device("cpu"), 2, found.__setitem__, tell)
     assert set(found) == set(cases)
     for told in found.values():
         *fields, pid = told.split()
@@ -33,20 +33,20 @@ def test_every_case_is_given_to_a_child():
         assert int(pid) != os.getpid()
 
 
-def stop(asked: prime.Primed) -> str:
+def stop(asked: precompile.Primed) -> str:
     os._exit(1)
 
 
 def test_a_child_that_dies_is_said():
     found: dict[Case, str] = {}
-    assert not prime.prime_all([DECODE], "auto", False, torch.device("cpu"), 1, found.__setitem__, stop)
+    assert not precompile.prime_all([DECODE], "auto", False, torch.device("cpu"), 1, found.__setitem__, stop)
     assert found == {}
 
 
 @pytest.mark.interpreter
 def test_what_a_child_does():
-    assert prime.prime(prime.Primed(case=DECODE, backend="auto", core=False, device="cpu")) == ""
-    failed = prime.prime(prime.Primed(case=DECODE, backend="gluon_forward", core=False, device="cpu"))
+    assert precompile.prime(precompile.Primed(case=DECODE, backend="auto", core=False, device="cpu")) == ""
+    failed = precompile.prime(precompile.Primed(case=DECODE, backend="gluon_forward", core=False, device="cpu"))
     assert failed.startswith("portattn prepared: ")
     assert "gluon_forward" in failed
 
@@ -75,5 +75,7 @@ def test_children_that_hang_are_killed(tmp_path):
 
 def test_time_ends_it():
     found: dict[Case, str] = {}
-    assert not prime.prime_all([DECODE], "auto", False, torch.device("cpu"), 1, found.__setitem__, tell, seconds=0.0)
+    assert not precompile.prime_all(
+        [DECODE], "auto", False, torch.device("cpu"), 1, found.__setitem__, tell, seconds=0.0
+    )
     assert found == {}

@@ -10,7 +10,7 @@ import torch
 from benchfakes import LIMITS, FakeClock, a_result, figures, made
 from tiny import CASES
 
-from portattn.reference.stored import widened
+from portattn.reference.stored import dequantize
 from portattn.schema.tensors import CACHE_DTYPE
 from portattn.tools.bench import gate, peers
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, ours, plan_of
@@ -72,7 +72,7 @@ def test_numbers_and_scales_stand_for_the_values(case):
         assert scale.shape == (plain.shape[:-1] if case.kv_scales == "token" else ())
         if case.kv_format == "int4":
             reach = plain.float().amax(-1).clamp_min(0) - plain.float().amin(-1).clamp_max(0)
-            back = widened(numbers.view(torch.int8), "int4", scale, by_token=True)
+            back = dequantize(numbers.view(torch.int8), "int4", scale, by_token=True)
             assert bool(((back - plain.float()).abs() <= 0.51 / 15 * reach[..., None]).all())
             assert len(numbers.unique()) > 128
             continue

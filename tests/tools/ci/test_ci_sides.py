@@ -7,14 +7,14 @@ from handmade import make_cell, make_run
 
 from portattn.planning.registry import Registry
 from portattn.testing.findings import Numerics
-from portattn.tools.ci.asked import Asked, counts
 from portattn.tools.ci.cells import as_planned
 from portattn.tools.ci.report import _lost
+from portattn.tools.ci.request import Asked, counts
 from portattn.tools.matrix.diff import Change, Diff, compare
 from portattn.tools.matrix.problems import quick
 from portattn.tools.matrix.snapshot import snapshot
 from portattn.tools.matrix.verdict import Finding
-from portattn.tools.upgrade.sides import Pair, Side
+from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 
 def seen(*cells):

@@ -12,13 +12,13 @@ import pytest
 from portattn.errors import DataError
 from portattn.planning.registry import Registry
 from portattn.tools.ci import github, summary
-from portattn.tools.ci.losses import Loss
+from portattn.tools.ci.regressions import Loss
 from portattn.tools.ci.report import Report, alike
 from portattn.tools.matrix.diff import Change
 from portattn.tools.matrix.problems import quick
 from portattn.tools.matrix.verdict import Finding
 from portattn.tools.upgrade.compare import compare
-from portattn.tools.upgrade.sides import Pair, Side
+from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 
 def loss(**changes) -> Loss:

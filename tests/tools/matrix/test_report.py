@@ -14,12 +14,12 @@ from portattn.schema.problem_limits import OPS
 from portattn.testing.findings import Gate, KernelFacts, Numerics
 from portattn.tools.matrix.cells import Footnote, PlanSummary
 from portattn.tools.matrix.evidence import steps
+from portattn.tools.matrix.labels import brief, word
 from portattn.tools.matrix.merge import merge
-from portattn.tools.matrix.planned import summary
+from portattn.tools.matrix.plan_summary import summary
 from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
 from portattn.tools.matrix.report import render
 from portattn.tools.matrix.table import BAND, link, sizes
-from portattn.tools.matrix.words import brief, word
 
 SLOW = Footnote(
     id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from portattn.planning.detect import devices
+from portattn.planning.detect_target import devices
 from portattn.schema.toolchain import Toolchain, installed
 from portattn.testing import numerics
 from portattn.tools.matrix import run, select

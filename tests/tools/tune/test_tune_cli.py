@@ -77,7 +77,7 @@ def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here
         common += ("--compile-only",)
         monkeypatch.setattr("portattn.cli.tune._device", lambda where: pytest.fail("a device is looked for"))
     else:
-        monkeypatch.setattr("portattn.planning.detect.devices", list)
+        monkeypatch.setattr("portattn.planning.detect_target.devices", list)
     called = tune("--target", "cuda:sm_90", *common, "--out", str(tmp_path), "--json")
     assert called.exit_code == 0
     told = json.loads(called.stdout)

@@ -19,11 +19,11 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.matrix.problems import Named, dense, full, quick
-from portattn.tools.upgrade import figures, variants
+from portattn.tools.upgrade import published_results, variants
 from portattn.tools.upgrade.compare import Upgrade, compare
 from portattn.tools.upgrade.compilers import cautions, parsed
-from portattn.tools.upgrade.figures import pages, published
-from portattn.tools.upgrade.sides import Pair, Side
+from portattn.tools.upgrade.published_results import pages, published
+from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 THREE = ("triton==3.6.0", "triton==3.8.0", "triton==3.9.0")
 COMPARED = "docs/performance/releases.md"  # several compilers beside each other
@@ -227,7 +227,7 @@ def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch)
     known = published()
     part = tuple(one for one in known if (one.what[:9], one.toolchain) != ("gradients", "triton==3.9.0"))
     assert len(part) == len(known) - 1
-    monkeypatch.setattr(figures, "published", lambda: part)
+    monkeypatch.setattr(published_results, "published", lambda: part)
     both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
     assert {(one.what[:9], one.measured_with) for one in both if one.lost} == {
         ("gradients", "triton==3.6.0, triton==3.8.0")

@@ -10,7 +10,7 @@ import torch
 
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build, Contender, as_is, swapped
-from portattn.tools.bench.peers.here import has_op
+from portattn.tools.bench.peers.availability import has_op
 from portattn.tools.bench.tensors import Tensors
 
 WIDEST = 256

@@ -8,7 +8,7 @@ import torch
 
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build, Contender, swapped
-from portattn.tools.bench.peers.here import has_op
+from portattn.tools.bench.peers.availability import has_op
 from portattn.tools.bench.tensors import Tensors
 
 ROW, RANK, PAGE = 576, 512, 64

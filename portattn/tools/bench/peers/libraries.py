@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from portattn.tools.bench.gate import FAILURES, reason
-from portattn.tools.bench.peers.here import has_op
+from portattn.tools.bench.peers.availability import has_op
 
 # (namespace of torch.ops, op) -> the package that may bring it, and the library's place there.
 _INSTALLED = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build, Contender
-from portattn.tools.bench.peers.here import missing, module
+from portattn.tools.bench.peers.availability import missing, module
 from portattn.tools.bench.tensors import Tensors
 
 PACKAGE = "sageattention"

@@ -12,7 +12,7 @@ import torch
 
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build, Contender, swapped
-from portattn.tools.bench.peers.here import missing, module
+from portattn.tools.bench.peers.availability import missing, module
 from portattn.tools.bench.tensors import Tensors
 
 PACKAGE = "xformers.ops"

@@ -16,7 +16,7 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Clock, DeviceClock
 from portattn.tools.bench.contenders import OURS, Contender
 from portattn.tools.bench.gate import FAILURES, DeviceLost, admit, reason
-from portattn.tools.bench.prime import Primed, prime
+from portattn.tools.bench.precompile import Primed, prime
 from portattn.tools.bench.provenance import this_run
 from portattn.tools.bench.results import Run
 from portattn.tools.bench.run import explained, same_path

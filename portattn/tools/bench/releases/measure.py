@@ -16,11 +16,11 @@ from portattn.tools.bench.clock import Ceilings, Clock
 from portattn.tools.bench.contenders import CORE, MINE, OURS
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.gate import Admitted, DeviceLost, admit, reason
-from portattn.tools.bench.order import Cell
 from portattn.tools.bench.releases.child import Prepared
 from portattn.tools.bench.releases.process import ReleaseProcess, TurnsClock
 from portattn.tools.bench.results import DeviceState, Figures, Row
 from portattn.tools.bench.run import Options, each_cell, timed
+from portattn.tools.bench.schedule import Cell
 from portattn.tools.bench.tensors import Tensors
 
 Item = Row | FirstCall

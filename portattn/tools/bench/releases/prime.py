@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.order import spread
 from portattn.tools.bench.releases.named import Release
 from portattn.tools.bench.releases.process import PREPARE_S, ReleaseProcess
+from portattn.tools.bench.schedule import spread
 
 Done = Callable[[Release, Case, str], None]
 

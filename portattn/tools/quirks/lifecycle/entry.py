@@ -12,7 +12,7 @@ from portattn.planning.kernel_specs import CORES
 from portattn.schema.features import FEATURES
 from portattn.schema.lowering import OF_ROWS, Launch
 from portattn.schema.quirk import STAGES
-from portattn.tools.quirks.lifecycle.facts import Facts
+from portattn.tools.quirks.lifecycle.failure_report import Facts
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 
 # A key of this kind is none of the schema's: "the table has the unknown key `FILL-IN-effect`", with file and line.

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from portattn.planning.registry import Registry
-from portattn.tools.quirks.lifecycle.facts import Facts
+from portattn.tools.quirks.lifecycle.failure_report import Facts
 from portattn.tools.quirks.lifecycle.programs import form_of
 from portattn.tools.quirks.trackers import tracker_of
 

@@ -16,9 +16,9 @@ from portattn.schema.target import Target
 from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
 from portattn.tools.quirks.lifecycle import entry, issue, programs, writing
-from portattn.tools.quirks.lifecycle.facts import OP, Facts
-from portattn.tools.quirks.lifecycle.known import Known, drafted, known
-from portattn.tools.quirks.lifecycle.planline import plan_line
+from portattn.tools.quirks.lifecycle.failure_report import OP, Facts
+from portattn.tools.quirks.lifecycle.known_failures import Known, drafted, known
+from portattn.tools.quirks.lifecycle.repro_command import plan_line
 from portattn.tools.quirks.lifecycle.specialised import Outcome, is_it
 from portattn.worker.client import Worker
 

@@ -16,7 +16,7 @@ import msgspec
 
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
-from portattn.tools.quirks.lifecycle.facts import Facts
+from portattn.tools.quirks.lifecycle.failure_report import Facts
 
 Form = Literal["specialisation", "numbers", "text", "ptx", "missing"]
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from portattn.compile.ensure import first_line, reproducer
+from portattn.compile.compile_check import first_line, reproducer
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import signature
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
-from portattn.schema.outcome import Incident
+from portattn.schema.compile_record import Incident
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.tools.quirks.editing import edit
-from portattn.tools.quirks.lifecycle.facts import failure_of
-from portattn.tools.quirks.lifecycle.planline import plan_line
+from portattn.tools.quirks.lifecycle.failure_report import failure_of
+from portattn.tools.quirks.lifecycle.repro_command import plan_line
 from portattn.tools.quirks.lifecycle.simplifications import OFFERS, Step, offered
 from portattn.tools.quirks.lifecycle.specialised import Outcome, Specialised, compile_all, is_it, of_incident, values_of
 from portattn.tools.quirks.probe import plans

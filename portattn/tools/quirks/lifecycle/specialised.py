@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from portattn.compile.ensure import compile_in, over_limit
+from portattn.compile.compile_check import compile_in, over_limit
 from portattn.launch import KernelCall, Signature, kernel_calls, meta_call
 from portattn.planning import compiler_options
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
+from portattn.schema.compile_record import Incident
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.outcome import Incident
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target

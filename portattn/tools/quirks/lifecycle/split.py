@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from portattn.tools.quirks.lifecycle.episodes import Episodes
 from portattn.tools.quirks.lifecycle.formats.row import Recogniser
 from portattn.tools.quirks.lifecycle.formats.table import TABLE
+from portattn.tools.quirks.lifecycle.log_segments import Episodes
 from portattn.tools.quirks.lifecycle.normalise import Line, Log, Stream
 from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, described, signature_of, the_stage_of
 

@@ -15,7 +15,7 @@ from portattn.schema.toolchain import Toolchain
 from portattn.tools.matrix.problems import quick
 from portattn.tools.upgrade.compare import Upgrade, compare
 from portattn.tools.upgrade.compilers import parsed
-from portattn.tools.upgrade.sides import Pair, Side
+from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 OP = "quirks upgrade"
 

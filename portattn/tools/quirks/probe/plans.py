@@ -16,7 +16,7 @@ from typing import Any
 import click
 import msgspec
 
-from portattn.compile.ensure import compile_fields, over_limit
+from portattn.compile.compile_check import compile_fields, over_limit
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import KernelCall, kernel_calls, meta_call

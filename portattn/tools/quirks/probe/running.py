@@ -26,7 +26,7 @@ from portattn.tools.quirks.probe.results import (
     probed_range,
     saw,
 )
-from portattn.worker import ends
+from portattn.worker import exit_status
 from portattn.worker.client import Worker
 
 SECONDS = 180.0  # limit of one arm
@@ -100,7 +100,9 @@ def run(
 
 def _says_nothing(arm: Arm) -> bool:
     """Whether an arm failed for what says nothing about a compiler: it was killed, or never came to the compiler."""
-    return arm.kind in ends.TRANSIENT_KINDS or (arm.kind == "timeout" and arm.stage in ends.TRANSIENT_STAGES)
+    return arm.kind in exit_status.TRANSIENT_KINDS or (
+        arm.kind == "timeout" and arm.stage in exit_status.TRANSIENT_STAGES
+    )
 
 
 def off(
@@ -157,7 +159,7 @@ def cannot(quirk: Quirk, where: Target, worker: Worker | None = None) -> str:
 
 def _no_device(needs: str, where: Target) -> str:
     """Why a probe that needs a device cannot run: there is none of the kind, or its compiler is another one."""
-    from portattn.planning.detect import devices
+    from portattn.planning.detect_target import devices
 
     owner, _, pattern = needs.partition(":")
     here = [d for d in devices() if d.backend == owner and d.arch.matches(pattern) and d.name == where.name]

@@ -11,7 +11,7 @@ import torch
 from portattn.backends.ascend import AscendBackend
 from portattn.backends.ascend.linalg.executor import LinalgExecutor
 from portattn.backends.ascend.linalg.program import Programs
-from portattn.compile.ensure import compile_in
+from portattn.compile.compile_check import compile_in
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan

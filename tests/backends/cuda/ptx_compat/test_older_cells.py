@@ -27,10 +27,10 @@ from portattn.testing.findings import Numerics
 from portattn.tools import verify
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import Cell
+from portattn.tools.matrix.labels import brief
 from portattn.tools.matrix.problems import dense
 from portattn.tools.matrix.report import render
 from portattn.tools.matrix.run import Options, execute
-from portattn.tools.matrix.words import brief
 from portattn.worker.client import Reply
 
 TOOLCHAIN = "triton==3.6.0"
@@ -269,7 +269,7 @@ def called(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portattn.planning.detect.devices", lambda: [])
+    monkeypatch.setattr("portattn.planning.detect_target.devices", lambda: [])
     monkeypatch.setattr(verify, "devices", lambda: [])
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))
 

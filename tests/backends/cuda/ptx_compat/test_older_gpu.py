@@ -11,7 +11,7 @@ import pytest
 
 from portattn import Problem, Target
 from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
-from portattn.planning.detect import devices
+from portattn.planning.detect_target import devices
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.toolchain import installed

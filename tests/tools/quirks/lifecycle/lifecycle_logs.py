@@ -14,8 +14,8 @@ from typing import Any
 
 from portattn.planning.registry import Registry
 from portattn.schema.toml_reader import tomllib
-from portattn.tools.quirks.lifecycle import facts
-from portattn.tools.quirks.lifecycle.facts import Facts
+from portattn.tools.quirks.lifecycle import failure_report
+from portattn.tools.quirks.lifecycle.failure_report import Facts
 from portattn.tools.quirks.lifecycle.normalise import decoded
 
 FOLDER = Path(__file__).parent / "logs"
@@ -33,5 +33,5 @@ def told(name: str) -> dict[str, Any]:
 
 def facts_of(name: str, registry: Registry, **named: str) -> Facts:
     """Of a log with one failure. What is not named here counts as the log's own."""
-    [found] = facts.from_log(read(name), f"{name}.log", registry, **named)
+    [found] = failure_report.from_log(read(name), f"{name}.log", registry, **named)
     return found

@@ -9,9 +9,9 @@ import pytest
 from lifecycle_logs import FOLDER, NAMES, read, told
 
 from portattn.errors import ArgumentError
-from portattn.tools.quirks.lifecycle import facts
+from portattn.tools.quirks.lifecycle import failure_report
 from portattn.tools.quirks.lifecycle.formats.table import TABLE
-from portattn.tools.quirks.lifecycle.known import known
+from portattn.tools.quirks.lifecycle.known_failures import known
 from portattn.tools.quirks.lifecycle.normalise import normalise
 from portattn.tools.quirks.lifecycle.split import split
 
@@ -66,10 +66,10 @@ def test_where_it_was_and_whose_it_is(name: str, registry) -> None:
     says = told(name)
     if "refused" in says or not expected(name):
         with pytest.raises(ArgumentError) as refused:
-            facts.from_log(read(name), name, registry, **says.get("named", {}))
+            failure_report.from_log(read(name), name, registry, **says.get("named", {}))
         assert refused.value.argument == says.get("refused", "--from-log")
         return
-    found = facts.from_log(read(name), name, registry, **says.get("named", {}))
+    found = failure_report.from_log(read(name), name, registry, **says.get("named", {}))
     for one, wanted in zip(found, expected(name), strict=True):
         where = f"{one.backend}:{one.arches[0] if one.arches else one.chip}"
         assert (where, one.compiler, one.function) == (wanted["target"], wanted["compiler"], wanted["kernel"])

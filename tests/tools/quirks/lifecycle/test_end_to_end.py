@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from support import random_call
 
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.config import Settings, current
 from portattn.errors import DataError
 from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry, find_backends
-from portattn.schema.outcome import Incident
+from portattn.schema.compile_record import Incident
 from portattn.schema.problem import Problem
 from portattn.tools.quirks import probe
-from portattn.tools.quirks.lifecycle import facts, new, writing
+from portattn.tools.quirks.lifecycle import failure_report, new, writing
 from portattn.tools.quirks.lifecycle.entry import MARK
 
 PROBLEM = Problem(batch=1, heads_q=2, heads_k=2, seq_q=64, seq_k=128, head_dim=64, dtype="fp16", causal="bottom_right")
@@ -30,13 +30,13 @@ def fail(arch: str, registry: Registry, buggy, monkeypatch) -> Incident:
     """Compile the problem's plan as a call would, and give the incident that this leaves."""
     target = registry.target(f"cuda:{arch}", TOOLCHAIN)
     made = plan(PROBLEM, target, registry)
-    made = ensure.msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 3}))
+    made = compile_check.msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 3}))
     launches, q, _ = kernel_calls(made, random_call(PROBLEM), target.arch.cores)
     with buggy.worker() as worker:
-        monkeypatch.setattr(ensure, "_worker", worker)
-        verdict = ensure.ensure(made, launches, q, target, current())
+        monkeypatch.setattr(compile_check, "_worker", worker)
+        verdict = compile_check.ensure(made, launches, q, target, current())
     assert verdict is not None
-    kept = ensure.store(current()).incident(verdict.incident)
+    kept = compile_check.store(current()).incident(verdict.incident)
     assert kept is not None
     return kept
 
@@ -56,7 +56,7 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
 
     # Draft: both chips, the words of the compiler, the specialisation; and its program fails again here.
     out = tmp_path / "drafts"
-    found = facts.from_incident(first, ensure.store(current()).incidents(), registry)
+    found = failure_report.from_incident(first, compile_check.store(current()).incidents(), registry)
     draft = new.make(found, registry, out, worker=worker)
     assert draft.known == ()
     assert draft.reproduced is True
@@ -92,8 +92,8 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
 
     # The program, in which no plan has a part, says the same: it is what goes into the report.
     stand_alone = probe.run(
-        ensure.msgspec.structs.replace(
-            quirk, evidence=ensure.msgspec.structs.replace(quirk.evidence, probe=f"probes/{program.name}")
+        compile_check.msgspec.structs.replace(
+            quirk, evidence=compile_check.msgspec.structs.replace(quirk.evidence, probe=f"probes/{program.name}")
         ),
         TOOLCHAIN,
         registry=known,
@@ -110,7 +110,7 @@ def test_a_crash_becomes_an_entry_that_leads_to_another_path(
     incident = fail("sm_80", registry, buggy, monkeypatch)
     assert incident.symptom == "compiler-crash"
     out = tmp_path / "drafts"
-    draft = new.make(facts.from_incident(incident, [incident], registry), registry, out, worker=worker)
+    draft = new.make(failure_report.from_incident(incident, [incident], registry), registry, out, worker=worker)
     assert draft.reproduced is True
     entry = Path(draft.files[-1])
     fill_in(entry, 'path = "vendor"')
@@ -127,10 +127,10 @@ def test_a_failure_that_an_entry_explains_is_said_first(buggy, worker, registry,
     """The second time the registry knows it: nothing is written without force."""
     incident = fail("sm_86", registry, buggy, monkeypatch)
     out = tmp_path / "drafts"
-    draft = new.make(facts.from_incident(incident, [], registry), registry, out, worker=worker)
+    draft = new.make(failure_report.from_incident(incident, [], registry), registry, out, worker=worker)
     fill_in(Path(draft.files[-1]), "launch = { num_stages = 2 }")
     known = Registry.read(find_backends(), out)
-    found = facts.from_incident(incident, [], known)
+    found = failure_report.from_incident(incident, [], known)
     again = new.make(found, known, out, worker=worker)
     assert again.files == ()
     assert [entry.id for entry in again.known] == [draft.id]

@@ -18,12 +18,12 @@ from lifecycle_logs import FOLDER, NAMES, facts_of, read, told
 from portattn.errors import ArgumentError, DataError
 from portattn.planning.quirk_files import check_file, load_quirk
 from portattn.planning.registry import Registry, find_backends, shipped_quirks
+from portattn.schema.compile_record import Incident
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.outcome import Incident
 from portattn.schema.problem import Problem
 from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks import evidence
-from portattn.tools.quirks.lifecycle import entry, facts, known, new, programs, writing
+from portattn.tools.quirks.lifecycle import entry, failure_report, known_failures, new, programs, writing
 from portattn.tools.quirks.lifecycle.entry import MARK, open_lines
 from portattn.tools.quirks.lifecycle.excerpts import excerpts
 from portattn.tools.quirks.lifecycle.issue import excerpt
@@ -123,10 +123,10 @@ def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) 
     log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
     made = draft(log, registry, tmp_path, **on)
     found = facts_of(log, registry, **on)
-    assert [entry.id for entry in known.drafted(found, tmp_path)] == [made.id]
+    assert [entry.id for entry in known_failures.drafted(found, tmp_path)] == [made.id]
     later = facts_of(log, registry, toolchain="triton==3.7.1")
     other = facts_of("triton-3.4-kpack", registry, **on)
-    assert known.drafted(later, tmp_path) == known.drafted(other, tmp_path) == []
+    assert known_failures.drafted(later, tmp_path) == known_failures.drafted(other, tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["half a line = ", "evidence = 3\nwhen = 1", "[when]\narch = 3", "\udcff"])
@@ -135,7 +135,7 @@ def test_a_draft_that_is_being_written_is_none(registry, tmp_path, text: str) ->
     (tmp_path / found.backend).mkdir()
     (tmp_path / found.backend / "a.toml").write_bytes(text.encode(errors="surrogateescape"))
     (tmp_path / found.backend / "gone.toml").symlink_to(tmp_path / "nowhere")
-    assert known.drafted(found, tmp_path) == []
+    assert known_failures.drafted(found, tmp_path) == []
 
 
 def test_nothing_is_overwritten(tmp_path) -> None:
@@ -342,7 +342,7 @@ def test_a_draft_has_the_values_of_the_kernel_that_failed(registry, function: st
             symptom="compile-error", message="RuntimeError: boom", command="", environment={}, log="boom\n",
             date=datetime.datetime(2026, 11, 22), **fields,
         )  # fmt: skip
-        found = facts.from_incident(incident, [], registry)
+        found = failure_report.from_incident(incident, [], registry)
         names = ("dense_backward",) if fields else ("dense_backward", "varlen_backward")
         assert found.kernels == names
         text = entry.entry(found, "cuda-0900-boom", "it fails", "none: planted", "probe.py")
@@ -359,17 +359,17 @@ ptxas fatal   : Ptx assembly aborted due to errors
 def test_a_kernel_of_a_backend_s_own_can_be_named(registry, tmp_path) -> None:
     """Its path in plans is its name; the id says what the assembler refused."""
     named = {"target": "cuda:sm_90", "toolchain": "triton==3.8.0"}
-    [found] = facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_forward")
+    [found] = failure_report.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_forward")
     made = new.make(found, registry, tmp_path, force=True, replay=False)
     assert made.id.endswith("-cubin-cvt")
     assert tomllib.loads(Path(made.files[-1]).read_text())["when"]["kernels"] == ["gluon_forward"]
-    [unnamed] = facts.from_log(REFUSED, "build.log", registry, **named)
+    [unnamed] = failure_report.from_log(REFUSED, "build.log", registry, **named)
     draft = Path(new.make(unnamed, registry, tmp_path, force=True, replay=False).files[-1]).read_text()
     assert "--kernel names one of a backend's own too" in draft
     with pytest.raises(
         ArgumentError, match=r"--kernel is 'gluon_x', but must be one of dense_forward, .*gluon_forward"
     ):
-        facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_x")
+        failure_report.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_x")
 
 
 REQUEST = {
@@ -404,7 +404,7 @@ def crafted(env: dict[str, Any] | None = None, **signature: Any) -> str:
     ],
 )
 def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, portattn, name, value, kept) -> None:
-    [found] = facts.from_log(crafted({name: value}), "build.log", registry)
+    [found] = failure_report.from_log(crafted({name: value}), "build.log", registry)
     assert found.env == ({name: value} if kept else {})
     (tmp_path / "build.log").write_text(crafted({name: value}))
     called = portattn(
@@ -424,7 +424,7 @@ def test_an_incidents_variables_are_as_a_logs(registry) -> None:
         problem=Problem(batch=1, heads_q=1, heads_k=1, seq_q=64, seq_k=64, head_dim=64, dtype="fp16"),
         environment_set={"TRITON_PTXAS_PATH": "/tmp/evil", "TRITON_HIP_USE_ASYNC_COPY": "0"},
     )  # fmt: skip
-    found = facts.from_incident(given, [], registry)
+    found = failure_report.from_incident(given, [], registry)
     assert found.specialised is not None
     assert found.env == found.specialised.env == {"TRITON_HIP_USE_ASYNC_COPY": "0"}
     assert any("TRITON_PTXAS_PATH='/tmp/evil'" in text for text in found.left_out)
@@ -444,7 +444,7 @@ def test_an_incidents_variables_are_as_a_logs(registry) -> None:
 )
 def test_a_replay_imports_and_evaluates_nothing_of_a_log(registry, changed: dict[str, Any], why: str) -> None:
     """Triton evaluates the layout in a descriptor's type."""
-    [found] = facts.from_log(crafted(**changed), "build.log", registry)
+    [found] = failure_report.from_log(crafted(**changed), "build.log", registry)
     assert found.signature is None
     assert any(why in text for text in found.left_out)
     assert programs.form_of(found) == "missing"
@@ -453,11 +453,11 @@ def test_a_replay_imports_and_evaluates_nothing_of_a_log(registry, changed: dict
 def test_a_replay_has_only_options_that_a_backend_declares(registry) -> None:
     kept = {"num_warps": 4, "waves_per_eu": 2, "schedule_hint": "attention,local-prefetch", "launch_pdl": True}
     wrong = {"kpack": "evil", "num_stages": True, "maxnreg": "x", "multibuffer": 1, "extern_libs": "/tmp/evil.bc"}
-    [found] = facts.from_log(crafted(options=kept | wrong), "build.log", registry)
+    [found] = failure_report.from_log(crafted(options=kept | wrong), "build.log", registry)
     assert found.signature is not None
     assert found.signature["options"] == kept
     assert [text.split("=")[0] for text in found.left_out] == [f"compiler option {name}" for name in wrong]
-    [found] = facts.from_log(crafted(options={"schedule_hint": "/etc/passwd"}), "build.log", registry)
+    [found] = failure_report.from_log(crafted(options={"schedule_hint": "/etc/passwd"}), "build.log", registry)
     assert found.signature is not None
     assert (found.signature["options"], len(found.left_out)) == ({}, 1)
     assert "schedule_hint='/etc/passwd': must be words" in found.left_out[0]
@@ -467,7 +467,7 @@ def test_signatures_of_every_kernel_of_ours_are_permitted(registry) -> None:
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, cga_layout=[])"
     types = {"q": f"tensordesc<fp16[64, 128],{layout}>", "k": "*fp16", "n": "i32", "x": "*kfp8e4nv", "t": "**fp16"}
     for module in ("portattn.kernels.dense", "portattn.backends.cuda.hopper_forward.kernel"):
-        [found] = facts.from_log(crafted(module=module, types=types), "build.log", registry)
+        [found] = failure_report.from_log(crafted(module=module, types=types), "build.log", registry)
         assert found.signature is not None
         assert (found.signature["types"], found.left_out) == (types, ())
 
@@ -482,7 +482,7 @@ def test_a_module_that_a_log_names_is_not_run(portattn, triton, tmp_path, monkey
 
 
 def test_a_target_is_text_in_a_program(registry) -> None:
-    [found] = facts.from_log(crafted(), "build.log", registry)
+    [found] = failure_report.from_log(crafted(), "build.log", registry)
     found = msgspec.structs.replace(found, arches=('gfx942"; import os; x="',))
     assert 'gfx942"; import os; x="' in str(
         next(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_logs import read
 
-from portattn.schema.outcome import Incident
-from portattn.tools.quirks.lifecycle.facts import failure_of
+from portattn.schema.compile_record import Incident
+from portattn.tools.quirks.lifecycle.failure_report import failure_of
 from portattn.tools.quirks.lifecycle.recognise import recognise
 from portattn.tools.quirks.lifecycle.signature import generalise
 

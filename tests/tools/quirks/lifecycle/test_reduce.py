@@ -11,7 +11,7 @@ import pytest
 import quirk_files
 from support import random_call
 
-from portattn.compile import ensure
+from portattn.compile import compile_check
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import kernel_calls
@@ -19,7 +19,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.problem import Problem
 from portattn.tools.matrix.problems import full
-from portattn.tools.quirks.lifecycle import facts, reduce
+from portattn.tools.quirks.lifecycle import failure_report, reduce
 from portattn.tools.quirks.lifecycle.simplifications import OFFERS, offered
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 from portattn.worker.client import Reply
@@ -169,8 +169,8 @@ def incident_of(registry, buggy, monkeypatch):
     made = msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 4}))
     launches, q, _ = kernel_calls(made, random_call(BIG), target.arch.cores)
     with buggy.worker() as worker:
-        monkeypatch.setattr(ensure, "_worker", worker)
-        return ensure.ensure(made, launches, q, target, current()).incident
+        monkeypatch.setattr(compile_check, "_worker", worker)
+        return compile_check.ensure(made, launches, q, target, current()).incident
 
 
 def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, monkeypatch, tmp_path) -> None:
@@ -189,8 +189,11 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     # The command sends the request to a compiler, and what is kept of the log is the smaller one's.
     done = subprocess.run(smaller.command, shell=True, capture_output=True, text=True)
     assert '"ok": false' in done.stdout
-    found = facts.from_incident(smaller, [], registry)
-    assert found.failure.signature == facts.from_incident(incidents.incident(name), [], registry).failure.signature
+    found = failure_report.from_incident(smaller, [], registry)
+    assert (
+        found.failure.signature
+        == failure_report.from_incident(incidents.incident(name), [], registry).failure.signature
+    )
 
 
 def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp_path) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 from lifecycle_logs import FOLDER, read
 
-from portattn.tools.quirks.lifecycle.facts import from_log
+from portattn.tools.quirks.lifecycle.failure_report import from_log
 from portattn.tools.quirks.lifecycle.normalise import normalise
 from portattn.tools.quirks.lifecycle.split import Found, split
 

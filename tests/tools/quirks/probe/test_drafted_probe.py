@@ -11,7 +11,7 @@ from planted_probe import plant
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.toolchain import installed
 from portattn.tools.quirks import probe
-from portattn.tools.quirks.lifecycle import facts, new
+from portattn.tools.quirks.lifecycle import failure_report, new
 from portattn.tools.quirks.lifecycle.entry import MARK
 
 COMPILER = "triton==3.6.0"
@@ -49,7 +49,7 @@ def compiler() -> None:
 @pytest.mark.compiles
 def test_a_drafted_text_is_probed(tmp_path: Path) -> None:
     registry = Registry.load()
-    [found] = facts.from_log(LOG.read_text(), LOG.name, registry, None, COMPILER, None, "dense_forward")
+    [found] = failure_report.from_log(LOG.read_text(), LOG.name, registry, None, COMPILER, None, "dense_forward")
     made = new.make(found, registry, tmp_path, force=True, replay=False)
     entry, program = Path(made.files[-1]), next(Path(file) for file in made.files if file.endswith(".py"))
     text = re.sub(rf"{MARK}effect.*", "launch = { num_stages = 3 }", entry.read_text())

@@ -11,7 +11,7 @@ ROWS = (
         pattern=rf"(?P<cause>out of resource: {LINE}?)(?:\. [Rr]educing|$)",
         symptom="resource-limit",
         stage="load",
-        source="triton.runtime.errors.OutOfResources of Triton 3.2 to 3.9; portattn.compile.ensure.over_limit",
+        source="triton.runtime.errors.OutOfResources of Triton 3.2 to 3.9; portattn.compile.compile_check.over_limit",
     ),
     Recogniser(
         name="ub-overflow",

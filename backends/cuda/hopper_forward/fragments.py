@@ -1,0 +1,159 @@
+"""Small pieces of the Hopper forward's consumers: what is done to a tile of scores or of values."""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from portattn.backends.cuda.sizes import GROUP_ROWS
+
+_ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
+
+
+@gluon.jit
+def here(x):
+    # Keeps the compiler from folding a rescaling into the trip of the loop before.
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def following(slot, phase, count: gl.constexpr):
+    slot += 1
+    if slot == count:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def line_numbers(layout: gl.constexpr, form):
+    """Which query each of a warp group's rows is, from the first."""
+    rows = gl.arange(0, _ROWS, layout)
+    if form.HEADS > 1:
+        rows = rows // form.HEADS
+    return rows
+
+
+@gluon.jit
+def lane_maximum(s, keys: gl.constexpr):
+    # Registers first, in independent chains.
+    x = gl.reshape(s, [_ROWS, 2, keys // 16, 4, 2])
+    return gl.max(gl.max(gl.max(x, 2), 3), 1)
+
+
+@gluon.jit
+def row_maximum(s, form):
+    return gl.convert_layout(gl.max(lane_maximum(s, form.KEYS), 1), form.ROW)
+
+
+@gluon.jit
+def halved(x, columns: gl.constexpr):
+    """The first and the last half of the columns. No register moves."""
+    return gl.split(gl.permute(gl.reshape(x, [_ROWS, 2, columns // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def whole(first, last, form):
+    """Halves of scores' columns side by side again."""
+    found = gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), [_ROWS, form.KEYS])
+    return gl.convert_layout(found, form.SCORES, assert_trivial=True)
+
+
+@gluon.jit
+def lane_sum(p, keys: gl.constexpr):
+    # The exchange between lanes waits until the end of the tile.
+    x = gl.reshape(p, [_ROWS, 2, keys // 16, 4, 2])
+    return gl.sum(gl.sum(gl.sum(x, 2), 3), 1)
+
+
+@gluon.jit
+def hold(p, form, dtype: gl.constexpr):
+    # 16-bit numbers carried over the loop's edge as such are unpacked and packed again on every trip.
+    if form.PAIRS:
+        low, high = gl.split(gl.reshape(p, [_ROWS, form.KEYS // 2, 2]))
+        if dtype == gl.bfloat16:
+            held = gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+        else:
+            held = gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+    else:
+        held = p
+    return held
+
+
+@gluon.jit
+def operand(held, form, dtype: gl.constexpr):
+    if form.PAIRS:
+        low = (held & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+        high = (held >> 16).to(gl.int16).to(dtype, bitcast=True)
+        p = gl.reshape(gl.join(low, high), [_ROWS, form.KEYS])
+    else:
+        p = held.to(dtype)
+    return gl.convert_layout(p, form.PROBS)
+
+
+@gluon.jit
+def rescaled(acc, factor, form):
+    return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, form.OUTPUT)), 1)
+
+
+# tanh, of one number after the other: of a whole tile at a time each intermediate would take 64 registers. Near 0 much
+# cancels in (1 - e^-2x)/(1 + e^-2x), and a cap multiplies what is left wrong: below 1/4 it is the series x - x^3/3 +
+# 2x^5/15 - 17x^7/315 + 62x^9/2835 (relative error 1e-8), as in portattn/kernels/tiles.py.
+_TANH = f"""{{
+.reg .f32 x, a, far, y, p; .reg .pred low;
+mul.f32 x, $1, $2;
+abs.f32 a, x;
+setp.lt.f32 low, a, 0.25;
+mul.f32 far, a, {-2 * math.log2(math.e)!r};
+ex2.approx.ftz.f32 far, far;
+add.f32 y, far, 1.0;
+rcp.approx.ftz.f32 y, y;
+sub.f32 far, 1.0, far;
+mul.f32 far, far, y;
+copysign.f32 far, x, far;
+mul.f32 y, x, x;
+fma.rn.f32 p, y, {62 / 2835!r}, {-17 / 315!r};
+fma.rn.f32 p, p, y, {2 / 15!r};
+fma.rn.f32 p, p, y, {-1 / 3!r};
+mul.f32 p, p, y;
+fma.rn.f32 p, p, x, x;
+selp.f32 p, p, far, low;
+mul.f32 $0, p, $3;
+}}"""
+TANH: gl.constexpr = gl.constexpr(_TANH)
+
+
+@gluon.jit
+def apply_softcap(s, scale, softcap, form):
+    """Raw scores capped: softcap·tanh(s·scale), with log2(e) in softcap and the cap itself in scale."""
+    if form.SOFTCAP:
+        s = gl.inline_asm_elementwise(
+            TANH, "=f,f,f,f", [s, scale, softcap], dtype=gl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    return s
+
+
+@gluon.jit
+def masked_scores(s, row_start, row_end, n, form):
+    columns = gl.expand_dims(n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES)), 0)
+    keep = columns < gl.expand_dims(row_end, 1)
+    if form.LEFT:
+        keep = keep & (columns >= gl.expand_dims(row_start, 1))
+    return gl.where(keep, s, -float("inf"))
+
+
+@gluon.jit
+def clear(v, first, end, form):
+    """Zeros in the rows of V before `first` and from `end` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, form.KEYS, gl.SliceLayout(1, layout)), 1)
+    there = (row >= first) & (row < end)
+    for j in gl.static_range(form.DIM // 64):  # few registers at a time: the accumulator has most of them
+        part = v.slice(j * 64, 64, dim=1)
+        part.store(gl.where(there, part.load(layout), 0.0).to(v.dtype))
+    fence_async_shared()

@@ -1,0 +1,208 @@
+"""What a first call's sizes decided, so that calls with other sizes can be launched without planning them.
+
+A call is validated, planned and described once more with Sizes in place of its sizes and strides
+(schema/symbolic_int.py). Every comparison on the way becomes a condition on other calls' sizes, everything computed a
+formula. The result is compared with what the call itself was planned to launch: where they differ, or something cannot
+be traced, the call is kept for its own sizes alone, and `CachedLaunch.why_fixed` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from portattn.config import Settings
+from portattn.errors import PortattnError
+from portattn.launch import kernel_calls
+from portattn.launch.cached_launch import CachedLaunch, ShapeClass, Templates, core_steps, fixed
+from portattn.launch.described import constexprs, unspecialised
+from portattn.launch.kernelcall import KernelCall
+from portattn.launch.symbolic_tensor import Shaped, TensorKind
+from portattn.planning.backend import Variant
+from portattn.planning.planner import plan
+from portattn.schema.call import TENSORS, Call
+from portattn.schema.compile_record import CompileRecord
+from portattn.schema.kernel_step import Buffers, Step, StepLauncher
+from portattn.schema.plan import Plan
+from portattn.schema.symbolic_int import Size, Trace, Untraceable, pinned, unpinned
+from portattn.schema.target import Target
+from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
+from portattn.validate.builders import build_call
+
+# What code that was not written for Sizes raises where it meets one: isinstance(x, int) fails, an assertion does.
+_REFUSALS = (Untraceable, PortattnError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
+
+
+@dataclass(slots=True, frozen=True)
+class Recipe:
+    """A call without its sizes, strides, and data.
+
+    kinds    of its tensors, each once
+    tensors  by name the place among `kinds`; None where it is not given
+    values   its other arguments; those named in `lengths` are sizes
+    failed   records that rejected other paths when it was planned
+    """
+
+    op: str
+    settings: Settings
+    kinds: tuple[TensorKind, ...]
+    tensors: Mapping[str, int | None]
+    values: Mapping[str, Any]
+    lengths: tuple[str, ...]
+    target: Target
+    failed: Mapping[str, CompileRecord]
+
+    def call(self, numbers: Iterator[int]) -> Call:
+        """The validated call of these sizes and strides, tensor by tensor, and then lengths."""
+        made = []
+        for kind in self.kinds:
+            sizes = [next(numbers) for _ in range(kind.ndim)]
+            made.append(Shaped.make(kind, sizes, [next(numbers) for _ in range(kind.ndim)]))
+        tensors = {name: None if place is None else made[place] for name, place in self.tensors.items()}
+        lengths = {name: next(numbers) for name in self.lengths if self.values[name] is not None}
+        return build_call(self.op, self.settings, tensors, {**self.values, **lengths})
+
+    def plan(self, call: Call) -> Plan:
+        return plan(call.problem, self.target, records=self.failed, settings=self.settings)
+
+    def planner(self, inputs: bytes) -> Plan:
+        """The plan of a call with these sizes and strides, given as int64."""
+        numbers = array("q")
+        numbers.frombytes(inputs)
+        return self.plan(self.call(iter(numbers)))
+
+
+def cache_core(
+    recipe: Recipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
+    out: torch.Tensor, lse: torch.Tensor | None, device: torch.device,
+) -> CachedLaunch:  # fmt: skip
+    """Keep a core plan's launches."""
+    steps, buffers = core_steps(launches, out, lse)
+
+    def describe(call: Call, planned: Plan) -> tuple[list[Step], Buffers]:
+        return core_steps(*kernel_calls(planned, call, recipe.target.arch.cores))
+
+    sized = _sized(recipe, inputs, made, steps, buffers, describe)
+    descriptors = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
+    return CachedLaunch(
+        made, recipe.settings, given, device, Templates(steps), steps, sized, recipe.planner, descriptors
+    )
+
+
+def cache_variant(
+    recipe: Recipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
+    launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
+) -> CachedLaunch:  # fmt: skip
+    """Keep a variant's launches: directly where its launcher is a StepLauncher, and else by calling it.
+
+    tensors  the Call's tensors by name, "out" and "lse" among them
+    """
+    settings, problem = recipe.settings, made.problem
+
+    def by_name(named: Mapping[str, Any]) -> None:
+        launch(variant.views(problem, {**dict.fromkeys(TENSORS), **named}))
+
+    if not isinstance(launch, StepLauncher):
+        alone = fixed(inputs, problem, [], {}, f"{made.path} does not describe its launches")
+        return CachedLaunch(made, settings, given, device, by_name, [], alone, recipe.planner)
+    fresh = launch.fresh(tensors["q"])
+    steps = launch.steps({**tensors, **fresh})
+
+    def describe(call: Call, planned: Plan) -> tuple[list[Step], Buffers]:
+        launcher = variant.launcher(call)
+        if not isinstance(launcher, StepLauncher):
+            raise Untraceable(f"{planned.path} does not describe its launches")
+        named: dict[str, Any] = {name: getattr(call, name) for name in TENSORS}
+        named |= {"out": call.new_out(), "lse": call.new_lse() if call.problem.return_lse else None}
+        named |= {name: call.q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in launcher.buffers.items()}
+        return launcher.steps({**named, **{name: fresh[name] for name in launcher.each}}), launcher.buffers
+
+    sized = _sized(recipe, inputs, made, steps, launch.buffers, describe)
+    # What `by_name` launches has its own buffers; it is for the sizes of this call alone, and is called where no Direct
+    # could be made.
+    cached = CachedLaunch(made, settings, given, device, by_name, steps, sized, recipe.planner, each=launch.each)
+    if cached.direct is None:
+        alone = fixed(inputs, problem, [], {}, "Triton launches it")
+        return CachedLaunch(made, settings, given, device, by_name, [], alone, recipe.planner)
+    return cached
+
+
+def _sized(
+    recipe: Recipe, inputs: Sequence[int], made: Plan, steps: Sequence[Step], buffers: Buffers,
+    describe: Callable[[Call, Plan], tuple[list[Step], Buffers]],
+) -> ShapeClass:  # fmt: skip
+    """The launches made of Sizes; of the call's own sizes where that cannot be done."""
+    trace = Trace()
+    try:
+        call = recipe.call(trace.input(number) for number in inputs)
+        if call.copied:
+            raise Untraceable("a tensor is copied")
+        planned = recipe.plan(call)
+        if (planned.path, planned.key) != (made.path, made.key):
+            raise Untraceable(f"it is planned as {planned.path} {planned.key}, and was as {made.path} {made.key}")
+        others, between = describe(call, planned)
+        others = [_with_constants(step) for step in others]
+        _compare(steps, others, buffers, between)
+        for step in others:
+            _specialise(step)
+        return ShapeClass(trace, planned.problem, others, between)
+    except _REFUSALS as error:
+        return fixed(inputs, made.problem, steps, buffers, f"{type(error).__name__}: {error}")
+
+
+def _with_constants(step: Step) -> Step:
+    """The step with what a kernel is compiled for, its constants and options, as numbers."""
+    constants = constexprs(step.kernel)
+    arguments = {name: pinned(value) if name in constants else value for name, value in step.arguments.items()}
+    return dataclasses.replace(step, arguments=arguments, options=pinned(dict(step.options)))
+
+
+def _compare(steps: Sequence[Step], others: Sequence[Step], buffers: Buffers, between: Buffers) -> None:
+    """Raise Untraceable where launches made of Sizes are, with this call's own sizes, not the call's launches."""
+    if unpinned({name: shape for name, (shape, _) in between.items()}) != {
+        name: tuple(shape) for name, (shape, _) in buffers.items()
+    }:
+        raise Untraceable("its buffers are others")
+    if len(steps) != len(others):
+        raise Untraceable("its launches are others")
+    for step, other in zip(steps, others, strict=True):
+        same = step.kernel is other.kernel and step.roles == other.roles and dict(step.options) == dict(other.options)
+        if not same or tuple(step.grid) != unpinned(tuple(other.grid)):
+            raise Untraceable("a launch is another")
+        own_sizes = unpinned(list(other.values))
+        for name, value, size, known in zip(step.kernel.arg_names, step.values, other.values, own_sizes, strict=True):
+            if isinstance(value, torch.Tensor) or hasattr(value, "block_shape"):
+                own, its = _layout(value), _layout(size)
+                if own is None or own != its:
+                    raise Untraceable(f"argument {name} is {its}, and was {own}")
+            elif getattr(value, "value", value) != getattr(known, "value", known):
+                raise Untraceable(f"argument {name} is {size}, and was {value}")
+
+
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    """Sizes and strides of a tensor or a descriptor; a counter's are not looked at."""
+    if hasattr(value, "block_shape"):
+        return unpinned(tuple(value.shape)), unpinned(tuple(value.strides)), tuple(value.block_shape)
+    if not isinstance(value, torch.Tensor):
+        return None
+    return (value.dtype, len(value.shape))
+
+
+def _specialise(step: Step) -> None:
+    """Make conditions of what Triton compiles a kernel for: integers that are 1, multiples of 16 or beyond 32 bits, and
+    tensors of 2 GiB. Comparing is all that it takes: a trace writes comparisons down."""
+    general = unspecialised(step.kernel)
+    for name, value in zip(step.kernel.arg_names, step.values, strict=True):
+        if isinstance(value, Size):
+            size = cast("int", value)
+            _ = size > INT32_MAX, size < -INT32_MAX - 1
+            _ = name in general or size == 1 or size % POINTER_ALIGNMENT == 0
+        elif isinstance(value, Shaped):
+            _ = spans(value) >= TWO_GIB
+        elif hasattr(value, "block_shape"):
+            _ = [size > INT32_MAX for size in value.shape]

@@ -1,0 +1,214 @@
+"""The operations as torch operators, `torch.ops.portattn.attention` and so on: what a graph holds of a call.
+
+A plain eager call never comes here: it launches its kernels directly. A call that is compiled, exported, traced or
+transformed, or that a dispatch mode sees, is one node of the operator. Its arguments are the tensors of the operation's
+row, each once, and then its other arguments as an operator's schema can have them.
+
+This module is imported as soon as torch is (after_import.py), so that exported programs can be loaded: it imports
+nothing of the library but the table of operations. What an operator does is in operator_kernels.py, its gradients are
+in gradients.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from portattn.schema.ops import PUBLIC, ROWS, WRITERS, OpRow
+
+NAMESPACE = "portattn"
+# Types of an operator's arguments by the parameter's name. A size is symbolic where shapes are dynamic.
+_TYPES = {
+    "scale": "float?", "causal": "str", "window": "int[]?", "chunk": "int?", "softcap": "float?", "dropout_p": "float",
+    "out_dtype": "ScalarType?",
+    "return_lse": "bool", "layout": "str", "page_layout": "str", "num_splits": "int?", "magicpig": "int[]?",
+    "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "backend": "str?", "validate": "bool?",
+    "rotary": "str", "block_size": "int[]?",
+}  # fmt: skip
+# Parameters that every call of an operation that has them gives.
+_GIVEN = frozenset({
+    "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "indices", "counts",
+    "cu_seqlens_q", "cu_seqlens_k", "slot_mapping",
+})  # fmt: skip
+# Of an operation over pages or latent rows, packed queries are an option.
+_OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q"}}
+# Tensors that gradients can be asked for.
+_DIFFERENTIABLE = frozenset({
+    "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "alibi_slopes", "sinks",
+    "bias", "log_weights",
+})  # fmt: skip
+# Tensors that an operation which fills a cache may write to.
+_WRITTEN = ("k_cache", "v_cache", "k_pages", "v_pages", "k_scale", "v_scale", "k_block_scale", "v_block_scale")
+_NO_LIMIT = -1
+
+
+def _causal(value: Any) -> Any:
+    """A word that no caller can give stands for no mask."""
+    return value if isinstance(value, str) else "bottom_right" if value else ""
+
+
+def _window(value: Any) -> Any:
+    if value is None or not isinstance(value, (tuple, list)):
+        return value
+    return [_NO_LIMIT if side is None else side for side in value]
+
+
+def _numbers(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+# How an argument is written for an operator, and read again.
+_WRITE: dict[str, Callable[[Any], Any]] = {
+    "causal": _causal,
+    "window": _window,
+    "magicpig": _numbers,
+    "block_size": _numbers,
+}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "causal": lambda value: value or False,
+    "window": lambda value: None if value is None else tuple(value),
+    "magicpig": lambda value: None if value is None else tuple(value),
+    "block_size": lambda value: None if value is None else tuple(value),
+}
+
+
+class Signature:
+    """The arguments of one operation's operator.
+
+    op, row    its name and its row
+    kept       places of a Request's tensors that are arguments: each parameter once
+    shared     for each of a Request's tensors the argument that it is
+    tensors    the arguments that are tensors
+    gradients  places of those that gradients can be asked for, in the order of what the backward operator returns
+    values     all others, in the order (fixed values, backend, validate, sizes)
+    write      places of arguments that an operator's schema has another form of, and what makes that of them
+    read       the same places, and what makes a Request's values of them again
+    """
+
+    __slots__ = ("gradients", "kept", "op", "read", "row", "shared", "tensors", "values", "write")
+
+    def __init__(self, row: OpRow) -> None:
+        self.op, self.row = row.name, row
+        self.tensors = tuple(dict.fromkeys(row.parameters))
+        self.kept = tuple(row.parameters.index(parameter) for parameter in self.tensors)
+        self.shared = tuple(self.tensors.index(parameter) for parameter in row.parameters)
+        self.gradients = tuple(place for place, name in enumerate(self.tensors) if name in _DIFFERENTIABLE)
+        self.values = (*row.fixed, "backend", "validate", *row.lengths)
+        count = len(self.tensors)
+        self.write = tuple((count + i, _WRITE[name]) for i, name in enumerate(self.values) if name in _WRITE)
+        self.read = tuple((count + i, _READ[name]) for i, name in enumerate(self.values) if name in _READ)
+
+    @property
+    def schema(self) -> str:
+        optional = _OPTIONAL.get(self.op, set())
+        tensors = [f"{self._tensor(n)}{'' if n in _GIVEN - optional else '?'} {n}" for n in self.tensors]
+        return ", ".join([*tensors, *(f"{_TYPES[name]} {name}" for name in self.values)])
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The tensors that it writes to."""
+        return tuple(name for name in self.tensors if self.row.writes and name in _WRITTEN)
+
+    def _tensor(self, name: str) -> str:
+        """The type of a tensor: of one that is written with a letter of its own, which says so."""
+        if name not in self.written:
+            return "Tensor"
+        return f"Tensor({'abcdefgh'[_WRITTEN.index(name)]}!)"
+
+    def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """An operator's arguments as a Request has them: its tensors, its fixed values, its sizes."""
+        found = list(arguments)
+        for place, read in self.read:
+            found[place] = read(found[place])
+        end = len(found) - len(self.row.lengths)
+        tensors = tuple([found[place] for place in self.shared])
+        return tensors, tuple(found[len(self.tensors) : end]), tuple(found[end:])
+
+    def value(self, arguments: Sequence[Any], name: str) -> Any:
+        """One of the arguments that are no tensors, as the operator has it."""
+        return arguments[len(self.tensors) + self.values.index(name)]
+
+
+# Operations that have a result, and those that fill a cache in place.
+SIGNATURES = {op: Signature(ROWS[op]) for op in PUBLIC if op not in WRITERS}
+WRITING = {op: Signature(ROWS[op]) for op in WRITERS}
+# The place of `return_lse` among a Request's fixed values.
+RETURNS_LSE = {op: ROWS[op].fixed.index("return_lse") for op in SIGNATURES}
+
+
+def arguments_of(
+    op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any],
+    signatures: Mapping[str, Signature] = SIGNATURES,
+) -> list[Any]:  # fmt: skip
+    """The arguments of an operator, of what a Request has. Traced by dynamo: plain Python alone."""
+    signature = signatures[op]
+    found = [tensors[place] for place in signature.kept]
+    found += values
+    found += lengths
+    for place, write in signature.write:
+        found[place] = write(found[place])
+    return found
+
+
+def define() -> None:
+    """Register the operators, once a process: a second call changes nothing."""
+    if hasattr(torch.ops.portattn, next(iter(SIGNATURES))):
+        return
+    for signature in SIGNATURES.values():
+        _define(signature)
+    for signature in WRITING.values():
+        _define_writing(signature)
+
+
+def _define(signature: Signature) -> None:
+    op, schema = signature.op, signature.schema
+    forward, backward = f"{NAMESPACE}::{op}", f"{NAMESPACE}::{op}_backward"
+    tags = (torch.Tag.pt2_compliant_tag,)
+    torch.library.define(forward, f"({schema}) -> (Tensor, Tensor)", tags=tags)
+    # Of what the forward gave, where kernels take it; of its arguments alone where it is computed anew.
+    # A gradient for each tensor that can have one; where it is not wanted, a tensor without elements.
+    returned = ", ".join(["Tensor"] * len(signature.gradients))
+    torch.library.define(
+        backward,
+        f"(Tensor? grad_out, Tensor? grad_lse, Tensor? out, Tensor? lse, bool[] wanted, {schema}) -> ({returned})",
+        tags=tags,
+    )
+    for name, what in ((forward, "forward"), (backward, "backward")):
+        torch.library.impl(name, "default", _later("torch_ops_impl", what, op))
+        torch.library.register_fake(name, _later("torch_ops_impl", f"{what}_shapes", op))
+        torch.library.register_vmap(name, _later("torch_ops_impl", f"{what}_vmapped", op))
+        _library().impl(name.partition("::")[2], _later("operator_autograd", what, op), "Autograd")
+
+
+def _define_writing(signature: Signature) -> None:
+    """An operator that fills a cache: its schema says what it writes to, and it has neither result nor gradient."""
+    op = signature.op
+    name = f"{NAMESPACE}::{op}"
+    torch.library.define(name, f"({signature.schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default", _later("torch_ops_writing", "write", op, WRITING))
+    torch.library.register_fake(name, _later("torch_ops_writing", "check", op, WRITING))
+    _library().impl(op, _later("torch_ops_writing", "without_gradient", op, WRITING), "Autograd")
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> torch.library.Library:
+    return torch.library.Library(NAMESPACE, "IMPL")  # kept: what it has registered goes with it
+
+
+def _later(module: str, what: str, op: str, signatures: Mapping[str, Signature] = SIGNATURES) -> Callable[..., Any]:
+    """A function of a module beside this one, which is imported when it is first called."""
+
+    found: Any = None
+    signature = signatures[op]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal found
+        if found is None:
+            found = getattr(importlib.import_module(f"portattn.api.{module}"), what)
+        return found(signature, *arguments, **named)
+
+    return call

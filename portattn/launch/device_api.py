@@ -1,0 +1,80 @@
+"""What a cached launch asks of torch about a device, by the shortest way that this torch has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from portattn.schema.symbolic_int import most
+
+# Torch's own allocators: they give memory by address wherever they give tensors. Others may not.
+ALLOCATORS = ("native", "cudaMallocAsync", "pluggable")
+
+
+@dataclass(slots=True, frozen=True)
+class Runtime:
+    """A device type's functions.
+
+    current  () -> index of the current device
+    stream   (index) -> the current stream as the driver knows it
+    empty    (shape, strides, dtype) -> a tensor without contents on the current device
+    take     (bytes, stream) -> the address of memory on the current device for work on a stream, from the allocator
+             that `empty` has it from: a tensor's own objects cost more than the memory. None where there is no such
+    give     (address): gives it back; work on the stream that was enqueued before may use it still
+    """
+
+    current: Callable[[], int | None]
+    stream: Callable[[Any], int]
+    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+    take: Callable[[int, int], int] | None = None
+    give: Callable[[int], None] | None = None
+
+
+@functools.lru_cache(maxsize=8)
+def runtime(device_type: str) -> Runtime:
+    module: Any = getattr(torch, device_type)  # torch.cuda, torch.npu, …
+    empty = functools.partial(torch.empty_strided, device=device_type)
+    plain = Runtime(
+        current=lambda: module.current_device(),
+        stream=lambda index: getattr(module.current_stream(index), f"{device_type}_stream"),
+        empty=lambda shape, strides, dtype: empty(shape, strides, dtype=dtype),
+    )
+    if device_type != "cuda" or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        return plain
+    # What torch.cuda.caching_allocator_alloc and …_delete call.
+    take = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
+    give = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
+    backend = getattr(torch._C, "_cuda_getAllocatorBackend", None)
+    known = None not in (take, give, backend) and backend() in ALLOCATORS  # type: ignore[misc]
+    return Runtime(
+        current=torch._C._cuda_getDevice, stream=torch._C._cuda_getCurrentRawStream, empty=_shortest(plain.empty),
+        take=take if known else None, give=give if known else None,
+    )  # fmt: skip
+
+
+def _shortest(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.compile's way to allocate, which takes 1 µs less where this torch has it."""
+    try:
+        from torch._C._dynamo import guards
+    except ImportError:
+        return plain
+    return getattr(guards, "_empty_strided_cuda", plain)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * most(size, 1)
+    return tuple(reversed(strides))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; a CPU has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)

@@ -1,0 +1,115 @@
+"""Words for at most 8 query rows: keys are the rows of matrix products (kernels/attend_packed16_swap_ab.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import Device, assert_right, problem, random_call, run_core
+from test_quantised_accuracy import INPUTS, assert_exact
+from test_quantised_caches import SCALED, SMALL
+from test_quantised_words import narrow, unpackings
+
+from portattn.reference.stored import dequantize
+from portattn.schema.call import Call
+
+FEW = {"block_m": 8, "block_n": 32}
+PAGES: dict[str, Any] = {"op": "paged_attention", "seq_k": 96, "head_dim": 64, "page_size": 8}
+CASES: dict[str, dict[str, Any]] = {
+    "decode": {"op": "decode_attention", "seq_k": 80, "seqlens_k": True, "leftpad_k": True, "causal": "bottom_right",
+               "head_dim": 64, "head_dim_v": 128},
+    "sinks": {"op": "decode_attention", "seq_k": 70, "seqlens_k": True, "sinks": True, "head_dim": 64, "dtype": "fp16"},
+    "two row tiles": {"op": "decode_attention", "seq_k": 66, "seqlens_k": True, "seq_q": 5, "causal": "bottom_right",
+                      "heads_q": 8, "head_dim": 64},
+    "pages": PAGES | {"causal": "bottom_right"},
+    "packed pages": PAGES | {"total_q": 7, "causal": "bottom_right", "dtype": "fp16"},
+    "rows longer than wide": PAGES | {"page_size": 16, "aligned": False},
+}  # fmt: skip
+
+
+def without_pages(call: Call) -> Call:
+    """Pages that no key is in have ids of no page."""
+    if call.page_table is not None and call.seqlens_k is not None:
+        for sequence, length in enumerate(call.seqlens_k.tolist()):
+            call.page_table[sequence, -(-max(length, 0) // call.problem.page_size) :] = 2**30
+    return call
+
+
+# Each case with three formats and kinds of scales; int4 with both of its kinds everywhere.
+SOME = [(case, *stored) for i, case in enumerate(CASES) for j, stored in enumerate(SCALED)
+        if (i + j) % 4 == 0 or stored[0] == "int4"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "kind", "scales"), SOME)
+def test_few_rows_are_right(device: Device, case: str, kind: str, scales: str) -> None:
+    """NaN, or a scale that is none, is wherever a token is not attended."""
+    p = problem(**SMALL | {"kv_format": kind, "kv_scales": scales} | CASES[case])
+    call = without_pages(random_call(p, seed=5, strides="" if p.aligned else "spare", device=device.name))
+    loops = ["flat_masked"] if not p.page_size else ["by_page"] if kind == "int4" else ["flat_masked", "by_page"]
+    for unpack in unpackings(device):
+        for page_loop in loops:
+            lowering = {"unpack": unpack, "page_loop": page_loop}
+            for splits in (1, 2) if case == "sinks" else (2,):
+                assert_right(call, *run_core(device, call, lowering, FEW | {"splits": splits}))
+
+
+LEFT = [{"window_left": 9}, {"mask": True}, {"softcap": True}, {"kv_format": "nvfp4"}, {"head_dim": 40}]
+
+
+@pytest.mark.parametrize("fields", LEFT, ids=str)
+def test_what_few_rows_leave_to_words(device: Device, fields: dict[str, Any]) -> None:
+    base = {"op": "decode_attention", "seq_k": 50, "seqlens_k": True, "head_dim": 64}
+    scales = "head" if "kv_format" in fields else "token"
+    call = random_call(
+        problem(**SMALL | base | {"kv_format": "int4", "kv_scales": scales} | fields), device=device.name
+    )
+    for unpack in unpackings(device):
+        assert_right(call, *run_core(device, call, {"unpack": unpack}, FEW))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "scales"), [("e4m3", "bf16", "head"), ("int8", "fp16", "token"), ("int4", "bf16", "token")]
+)
+@pytest.mark.parametrize("what", INPUTS)
+def test_nothing_is_lost_beside_the_results_rounding(
+    device: Device, what: str, kind: str, dtype: str, scales: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = narrow(what, kind, dtype, scales, device.name)
+    launch = FEW | {"block_n": 64}
+    if device.path == "interpreter":  # it cuts bfloat16 off, where chips round it: see test_quantised_words.py
+        shape = call.new_out().shape
+        monkeypatch.setattr(Call, "new_out", lambda self: torch.full(shape, float("nan")))
+    for unpack in unpackings(device):
+        assert_exact(call, run_core(device, call, {"unpack": unpack}, launch)[0].to(call.dtype))
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None:
+    """In both bytes of a word, and of tokens' scales all that may stand for 0: one key a sequence."""
+    p = problem(
+        op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=64, head_dim_v=512,
+        dtype="bf16", kv_format="int4", kv_scales=scales,
+    )  # fmt: skip
+    call = random_call(p, device=device.name)
+    codes = torch.arange(256, dtype=torch.uint8).roll(1).view(torch.int8).expand(16, 1, 1, 256)
+    scale = torch.ones(16, 1)
+    if scales == "token":
+        zeros = torch.arange(16, dtype=torch.int32)[:, None, None]
+        scale = (torch.ones(16, 1, 1).view(torch.int32) | zeros).view(torch.float32)
+    call.v, call.v_scale = codes.contiguous().to(device.name), scale.to(device.name)
+    by_token = scales == "token"
+    expected = dequantize(call.v, "int4", call.v_scale if by_token else call.v_scale[..., None], by_token)
+    for unpack in unpackings(device):
+        out, _ = run_core(device, call, {"unpack": unpack}, FEW)
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("block_m", [8, 16])
+def test_a_query_of_zeros_attends_all_keys_alike(device: Device, block_m: int) -> None:
+    fields = {"op": "decode_attention", "seq_k": 70, "head_dim": 64, "kv_format": "int4", "kv_scales": "token"}
+    p = problem(**SMALL | fields)
+    call = random_call(p, device=device.name)
+    call.q = torch.zeros_like(call.q)
+    for unpack in unpackings(device):
+        assert_right(call, *run_core(device, call, {"unpack": unpack}, FEW | {"block_m": block_m}))
