@@ -5,18 +5,101 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import os
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from portattn.compile import checksummed_json, failures
+from portattn.compile import failures
 from portattn.config import Settings
 from portattn.errors import warn_caller
-from portattn.files import cache_folder, locked, sweep, write_whole
+from portattn.files import Untrusted, cache_folder, locked, read_limited, sweep, write_whole
 from portattn.schema.compile_record import CompileRecord, Incident
+
+T = TypeVar("T")
+FORMAT = 2  # before there was no envelope
+MOST = 64 << 20  # bytes of a file: an incident with its log has some 100 kB
+
+
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    kind: str
+    key: str
+    sha256: str
+    body: msgspec.Raw
+
+
+def seal(kind: str, key: str, body: msgspec.Struct) -> bytes:
+    """A file's bytes. Text that is no valid Unicode (names of files, variables) is written with replacements."""
+    # People read incidents: the whole is laid out, and the body digested as it stands in it.
+    raw = msgspec.json.format(_encoded(body))
+    envelope = _Envelope(format=FORMAT, kind=kind, key=key, sha256=_digest(kind, key, raw), body=msgspec.Raw(raw))
+    return msgspec.json.encode(envelope) + b"\n"
+
+
+def unseal(data: bytes, kind: str, key: str, of: type[T]) -> T | None:
+    """What was sealed under a kind and a key; None where the bytes are anything else, or of another format."""
+    try:
+        envelope = msgspec.json.decode(data, type=_Envelope)
+        raw = bytes(envelope.body)
+        if (envelope.format, envelope.kind, envelope.key) != (FORMAT, kind, key):
+            return None
+        if envelope.sha256 != _digest(kind, key, raw):
+            return None
+        return msgspec.json.decode(raw, type=of)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        # Broken bytes raise DecodeError, UnicodeDecodeError, or RecursionError where they nest deeply; a body of
+        # another release raises ValidationError.
+        return None
+
+
+_distrusted: set[Path] = set()  # folders that were warned about
+
+
+def read(path: Path, kind: str, key: str, of: type[T]) -> T | None:
+    """Return what a file holds for a key; None if there is none, if it cannot be read, or if it is another key's.
+
+    A file that another user owns or can change counts as absent, with one warning for each folder.
+    """
+    try:
+        data = read_limited(path, MOST, owned=True)
+    except Untrusted as error:
+        if path.parent not in _distrusted:
+            _distrusted.add(path.parent)
+            warn_caller(
+                f"{error}: it and all like it in that folder count as absent. To have them counted, make them "
+                "yours (chown, chmod go-w); or set PORTATTN_CACHE_DIR to your own folder"
+            )
+        return None
+    except (OSError, ValueError):  # ValueError: a key that can be no file's name
+        return None
+    return unseal(data, kind, key, of)
+
+
+def _digest(kind: str, key: str, raw: bytes) -> str:
+    named = f"{kind}\0{key}\0".encode(errors="surrogatepass")
+    return hashlib.sha256(named + raw).hexdigest()
+
+
+def _encoded(body: msgspec.Struct) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_valid(msgspec.to_builtins(body)))
+
+
+def _valid(value: object) -> object:
+    """The same with "?" for what os.fsdecode made of bytes that are no UTF-8."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_valid(name): _valid(item) for name, item in value.items()}
+    return [_valid(item) for item in value] if isinstance(value, (list, tuple)) else value
+
 
 RECORD, INCIDENT = "record", "incident"  # kinds of sealed files
 
@@ -57,7 +140,7 @@ class CompileStore:
             return passing.record
         found = self._seen.get(key)
         if found is None:
-            found = checksummed_json.read(self._record_path(key), RECORD, key, CompileRecord)
+            found = read(self._record_path(key), RECORD, key, CompileRecord)
             if found is not None:
                 self._seen[key] = found
         if found is not None and not _stands(found, seconds):
@@ -73,12 +156,12 @@ class CompileStore:
             record = msgspec.structs.replace(record, wait=failures.TIMEOUT_STANDS, until=until)
         self._passing.pop(record.key, None)
         self._seen[record.key] = record
-        self._save(self._record_path(record.key), checksummed_json.seal(RECORD, record.key, record))
+        self._save(self._record_path(record.key), seal(RECORD, record.key, record))
         return record
 
     def add_incident(self, incident: Incident) -> bool:
         """Keep an incident; whether the disk took it."""
-        return self._save(self._incident_path(incident.id), checksummed_json.seal(INCIDENT, incident.id, incident))
+        return self._save(self._incident_path(incident.id), seal(INCIDENT, incident.id, incident))
 
     def remember(self, record: CompileRecord, *, passing: bool = True) -> CompileRecord:
         """Keep a record for this process only. A failure that is `passing` counts for a while, and in the surroundings
@@ -119,7 +202,7 @@ class CompileStore:
         return True
 
     def incident(self, name: str) -> Incident | None:
-        return checksummed_json.read(self._incident_path(name), INCIDENT, name, Incident)
+        return read(self._incident_path(name), INCIDENT, name, Incident)
 
     def incidents(self) -> Iterator[Incident]:
         """Every incident, oldest first."""
@@ -139,9 +222,7 @@ class CompileStore:
     def count(self) -> tuple[int, int]:
         """(records on the disk, files in their place that count as absent)."""
         names = _names(self.folder / "records")
-        whole = sum(
-            checksummed_json.read(self._record_path(name), RECORD, name, CompileRecord) is not None for name in names
-        )
+        whole = sum(read(self._record_path(name), RECORD, name, CompileRecord) is not None for name in names)
         return whole, len(names) - whole
 
     def empty(self) -> bool:

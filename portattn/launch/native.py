@@ -1,27 +1,154 @@
 """The C functions of native.c: compiled once a machine, as Triton compiles its own launchers, and loaded when needed.
 
 The library is kept in portattn's cache folder, by its source's content and Python's ABI. It runs in this process: it is
-loaded from there only if nobody else can have written it and it is whole (launch/verified_dlopen.py), and kept there
+loaded from there only if nobody else can have written it and it is whole (launch/native.py), and kept there
 only once a child process has imported it. Where none can be made (no C compiler, no Python.h, a folder that takes no
 files), calls are launched from Python, and `portattn doctor` says why.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from portattn.files import Untrusted, cache_folder, locked, read_limited, sweep, trusted_folder, workshop
-from portattn.launch import c_compiler, verified_dlopen
-from portattn.launch.c_compiler import BuildFailed
+from portattn.files import (
+    Untrusted,
+    cache_folder,
+    check_owner,
+    locked,
+    read_limited,
+    read_open,
+    sweep,
+    trusted_folder,
+    workshop,
+    write_whole,
+)
+
+_SAID = 64 << 10  # bytes of a program's output that are read
+_ROOM = 4096  # bytes of it that the disk has in any case
+_LINE = 300  # characters of a reason
+
+
+class BuildFailed(Exception):
+    """A program did not do what it was for; the text is one line that says why."""
+
+
+def compiler() -> list[str]:
+    """The C compiler that Triton takes: CC, with its options; else gcc or clang. Raises BuildFailed without one."""
+    named = os.environ.get("CC", "")
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise BuildFailed(f"CC is {named!r}, which is no command: {error}") from None
+    if words:
+        return words
+    if named:
+        raise BuildFailed(f"CC is {named!r}, which names no program")
+    found = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    if found is None:
+        raise BuildFailed("no C compiler: none of gcc, clang, cc is on the path, and CC is not set")
+    return [found]
+
+
+def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
+    """Run a program to its end; what it printed. Raises BuildFailed, which begins with `what`, when it ends badly.
+
+    folder  for its temporary files, and for its output meanwhile: a pipe would be held open by what it leaves running
+
+    Whoever interrupts this process ends the program with all that it started; the interrupt passes through.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as output:
+        try:
+            if output.write(bytes(_ROOM)) != _ROOM:  # for the program: of a full disk it could not say so there
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            output.seek(0)
+        except OSError as error:
+            raise BuildFailed(f"{what}: no file can be written in {folder}: {error.strerror}") from None
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**os.environ, "TMPDIR": str(folder.absolute())}, start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:  # ValueError: a NUL in a name
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise BuildFailed(f"{what}: {command[0]!r} cannot be started: {reason}") from None
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise BuildFailed(f"{what}: {command[0]!r} has not ended after {seconds:g} s") from None
+        finally:
+            _end(process)
+        written = output.tell()  # the program's own place: it shares the file's
+        output.seek(0)
+        said = (output.read(min(written, _SAID)) or b"").decode(errors="replace")
+    if status == 0:
+        return said
+    how = f"exit status {status}"
+    if status < 0:
+        names = {one.value: one.name for one in signal.Signals}
+        how = f"died of {names.get(-status, f'signal {-status}')}"
+    raise BuildFailed(f"{what}: {how}: {_cause(said)}"[:_LINE])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program, and what it left running in its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _cause(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it said nothing")
+
+
+_MARK = b"\nportattn sealed "
+MOST = 64 << 20  # bytes of a library
+
+
+def seal(code: bytes) -> bytes:
+    """A library's bytes with their digest at the end."""
+    return code + _MARK + hashlib.sha256(code).digest()
+
+
+def keep(place: Path, code: bytes) -> None:
+    """Write a library, whole or not at all, in a folder that is made safe. Raises Untrusted, OSError."""
+    with trusted_folder(place.parent, make=True):
+        # Not synced: what a power failure leaves is not whole, and made anew.
+        write_whole(place, seal(code), durable=False, mode=0o644)
+
+
+def opened(place: Path) -> int:
+    """A descriptor of a library that was checked. Raises Untrusted, FileNotFoundError, and OSError."""
+    with trusted_folder(place.parent) as folder:
+        handle = os.open(place.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        check_owner(os.fstat(handle), str(place), "file")
+        data = read_open(handle, place, MOST)
+        end = len(data) - len(_MARK) - hashlib.sha256().digest_size
+        if end < 0 or seal(data[:end]) != data:
+            raise Untrusted(f"{place} is not whole")
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
 
 SOURCE = Path(__file__).with_name("native.c")
 NAME = "portattn_native"  # what native.c initialises
@@ -112,7 +239,7 @@ def _cached(place: Path) -> Any:
 
 def _import(place: Path) -> Any:
     """Import the library at a place, once it is checked. Raises Untrusted, OSError, and what importing raises."""
-    handle = verified_dlopen.opened(place)
+    handle = opened(place)
     # By the descriptor that was checked. It stays open: its number is part of the name that the loader knows it by.
     path = f"/proc/self/fd/{handle}"
     try:
@@ -140,12 +267,12 @@ def _compile(place: Path) -> None:
     options = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_config_var('INCLUDEPY')}"]
     with workshop(place.parent) as folder:
         made = folder / f"{NAME}.so"
-        command = [*c_compiler.compiler(), *options, str(SOURCE), "-o", str(made)]
-        c_compiler.run(command, "native.c was not compiled", SECONDS, folder)
+        command = [*compiler(), *options, str(SOURCE), "-o", str(made)]
+        run(command, "native.c was not compiled", SECONDS, folder)
         if not made.is_file():
             raise BuildFailed(f"native.c was not compiled: {command[0]!r} ended well and made no library")
         _try(made, folder)
-        verified_dlopen.keep(place, read_limited(made, verified_dlopen.MOST))
+        keep(place, read_limited(made, MOST))
 
 
 def _try(made: Path, folder: Path) -> None:
@@ -156,7 +283,7 @@ def _try(made: Path, folder: Path) -> None:
         )
     word = os.urandom(8).hex()
     command = [sys.executable, "-I", "-S", "-c", _TRIAL, NAME, str(made), word]
-    if word not in c_compiler.run(command, "the compiled native.c does not import", TRIAL_SECONDS, folder):
+    if word not in run(command, "the compiled native.c does not import", TRIAL_SECONDS, folder):
         raise BuildFailed(f"native.c is not used: {sys.executable} is no Python that could try it")
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.planning import core_path, reference_takes, variant_path
+from portattn.planning import core_path, variant_path
 from portattn.planning.backend import Backend, Variant, VendorPath
 from portattn.planning.checks import Refused, undeclared
 from portattn.planning.evidence import untried
@@ -26,6 +26,14 @@ from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+
+TAKES = {
+    op: kernel.takes
+    | (set() if ROWS[op].writes else {"needs_grad"})
+    | ({"dropout"} if "dropout_p" in ROWS[op].values else set())
+    for op, kernel in CORES.items()
+}
+
 
 REFERENCE = "reference"
 GROUPS = ("auto", "vendor", REFERENCE)  # values of `backend` that name no single accelerated path
@@ -134,7 +142,7 @@ def _reference(asked: Asked) -> Plan:
         # Calls are refused before they are planned (validate/checks.py, refuse_gradients): this is of a Problem's plan.
         hint = f"torch.no_grad() for inference; to train, {instead}; or backend='reference'"
         raise Refused(Rejection(path=REFERENCE, reason=f"{problem.op} has no gradient", hint=hint))
-    takes = reference_takes.TAKES[problem.op]
+    takes = TAKES[problem.op]
     return _unless(undeclared(REFERENCE, problem, CORES, takes), asked, REFERENCE)
 
 

@@ -2,12 +2,299 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 
 from portattn.schema.call import Call
 from portattn.testing import tolerance
-from portattn.testing.oracle_gradients import judge_backward
+from portattn.testing.dense_view import DenseView, dense_view
+from portattn.testing.oracle import oracle
 from portattn.testing.random_writing import judge_writing
+from portattn.testing.tolerance import BUDGET_FACTOR, FLOAT32_STEPS, FRACTION_BITS, largest, on_cpu, rounded
+
+# What can have a gradient, in the order of results.
+DIFFERENTIABLE = ("q", "k", "v", "q_rope", "bias", "sinks", "alibi_slopes")
+
+
+def gradients(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Gradients of sum(out·grad_out) + sum(LSE·grad_lse) in float64, by autograd through the oracle.
+
+    Of q, k, v and of the bias, sinks and alibi_slopes that the call has, each shaped as the tensor is in the Call: that
+    of a broadcast bias is not summed up. Rows and keys that do not count have 0, whatever they and the rows of grad_out
+    and grad_lse hold. Of mla_attention the values are columns of k, and have no gradient of their own.
+
+    grad_out  shaped as Call.new_out says, any dtype; may hold anything in rows that attend nothing
+    grad_lse  shaped as Call.new_lse says; may hold anything where the LSE is -inf
+
+    >>> import torch
+    >>> from portattn import Problem
+    >>> from portattn.testing.random_calls import random_call
+    >>> call = random_call(Problem(batch=1, heads_q=2, heads_k=1, seq_q=3, seq_k=5, head_dim=8))
+    >>> {name: tuple(g.shape) for name, g in gradients(call, torch.ones(1, 2, 3, 8)).items()}
+    {'q': (1, 2, 3, 8), 'k': (1, 1, 5, 8), 'v': (1, 1, 5, 8)}
+    """
+    leaves = _leaves(call, torch.float64)
+    call = _with(call, leaves)
+    out, lse = oracle(call)
+    some = _attending(call)
+    results = [out]
+    towards = [grad_out.double().masked_fill(~some[..., None], 0.0)]
+    if grad_lse is not None:
+        nothing = torch.isneginf(lse.detach())
+        results.append(lse.masked_fill(nothing, 0.0))
+        towards.append(grad_lse.double().masked_fill(nothing, 0.0))
+    return _pulled(results, leaves, towards)
+
+
+def same_dtype_gradients(
+    call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None = None, precision: str = "ieee"
+) -> dict[str, torch.Tensor]:
+    """The same gradients by the formulas that kernels use, with operands of products in the call's dtype.
+
+    P = exp(S - LSE), delta = rowsum(out·grad_out) - grad_lse, dV = Pᵀ·dO, dS = P·(dO·Vᵀ - delta), dQ = scale·dS·K,
+    dK = scale·dSᵀ·Q (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.2). Dropout of a mask and factor Z takes P·Z
+    in front of V and dO, and dO·Vᵀ·Z for dO·Vᵀ. Products add up in float32, and the softmax is float32; P, dS, the
+    forward's output and the results are rounded to the call's dtype. Gradients of sinks and ALiBi slopes are float32.
+
+    grad_out, grad_lse  as `gradients` takes them
+    precision           fp32 operands of products have as many bits as it leaves them
+
+    Raises ValueError for a call with MagicPIG's weights, which depend on q and k by more than their product.
+    """
+    return _formulas(call, grad_out, grad_lse, precision).results
+
+
+def judge_gradients(
+    call: Call,
+    found: Mapping[str, torch.Tensor],
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None = None,
+    precision: str = "ieee",
+) -> dict[str, int | float]:
+    """Errors and budgets of gradients: {error, budget, wrong, error_q, budget_q, error_k, …}.
+
+    error_x, budget_x  largest |ours − oracle| of the gradient of x over the elements that are finite in both, and what
+                       it may be
+    error, budget      those of the gradient whose error is the largest share of its budget
+    wrong              elements that are finite where the oracle is not or the reverse; and elements that are not 0 in
+                       rows and keys that do not count
+
+    found     by name, shaped as the tensors are in the Call; those that are not in it are not judged
+    grad_out, grad_lse, precision  as `same_dtype_gradients` takes them
+
+    Raises ValueError for a gradient of a tensor that the call does not have, and of another shape than it.
+    """
+    call, grad_out = on_cpu(call), grad_out.detach().cpu()
+    grad_lse = None if grad_lse is None else grad_lse.detach().cpu()
+    expected = gradients(call, grad_out, grad_lse)
+    same, counted = _formulas(call, grad_out, grad_lse, precision), _counted(call)
+    facts: dict[str, int | float] = {"error": 0.0, "budget": 0.0, "wrong": 0}
+    worst = -1.0
+    for name, gradient in found.items():
+        if name not in expected:
+            raise ValueError(f"a gradient of {name}, which the call does not have: it has {', '.join(expected)}")
+        ours, right, torchs, counts = gradient.detach().cpu(), expected[name], same.results[name], counted[name]
+        if name == "bias" and ours.ndim == right.ndim:
+            # Of a broadcast bias, summed up.
+            axes = [axis for axis in range(right.ndim) if ours.shape[axis] == 1 != right.shape[axis]]
+            for axis in axes:
+                right, torchs = right.sum(axis, keepdim=True), torchs.sum(axis, keepdim=True)
+                counts = counts.any(axis, keepdim=True)
+                same.summed[name] *= expected[name].shape[axis]
+        if ours.shape != right.shape:
+            raise ValueError(f"the gradient of {name} is {tuple(ours.shape)}, and the tensor {tuple(right.shape)}")
+        error = largest(ours.double() - right)
+        ulps = torch.finfo(ours.dtype).eps + FLOAT32_STEPS * torch.finfo(torch.float32).eps
+        budget = BUDGET_FACTOR * largest(torchs.double() - right) + ulps * largest(right)
+        # What slopes and sinks sum up is only as exact as delta, which is made of the rounded output.
+        steps = torch.finfo(call.q.dtype).eps / 2 if name in ("alibi_slopes", "sinks") else 0.0
+        budget += max(FLOAT32_STEPS * torch.finfo(torch.float32).eps, steps) * same.summed[name]
+        facts[f"error_{name}"], facts[f"budget_{name}"] = error, budget
+        wrong = (torch.isfinite(ours) != torch.isfinite(right)) | ((ours != 0) & ~counts)
+        facts["wrong"] += int(wrong.sum())
+        share = error / budget if budget else math.inf if error else 0.0
+        if share > worst:
+            worst, facts["error"], facts["budget"] = share, error, budget
+    return facts
+
+
+def judge_backward(call: Call, delta: torch.Tensor, precision: str = "ieee") -> dict[str, int | float]:
+    """As judge_gradients, of a call of the gradients' operation that has run: dQ, dK and dV lie in its own memory."""
+    assert call.grad_out is not None
+    names = ("q", "k", "v") if call.grad_bias is None else ("q", "k", "v", "bias")
+    found = {name: getattr(call, f"grad_{name}") for name in names}
+    if call.grad_slopes is not None:
+        parts = call.grad_slopes.detach().cpu()
+        if call.cu_seqlens_q is None:
+            found["alibi_slopes"] = parts.sum(2)
+        else:
+            ends = call.cu_seqlens_q.tolist()
+            of = [parts[0, :, first:end].sum(1) for first, end in itertools.pairwise(ends)]
+            found["alibi_slopes"] = torch.stack(of) if of else parts.new_zeros(0, parts.shape[1])
+    facts = judge_gradients(call, found, call.grad_out, call.grad_lse, precision)
+    error, budget, wrong = _judge_delta(on_cpu(call), delta.detach().cpu())
+    facts["wrong"] += wrong
+    if error * facts["budget"] > facts["error"] * budget:
+        facts["error"], facts["budget"] = error, budget
+    return {name: facts[name] for name in ("error", "budget", "wrong")}
+
+
+def _judge_delta(call: Call, delta: torch.Tensor) -> tuple[float, float, int]:
+    """Error and budget of delta = rowsum(out·grad_out) - grad_lse, which the gradient of sinks is made of, and how many
+    of its elements are not finite, or are not 0 in rows whose softmax has nothing."""
+    assert call.grad_out is not None
+    assert call.forward_out is not None
+    assert call.forward_lse is not None
+    products = call.forward_out.double() * call.grad_out.double()
+    products = products.masked_fill(~_attending(call)[..., None], 0.0)
+    nothing = torch.isneginf(call.forward_lse)
+    right = products.sum(-1) - (0.0 if call.grad_lse is None else call.grad_lse.double())
+    right = right.masked_fill(nothing, 0.0)
+    budget = FLOAT32_STEPS * torch.finfo(torch.float32).eps * largest(products.abs().sum(-1) + right.abs())
+    wrong = ~torch.isfinite(delta) | ((delta != 0) & nothing)
+    return largest(delta.double() - right), budget, int(wrong.sum())
+
+
+@dataclass(frozen=True)
+class _Found:
+    """results  gradients by name
+    summed   by name, the largest sum of the magnitudes that an element adds up: where a gradient is a small difference
+             of large terms, its spacing is theirs
+    """
+
+    results: dict[str, torch.Tensor]
+    summed: dict[str, float]
+
+
+def _formulas(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, precision: str) -> _Found:
+    if call.problem.magicpig:
+        raise ValueError("MagicPIG's weights depend on q and k by more than their product")
+    dtype = call.q.dtype
+    bits = FRACTION_BITS.get(precision) if dtype is torch.float32 else None
+
+    def operand(values: torch.Tensor) -> torch.Tensor:
+        return values.to(dtype).float() if bits is None else rounded(values, bits)
+
+    dtypes = {name: leaf.dtype for name, leaf in _leaves(call).items()}
+    leaves = _leaves(call, torch.float32)
+    call = _with(call, leaves)
+    view = dense_view(call)
+    with torch.no_grad():
+        q, k, v = (operand(x) for x in (view.q, view.k, view.v))
+    scaled = (view.products(q, k) * call.scale).requires_grad_()
+    scores = view.with_terms(scaled, scaled, q, k)
+    with torch.no_grad():
+        lse = view.lse(scores)
+        nothing = torch.isneginf(lse)
+        lse = lse.masked_fill(nothing, 0.0)[..., None]
+        probabilities = torch.exp(scores - lse)
+        grads = view.by_sequence(grad_out.float()).masked_fill(~(view.some & ~nothing)[..., None], 0.0)
+        dropped = view.dropped(probabilities)
+        out = view.mixed(operand(dropped), v).to(dtype).float()  # as the backward pass reads it
+        delta = (out * grads).sum(dim=-1)
+        if grad_lse is not None:
+            delta = delta - view.by_sequence(grad_lse.float())
+        delta = delta.masked_fill(nothing, 0.0)[..., None]
+        grads = operand(grads)
+        products = view.products(grads, v)
+        products = view.dropped(products)
+        ds = probabilities * (products - delta)
+        magnitudes = probabilities * (products.abs() + delta.abs())
+    terms = {name: leaf for name, leaf in leaves.items() if name in ("bias", "alibi_slopes")}
+    # Softcap's derivative, and sums over what a slope is for.
+    d_scaled, *d_terms = torch.autograd.grad(scores, [scaled, *terms.values()], ds, retain_graph=True)
+    (m_scaled,) = torch.autograd.grad(scores, [scaled], magnitudes)
+    with torch.no_grad():
+        inner = [
+            view.mixed(operand(d_scaled), k) * call.scale,
+            _across(view, operand(d_scaled), q) * call.scale,
+            _across(view, operand(dropped), grads),
+        ]
+        summed = {
+            "q": largest(view.mixed(m_scaled, k.abs()) * call.scale),
+            "k": largest(_across(view, m_scaled, q.abs()) * call.scale),
+            "v": largest(_across(view, dropped, grads.abs())),
+            "bias": largest(magnitudes),
+            "alibi_slopes": largest((magnitudes * view.distance).sum(dim=(2, 3))),
+        }
+        results = dict(zip(terms, d_terms, strict=True))
+        if call.sinks is not None:
+            of_sinks = -torch.exp(call.sinks[None, :, None, None] - lse) * delta
+            results["sinks"] = of_sinks.sum(dim=(0, 2, 3))
+            summed["sinks"] = largest(of_sinks.abs().sum(dim=(0, 2, 3)))
+    operands = {name: leaf for name, leaf in leaves.items() if name not in ("bias", "alibi_slopes", "sinks")}
+    results |= _pulled([view.q, view.k, view.v], operands, inner)
+    summed["q_rope"] = summed["q"]
+    return _Found({name: results[name].to(dtypes[name]) for name in leaves}, summed)
+
+
+def _across(view: DenseView, of_scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Σ over rows of (B, Hq, rows, keys)ᵀ · (B, Hq, rows, X), and over the heads of a group: (B, H, keys, X)."""
+    b, heads, count, keys = of_scores.shape
+    shared = view.k.shape[1]
+    across = of_scores.reshape(b, shared, heads // shared * count, keys).transpose(-1, -2)
+    return across @ rows.reshape(b, shared, heads // shared * count, rows.shape[3])
+
+
+def _leaves(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Copies of the tensors that have gradients, in their own dtype unless another is named."""
+    found = {name: getattr(call, name) for name in DIFFERENTIABLE}
+    if call.problem.op == "mla_attention":
+        del found["v"]  # columns of k
+    return {
+        name: tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_()
+        for name, tensor in found.items()
+        if tensor is not None
+    }
+
+
+def _with(call: Call, leaves: Mapping[str, Any]) -> Call:
+    """The call with these tensors."""
+    found = replace(call, **leaves)
+    if "v" not in leaves:
+        found.v = found.k[..., : call.problem.head_dim_v]
+    return found
+
+
+def _pulled(
+    results: list[torch.Tensor], leaves: Mapping[str, torch.Tensor], towards: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Gradients of the leaves by name; 0 for those that no result depends on."""
+    reached = [(result, grad) for result, grad in zip(results, towards, strict=True) if result.requires_grad]
+    found = torch.autograd.grad(
+        [result for result, _ in reached],
+        list(leaves.values()),
+        [grad for _, grad in reached],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, found, strict=True))
+
+
+def _attending(call: Call) -> torch.Tensor:
+    """Which rows attend anything: bool, laid out as the LSE."""
+    view = dense_view(call)
+    return view.restored(view.some.expand(-1, call.problem.heads_q, -1), False)
+
+
+def _counted(call: Call) -> dict[str, torch.Tensor]:
+    """By name, which elements of each tensor a result may depend on: bool, shaped as the tensor."""
+    leaves = _leaves(call)
+    call = _with(call, leaves)
+    view = dense_view(call)
+    found = _pulled([view.q, view.k, view.v], leaves, [torch.ones_like(x) for x in (view.q, view.k, view.v)])
+    counted = {name: gradient != 0 for name, gradient in found.items()}
+    for name in ("sinks", "alibi_slopes"):
+        if name in counted:
+            counted[name] = torch.ones_like(counted[name])
+    if "bias" in counted:
+        counted["bias"] = view.keep.expand_as(counted["bias"])
+    return counted
 
 
 def judge(

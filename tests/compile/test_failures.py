@@ -356,9 +356,9 @@ def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, setti
 
 
 def put_as_it_is(folder: Path, record: portattn.CompileRecord) -> None:
-    from portattn.compile import checksummed_json
+    from portattn.compile import store as records
 
-    (folder / "records" / f"{record.key}.json").write_bytes(checksummed_json.seal("record", record.key, record))
+    (folder / "records" / f"{record.key}.json").write_bytes(records.seal("record", record.key, record))
 
 
 def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) -> None:

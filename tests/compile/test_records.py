@@ -14,7 +14,8 @@ from support import random_call
 
 from portattn import CompileRecord, Incident, Problem
 from portattn.backends.cuda import CudaBackend
-from portattn.compile import checksummed_json, variants
+from portattn.compile import store as compile_store
+from portattn.compile import variants
 from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
 from portattn.planning.planner import plan
@@ -127,7 +128,7 @@ def test_concurrent_writers_never_show_half_a_file(tmp_path: Path) -> None:
     read = 0
     while any(w.is_alive() for w in writers):
         if path.exists():
-            found = checksummed_json.unseal(path.read_bytes(), "record", "k", CompileRecord)
+            found = compile_store.unseal(path.read_bytes(), "record", "k", CompileRecord)
             assert found is not None
             assert len(set(found.reason.split())) == 1, "two writers in one file"
             read += 1

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import portattn
-from portattn.distributed import context_parallel, local, ring
+from portattn.distributed import context_parallel, execution, local
 from portattn.errors import ArgumentError
 
 
@@ -133,7 +133,7 @@ def killed_inside_a_call(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     parallel, rows = context_parallel(), torch.ones(1, 2, 16, 8, requires_grad=True)
     out = parallel.attention(rows, rows, rows)
     if rank == 1:
-        ring.differentiate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        execution.differentiate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     return _timed(lambda: out.sum().backward())
 
 
@@ -156,4 +156,4 @@ def differ_after_the_first_check(rank: int, ranks: int, folder: Path) -> dict[st
 
 for program in (killed_between_calls, killed_inside_a_call, never_comes, differ_after_the_first_check):
     program.timeout = 8  # type: ignore[attr-defined]
-assert local.attend is ring.attend
+assert local.attend is execution.attend

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whole import definition
 
 import portattn
-from portattn.distributed import context_parallel, ring
+from portattn.distributed import context_parallel, execution
 from portattn.errors import ArgumentError
 
 
@@ -162,14 +162,14 @@ class Live(TorchDispatchMode):
 def traffic(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Elements of k and v that a rank sends in a forward pass, by mask and layout, in shards of k and v."""
     sent = 0
-    move = ring._move
+    move = execution._move
 
     def counted(of: Any, to: int, tensors: Any, source: int, into: torch.Tensor) -> Any:
         nonlocal sent
         sent += sum(tensor.numel() for tensor in tensors)
         return move(of, to, tensors, source, into)
 
-    ring._move = counted
+    execution._move = counted
     found = {}
     for layout in ("zigzag", "contiguous"):
         parallel = context_parallel(layout=layout)
@@ -180,7 +180,7 @@ def traffic(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
             sent = 0
             parallel.attention(x, x, x, **options)
             found[f"{layout}: {name}"] = sent / (2 * x.numel())
-    ring._move = move
+    execution._move = move
     return found
 
 
@@ -188,8 +188,8 @@ def memory(rank: int, ranks: int, folder: Path) -> dict[str, float]:
     """The most that a pass has beside local calls' own memory, in shards of k of float32."""
     parallel, found = context_parallel(layout="contiguous"), {}
     # In the place of local calls, whose own memory the mode would see too: results of their sizes.
-    ring.attend = lambda span, q, *_: (torch.zeros_like(q), q.new_zeros(q.shape[:3]))
-    ring.differentiate = lambda span, rows, k, v, _: tuple(map(torch.zeros_like, (rows.q, k, v)))
+    execution.attend = lambda span, q, *_: (torch.zeros_like(q), q.new_zeros(q.shape[:3]))
+    execution.differentiate = lambda span, rows, k, v, _: tuple(map(torch.zeros_like, (rows.q, k, v)))
     q, k, v = (torch.randn(1, 4, 256, 32, requires_grad=True) for _ in range(3))
     shard = 4 * k.numel()
     with Live() as live:

@@ -14,8 +14,8 @@ import pytest
 from store_children import FORK, NOBODY, SECONDS, become_nobody, forked
 
 from portattn.files import Untrusted
-from portattn.launch import native, verified_dlopen
-from portattn.launch.c_compiler import BuildFailed
+from portattn.launch import native
+from portattn.launch.native import BuildFailed
 
 pytestmark = [
     pytest.mark.skipif(
@@ -99,9 +99,9 @@ def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
         }[kind]
         place.write_bytes(changed)
         with pytest.raises(Untrusted, match="not whole"):
-            verified_dlopen.opened(place)
+            native.opened(place)
     place.write_bytes(library)
-    os.close(verified_dlopen.opened(place))
+    os.close(native.opened(place))
 
 
 def test_a_library_without_a_digest_is_an_older_releases(place: Path, library: bytes) -> None:
@@ -196,7 +196,7 @@ def test_what_is_no_file(place: Path, what: str) -> None:
 
 def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is exchanged between the check and the loading."""
-    check = verified_dlopen.opened
+    check = native.opened
 
     def exchanged(at: Path) -> int:
         handle = check(at)
@@ -204,7 +204,7 @@ def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.Mon
         at.write_bytes(b"another file")
         return handle
 
-    monkeypatch.setattr(verified_dlopen, "opened", exchanged)
+    monkeypatch.setattr(native, "opened", exchanged)
     module = native._import(place)
     assert module.Launches is not None
     assert place.read_bytes() == b"another file"

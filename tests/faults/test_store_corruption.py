@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from portattn import CompileRecord, Incident, files
-from portattn.compile import checksummed_json
+from portattn.compile import store
 from portattn.compile.store import CompileStore
 
 KEYS = ("a" * 32, "b" * 32, "c" * 32)
@@ -107,11 +107,11 @@ def test_a_file_under_another_key_is_absent(tmp_path: Path) -> None:
 
 
 def test_one_kind_is_not_read_as_another() -> None:
-    data = checksummed_json.seal("record", "k", record("k"))
-    assert checksummed_json.unseal(data, "record", "k", CompileRecord) == record("k")
-    assert checksummed_json.unseal(data, "incident", "k", CompileRecord) is None
-    assert checksummed_json.unseal(data, "record", "l", CompileRecord) is None
-    assert checksummed_json.unseal(data.replace(b'"format":2', b'"format":3'), "record", "k", CompileRecord) is None
+    data = store.seal("record", "k", record("k"))
+    assert store.unseal(data, "record", "k", CompileRecord) == record("k")
+    assert store.unseal(data, "incident", "k", CompileRecord) is None
+    assert store.unseal(data, "record", "l", CompileRecord) is None
+    assert store.unseal(data.replace(b'"format":2', b'"format":3'), "record", "k", CompileRecord) is None
 
 
 @pytest.mark.parametrize("old", [b'{"key":"%s","passed":true}', b'{"format":1,"kind":"record","key":"%s"}'])
@@ -161,7 +161,7 @@ def test_what_another_user_sealed_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[int, int], mode: int, why: str
 ) -> None:
     """A record keeps every process from a kernel, or lets one run; an incident is compiled again."""
-    monkeypatch.setattr(checksummed_json, "_distrusted", set())
+    monkeypatch.setattr(store, "_distrusted", set())
     kept = CompileStore(tmp_path)
     for key in KEYS:
         kept.put(record(key))

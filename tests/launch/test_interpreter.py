@@ -12,7 +12,7 @@ import pytest
 NEGATES = """
 import numpy as np, triton.language as tl
 from triton.runtime import interpreter
-from portattn.launch.interpreter import mend_bf16
+from portattn.launch.run import mend_bf16
 
 builder = interpreter.InterpreterBuilder
 builder.create_fneg = lambda self, arg: interpreter.TensorHandle(np.negative(arg.data), arg.dtype.scalar)

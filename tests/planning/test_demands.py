@@ -14,8 +14,8 @@ from portattn.config import Settings
 from portattn.errors import PathUnavailable
 from portattn.planning.backend import Backend, Variant, VendorPath
 from portattn.planning.kernel_specs import CORES
+from portattn.planning.paths import TAKES
 from portattn.planning.planner import plan
-from portattn.planning.reference_takes import TAKES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import OPS

@@ -16,8 +16,8 @@ import portattn
 from portattn.reference import blockwise
 from portattn.schema.call import TENSORS, Call
 from portattn.testing.oracle import oracle
-from portattn.testing.oracle_gradients import judge_gradients
 from portattn.testing.tolerance import random_call
+from portattn.testing.verdict import judge_gradients
 
 FEATURES = [*TERMS, *PLACED]
 CASES = [

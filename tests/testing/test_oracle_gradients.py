@@ -12,8 +12,8 @@ from reference_cases import PLACED, TERMS, problem
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.testing.oracle import oracle
-from portattn.testing.oracle_gradients import gradients, judge_gradients, same_dtype_gradients
 from portattn.testing.tolerance import random_call
+from portattn.testing.verdict import gradients, judge_gradients, same_dtype_gradients
 
 CASES = [
     *((op, feature) for op in ("dense", "padded", "varlen") for feature in (*TERMS, *PLACED)),

@@ -20,8 +20,8 @@ from worker_children import SECONDS, running
 
 from portattn.worker import serve
 from portattn.worker.client import SERVE, Worker
+from portattn.worker.client import cause as cause_of
 from portattn.worker.protocol import PROTOCOL
-from portattn.worker.replies import cause as cause_of
 
 
 def test_a_wrong_protocol_version_is_refused() -> None:

@@ -2,19 +2,223 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from portattn.backends.ascend.linalg.program import OUTPUTS, Launched, Programs
-from portattn.backends.ascend.linalg.tools import missing
+from portattn.backends.ascend.linalg import build
+from portattn.backends.ascend.linalg.text import OWN_BUFFERS, Argument, kernel_of
+from portattn.backends.ascend.linalg.tools import LinalgError, missing, need
 from portattn.launch import KernelCall, has_rows, kernel_calls, signature
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
+from portattn.schema.tensors import spans
 from portattn.testing.run_plan import call_of, plan_of
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.testing.verdict import judge
+
+MOST_FAULTS = 256  # as in runtime.c
+
+
+class Stray(msgspec.Struct, frozen=True):
+    """An access outside an argument's memory.
+
+    offset  bytes from the argument's first element
+    size    bytes that the argument has
+    """
+
+    argument: str
+    what: str  # "reads", "writes" or "touches"
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        if self.offset < 0:
+            return f"{self.what} {self.argument} {-self.offset} bytes before its start"
+        return f"{self.what} {self.argument} {self.offset - self.size} bytes after its end"
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = (("buffer", ctypes.c_int32), ("wrote", ctypes.c_int32), ("offset", ctypes.c_int64))
+
+
+_runtime: ctypes.CDLL | None = None
+
+
+def load_runtime(make: Callable[[], Path]) -> ctypes.CDLL:
+    """Load runtime.c's functions for this process and its kernels, once, and install its signal handler.
+
+    make  compiles the library; it is not needed once it is loaded
+    """
+    global _runtime
+    if _runtime is None:
+        loaded = ctypes.CDLL(str(make()), mode=ctypes.RTLD_GLOBAL)
+        loaded.guard_buffer.restype = ctypes.c_void_p
+        loaded.guard_buffer.argtypes = (ctypes.c_size_t,)
+        if loaded.guard_install():
+            raise LinalgError("the handler of stray accesses cannot be installed")
+        _runtime = loaded
+    return _runtime
+
+
+class Guarded:
+    """One launch's buffers."""
+
+    def __init__(self, runtime: ctypes.CDLL) -> None:
+        self._runtime = runtime
+        self._held: list[tuple[str, int, torch.Tensor]] = []  # name, address, tensor
+
+    def add(self, name: str, tensor: torch.Tensor) -> int:
+        """Address of a copy of what the tensor spans. Raises LinalgError where there is no memory for it."""
+        size = spans(tensor)
+        address = self._runtime.guard_buffer(size)
+        if not address:
+            raise LinalgError(f"no guarded memory for the {size} bytes of {name}")
+        ctypes.memmove(address, tensor.data_ptr(), size)
+        self._held.append((name, address, tensor))
+        return int(address)
+
+    def strays(self) -> list[Stray]:
+        """Stray accesses so far, each argument's nearest ones to its memory, reads and writes apart."""
+        faults = (_Fault * MOST_FAULTS)()
+        count = min(self._runtime.guard_faults(faults, MOST_FAULTS), MOST_FAULTS)
+        found: dict[tuple[str, str, bool], Stray] = {}
+        words = {1: "writes", 0: "reads", -1: "touches"}
+        for fault in faults[:count]:
+            name, _, tensor = self._held[fault.buffer]
+            stray = Stray(name, words[fault.wrote], fault.offset, spans(tensor))
+            key = (name, stray.what, fault.offset < 0)
+            if key not in found or abs(fault.offset) < abs(found[key].offset):
+                found[key] = stray
+        for index, (name, _, tensor) in enumerate(self._held):
+            if self._runtime.guard_broken(index):
+                found.setdefault((name, "writes", True), Stray(name, "writes", -1, spans(tensor)))
+        return list(found.values())
+
+    def changed(self) -> list[str]:
+        """Names of the arguments whose memory is not what it was."""
+        names = []
+        for name, address, tensor in self._held:
+            size = spans(tensor)
+            if ctypes.string_at(address, size) != ctypes.string_at(tensor.data_ptr(), size):
+                names.append(name)
+        return names
+
+    def give_back(self, names: tuple[str, ...]) -> None:
+        """Copy these arguments' memory back into their tensors."""
+        for name, address, tensor in self._held:
+            if name in names:
+                ctypes.memmove(tensor.data_ptr(), address, spans(tensor))
+
+
+@contextmanager
+def guarded(runtime: ctypes.CDLL) -> Iterator[Guarded]:
+    """Buffers for one launch; their memory is gone afterwards."""
+    try:
+        yield Guarded(runtime)
+    finally:
+        runtime.guard_release()
+
+
+# Types of a pointer's elements, as the text spells them.
+ELEMENT_OF = {
+    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i8", torch.int8: "i8",
+}  # fmt: skip
+NUMBER_OF = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+WORKSPACE = 1 << 16  # bytes for the lock and the workspace that the adapter adds; kernels without atomics use neither
+# Arguments that a kernel may write, by the names that all core kernels have for them.
+OUTPUTS = ("out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes")
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """What a launch did beside its results."""
+
+    strays: tuple[Stray, ...]
+    wrote_inputs: tuple[str, ...]
+
+
+class Programs:
+    """Kernels made executable in this process; each text once."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[ctypes.CDLL, Any]] = {}
+
+    def launch(
+        self, text: str, grid: tuple[int, ...], arguments: dict[str, Any], outputs: tuple[str, ...] = OUTPUTS
+    ) -> Launched:
+        """Run every program of a launch; outputs are written into their tensors.
+
+        arguments  run-time arguments by name in the kernel's order: contiguous or strided CPU tensors, ints, floats;
+                   without those that were compiled in (None, 1)
+
+        Raises LinalgError when the text cannot be made executable, or takes other arguments.
+        """
+        kernel = kernel_of(text)
+        if text not in self._loaded:
+            self._loaded[text] = _load(text, kernel.name)
+        runtime, function = self._loaded[text]
+        if len(kernel.arguments) != len(arguments):
+            given = f"{len(arguments)} of {', '.join(arguments)}"
+            raise LinalgError(f"{kernel.name} takes {len(kernel.arguments)} arguments, not the {given}")
+        own = ctypes.create_string_buffer(WORKSPACE)
+        sizes = (*grid, 1, 1)[:3]
+        with guarded(runtime) as buffers:
+            passed: list[Any] = [*_memref(ctypes.addressof(own), WORKSPACE) * OWN_BUFFERS]
+            for (name, value), kind in zip(arguments.items(), kernel.arguments, strict=True):
+                _check(kernel.name, name, value, kind)
+                if isinstance(value, torch.Tensor):
+                    passed += _memref(buffers.add(name, value), value.numel())
+                else:
+                    passed.append(NUMBER_OF[kind.kind](value))
+            passed += [ctypes.c_int32(size) for size in sizes]
+            for place in itertools.product(*map(range, sizes)):
+                runtime.scratch_reset()
+                function(*passed, *(ctypes.c_int32(i) for i in place))
+            wrote = tuple(name for name in buffers.changed() if name not in outputs)
+            buffers.give_back(outputs)
+            return Launched(tuple(buffers.strays()), wrote)
+
+
+def _load(text: str, name: str) -> tuple[ctypes.CDLL, Any]:
+    """The runtime's library and a kernel's function. Their files are gone by then: the code may end this process."""
+    programs = need()
+    with tempfile.TemporaryDirectory(prefix="portattn-linalg-") as made:
+        runtime = load_runtime(lambda: build.runtime(programs, Path(made)))
+        path = build.library(text, programs, Path(made))
+        try:
+            return runtime, getattr(ctypes.CDLL(str(path)), name)
+        except (OSError, AttributeError) as error:
+            raise LinalgError(f"{name}: the compiled code cannot be loaded: {error}") from None
+
+
+def _memref(address: int, elements: int) -> list[Any]:
+    """A one-dimensional memref's descriptor: allocated and aligned pointer, offset, size, stride."""
+    pointer = ctypes.c_void_p(address)
+    return [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(elements), ctypes.c_int64(1)]
+
+
+def _check(kernel: str, name: str, value: Any, kind: Argument) -> None:
+    """Raise LinalgError where a value is not what the kernel takes."""
+    if isinstance(value, torch.Tensor):
+        given = ELEMENT_OF.get(value.dtype, str(value.dtype))
+        fits = kind.pointer and kind.kind == given
+    else:
+        given = "f32" if isinstance(value, float) else "i32"
+        fits = not kind.pointer and (kind.kind == given or (given == "i32" and kind.kind == "i64"))
+    if not fits:
+        wants = f"a pointer to {kind.kind}" if kind.pointer else kind.kind
+        raise LinalgError(f"{kernel}: {name} is {given}, and the lowered kernel takes {wants} there")
+    if not kind.pointer and kind.kind not in NUMBER_OF:
+        raise LinalgError(f"{kernel}: {name} has the type {kind.kind}, which no core kernel has")
+
 
 _programs: Programs | None = None
 

@@ -2,21 +2,320 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
 
-from portattn.backends.cuda.ptx_compat.driver import Driver, library
-from portattn.backends.cuda.ptx_compat.launch import Code, run
-from portattn.launch import has_rows, kernel_calls
+from portattn.errors import PortattnError
+from portattn.launch import has_rows, kernel_calls, load_kernels
+from portattn.launch.kernelcall import KernelCall, Signature, signature
 from portattn.planning.registry import Registry
 from portattn.testing.run_plan import call_of, plan_of
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.testing.verdict import judge
 from portattn.worker.stages import RUNS
+
+LIBRARY = "libcuda.so.1"
+_LOG_BYTES = 16_384  # of the assembler's messages
+# enum CUjit_option
+_ERROR_LOG_BUFFER, _ERROR_LOG_BUFFER_SIZE_BYTES = 5, 6
+# enum CUfunction_attribute
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+# enum CUdevice_attribute
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR, _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 75, 76, 97
+SHARED_WITHOUT_ASKING = 49_152  # bytes of shared memory that a block has unless its function asks for more
+_TOO_NEW = 222  # CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+
+
+class CudaError(PortattnError):
+    """A call of the driver that failed; the message names it, the driver's word for it, and the assembler's log.
+
+    code  of the driver, enum CUresult
+    """
+
+    def __init__(self, call: str, code: int, words: str, log: str = "") -> None:
+        self.code = code
+        super().__init__(f"{call}: CUDA error {code}, {words}" + (f": {log}" if log else ""))
+
+
+class PtxTooNew(CudaError):
+    """PTX of a version that this driver does not know: a newer driver would."""
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> Any:
+    """libcuda. Raises PortattnError where this machine has none."""
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise PortattnError(f"the CUDA driver cannot be loaded: {error}") from None
+
+
+class Driver:
+    """What is used of libcuda, in the context that is current in this thread (torch makes one).
+
+    library  libcuda, or what stands in for it
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._cuda = library
+
+    def version(self) -> str:
+        """Version of CUDA that the driver is of, such as "13.0"."""
+        number = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(number))
+        return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+    def capability(self) -> int:
+        """Compute capability of the current device: 90 for sm_90."""
+        return 10 * self._attribute(_COMPUTE_CAPABILITY_MAJOR) + self._attribute(_COMPUTE_CAPABILITY_MINOR)
+
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a block of the current device can ask for."""
+        return self._attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+    def load(self, text: str, entry: str) -> Function:
+        """Assemble a PTX text for the current device: its entry, ready to be launched.
+
+        Raises PtxTooNew where the driver is too old for the text's version, CudaError on anything else it refuses.
+        """
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        log = ctypes.create_string_buffer(_LOG_BYTES)
+        names = (ctypes.c_int * 2)(_ERROR_LOG_BUFFER, _ERROR_LOG_BUFFER_SIZE_BYTES)
+        # An option's value is a pointer, or a number in a pointer's place.
+        values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
+        image = ctypes.c_char_p(text.encode() + b"\0")  # the loader knows PTX by its text, which must end in NUL
+        code = self._cuda.cuModuleLoadDataEx(ctypes.byref(module), image, ctypes.c_uint(2), names, values)
+        if code:
+            kind = PtxTooNew if code == _TOO_NEW else CudaError
+            raise kind("cuModuleLoadDataEx", code, self._words(code), log.value.decode(errors="replace").strip())
+        try:
+            self._call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(entry.encode()))
+        except CudaError:
+            self._call("cuModuleUnload", module)
+            raise
+        return Function(self, module, function)
+
+    def _attribute(self, attribute: int) -> int:
+        device, value = ctypes.c_int(), ctypes.c_int()
+        self._call("cuCtxGetDevice", ctypes.byref(device))
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), device)
+        return value.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._cuda, name)(*arguments)
+        if code:
+            raise CudaError(name, code, self._words(code))
+
+    def _words(self, code: int) -> str:
+        """The driver's name for an error, and what it says of it."""
+        words = []
+        for name in ("cuGetErrorName", "cuGetErrorString"):
+            text = ctypes.c_char_p()
+            known = getattr(self._cuda, name)(ctypes.c_int(code), ctypes.byref(text)) == 0
+            words.append((text.value or b"").decode(errors="replace") if known else "")
+        return ": ".join(filter(None, words)) or "which the driver has no name for"
+
+
+class Function:
+    """An entry of a loaded module. Close it when its launches have ended."""
+
+    def __init__(self, driver: Driver, module: ctypes.c_void_p, function: ctypes.c_void_p) -> None:
+        self._driver, self._module, self._function = driver, module, function
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, arguments: Sequence[Any]
+    ) -> None:
+        """Launch: `arguments` are ctypes numbers, one a parameter; `shared` bytes of dynamic shared memory a block.
+
+        The driver copies the arguments before it returns. Raises CudaError.
+        """
+        if shared > SHARED_WITHOUT_ASKING:
+            self._driver._call(
+                "cuFuncSetAttribute", self._function, ctypes.c_int(_MAX_DYNAMIC_SHARED_SIZE_BYTES), ctypes.c_int(shared)
+            )
+        places = (ctypes.c_void_p * max(len(arguments), 1))(*(ctypes.addressof(argument) for argument in arguments))
+        sizes = [ctypes.c_uint(size) for size in (*grid, threads, 1, 1, shared)]
+        self._driver._call("cuLaunchKernel", self._function, *sizes, ctypes.c_void_p(stream), places, None)
+
+    def close(self) -> None:
+        """Unload the module."""
+        self._driver._call("cuModuleUnload", self._module)
+
+
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_VERSION = re.compile(r"^\s*\.version\s+(\d+\.\d+)", re.MULTILINE)
+_TARGET = re.compile(r"^\s*\.target\s+(sm_(\d+)([a-z]?))\b", re.MULTILINE)
+# An entry: its name, its parameters, and the directives before its body.
+_ENTRY = re.compile(r"\.entry\s+([\w$%]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
+_PARAMETER = re.compile(r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.([busf])(8|16|32|64)\b(.*)", re.DOTALL)
+_THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+(?:\s*,\s*\d+)*)")
+
+
+class BadPtx(PortattnError):
+    """A PTX text that cannot be run here; the message says what it has and what it must have."""
+
+
+class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter of an entry.
+
+    size      bytes
+    floating  declared as .f…
+    """
+
+    size: int
+    floating: bool = False
+
+
+class Ptx(msgspec.Struct, frozen=True, kw_only=True):
+    """A module with one entry.
+
+    version     of the PTX ISA, which the driver must know
+    target      as written: sm_80, sm_90a
+    capability  the target's number
+    portable    whether later chips run it; an `a` target is for one chip, an `f` target for one family
+    entry       the kernel's name
+    parameters  of the entry, in order
+    threads     of a block, as the entry demands them; 0 where it demands nothing
+    """
+
+    version: str
+    target: str
+    capability: int
+    portable: bool
+    entry: str
+    parameters: tuple[Parameter, ...]
+    threads: int
+
+
+def read(text: str) -> Ptx:
+    """Read a module's directives. Raises BadPtx on a text without them, of several entries, or cut off in its entry."""
+    bare = _COMMENT.sub("", text)
+    version, target, entries = _VERSION.search(bare), _TARGET.search(bare), _ENTRY.findall(bare)
+    for found, what in ((version, ".version"), (target, ".target sm_NN")):
+        if found is None:
+            raise BadPtx(f"the PTX text has no {what}; it begins {text[:60]!r}")
+    assert version is not None
+    assert target is not None
+    if len(entries) != 1:
+        names = ", ".join(name for name, _, _ in entries) or "none"
+        raise BadPtx(f"the PTX text must have one whole .entry, and has {names}")
+    name, parameters, directives = entries[0]
+    threads = _THREADS.search(directives)
+    return Ptx(
+        version=version.group(1),
+        target=target.group(1),
+        capability=int(target.group(2)),
+        portable=not target.group(3),
+        entry=name,
+        parameters=tuple(_parameter(part, name) for part in parameters.split(",") if part.strip()),
+        threads=math.prod(int(number) for number in threads.group(1).split(",")) if threads else 0,
+    )
+
+
+def _parameter(text: str, entry: str) -> Parameter:
+    found = _PARAMETER.fullmatch(text)
+    if found is None or "[" in found.group(3):  # an array: a struct by value, which Triton's kernels have none of
+        raise BadPtx(f"{entry}: the parameter {' '.join(text.split())!r} is not a number or a pointer")
+    return Parameter(size=int(found.group(2)) // 8, floating=found.group(1) == "f")
+
+
+WARP = 32  # lanes
+MOST_SCRATCH = 2  # pointers that a Triton appends: global scratch, and scratch of profiles
+_CTYPES: Mapping[str, type[Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """One compiled launch, as the compiler's child gives it.
+
+    text       PTX
+    shared     bytes of shared memory a block has
+    num_warps  warps of a block
+    scratch    bytes of Triton's own scratch memory that a program wants
+    signature  what it was compiled for
+    """
+
+    text: str
+    shared: int
+    num_warps: int
+    scratch: int
+    signature: Signature
+
+
+def run(launch: KernelCall, code: Code, driver: Driver, capability: int, stream: int) -> None:
+    """Launch on the current device as code of sm_<capability>, and wait for it.
+
+    Raises BadPtx where the code is not what was asked for or cannot run here, CudaError where the driver refuses it.
+    """
+    ptx = read(code.text)
+    fits(ptx, code, driver, capability)
+    if signature(launch) != code.signature:
+        raise BadPtx(f"{launch.function}: compiled for {code.signature}, and the call here is {signature(launch)}")
+    names = getattr(load_kernels(launch.module, interpreted=False), launch.function).arg_names
+    types = {name: code.signature.types[name] for name in names if name in code.signature.types}
+    given = arguments(ptx, types, launch.arguments)
+    function = driver.load(code.text, ptx.entry)
+    grid = (*launch.grid, 1, 1)[:3]
+    function.launch((grid[0], grid[1], grid[2]), ptx.threads or WARP * code.num_warps, code.shared, stream, given)
+    torch.cuda.synchronize()  # the module must outlive its launch, and a fault is this kernel's
+    function.close()  # not after a fault: the context is gone then, and the parent ends this process
+
+
+def fits(ptx: Ptx, code: Code, driver: Driver, capability: int) -> None:
+    """Raise BadPtx unless it is portable code of sm_<capability>, and the current device newer and large enough."""
+    here = driver.capability()
+    if ptx.capability != capability:
+        raise BadPtx(f"{ptx.entry}: compiled for {ptx.target}, and sm_{capability} was asked for")
+    if not ptx.portable:
+        raise BadPtx(f"{ptx.entry}: {ptx.target} code runs on no other chip; only targets without a suffix do")
+    if ptx.capability >= here:
+        raise BadPtx(f"{ptx.entry}: {ptx.target} code needs a newer device, and this one is sm_{here}")
+    if code.shared > driver.shared_memory():
+        room = driver.shared_memory()
+        raise BadPtx(f"{ptx.entry}: needs {code.shared} bytes of shared memory, this device has {room} for a block")
+    if code.scratch:
+        raise BadPtx(f"{ptx.entry}: wants {code.scratch} bytes of Triton's scratch memory, which is not provided here")
+    if ptx.threads not in (0, WARP * code.num_warps):
+        raise BadPtx(f"{ptx.entry}: demands {ptx.threads} threads, and was compiled with {code.num_warps} warps")
+
+
+def arguments(ptx: Ptx, types: Mapping[str, str], values: Mapping[str, Any]) -> list[Any]:
+    """A ctypes number for each parameter of the entry: the run-time arguments, then null for scratch memory.
+
+    types   Triton's type of each run-time argument, in the kernel's order
+    values  the arguments by name; tensors are passed by their address
+
+    Raises BadPtx where parameters and arguments do not match in number, size or kind.
+    """
+    extra = ptx.parameters[len(types) :]
+    if len(ptx.parameters) < len(types) or len(extra) > MOST_SCRATCH or any(one.size != 8 for one in extra):
+        raise BadPtx(
+            f"{ptx.entry}: has {len(ptx.parameters)} parameters for {len(types)} arguments; "
+            f"at most {MOST_SCRATCH} pointers may follow"
+        )
+    made: list[Any] = []
+    for (name, kind), parameter in zip(types.items(), ptx.parameters, strict=False):
+        number = _number(name, kind, values[name])
+        if ctypes.sizeof(number) != parameter.size or parameter.floating != (kind == "fp32"):
+            raise BadPtx(f"{ptx.entry}: argument {name} is {kind}, its parameter has {parameter.size} bytes")
+        made.append(number)
+    return made + [ctypes.c_void_p(None)] * len(extra)
+
+
+def _number(name: str, kind: str, value: Any) -> Any:
+    if kind.startswith("*"):
+        return ctypes.c_void_p(value.data_ptr())
+    if kind not in _CTYPES:
+        raise BadPtx(f"argument {name}: type {kind} is not one that is passed here: {', '.join(_CTYPES)}, pointers")
+    return _CTYPES[kind](value)
+
 
 JUDGES = "oracle"  # the stage after the kernels have run
 

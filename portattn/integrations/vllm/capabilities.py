@@ -5,15 +5,36 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import vllm
+from packaging.version import InvalidVersion, Version
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import caches
-from portattn.integrations.vllm.versions import untested
 from portattn.planning.registry import parse_target
 from portattn.planning.requested_backend import wrong_settings
 from portattn.schema.problem_limits import MAX_HEAD_DIM, NV_BLOCK
+
+# The first and the last release that tests/engines/vllm ran with; every patch release of them counts.
+OLDEST, NEWEST = (0, 31), (0, 33)
+
+
+def untested(version: str = vllm.__version__) -> str:
+    """Why this vLLM is not one of those; empty where it is.
+
+    >>> untested("0.33.0+cu130"), untested("0.34.0")  # doctest: +SKIP
+    ('', 'vLLM 0.34.0 is not supported: portattn was tested with 0.31 to 0.33')
+    """
+    try:
+        release = Version(version).release[:2]
+    except InvalidVersion:
+        release = ()
+    if OLDEST <= release <= NEWEST:
+        return ""
+    tested = " to ".join(".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    return f"vLLM {version} is not supported: portattn was tested with {tested}"
+
 
 BLOCK = 16  # tokens: kernels read pages of any size, but none smaller was tried with vLLM
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import stat
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,11 +28,51 @@ from portattn.errors import ArgumentError
 from portattn.files import write_whole
 from portattn.schema import compilers
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.lab import folders, pythons
+from portattn.tools.lab import folders
 from portattn.tools.lab.commands import CommandFailed, Commands, Say, quiet
 from portattn.tools.lab.folders import Environment, LabError, Marker, State
-from portattn.tools.lab.pythons import Python
 from portattn.worker.client import Worker
+
+ON_PATH = ("python3.11", "python3.10", "python3.12", "python3.13", "python3.14", "python3")
+ASK_SECONDS = 30.0
+
+_ASK = """
+import json, os, platform, sys, venv
+base = getattr(sys, "_base_executable", None) or sys.executable
+print(json.dumps([os.path.realpath(base), platform.python_version(), platform.python_implementation()]))
+"""
+
+
+class Python(msgspec.Struct, frozen=True):
+    """An interpreter: where it really lies (outside any virtual environment), and its version."""
+
+    path: str
+    version: str
+
+
+def ask(path: str) -> Python | None:
+    """What an interpreter is; None for a program that is no CPython, or one without venv."""
+    try:
+        done = subprocess.run([path, "-I", "-c", _ASK], capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
+        base, version, implementation = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return Python(base, version) if implementation == "CPython" else None
+
+
+def candidates(supported: SpecifierSet) -> Iterator[Python]:
+    """This interpreter and those on PATH whose version is in a range (Recipe.python), each minor version once."""
+    seen = set()
+    for name in (sys.executable, *ON_PATH):
+        path = name if name == sys.executable else shutil.which(name)
+        found = ask(path) if path else None
+        if found is None:
+            continue
+        minor = found.version.rpartition(".")[0]
+        if minor not in seen and supported.contains(found.version, prereleases=True):
+            seen.add(minor)
+            yield found
+
 
 # Files of the triton folder that no compile reads: the profiler with NVIDIA's libraries for it, static libraries, and
 # plug-ins for instrumented kernels. A third of a wheel.
@@ -69,7 +111,7 @@ def create(
 
 
 def _chosen(name: str, path: str) -> Python:
-    found = pythons.ask(path)
+    found = ask(path)
     distribution, supported = name.partition("==")[0], SpecifierSet(folders.recipe(name).python)
     if found is None:
         raise ArgumentError("lab create", "--python", path, "must be a CPython interpreter with the venv module")
@@ -108,7 +150,7 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
     also = [package for package, versions in recipe.also.items() if parsed.within(distribution, versions)]
     refused: list[str] = []
     tried: list[str] = []
-    for python in [chosen] if chosen else pythons.candidates(supported):
+    for python in [chosen] if chosen else candidates(supported):
         say(f"Python {python.version} ({python.path})")
         shutil.rmtree(making, ignore_errors=True)
         making.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +167,7 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
     if not tried:
         raise LabError(
             f"{name}: needs CPython {supported}, and neither this Python nor one on PATH "
-            f"({', '.join(pythons.ON_PATH)}) is; --python names one"
+            f"({', '.join(ON_PATH)}) is; --python names one"
         )
     index = [f"it is published at {recipe.index}: PIP_EXTRA_INDEX_URL names another index"] if recipe.index else []
     raise LabError("\n  ".join([f"{name}: no build of it for Python {', '.join(tried)}; pip said", *refused, *index]))

@@ -10,12 +10,18 @@ from itertools import zip_longest
 import msgspec
 import torch
 
+from portattn.launch.device_api import synchronize
+from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
+from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason
+from portattn.tools.bench.tensors import Tensors
+from portattn.tools.pool import in_children
 from portattn.tools.tune import race
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.facts import compile_all, verdict
+from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.log import History
 from portattn.tools.tune.race import Clock
 from portattn.tools.tune.records import Candidate, Outcome, Record, Result
@@ -25,6 +31,7 @@ from portattn.tools.tune.search import (
     Race,
     as_code,
     compiled,
+    compilers_error,
     facts_of,
     larger_tiles_first,
     of_code,
@@ -32,8 +39,51 @@ from portattn.tools.tune.search import (
     witnesses,
 )
 from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Tunable
-from portattn.tools.tune.warm import Asked, warm_all
+from portattn.tools.tune.tunables import tunables
+from portattn.tools.tune.workloads import workload
 from portattn.worker.client import Worker
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate to run: everything a child needs to build it. code: what its result is kept under."""
+
+    code: str
+    target: str
+    kernel: str
+    case: Case
+    choice: Choice
+    device: str
+
+
+def warm(asked: Asked) -> str:
+    """Run a candidate once, in a child. Why it does not compile or fit; empty where it does, or fails otherwise.
+
+    What else a device raises is found again, and said, where the candidate is checked.
+    """
+    target, device = parse_target(asked.target), torch.device(asked.device)
+    tunable = next(one for one in tunables(target) if one.name == asked.kernel)
+    call = call_of(asked.case, Tensors.random(asked.case, device))
+    try:
+        tunable.build(workload(asked.case).problem, asked.choice, target).start(call).run()
+        synchronize(device)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"{type(error).__name__}: {reason(error)}" if compilers_error(error) else ""
+    return ""
+
+
+def warm_all(
+    jobs: Sequence[Asked],
+    processes: int,
+    done: Callable[[str, str], None],
+    out_of_time: Callable[[], bool],
+    work: Callable[[Asked], str] = warm,
+) -> None:
+    """Run every candidate in a child; `done(code, failure)` is called in this thread. It is over when time is.
+
+    Where a child dies the rest is left to be compiled where it is checked.
+    """
+    in_children(jobs, work, processes, lambda asked, failure: done(asked.code, failure), out_of_time)
+
 
 COMPILING_SHARE = 0.5  # of a budget, where something is to be timed as well
 

@@ -9,7 +9,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import eagle_utils
 
-from portattn.integrations.sglang.trees import chain, words_of
+from portattn.integrations.sglang.backend import chain, words_of
 
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2
 FULL, SHORT = eagle_utils.TreeMaskMode.FULL_MASK, eagle_utils.TreeMaskMode.QLEN_ONLY
@@ -24,7 +24,7 @@ def trees(count: int, drafted: int, seed: int = 1) -> list[torch.Tensor]:
 def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both layouts of custom_mask: with the columns of earlier keys, as on a GPU, and without, as on a CPU."""
     mode = FULL if request.param == "full" else SHORT
-    monkeypatch.setattr("portattn.integrations.sglang.metadata.default_tree_mask_mode", lambda: mode)
+    monkeypatch.setattr("portattn.integrations.sglang.backend.default_tree_mask_mode", lambda: mode)
     return bool(mode is FULL)
 
 

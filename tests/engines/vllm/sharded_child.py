@@ -29,7 +29,7 @@ from vllm_batches import BLOCK, DIM, Batch, Layer, check
 import portattn
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import register
-from portattn.integrations.vllm.impl import PortattnImpl
+from portattn.integrations.vllm.backend import PortattnImpl
 
 HEADS = 2  # of a rank
 MIXED = [(1, 20), (9, 40), (1, 1), (7, 7), (4, 34)]  # decode, a chunk, a prompt of one token, a prompt, verification

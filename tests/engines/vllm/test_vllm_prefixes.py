@@ -15,7 +15,7 @@ from vllm_batches import BLOCK, Batch, Layer, check
 
 import portattn
 from portattn.errors import ArgumentError
-from portattn.integrations.vllm import prefixes
+from portattn.integrations.vllm import metadata as vllm_metadata
 from portattn.integrations.vllm.backend import PortattnBackend
 from portattn.integrations.vllm.metadata import PortattnMetadataBuilder
 
@@ -161,7 +161,7 @@ def test_batches_without_a_row_in_a_range_are_as_ever() -> None:
 
 
 def test_how_batches_are_taken_apart() -> None:
-    made, longest = prefixes.cuts({0: [(6, 9), (3, 4)], 2: [(0, 99)]}, [0, 8, 8, 11], [10, 0, 7])
+    made, longest = vllm_metadata.cuts({0: [(6, 9), (3, 4)], 2: [(0, 99)]}, [0, 8, 8, 11], [10, 0, 7])
     assert [(cut.request, cut.first, cut.behind, cut.both) for cut in made] == [
         (0, 0, 7, False), (0, 1, 5, True), (0, 3, 4, False), (0, 4, 0, True), (1, 0, 0, False), (2, 0, 0, True),
     ]  # fmt: skip

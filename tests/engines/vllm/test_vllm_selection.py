@@ -19,7 +19,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_batches import Layer
 
 from portattn.integrations import vllm as integration
-from portattn.integrations.vllm import backend, capabilities, mla, versions
+from portattn.integrations.vllm import backend, capabilities, mla
 
 feature = pytest.mark.engine_feature
 
@@ -160,12 +160,14 @@ def test_head_sizes_of_scales_in_the_cache() -> None:
 
 @feature("vLLM 0.34 and later, 0.30 and earlier", refused=True)
 def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.untested() == "", vllm.__version__
+    assert capabilities.untested() == "", vllm.__version__
     for version in ("0.31.0", "0.32.1+cu130", "0.33.1.dev3+g1234"):
-        assert versions.untested(version) == ""
+        assert capabilities.untested(version) == ""
     for version in ("0.30.0", "0.34.0", "1.0", "dev"):
-        assert f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33" in versions.untested(version)
-    monkeypatch.setattr(capabilities, "untested", lambda: versions.untested("0.34.0"))
+        assert f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33" in capabilities.untested(
+            version
+        )
+    monkeypatch.setattr(capabilities, "untested", lambda: capabilities.untested("0.34.0"))
     with refusal(ValueError, match="vLLM 0.34.0 is not supported"):
         raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {reasons()}")
     assert "vLLM 0.34.0 is not supported" in reasons(mla.PortattnMLABackend, head_size=576, use_mla=True)[0]

@@ -19,9 +19,9 @@ from packaging.specifiers import SpecifierSet
 from portattn import config
 from portattn.errors import ArgumentError
 from portattn.tools import lab
-from portattn.tools.lab import LabError, folders, pythons
+from portattn.tools.lab import LabError, creating, folders
 from portattn.tools.lab.commands import CommandFailed, Commands, quiet
-from portattn.tools.lab.pythons import Python
+from portattn.tools.lab.creating import Python
 
 NAME = "triton==9.1.0"
 
@@ -66,7 +66,7 @@ def test_from_nothing_to_an_environment_and_back(publish, tmp_path: Path, monkey
     assert lab.create(NAME, said.append) == made  # there already
     assert said == []
     with monkeypatch.context() as patch:
-        patch.setattr(pythons, "ask", lambda path: Python(path, "3.10.99"))
+        patch.setattr(creating, "ask", lambda path: Python(path, "3.10.99"))
         with pytest.raises(ArgumentError, match="remove it first"):
             lab.create(NAME, python="/usr/bin/other")
 
@@ -316,12 +316,12 @@ def test_every_known_toolchain_has_a_state_made_or_not() -> None:
 def test_triton_ascend_takes_a_python_that_it_is_built_for(monkeypatch, tmp_path: Path) -> None:
     there = {sys.executable: "3.13.1", "/bin/a": "3.12.9", "/bin/b": "3.10.4", "/bin/c": "3.10.9"}
     on_path = {"python3.12": "/bin/a", "python3.10": "/bin/b", "python3": "/bin/c"}
-    monkeypatch.setattr(pythons, "ask", lambda path: Python(path, there[path]) if path in there else None)
-    monkeypatch.setattr(pythons.shutil, "which", on_path.get)
-    assert [python.path for python in pythons.candidates(SpecifierSet(">=3.10,<3.12"))] == [
+    monkeypatch.setattr(creating, "ask", lambda path: Python(path, there[path]) if path in there else None)
+    monkeypatch.setattr(creating.shutil, "which", on_path.get)
+    assert [python.path for python in creating.candidates(SpecifierSet(">=3.10,<3.12"))] == [
         "/bin/b"
     ]  # each minor version once
-    assert [python.path for python in pythons.candidates(SpecifierSet(">=3.10"))] == [
+    assert [python.path for python in creating.candidates(SpecifierSet(">=3.10"))] == [
         sys.executable,
         "/bin/b",
         "/bin/a",

@@ -12,7 +12,7 @@ from quirk_files import plant
 
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.toolchain import installed
-from portattn.tools.matrix import digests, provenance, select
+from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.identity import Device, Identity, cell_key, identified
 from portattn.tools.matrix.problems import dense
 
@@ -25,7 +25,7 @@ def specs(*targets: str) -> list[select.Spec]:
 
 
 def changed(one: Registry, two: Registry) -> set[str]:
-    was, now = digests.digests(one), digests.digests(two)
+    was, now = provenance.digests(one), provenance.digests(two)
     return {name for name in was if was[name] != now[name]}
 
 
@@ -63,7 +63,7 @@ def test_an_arch_and_tuning_change_their_digests() -> None:
 
 
 def test_code_is_counted_where_a_cell_depends_on_it() -> None:
-    names = {str(path) for path in map(str, digests._counted())}
+    names = {str(path) for path in map(str, provenance._counted())}
     for part in (
         "planning/planner.py",
         "worker/serve.py",

@@ -14,7 +14,8 @@ from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.tune import entries, ranges
+from portattn.tools.tune import classes as tune_classes
+from portattn.tools.tune import entries
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
 from portattn.tools.tune.core import CoreTunable
@@ -211,7 +212,7 @@ def test_what_no_reader_would_take_is_told_before_anything_is_timed(class_with, 
     with pytest.raises(ArgumentError, match=r"--toolchain is 'unowned==0'.*'unowned' is unknown"):
         class_with(Toolchain(distribution="unowned", version="0"), tunable)
     with pytest.raises(ArgumentError, match="that leaves it out"):
-        ranges.beside("triton==3.6.0", {"triton": "<3.8"}, Toolchain.parse("triton-ascend==3.2.0"))
+        tune_classes.beside("triton==3.6.0", {"triton": "<3.8"}, Toolchain.parse("triton-ascend==3.2.0"))
 
 
 def test_an_incumbent_that_stays_is_written_only_where_that_says_something_new(

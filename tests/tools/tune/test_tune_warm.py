@@ -7,9 +7,9 @@ import os
 import pytest
 from faketunable import SMALL, choice
 
-from portattn.tools.tune import warm
+from portattn.tools.tune import run
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.warm import Asked, warm_all
+from portattn.tools.tune.run import Asked, warm_all
 from portattn.tools.tune.workloads import parse
 
 
@@ -48,7 +48,7 @@ def test_when_time_is_over_the_rest_is_left():
 @pytest.mark.interpreter
 def test_what_a_child_does_is_run_the_candidate(monkeypatch):
     small = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1})
-    assert warm.warm(asked("a", choice=small)) == ""
+    assert run.warm(asked("a", choice=small)) == ""
 
     def refuse(call):
         raise type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})("shared memory, required")
@@ -59,5 +59,5 @@ def test_what_a_child_does_is_run_the_candidate(monkeypatch):
         def build(self, problem, choice, target):
             return type("Built", (), {"start": staticmethod(refuse)})
 
-    monkeypatch.setattr(warm, "tunables", lambda target: [Tunable()])
-    assert warm.warm(asked("a")) == "OutOfResources: shared memory, required"
+    monkeypatch.setattr(run, "tunables", lambda target: [Tunable()])
+    assert run.warm(asked("a")) == "OutOfResources: shared memory, required"

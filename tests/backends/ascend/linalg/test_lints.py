@@ -5,9 +5,7 @@ from __future__ import annotations
 import lowered_texts as texts
 import pytest
 
-from portattn.backends.ascend.linalg.footprint import footprint
-from portattn.backends.ascend.linalg.lints import lints
-from portattn.backends.ascend.linalg.operations import read
+from portattn.backends.ascend.linalg.executor import footprint, lints, read
 from portattn.testing.findings import LIMITS
 
 TILE = 64 * 64 * 4

@@ -8,8 +8,8 @@ import lowered_texts as texts
 import pytest
 import torch
 
-from portattn.backends.ascend.linalg import program, tools
-from portattn.backends.ascend.linalg.program import Programs
+from portattn.backends.ascend.linalg import execute, tools
+from portattn.backends.ascend.linalg.execute import Programs
 from portattn.backends.ascend.linalg.tools import LinalgError
 
 pytestmark = pytest.mark.usefixtures("mlir")
@@ -151,8 +151,8 @@ def test_missing_programs_are_named(monkeypatch):
 def test_a_text_is_compiled_once(in_child, monkeypatch):
     def twice() -> int:
         compiled = []
-        original = program.build.library
-        monkeypatch.setattr(program.build, "library", lambda *a: compiled.append(a) or original(*a))
+        original = execute.build.library
+        monkeypatch.setattr(execute.build, "library", lambda *a: compiled.append(a) or original(*a))
         programs = Programs()
         for _ in range(3):
             programs.launch(texts.DOUBLE, (1,), {"x": torch.ones(8), "out": torch.zeros(8)})

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from portattn.backends.cuda.ptx_compat.ptx import read
+from portattn.backends.cuda.ptx_compat.execute import read
 
 POINTER, INT, UINT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _KINDS = {(4, True): ctypes.c_float, (4, False): ctypes.c_int32, (8, False): ctypes.c_int64}

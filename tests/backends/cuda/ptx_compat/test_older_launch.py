@@ -16,12 +16,18 @@ import torch
 from fake_cuda import FakeCuda
 
 from portattn import kernels
-from portattn.backends.cuda.ptx_compat import driver as driving
 from portattn.backends.cuda.ptx_compat import execute as executing
-from portattn.backends.cuda.ptx_compat import launch as launching
-from portattn.backends.cuda.ptx_compat.driver import CudaError, Driver, PtxTooNew
-from portattn.backends.cuda.ptx_compat.launch import Code, arguments, fits, run
-from portattn.backends.cuda.ptx_compat.ptx import BadPtx, read
+from portattn.backends.cuda.ptx_compat.execute import (
+    BadPtx,
+    Code,
+    CudaError,
+    Driver,
+    PtxTooNew,
+    arguments,
+    fits,
+    read,
+    run,
+)
 from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
 from portattn.launch.kernelcall import KernelCall, signature
@@ -172,10 +178,10 @@ def test_a_device_says_what_it_is() -> None:
 
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "LIBRARY", "libcuda-that-is-not-there.so.1")
-    driving.library.cache_clear()
+    monkeypatch.setattr(executing, "LIBRARY", "libcuda-that-is-not-there.so.1")
+    executing.library.cache_clear()
     with pytest.raises(PortattnError, match="the CUDA driver cannot be loaded: libcuda-that-is-not-there"):
-        driving.library()
+        executing.library()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +259,7 @@ def test_a_compiled_kernel_is_launched_with_its_arguments(
     ptx = read(made.text)
     assert (ptx.capability, ptx.portable, ptx.entry, ptx.threads) == (capability, True, "combine", 32)
     names = names_of(launch.module)
-    monkeypatch.setattr(launching, "load_kernels", names_of)
+    monkeypatch.setattr(executing, "load_kernels", names_of)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     cuda = FakeCuda()
     run(launch, made, Driver(cuda), capability, 5)
@@ -284,7 +290,7 @@ def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(
 
     monkeypatch.setattr(executing, "library", lambda: cuda)
     monkeypatch.setattr(executing, "call_of", on_cpu)
-    monkeypatch.setattr(launching, "load_kernels", names_of)
+    monkeypatch.setattr(executing, "load_kernels", names_of)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=9))
     facts = executing.compare(json.loads(json.dumps(request | {"texts": texts})), stages.append)["facts"]

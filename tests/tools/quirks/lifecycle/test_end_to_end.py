@@ -19,7 +19,7 @@ from portattn.planning.registry import Registry, find_backends
 from portattn.schema.compile_record import Incident
 from portattn.schema.problem import Problem
 from portattn.tools.quirks import probe
-from portattn.tools.quirks.lifecycle import failure_report, new, writing
+from portattn.tools.quirks.lifecycle import failure_report, new
 from portattn.tools.quirks.lifecycle.entry import MARK
 
 PROBLEM = Problem(batch=1, heads_q=2, heads_k=2, seq_q=64, seq_k=128, head_dim=64, dtype="fp16", causal="bottom_right")
@@ -136,7 +136,7 @@ def test_a_failure_that_an_entry_explains_is_said_first(buggy, worker, registry,
     assert [entry.id for entry in again.known] == [draft.id]
     assert again.known[0].in_range is True
     forced = new.make(found, known, out, worker=worker, force=True)
-    assert writing._NUMBERED.match(forced.id)[2] == f"{int(draft.id.split('-')[1]) + 1:04d}"
+    assert new._NUMBERED.match(forced.id)[2] == f"{int(draft.id.split('-')[1]) + 1:04d}"
 
 
 def test_the_command_line_goes_the_same_way(portattn, buggy, registry, monkeypatch, tmp_path) -> None:

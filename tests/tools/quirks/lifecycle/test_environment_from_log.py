@@ -11,7 +11,7 @@ from portattn.errors import ArgumentError
 from portattn.tools.quirks.lifecycle import failure_report
 from portattn.tools.quirks.lifecycle.entry import title_of
 from portattn.tools.quirks.lifecycle.environment_from_log import surroundings
-from portattn.tools.quirks.lifecycle.excerpts import excerpts, request_in
+from portattn.tools.quirks.lifecycle.failure_report import excerpts, request_in
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks import evidence
-from portattn.tools.quirks.lifecycle import entry, failure_report, known_failures, new, programs, writing
+from portattn.tools.quirks.lifecycle import entry, failure_report, known_failures, new, programs
 from portattn.tools.quirks.lifecycle.entry import MARK, open_lines
-from portattn.tools.quirks.lifecycle.excerpts import excerpts
+from portattn.tools.quirks.lifecycle.failure_report import excerpts
 from portattn.tools.quirks.lifecycle.issue import excerpt
 
 # One failure, which is a compiler's; the options are those that the log's own file names.
@@ -114,9 +114,9 @@ def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
     )
     assert [int(made.id.split("-")[1]) for made in (first, second)] == [highest + 1, highest + 2]
     empty = msgspec.structs.replace(registry, quirks={}, retired={})
-    assert writing.next_number("rocm", tmp_path / "none", empty) == 1
+    assert new.next_number("rocm", tmp_path / "none", empty) == 1
     buried = msgspec.structs.replace(empty, retired={"rocm-0041-old": next(iter(registry.quirks.values()))})
-    assert writing.next_number("rocm", tmp_path / "none", buried) == 42
+    assert new.next_number("rocm", tmp_path / "none", buried) == 42
 
 
 def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) -> None:
@@ -143,7 +143,7 @@ def test_nothing_is_overwritten(tmp_path) -> None:
     two.parent.mkdir()
     two.write_text("mine")
     with pytest.raises(ArgumentError, match="nothing is overwritten"):
-        writing.write_new({one: "1", two: "2"})
+        new.write_new({one: "1", two: "2"})
     assert two.read_text() == "mine"
     assert not one.exists()
     assert [path.name for path in tmp_path.glob("*/*")] == ["two"]
@@ -160,7 +160,7 @@ def test_an_error_leaves_nothing(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "link", full)
     with pytest.raises(ArgumentError, match=r"--out is '.*three', but cannot be written: No space left on device"):
-        writing.write_new({tmp_path / "out" / name: name for name in ("one", "two", "three")})
+        new.write_new({tmp_path / "out" / name: name for name in ("one", "two", "three")})
     assert len(calls) == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -172,15 +172,15 @@ def test_the_entry_is_written_last(registry, tmp_path) -> None:
 
 
 def test_drafts_of_a_checkout_are_not_read_by_the_registry() -> None:
-    folder = writing.drafts_folder()
+    folder = new.drafts_folder()
     assert folder == shipped_quirks() / "drafts"
     assert folder.name not in find_backends()
 
 
 def test_an_installed_portattn_drafts_where_it_is_called(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(writing, "shipped_quirks", lambda: tmp_path / "site-packages" / "portattn" / "quirks")
+    monkeypatch.setattr(new, "shipped_quirks", lambda: tmp_path / "site-packages" / "portattn" / "quirks")
     monkeypatch.chdir(tmp_path)
-    assert writing.drafts_folder() == tmp_path / "quirk-drafts"
+    assert new.drafts_folder() == tmp_path / "quirk-drafts"
 
 
 def test_help_says_where_drafts_go(portattn) -> None:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portattn.tools.quirks.lifecycle.normalise import decoded, normalise
-from portattn.tools.quirks.lifecycle.prefixes import PREFIXES
+from portattn.tools.quirks.lifecycle.normalise import PREFIXES, decoded, normalise
 
 ERROR = "k.py:1:1: error: 'tt.load' op is bad"
 PREFIXED = {

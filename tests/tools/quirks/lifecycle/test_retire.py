@@ -15,7 +15,7 @@ from portattn.errors import ArgumentError, DataError
 from portattn.planning import quirk_checks
 from portattn.planning.registry import Registry, find_backends
 from portattn.tools.quirks.editing import edit
-from portattn.tools.quirks.lifecycle import retire, writing
+from portattn.tools.quirks.lifecycle import new, retire
 
 TODAY = datetime.date(2026, 11, 30)
 BLOCK = """
@@ -61,7 +61,7 @@ def test_a_tombstone(tmp_path) -> None:
     assert tombstone is not None
     assert (tombstone.date, tombstone.reason) == (TODAY, "fixed upstream")
     assert (tombstone.fixed_in, tombstone.replaced_by) == ("triton==3.3.1", "rocm-0902-next")
-    assert writing.next_number("rocm", tmp_path / "out", now) == 903
+    assert new.next_number("rocm", tmp_path / "out", now) == 903
     with pytest.raises(ArgumentError, match="was retired on 2026-11-30: fixed upstream"):
         retire.retire("rocm-0901-planted", now, "again")
 
