@@ -30,7 +30,7 @@ import triton
 from fakechip import Chip
 
 import portattn
-from portattn.api.perform import perform
+from portattn.api.call import perform
 from portattn.launch import cache, native, triton_compat
 
 SECONDS = 60.0  # limit against a launch that never comes

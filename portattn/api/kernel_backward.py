@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from portattn.api import dispatch
-from portattn.api.perform import lookup, run_request
+from portattn.api import dispatch, recompute
+from portattn.api.execute import lookup, run_request
 from portattn.api.request import request_from
 from portattn.api.torch_ops import SIGNATURES, Signature, arguments_of
 from portattn.config import Settings, current
@@ -164,8 +163,7 @@ def computed(
     made = gradients(op, tensors, values, lengths, out, lse, grad_out, grad_lse, asked)
     if made is not None:
         return made
-    kernels = importlib.import_module("portattn.api.torch_ops_impl")
-    return _by_name(op, asked, kernels.differentiated, (grad_out, grad_lse), (tensors, values, lengths))
+    return _by_name(op, asked, recompute.differentiated, (grad_out, grad_lse), (tensors, values, lengths))
 
 
 def recorded(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from portattn.api import ops
-from portattn.api.perform import lookup
+from portattn.api.execute import lookup
 from portattn.api.signatures import arguments_as_parts, named_arguments
 from portattn.api.torch_ops import RETURNS_LSE
 from portattn.api.transform_checks import transformed_or_traced

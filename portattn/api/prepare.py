@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch
+from portattn.api.call import fake_result, run_with_autograd
 from portattn.api.dynamo_disabled import leave_out, left_out
-from portattn.api.perform import fake_result, run_request, run_with_autograd
+from portattn.api.execute import run_request
 from portattn.api.request import CacheWriter, Request, Result, request_of, settings_for
 from portattn.api.signatures import arguments_as_parts, named_arguments
 from portattn.api.unknown_arguments import names_of, short_traceback, unknown_argument

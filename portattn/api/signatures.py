@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.unknown_arguments import MISSING
+from portattn.api.unknown_arguments import MISSING, OPERATIONS
 from portattn.schema.ops import ROWS
 
 Binder = Callable[..., dict[str, Any]]
@@ -39,7 +38,7 @@ def arguments_as_parts(op: str) -> Callable[..., Parts]:
     None: no kind of calls has such a thing among its tensors, so that whoever gives one is asked more closely.
     """
     row = ROWS[op]
-    parameters = inspect.signature(getattr(importlib.import_module("portattn.api.ops"), op)).parameters
+    parameters = inspect.signature(OPERATIONS[op]).parameters
 
     def listed(names: Iterable[str]) -> str:
         return "(" + "".join(f"{name if name in parameters else None}, " for name in names) + ")"
@@ -51,7 +50,7 @@ def arguments_as_parts(op: str) -> Callable[..., Parts]:
 
 def _made(op: str, result: str) -> Any:
     """A function with an operation's signature that returns an expression of its arguments."""
-    function = getattr(importlib.import_module("portattn.api.ops"), op)
+    function = OPERATIONS[op]
     parameters = inspect.signature(function).parameters.values()
     # What must be given has a default too, which request_of refuses: a wrong name is said before a missing one.
     defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}

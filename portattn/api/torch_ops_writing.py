@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
-from portattn.api.perform import lookup, run_request
+from portattn.api.execute import lookup, run_request
 from portattn.api.request import request_from
 from portattn.api.torch_ops import Signature
 from portattn.errors import ArgumentError, TracingWarning

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch, kernel_backward
-from portattn.api.perform import Trained, lookup, run_request
+from portattn.api.execute import lookup, run_request
 from portattn.api.request import Request, request_from
 from portattn.api.transform_checks import transformed_or_traced
 from portattn.config import current, using
@@ -27,6 +27,9 @@ _SEED = {op: tuple(ROWS[op].tensors).index("dropout_seed") for op in BACKWARD}
 _DROPPED = {op: ROWS[op].fixed.index("dropout_p") for op in BACKWARD}
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _MOST_KNOWN = 1024
+
+
+Trained = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class _TrainingKey:
@@ -64,6 +67,11 @@ class _TrainingKey:
 # Calls whose gradients kernels were planned for, by everything that plans differ by but sizes. A plan that differs by
 # other sizes costs time alone: what no kernel computes is computed by other means.
 _known: dict[Any, _TrainingKey] = {}
+
+
+def has_cached() -> bool:
+    """Return whether any call was planned to be trained by kernels."""
+    return bool(_known)
 
 
 def forget() -> None:

@@ -34,6 +34,7 @@ class _Missing:
 
 
 MISSING: Any = _Missing()
+OPERATIONS: dict[str, Callable[..., Any]] = {}  # the public functions by name
 _signatures: dict[str, tuple[str, ...]] = {}
 _by_keyword: dict[str, tuple[str, ...]] = {}
 _required: dict[str, dict[str, tuple[str, ...]]] = {}  # by operation, and by what Python calls their kind
@@ -53,6 +54,7 @@ def operation(function: F) -> F:
     changed.__signature__ = signature.replace(parameters=shown)
     for name in hidden:
         changed.__annotations__.pop(name, None)
+    OPERATIONS[function.__name__] = function
     _signatures[function.__name__] = tuple(p.name for p in shown)
     _by_keyword[function.__name__] = tuple(p.name for p in shown if p.kind is p.KEYWORD_ONLY)
     _required[function.__name__] = {"positional": positional, "keyword-only": keyword}

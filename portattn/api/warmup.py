@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 from portattn.api import dispatch, monitor, writing
+from portattn.api.call import perform
 from portattn.api.candidate import candidate
 from portattn.api.ops import make_request
-from portattn.api.perform import perform
 from portattn.api.request import Request, inputs_of
 from portattn.api.specs import Spec
 from portattn.compile import compile_check

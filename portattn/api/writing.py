@@ -1,4 +1,4 @@
-"""Carrying out an operation that fills a cache in place: as perform.py, of what has no result, gradient or autocast."""
+"""Carrying out an operation that fills a cache in place: as execute.py, of what has no result, gradient or autocast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.perform import lookup, run_request
+from portattn.api.execute import lookup, run_request
 from portattn.api.request import Request, request_of
 from portattn.api.torch_ops import WRITING, arguments_of
 from portattn.api.transform_checks import are_dispatched, are_transformed, check_has_storage

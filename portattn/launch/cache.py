@@ -8,7 +8,7 @@ class computes what its launches take of its sizes, and launches.
 
 `Kind.hit` does all of that in C, where native.c can be built; `Kind.match` and `Kind.find` do the same in Python.
 
-Core paths and variants on accelerators are cached, and plain calls of a vendor's path on a CPU (api/perform.py),
+Core paths and variants on accelerators are cached, and plain calls of a vendor's path on a CPU (api/execute.py),
 whose classes are single sizes.
 """
 

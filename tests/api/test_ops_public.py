@@ -21,7 +21,7 @@ from opcalls import (
 from support import Device, poisoned, random_call
 
 import portattn
-from portattn.api.perform import perform as carry_out
+from portattn.api.call import perform as carry_out
 
 PLACED: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right"},

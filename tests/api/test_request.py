@@ -76,7 +76,7 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
     module = importlib.import_module(getattr(portattn, op).__module__)
     if row.writes:
         module = importlib.import_module("portattn.api.writing")
-    monkeypatch.setattr(module, "found_cached" if row.writes else "try_cached", looked_for)
+    monkeypatch.setattr(module, "lookup" if row.writes else "try_cached", looked_for)
     monkeypatch.setattr(module, "carry_out" if row.writes else "perform", seen.append)
     given = {name: f"{name} as given" for name in parameters} | {"backend": None, "validate": None}
     if "magicpig" in parameters:

@@ -15,9 +15,9 @@ from support import Device
 
 import portattn
 from portattn.api import monitor, specs, warmup
+from portattn.api.call import perform
 from portattn.api.monitor import nearest
 from portattn.api.ops import make_request
-from portattn.api.perform import perform
 from portattn.cli import main
 from portattn.schema.tensors import POINTER_ALIGNMENT
 

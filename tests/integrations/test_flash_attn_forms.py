@@ -100,16 +100,15 @@ def test_deterministic_of_one_call(module: Any, is_packed: bool) -> None:
 
 
 def test_gradients_that_torch_computes_follow_its_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from portattn.api import torch_ops_impl
 
-    seen, by_torch = [], torch_ops_impl.by_torch
+    seen, by_torch = [], recompute.by_torch
 
     def watched(request: Any) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
         torch.use_deterministic_algorithms(not seen[-1])  # as the user may, in any thread
         return by_torch(request)
 
-    monkeypatch.setattr(torch_ops_impl, "by_torch", watched)
+    monkeypatch.setattr(recompute, "by_torch", watched)
     q, k, v = dense()
     try:
         for _ in range(2):

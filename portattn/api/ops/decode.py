@@ -6,8 +6,8 @@ from typing import NoReturn
 
 import torch
 
+from portattn.api.call import perform, try_cached
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
 from portattn.validate.checks import Number

@@ -7,10 +7,10 @@ from typing import NoReturn
 import torch
 
 from portattn.api.block_mask import BlockMask, block_tensors
+from portattn.api.call import perform, try_cached
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.jagged import are_jagged, packed, unpacked
 from portattn.api.ops.varlen import varlen_attention
-from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
 from portattn.validate.checks import Number

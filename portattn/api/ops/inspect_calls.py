@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from portattn.api.call import plan_request
 from portattn.api.jagged import are_jagged, packed
-from portattn.api.perform import plan_request
 from portattn.api.prepare import Prepared
 from portattn.api.request import Request, request_of
 from portattn.api.signatures import named_arguments

@@ -7,9 +7,9 @@ from typing import NoReturn
 import torch
 
 from portattn.api.arguments import table_tensors
+from portattn.api.call import perform, try_cached
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
-from portattn.api.perform import perform, try_cached
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
 from portattn.validate.checks import Number

@@ -1,0 +1,134 @@
+"""Run a request from the launch cache if its shape class is cached, otherwise by planning it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from portattn.api import dispatch, monitor
+from portattn.api.request import CacheWriter, Request, Result, inputs_of
+from portattn.config import Settings, current
+from portattn.launch import cache
+from portattn.planning.registry import Registry
+from portattn.schema.call import Call
+from portattn.schema.plan import Plan
+
+if TYPE_CHECKING:
+    from portattn.launch.cached_launch import CachedLaunch
+
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class RepeatedCall:
+    """Calls of one call key and of the sizes of the first: the CachedLaunch of a CPU's path."""
+
+    __slots__ = ("inputs", "plan", "run", "settings")
+
+    def __init__(self, plan: Plan, settings: Settings, inputs: Sequence[int], run: Callable[..., Results]) -> None:
+        self.plan, self.settings, self.inputs, self.run = plan, settings, list(inputs), run
+
+    def program(self, inputs: Sequence[int]) -> Sequence[int] | None:
+        """Return the sizes if they are those of the first call, else None."""
+        return self.inputs if inputs == self.inputs else None
+
+    def note(self, inputs: Sequence[int]) -> Plan:
+        return self.plan
+
+    def native(self) -> None:
+        """native.c launches kernels; this calls torch."""
+        return
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], sizes: Sequence[int],
+        place: torch.Tensor | None = None,
+    ) -> Results:  # fmt: skip
+        """Run with these tensors and return (out, LSE or None). place: memory for `out`."""
+        out, lse = self.run(*tensors)
+        return (out if place is None else place.copy_(out)), lse
+
+
+def keep(request: Request, call: Call, plan: Any) -> None:
+    """Cache a call that ran on a CPU by this plan, if its path can repeat calls.
+
+    Calls that require gradients, run under autocast or are not `Request.repeatable` are not cached.
+    """
+    if call.q.device.type != "cpu" or not isinstance(plan, Plan) or plan.key or call.problem.needs_grad:
+        return
+    backend = Registry.load().backends[plan.target.partition(":")[0]]
+    vendor = next((v for v in backend.vendor if v.name == plan.path), None)
+    run = None if vendor is None else vendor.repeated(call)
+    if run is None or call.copied or torch.is_autocast_enabled("cpu") or not request.repeatable():
+        return
+    kind = request.kind()
+    kind.add(cast("CachedLaunch", RepeatedCall(plan, request.settings, inputs_of(request), run)))
+    cache.remember(kind)
+
+
+def lookup(
+    op: str,
+    tensors: tuple[Any, ...],
+    values: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    place: torch.Tensor | None = None,
+) -> Result | None:
+    """Like `call.try_cached`, but the call must not be traced.
+
+    place  memory for `out`, shaped as the call would allocate it; None allocates it
+    """
+    find = cache.finder
+    if find is not None:
+        found: Any = find(op, tensors, values, lengths, place)
+        if found is not NotImplemented:
+            return found
+    known = cache.kinds(op, values)
+    if not known:
+        return None
+    settings = current()
+    for kind in known:
+        hit = kind.hit
+        if hit is not None:
+            found = hit(tensors, values, lengths, settings, place, None, None)
+            if found is not NotImplemented:
+                if found is not None:
+                    return found
+                continue
+        matched = kind.match(tensors, values, lengths, settings)
+        if matched is None:
+            continue
+        given, addresses, inputs = matched
+        its_class = kind.find(inputs)
+        if its_class is not None:
+            cached, sizes = its_class
+            dispatch.set_last_plan(cached.note(inputs))
+            out, lse = cached(given, addresses, sizes) if place is None else cached(given, addresses, sizes, place)
+            return out if lse is None else (out, lse)
+    return None
+
+
+def run_request(request: Request) -> Result:
+    """Plan and run a request whose tensors have storage, and cache its launches."""
+    call = request.build()
+    caching = CacheWriter(request) if request.cacheable() else None
+    with monitor.watching(request):
+        out, lse = dispatch.run(call, request.settings, caching)
+    if caching is None:
+        keep(request, call, dispatch.last_plan())
+    return finished(call, out, lse)
+
+
+def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
+    """Return the results, given as (B, Hq, Sq, Dv) and (B, Hq, Sq), in the caller's layout."""
+    problem = call.problem
+    if problem.writes:  # which has no result
+        return out
+    if problem.backward:  # a number of each row
+        return out[0] if problem.packed else out
+    if problem.packed:
+        out = out[0].transpose(0, 1)
+        lse = None if lse is None else lse[0]
+    elif problem.layout == "bshd":
+        out = out.transpose(1, 2)
+    return (out, lse) if lse is not None and problem.return_lse else out
