@@ -21,6 +21,7 @@ from portattn.schema.toolchain import Toolchain
 
 if TYPE_CHECKING:
     from portattn.testing.executor import Executor
+    from portattn.tools.tune.tunable import Tunable
 
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
@@ -65,6 +66,13 @@ class CudaBackend(Backend):
         driver = first_line_matching(DRIVER_VERSION_FILE, r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
         found = {"cuda": version_in(torch.version.cuda), "driver": version_in(driver)}
         return {name: version for name, version in found.items() if version}
+
+    def tunables(self, arch: str) -> tuple[Tunable, ...]:
+        from portattn.backends.cuda.hopper_backward.tuning import BackwardTunable
+        from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
+
+        made: list[Tunable] = [ForwardTunable()] if arch in ForwardVariant.arches else []
+        return (*made, *([BackwardTunable()] if arch in BackwardVariant.arches else []))
 
     def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Executor, ...]:
         from portattn.backends.cuda.ptx_compat.executor import PtxExecutor

@@ -215,6 +215,10 @@ class Backend:
             raise NotImplementedError(f"{self.name}:{arch.name} has no compiler_target: Triton has no name for it here")
         return arch.compiler_target
 
+    def tunables(self, arch: str) -> Sequence[Any]:
+        """Return the tunables of its variants that run on an arch, for `portattn tune` (tools/tune/tunable.py)."""
+        return ()
+
     def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Any, ...]:
         """What runs compiled code of these chips where they are not, each a portattn.testing.executor.Executor.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
     from portattn.schema.toolchain import Toolchain
-    from portattn.tools.tune.tunable import Tunable
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
@@ -116,11 +114,6 @@ class BackwardVariant(Variant):
     def timed_with(self, problem: Problem) -> str:
         """What the tuning data says of the schedule; nobody timed repeatable dQ of narrow heads."""
         return choice(problem, self.toolchain).timed_with
-
-    def tunable(self) -> Tunable:
-        """Its schedules, to `portattn tune`. By name: they know this module."""
-        module = importlib.import_module("portattn.backends.cuda.hopper_backward.tuning")
-        return cast("Tunable", module.BackwardTunable())
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""

@@ -42,7 +42,6 @@ class NarrowVariant(ForwardVariant):
     canaries = NARROW_FORWARD
     formats = (FORMAT,)
     probabilities = FORMAT
-    tunable = None  # type: ignore[assignment]  # its schedules are not searched
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""

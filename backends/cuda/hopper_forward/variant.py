@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Arch, Target
     from portattn.schema.toolchain import Toolchain
-    from portattn.tools.tune.tunable import Tunable
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
@@ -220,11 +218,6 @@ class ForwardVariant(Variant):
         """What the tuning data says of the schedule."""
         chosen = choice(problem, self.toolchain, self.entries)
         return "" if chosen is None else chosen.timed_with
-
-    def tunable(self) -> Tunable:
-        """Its schedules, to `portattn tune`. By name: they know this module."""
-        module = importlib.import_module("portattn.backends.cuda.hopper_forward.tuning")
-        return cast("Tunable", module.ForwardTunable())
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""

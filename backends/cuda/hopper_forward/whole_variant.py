@@ -32,7 +32,6 @@ class WholeVariant(ForwardVariant):
     needs = f"sm_90, {NEEDS}, int8 q and k of at most {WIDEST} columns, rows and strides of {COLUMN_STEP} bytes"
     canaries = WHOLE_FORWARD
     formats = (FORMAT,)
-    tunable = None  # type: ignore[assignment]  # its schedules are not searched
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""

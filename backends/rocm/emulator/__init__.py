@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
     if name != "amdgpu":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("portattn.backends.rocm.emulator.amdgpu")
+    # Not `from … import amdgpu`, which would ask this function again.
+    import portattn.backends.rocm.emulator.amdgpu as model
+
+    return model

@@ -11,15 +11,11 @@ from portattn.tools.tune.tunable import Tunable
 
 
 def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
-    """Everything that can be tuned for a target: the core kernels, then its variants that say how (Variant.tunable).
+    """Everything that can be tuned for a target: the core kernels, then the backend's tunables.
 
     Of the gradients' kernels the core's alone; none of what fills a cache, whose tiles follow from its sizes.
     """
     backend = (registry or Registry.load()).backends[target.backend]
     kernels = [kernel for kernel in CORES.values() if kernel.op not in WRITERS] if backend.core_path else []
     found: list[Tunable] = [core_tunable(kernel) for kernel in kernels]
-    for variant in backend.variants:
-        make = getattr(variant, "tunable", None)
-        if make is not None and target.arch.name in variant.arches:
-            found.append(make())
-    return found
+    return [*found, *backend.tunables(target.arch.name)]
