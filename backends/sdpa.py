@@ -153,11 +153,11 @@ def _hides(p: Problem) -> bool:
 
 def _attended(call: Call) -> torch.Tensor:
     """What bias and mask leave to attend, bool (…, Sk); other dimensions that both were broadcast over are 1 long."""
-    from portattn.schema.tensors import held  # loads torch
+    from portattn.schema.tensors import collapse_broadcast  # loads torch
 
-    keep = None if call.bias is None else held(call.bias) != float("-inf")
+    keep = None if call.bias is None else collapse_broadcast(call.bias) != float("-inf")
     if call.mask is not None:
-        keep = held(call.mask) if keep is None else keep & held(call.mask)
+        keep = collapse_broadcast(call.mask) if keep is None else keep & collapse_broadcast(call.mask)
     assert keep is not None
     return keep.expand(*keep.shape[:3], call.problem.seq_k)
 
@@ -170,12 +170,14 @@ def _attn_mask(call: Call, keep: torch.Tensor, idle: torch.Tensor) -> torch.Tens
 
     keep, idle  what is attended (…, Sk), and rows that attend nothing (…,)
     """
-    from portattn.schema.tensors import held  # loads torch
+    from portattn.schema.tensors import collapse_broadcast  # loads torch
 
     keep = (keep | idle[..., None]).contiguous()
     if call.bias is None:
         return keep
-    return held(call.bias).masked_fill(idle[..., None], 0.0).masked_fill(~keep, float("-inf")).contiguous()
+    return (
+        collapse_broadcast(call.bias).masked_fill(idle[..., None], 0.0).masked_fill(~keep, float("-inf")).contiguous()
+    )
 
 
 def _without_unseen(call: Call, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 
-class Rejected(Protocol):
+class RejectionLike(Protocol):
     """What the text of PathUnavailable says of a path that was not taken: `portattn.schema.plan.Rejection`."""
 
     @property
@@ -151,7 +151,7 @@ class PathUnavailable(PortattnError):
     triton
     """
 
-    def __init__(self, message: str, rejected: Sequence[Rejected] = ()) -> None:
+    def __init__(self, message: str, rejected: Sequence[RejectionLike] = ()) -> None:
         self.rejected = tuple(rejected)
         lines = [f"  {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else "") for r in self.rejected]
         super().__init__("\n".join([message, *lines]))

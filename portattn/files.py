@@ -42,7 +42,7 @@ _KINDS: dict[int, str] = {
 }
 
 
-class Untrusted(Exception):
+class UntrustedPath(Exception):
     """A file or folder that another user owns or can change. The text names its owner or its mode."""
 
 
@@ -74,7 +74,7 @@ def _temporary_cache(parent: str, user: int) -> Path:
             return place
     except OSError:
         return place  # there is nothing to take over; whoever writes a file to it says why it cannot
-    except Untrusted as error:
+    except UntrustedPath as error:
         text = (
             f"portattn keeps nothing for later processes: {error}; set HOME, or PORTATTN_CACHE_DIR to your own folder"
         )
@@ -93,7 +93,7 @@ def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bo
     """
     mode = stat.S_IMODE(seen.st_mode)
     if seen.st_uid not in (os.geteuid(), 0):
-        raise Untrusted(
+        raise UntrustedPath(
             f"the {kind} {name} belongs to user {seen.st_uid} (mode {mode:04o}), "
             f"and this process is user {os.geteuid()}'s"
         )
@@ -103,7 +103,7 @@ def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bo
     if others == 0o020 and private_group and _is_private(seen.st_gid, os.geteuid()):
         return
     if others:
-        raise Untrusted(f"the {kind} {name} may be written by others (mode {mode:04o})")
+        raise UntrustedPath(f"the {kind} {name} may be written by others (mode {mode:04o})")
 
 
 @functools.lru_cache(maxsize=16)
@@ -146,7 +146,7 @@ def trusted_folder(path: Path, make: bool = False) -> Iterator[int]:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
-        raise Untrusted(f"{path} is no folder, or a symbolic link") from None
+        raise UntrustedPath(f"{path} is no folder, or a symbolic link") from None
     try:
         seen = os.fstat(handle)
         if make and seen.st_uid == os.geteuid() and seen.st_mode & 0o022 and not seen.st_mode & stat.S_ISVTX:
@@ -394,7 +394,7 @@ def sweep(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, seconds: float) -> Iterator[bool]:
+def hold_lock(path: Path, seconds: float) -> Iterator[bool]:
     """Hold a lock among processes inside the block; whether it is held.
 
     It is not where the folder takes no files, the file system has no locks, or another process holds it for longer

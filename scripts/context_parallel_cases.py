@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from portattn.distributed import CacheShard, context_parallel, decode_parallel
-from portattn.testing.tolerance import LSE_LEAST, budget, largest, misplaced
+from portattn.testing.tolerance import LSE_LEAST, budget, count_misplaced, largest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BASE: dict[str, Any] = {"batch": 1, "heads": (8, 2), "length": 1024, "width": 128, "dtype": "bf16", "causal": True}
@@ -73,8 +73,8 @@ def judged(name: str, ours: torch.Tensor, exact: torch.Tensor, same: torch.Tenso
     error = largest(ours.double() - exact)
     limit = budget(dtype, exact, same, LSE_LEAST if name == "lse" else 0.0)
     found = [f"{name}: {error:.3g} > {limit:.3g}"] if not error <= limit else []
-    if misplaced(ours, exact):
-        found.append(f"{name}: {misplaced(ours, exact)} elements are finite in one of the two alone")
+    if count_misplaced(ours, exact):
+        found.append(f"{name}: {count_misplaced(ours, exact)} elements are finite in one of the two alone")
     return found
 
 

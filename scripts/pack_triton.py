@@ -91,7 +91,9 @@ def pack(version: str, out: Path, tag: str, arch: str = "") -> str:
 def _check(version: str, out: Path, tag: str, arch: str) -> None:
     """What can be known before 250 MB are fetched."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:\.post\d+)?", version):
-        raise Failed(f"{version!r} is no release such as 3.8.0; known: {', '.join(compilers.released('triton'))}")
+        raise Failed(
+            f"{version!r} is no release such as 3.8.0; known: {', '.join(compilers.released_versions('triton'))}"
+        )
     if not re.fullmatch(r"cp3\d+", tag):
         raise Failed(f"{tag!r} is no tag of a Python such as cp312")
     if arch and not re.fullmatch(r"sm_\d{2,3}", arch):

@@ -190,9 +190,9 @@ def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
 @pytest.fixture(scope="module")
 def gluon_target(request: pytest.FixtureRequest) -> Target:
     """sm_90 with the release of Triton that compiles the scheduled kernels: the installed one, or that of --release."""
-    from portattn.schema.toolchain import installed
+    from portattn.schema.toolchain import installed_toolchain
 
-    release = request.config.getoption("--release") or str(installed())
+    release = request.config.getoption("--release") or str(installed_toolchain())
     target = parse_target("cuda:sm_90", release)
     if not target.toolchain.within("triton", ">=3.6"):
         pytest.skip(f"the kernels need Triton 3.6 or newer, and this is {release}")

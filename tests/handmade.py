@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from portattn.tools.matrix.cells import Cell, PlanSummary, Run, cell_id
-from portattn.tools.matrix.identity import Host, Identity, identified
+from portattn.tools.matrix.identity import Host, Identity, with_id
 from portattn.tools.matrix.problems import dense
 
 
@@ -46,7 +46,7 @@ def whole(cells: Sequence[Cell], **changes: Any) -> Run:
         "date": day,
     }
     fields["digests"] = fields["digests"] | changes.pop("digests", {})
-    identity = identified(Identity(**(fields | changes)))
+    identity = with_id(Identity(**(fields | changes)))
     return Run(
         portattn="0.1.0",
         kernels=identity.digests["kernels"],

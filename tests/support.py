@@ -22,7 +22,7 @@ from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import tolerance
 from portattn.testing.tolerance import DTYPES, largest, random_call
 from portattn.worker.client import Worker
@@ -60,7 +60,7 @@ def compiler_of(release: str) -> Iterator[Worker]:
     """A Worker of a Triton such as triton==3.9.0: this Python's, or the lab's. Skips the test where neither has it."""
     from portattn.tools import lab  # whose dependencies an engine's environment has not
 
-    own = release == str(installed())
+    own = release == str(installed_toolchain())
     if not own and lab.find(release) is None:
         pytest.skip(f"the lab has no {release}: `portattn lab create {release}` makes it")
     with Worker() if own else lab.worker(release) as worker:

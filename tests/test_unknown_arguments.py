@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import portattn
-from portattn.api.other_libraries import TABLES, Row, Table
+from portattn.api.other_libraries import TABLES, ArgumentRow, Table
 from portattn.api.unknown_arguments import operation, require, unknown_argument
 from portattn.schema.ops import PUBLIC
 
@@ -50,7 +50,7 @@ def parameters(op: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=[row.theirs for _, row in ROWS])
-def test_a_row_names_what_there_is(table: Table, row: Row) -> None:
+def test_a_row_names_what_there_is(table: Table, row: ArgumentRow) -> None:
     known = set().union(*(parameters(op) for op in table.ops)) | set(ALL) | {"None"}
     given = set(row.arguments)
     assert given <= known, f"{table.ops} have no argument {given - known}"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from portattn.schema.tensors import held
+from portattn.schema.tensors import collapse_broadcast
 
 # Rows of a block under a window: a block reads as many keys more than its rows see. 128 to 256 took the same time on an
 # AVX-512 machine, 512 took a fifth more ((1,8,8192,64), a window of 1024).
@@ -115,7 +115,7 @@ class Terms:
     @property
     def spread(self) -> int:
         """Masks of rows and keys that there are in memory, over batch and heads."""
-        return max(math.prod(held(t).shape[:2]) for t in (self.bias, self.mask) if t is not None)
+        return max(math.prod(collapse_broadcast(t).shape[:2]) for t in (self.bias, self.mask) if t is not None)
 
     def part(self, rows: slice, keys: slice) -> Terms:
         """Those of some rows and keys."""
@@ -125,11 +125,11 @@ class Terms:
         """What is added to the scores, float32, every dimension as long as it is held or as others of the two are."""
         if self.mask is None:
             assert self.bias is not None
-            return held(self.bias).float().expand(-1, -1, -1, self.bias.shape[3])
-        hidden = ~held(self.mask).expand(-1, -1, -1, self.mask.shape[3])
+            return collapse_broadcast(self.bias).float().expand(-1, -1, -1, self.bias.shape[3])
+        hidden = ~collapse_broadcast(self.mask).expand(-1, -1, -1, self.mask.shape[3])
         if self.bias is None:
             return hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
-        bias = held(self.bias).float()
+        bias = collapse_broadcast(self.bias).float()
         return torch.where(hidden, -math.inf, bias)
 
 

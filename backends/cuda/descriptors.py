@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def described(x: torch.Tensor, rows: int, dim: int, before: int = 1) -> Any:
+def make_descriptor(x: torch.Tensor, rows: int, dim: int, before: int = 1) -> Any:
     """A descriptor of (B, H, S, D), by blocks of some rows of so many of the axis before, and a kernel's width."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -18,7 +18,7 @@ PTXAS_ENV = "TRITON_PTXAS_PATH"
 VERSION_SECONDS = 10  # a ptxas that has not printed its version by then is taken for one that does not run
 
 
-class Release(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReleaseAssemblers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The assemblers in one release's wheel.
 
     triton          versions of the distribution `triton` that this holds for (PEP 440)
@@ -38,11 +38,11 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    release: tuple[Release, ...]
+    release: tuple[ReleaseAssemblers, ...]
 
 
 @functools.lru_cache(maxsize=1)
-def releases() -> tuple[Release, ...]:
+def releases() -> tuple[ReleaseAssemblers, ...]:
     """Every listed release. Raises DataError (file, line, key) on anything outside the schema."""
     data, text = toml_reader.read(TABLE)
     return toml_reader.convert(data, _Table, TABLE, text).release

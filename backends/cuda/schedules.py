@@ -22,7 +22,7 @@ def tuning() -> Tuning:
     return Registry.load().tunings["cuda"]["sm_90"]
 
 
-def scheduled(variant: str, problem: Problem, toolchain: Toolchain) -> tuple[dict[str, Any], str] | None:
+def find_schedule(variant: str, problem: Problem, toolchain: Toolchain) -> tuple[dict[str, Any], str] | None:
     """The flags of the first entry of a variant that holds, and the compiler, NAME==VERSION, that they were timed with
     (empty where nobody has); None where no entry holds."""
     entry = tuning().find(variant, problem.features(), toolchain, variant=True)

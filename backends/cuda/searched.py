@@ -12,10 +12,10 @@ from portattn.backends.cuda.gluon import described_by
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.schema.plan import Plan
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.core import compiled
-from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started, started
+from portattn.tools.tune.core import compile_plan
+from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, NotBuilt, RunnableCandidate, bind_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -81,7 +81,7 @@ class ScheduleTunable(ABC, Generic[S]):
         chosen = self.today_of(problem, target)
         return None if chosen is None else Choice(flags=msgspec.structs.asdict(chosen))
 
-    def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
+    def build(self, problem: Problem, choice: Choice, target: Target) -> BuiltCandidate:
         no = self.variant.rejects(problem, target)
         if no is not None:
             raise NotBuilt(f"it {no.reason}")
@@ -90,24 +90,24 @@ class ScheduleTunable(ABC, Generic[S]):
         except msgspec.ValidationError as error:
             raise NotBuilt(str(error)) from None
 
-        def start(call: Call) -> Started:
-            return started(self.launcher(call, schedule), call)
+        def start(call: Call) -> RunnableCandidate:
+            return bind_launcher(self.launcher(call, schedule), call)
 
         identity = _digest(f"{self.name} {problem} {schedule}".encode())
-        if not described_by(installed()):
-            return Built(identity, start)
-        seen = signatures(Scheduled(self, schedule), meta_call(problem))
+        if not described_by(installed_toolchain()):
+            return BuiltCandidate(identity, start)
+        seen = signatures(ScheduledVariant(self, schedule), meta_call(problem))
         made = Plan(
             problem=problem, target=target.name, toolchain=str(target.toolchain), requested=self.name, path=self.name
         )
 
-        def compile_it(worker: Worker, seconds: float) -> Compiled:
-            return compiled(made, seen, target, worker, seconds, self.working)
+        def compile_it(worker: Worker, seconds: float) -> CompileResult:
+            return compile_plan(made, seen, target, worker, seconds, self.working)
 
-        return Built(identity, start, _digest(msgspec.json.encode(seen, order="deterministic")), compile_it)
+        return BuiltCandidate(identity, start, _digest(msgspec.json.encode(seen, order="deterministic")), compile_it)
 
 
-class Scheduled(Generic[S]):
+class ScheduledVariant(Generic[S]):
     """The variant with this schedule, whatever its tuning data says."""
 
     def __init__(self, tunable: ScheduleTunable[S], schedule: S) -> None:

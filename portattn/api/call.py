@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from portattn.api import autocast, dispatch, training
-from portattn.api.execute import finished, lookup, run_request
+from portattn.api.execute import lookup, run_request, to_caller_layout
 from portattn.api.graph_call import in_graph, new_seed
 from portattn.api.jagged import are_jagged
 from portattn.api.request import Request, Result, request_from
@@ -111,7 +111,7 @@ def fake_result(request: Request) -> Result | None:
     if not shapes_alone(request.tensors.values()):
         return None
     call = request.build()
-    return finished(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
+    return to_caller_layout(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
 
 
 def plan_request(request: Request, target: Target | None = None) -> Plan:

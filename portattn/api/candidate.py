@@ -49,7 +49,9 @@ class Candidate(Protocol):
         """Launch by Triton's own way, into `results`."""
         ...
 
-    def cached(self, recipe: shape_polymorphism.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
+    def cached(
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
+    ) -> CachedLaunch:
         """Its launches for calls of the same kind. On the call's device."""
         ...
 
@@ -82,7 +84,9 @@ class CoreCandidate:
     def run(self) -> None:
         launch_all(self._launches, self._plan, self._call.q)
 
-    def cached(self, recipe: shape_polymorphism.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
+    def cached(
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
+    ) -> CachedLaunch:
         return shape_polymorphism.cache_core(
             recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device
         )
@@ -97,7 +101,7 @@ class VariantCandidate:
         self._launcher: Any = None
 
     def compiled(self) -> Sequence[compile_check.Compiled]:
-        return variants.seen(self._variant, self._plan, self._call)
+        return variants.launch_signatures(self._variant, self._plan, self._call)
 
     def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         return variants.known_failure(self._variant, self._plan, self._call, target, settings)
@@ -120,7 +124,9 @@ class VariantCandidate:
         with device_guard(self._call.q):
             launcher(tensors)
 
-    def cached(self, recipe: shape_polymorphism.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
+    def cached(
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
+    ) -> CachedLaunch:
         tensors, launcher = self._described()
         return shape_polymorphism.cache_variant(
             recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device

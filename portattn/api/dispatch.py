@@ -153,7 +153,7 @@ class LaunchRecorder(Protocol):
     given: tuple[str, ...]
     inputs: list[int]
 
-    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> shape_polymorphism.Recipe: ...
+    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> shape_polymorphism.CallRecipe: ...
 
     def keep(self, cached: CachedLaunch, seconds: float) -> None:
         """seconds  that it may be kept"""
@@ -168,7 +168,7 @@ def plan_call(call: Call, settings: Settings) -> Plan:
     return made
 
 
-def prepared(call: Call, settings: Settings, caching: LaunchRecorder) -> tuple[Plan, CachedLaunch | None]:
+def prepare_call(call: Call, settings: Settings, caching: LaunchRecorder) -> tuple[Plan, CachedLaunch | None]:
     """A call's plan, its kernels compiled and found right here, and its launches; None where no kernel of portattn's
     runs, as after a compile that failed, also one that may pass: what is prepared is not prepared again. Nothing is
     launched, and nothing kept for other calls.

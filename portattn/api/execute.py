@@ -116,10 +116,10 @@ def run_request(request: Request) -> Result:
         out, lse = dispatch.run(call, request.settings, caching)
     if caching is None:
         keep(request, call, dispatch.last_plan())
-    return finished(call, out, lse)
+    return to_caller_layout(call, out, lse)
 
 
-def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
+def to_caller_layout(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
     """Return the results, given as (B, Hq, Sq, Dv) and (B, Hq, Sq), in the caller's layout."""
     problem = call.problem
     if problem.writes:  # which has no result

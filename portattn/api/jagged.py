@@ -66,7 +66,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(torch.equal(one, other))
 
 
-def unpacked(given: Mapping[str, Any], found: Any) -> Any:
+def jagged_results(given: Mapping[str, Any], found: Any) -> Any:
     """Results of varlen_attention as jagged tensors with q's sequences: out in q's layout, the LSE (B, Hq, *)."""
     q = given["q"] if given["layout"] == "bshd" else given["q"].transpose(1, 2)
     out, lse = found if isinstance(found, tuple) else (found, None)

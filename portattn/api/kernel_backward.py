@@ -11,7 +11,7 @@ import torch
 from portattn.api import dispatch, recompute
 from portattn.api.execute import lookup, run_request
 from portattn.api.request import request_from
-from portattn.api.torch_ops import SIGNATURES, Signature, arguments_of
+from portattn.api.torch_ops import SIGNATURES, OperatorSignature, arguments_of
 from portattn.config import Settings, current
 from portattn.planning.gradients import own_path
 from portattn.planning.kernel_specs import CORES
@@ -155,7 +155,7 @@ _MOST_KNOWN = 1024
 _WAYS = {forward: _Way(forward) for forward in BACKWARD}
 
 
-def computed(
+def compute_gradients(
     op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any], out: torch.Tensor,
     lse: torch.Tensor, grad_out: Any, grad_lse: Any, asked: Collection[str],
 ) -> Gradients:  # fmt: skip
@@ -163,17 +163,17 @@ def computed(
     made = gradients(op, tensors, values, lengths, out, lse, grad_out, grad_lse, asked)
     if made is not None:
         return made
-    return _by_name(op, asked, recompute.differentiated, (grad_out, grad_lse), (tensors, values, lengths))
+    return _by_name(op, asked, recompute.gradient_builds, (grad_out, grad_lse), (tensors, values, lengths))
 
 
-def recorded(
+def record_gradients(
     op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any], out: torch.Tensor,
     lse: torch.Tensor, grad_out: Any, grad_lse: Any, asked: Collection[str],
 ) -> Gradients:  # fmt: skip
     """As `computed`, as a node of autograd's graph."""
     operator = getattr(torch.ops.portattn, f"{op}_backward")
 
-    def record(signature: Signature, grad_out: Any, grad_lse: Any, wanted: Any, arguments: Any) -> Any:
+    def record(signature: OperatorSignature, grad_out: Any, grad_lse: Any, wanted: Any, arguments: Any) -> Any:
         return operator(grad_out, grad_lse, out, lse, wanted, *arguments)
 
     return _by_name(op, asked, record, (grad_out, grad_lse), (tensors, values, lengths))

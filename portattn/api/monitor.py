@@ -56,13 +56,13 @@ def arm() -> None:
     monitor(True)
 
 
-def wanted(settings: Settings) -> bool:
+def should_warn(settings: Settings) -> bool:
     """Whether a compile is to be warned about now."""
     return not _silent.get() and (settings.monitor == "always" or (settings.monitor == "auto" and _armed))
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Inside the block compiles are expected."""
     token = _silent.set(True)
     try:
@@ -82,7 +82,7 @@ def counting() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def watching(request: Request) -> Iterator[None]:
     """Around what a call does that none was kept for: warns, where that is wanted, about what it compiled."""
-    if not wanted(request.settings):
+    if not should_warn(request.settings):
         yield
         return
     before, begun = _specialisations(), time.perf_counter()

@@ -16,19 +16,19 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from portattn.api.kernel_backward import may_have_kernels
-from portattn.api.torch_ops import SIGNATURES, Signature
+from portattn.api.torch_ops import SIGNATURES, OperatorSignature
 from portattn.api.transform_checks import have_tangents
 from portattn.config import current, using
 from portattn.errors import TracingError
 from portattn.validate.checks import refuse_gradients
 
 
-def forward(signature: Signature, *arguments: Any) -> Any:
+def forward(signature: OperatorSignature, *arguments: Any) -> Any:
     """The operator where something may be differentiated."""
     return _differentiable(_Forward, signature.op, "", arguments)
 
 
-def backward(signature: Signature, *arguments: Any) -> Any:
+def backward(signature: OperatorSignature, *arguments: Any) -> Any:
     """The operator of the gradients, likewise: second derivatives are refused."""
     return _differentiable(_Backward, signature.op, "_backward", arguments)
 
@@ -44,7 +44,7 @@ def _differentiable(function: Any, op: str, suffix: str, arguments: Sequence[Any
     return _below(op + suffix, arguments)
 
 
-def _refuse(signature: Signature, arguments: Sequence[Any]) -> None:
+def _refuse(signature: OperatorSignature, arguments: Sequence[Any]) -> None:
     """Raise ArgumentError where the operation has no gradient, and not when one is computed."""
     backend = signature.value(arguments, "backend")
     named = dict(zip(signature.tensors, arguments, strict=False))
@@ -73,7 +73,7 @@ def _below(name: str, arguments: Sequence[Any]) -> Any:
         return getattr(torch.ops.portattn, name)(*arguments)
 
 
-def kept_for_kernels(signature: Signature, arguments: Sequence[Any]) -> bool:
+def kept_for_kernels(signature: OperatorSignature, arguments: Sequence[Any]) -> bool:
     """Whether the forward keeps its result and its LSE, since kernels may compute the gradients of them."""
     v = arguments[signature.tensors.index("v")] if "v" in signature.tensors else None
     return v is not None and may_have_kernels(signature.op, arguments[0], v, signature.value(arguments, "backend"))

@@ -81,7 +81,7 @@ class Prepared:
             return
         # What must not run here is planned past. A run of what is left then warns, as a plain call does.
         caching = CacheWriter(request, only=True)
-        self.plan, self._cached = dispatch.prepared(call, request.settings, caching)
+        self.plan, self._cached = dispatch.prepare_call(call, request.settings, caching)
         if self._cached is None:
             return
         self._sizes = self._cached.sizes

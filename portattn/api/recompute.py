@@ -12,13 +12,13 @@ import torch
 from portattn.api import dispatch
 from portattn.api.execute import run_request
 from portattn.api.request import Request, request_from
-from portattn.api.torch_ops import Signature
+from portattn.api.torch_ops import OperatorSignature
 from portattn.errors import PathUnavailable
 from portattn.planning.gradients import own_names
 
 
-def differentiated(
-    signature: Signature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], arguments: Sequence[Any]
+def gradient_builds(
+    signature: OperatorSignature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], arguments: Sequence[Any]
 ) -> Any:
     """The gradients that are wanted, by a path that torch differentiates, which computes the forward once more."""
     given = list(arguments)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch.autograd import forward_ad
 
-from portattn.api.shape_polymorphism import Recipe
+from portattn.api.shape_polymorphism import CallRecipe
 from portattn.api.unknown_arguments import require
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
@@ -180,10 +180,10 @@ class CacheWriter:
         if only:
             self.kind = request.new_kind(self.inputs)
 
-    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> Recipe:
+    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> CallRecipe:
         """What makes calls of its kind of their sizes."""
         request = self._request
-        return Recipe(
+        return CallRecipe(
             op=request.op, settings=request.settings, kinds=self.kind.kinds, tensors=self.kind.places,
             values=request.values, lengths=tuple(request.lengths), target=target, failed=failed,
         )  # fmt: skip

@@ -19,17 +19,17 @@ import torch
 from portattn.config import Settings
 from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
-from portattn.launch.cached_launch import CachedLaunch, ShapeClass, Templates, core_steps, fixed
-from portattn.launch.described import constexprs, unspecialised
+from portattn.launch.cached_launch import CachedLaunch, ShapeClass, Templates, core_steps, exact_shape_class
+from portattn.launch.described import constexprs, unspecialised_arguments
 from portattn.launch.kernelcall import KernelCall
-from portattn.launch.symbolic_tensor import Shaped, TensorKind
+from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.compile_record import CompileRecord
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.plan import Plan
-from portattn.schema.symbolic_int import Size, Trace, Untraceable, pinned, unpinned
+from portattn.schema.symbolic_int import Size, Trace, Untraceable, pin_sizes, plain_sizes
 from portattn.schema.target import Target
 from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
 from portattn.validate.builders import build_call
@@ -39,7 +39,7 @@ _REFUSALS = (Untraceable, PortattnError, TypeError, ValueError, AttributeError, 
 
 
 @dataclass(slots=True, frozen=True)
-class Recipe:
+class CallRecipe:
     """A call without its sizes, strides, and data.
 
     kinds    of its tensors, each once
@@ -62,7 +62,7 @@ class Recipe:
         made = []
         for kind in self.kinds:
             sizes = [next(numbers) for _ in range(kind.ndim)]
-            made.append(Shaped.make(kind, sizes, [next(numbers) for _ in range(kind.ndim)]))
+            made.append(SymbolicTensor.make(kind, sizes, [next(numbers) for _ in range(kind.ndim)]))
         tensors = {name: None if place is None else made[place] for name, place in self.tensors.items()}
         lengths = {name: next(numbers) for name in self.lengths if self.values[name] is not None}
         return build_call(self.op, self.settings, tensors, {**self.values, **lengths})
@@ -78,7 +78,7 @@ class Recipe:
 
 
 def cache_core(
-    recipe: Recipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
     out: torch.Tensor, lse: torch.Tensor | None, device: torch.device,
 ) -> CachedLaunch:  # fmt: skip
     """Keep a core plan's launches."""
@@ -95,7 +95,7 @@ def cache_core(
 
 
 def cache_variant(
-    recipe: Recipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
     launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
 ) -> CachedLaunch:  # fmt: skip
     """Keep a variant's launches: directly where its launcher is a StepLauncher, and else by calling it.
@@ -108,7 +108,7 @@ def cache_variant(
         launch(variant.views(problem, {**dict.fromkeys(TENSORS), **named}))
 
     if not isinstance(launch, StepLauncher):
-        alone = fixed(inputs, problem, [], {}, f"{made.path} does not describe its launches")
+        alone = exact_shape_class(inputs, problem, [], {}, f"{made.path} does not describe its launches")
         return CachedLaunch(made, settings, given, device, by_name, [], alone, recipe.planner)
     fresh = launch.fresh(tensors["q"])
     steps = launch.steps({**tensors, **fresh})
@@ -127,13 +127,13 @@ def cache_variant(
     # could be made.
     cached = CachedLaunch(made, settings, given, device, by_name, steps, sized, recipe.planner, each=launch.each)
     if cached.direct is None:
-        alone = fixed(inputs, problem, [], {}, "Triton launches it")
+        alone = exact_shape_class(inputs, problem, [], {}, "Triton launches it")
         return CachedLaunch(made, settings, given, device, by_name, [], alone, recipe.planner)
     return cached
 
 
 def _sized(
-    recipe: Recipe, inputs: Sequence[int], made: Plan, steps: Sequence[Step], buffers: Buffers,
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, steps: Sequence[Step], buffers: Buffers,
     describe: Callable[[Call, Plan], tuple[list[Step], Buffers]],
 ) -> ShapeClass:  # fmt: skip
     """The launches made of Sizes; of the call's own sizes where that cannot be done."""
@@ -152,19 +152,19 @@ def _sized(
             _specialise(step)
         return ShapeClass(trace, planned.problem, others, between)
     except _REFUSALS as error:
-        return fixed(inputs, made.problem, steps, buffers, f"{type(error).__name__}: {error}")
+        return exact_shape_class(inputs, made.problem, steps, buffers, f"{type(error).__name__}: {error}")
 
 
 def _with_constants(step: Step) -> Step:
     """The step with what a kernel is compiled for, its constants and options, as numbers."""
     constants = constexprs(step.kernel)
-    arguments = {name: pinned(value) if name in constants else value for name, value in step.arguments.items()}
-    return dataclasses.replace(step, arguments=arguments, options=pinned(dict(step.options)))
+    arguments = {name: pin_sizes(value) if name in constants else value for name, value in step.arguments.items()}
+    return dataclasses.replace(step, arguments=arguments, options=pin_sizes(dict(step.options)))
 
 
 def _compare(steps: Sequence[Step], others: Sequence[Step], buffers: Buffers, between: Buffers) -> None:
     """Raise Untraceable where launches made of Sizes are, with this call's own sizes, not the call's launches."""
-    if unpinned({name: shape for name, (shape, _) in between.items()}) != {
+    if plain_sizes({name: shape for name, (shape, _) in between.items()}) != {
         name: tuple(shape) for name, (shape, _) in buffers.items()
     }:
         raise Untraceable("its buffers are others")
@@ -172,9 +172,9 @@ def _compare(steps: Sequence[Step], others: Sequence[Step], buffers: Buffers, be
         raise Untraceable("its launches are others")
     for step, other in zip(steps, others, strict=True):
         same = step.kernel is other.kernel and step.roles == other.roles and dict(step.options) == dict(other.options)
-        if not same or tuple(step.grid) != unpinned(tuple(other.grid)):
+        if not same or tuple(step.grid) != plain_sizes(tuple(other.grid)):
             raise Untraceable("a launch is another")
-        own_sizes = unpinned(list(other.values))
+        own_sizes = plain_sizes(list(other.values))
         for name, value, size, known in zip(step.kernel.arg_names, step.values, other.values, own_sizes, strict=True):
             if isinstance(value, torch.Tensor) or hasattr(value, "block_shape"):
                 own, its = _layout(value), _layout(size)
@@ -187,7 +187,7 @@ def _compare(steps: Sequence[Step], others: Sequence[Step], buffers: Buffers, be
 def _layout(value: Any) -> tuple[Any, ...] | None:
     """Sizes and strides of a tensor or a descriptor; a counter's are not looked at."""
     if hasattr(value, "block_shape"):
-        return unpinned(tuple(value.shape)), unpinned(tuple(value.strides)), tuple(value.block_shape)
+        return plain_sizes(tuple(value.shape)), plain_sizes(tuple(value.strides)), tuple(value.block_shape)
     if not isinstance(value, torch.Tensor):
         return None
     return (value.dtype, len(value.shape))
@@ -196,13 +196,13 @@ def _layout(value: Any) -> tuple[Any, ...] | None:
 def _specialise(step: Step) -> None:
     """Make conditions of what Triton compiles a kernel for: integers that are 1, multiples of 16 or beyond 32 bits, and
     tensors of 2 GiB. Comparing is all that it takes: a trace writes comparisons down."""
-    general = unspecialised(step.kernel)
+    general = unspecialised_arguments(step.kernel)
     for name, value in zip(step.kernel.arg_names, step.values, strict=True):
         if isinstance(value, Size):
             size = cast("int", value)
             _ = size > INT32_MAX, size < -INT32_MAX - 1
             _ = name in general or size == 1 or size % POINTER_ALIGNMENT == 0
-        elif isinstance(value, Shaped):
+        elif isinstance(value, SymbolicTensor):
             _ = spans(value) >= TWO_GIB
         elif hasattr(value, "block_shape"):
             _ = [size > INT32_MAX for size in value.shape]

@@ -28,7 +28,7 @@ _DTYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "bool": torch.b
 _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
 
 
-class Described(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True):
     """A tensor in words.
 
     shape    sizes, or the names of sizes that vary
@@ -80,7 +80,7 @@ class Spec:
         for key, value in self._arguments.items():
             if isinstance(value, str) and value in self.sizes:
                 used.add(value)
-            if isinstance(value, Described):
+            if isinstance(value, TensorSpec):
                 used |= value.names
                 unknown = sorted(value.names - set(self.sizes))
                 if unknown:
@@ -115,7 +115,7 @@ class Spec:
         """The operation's arguments at some sizes. What is described is allocated on the device."""
         found = {}
         for name, value in self._arguments.items():
-            if isinstance(value, Described):
+            if isinstance(value, TensorSpec):
                 # A scale of 0 is none.
                 scale = name in ("q_scale", "k_scale", "v_scale", "kv_scale")
                 value = value.allocate(device, sizes, 1.0) if scale else value.allocate(device, sizes)
@@ -133,7 +133,7 @@ def _argument(name: str, argument: str, value: Any) -> Any:
             raise ArgumentError("warmup", name, value, f"must be one of {', '.join(TORCH_DTYPE)}")
         return TORCH_DTYPE[value]
     if isinstance(value, torch.Tensor) and value.is_meta:
-        return Described(tuple(value.shape), value.stride(), value.dtype)
+        return TensorSpec(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, (torch.Tensor, PageTable)) or not isinstance(value, (str, list)):
         return value
     if isinstance(value, list):
@@ -149,7 +149,7 @@ def _argument(name: str, argument: str, value: Any) -> Any:
     strides = None if found[3] is None else tuple(map(int, _parts(found[3])))
     if strides is not None and len(strides) != len(shape):
         raise ArgumentError("warmup", name, value, f"must have as many strides as its {len(shape)} axes")
-    return Described(shape, strides, _DTYPES[found[1]])
+    return TensorSpec(shape, strides, _DTYPES[found[1]])
 
 
 def _parts(text: str) -> list[str]:

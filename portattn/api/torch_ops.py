@@ -76,7 +76,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Signature:
+class OperatorSignature:
     """The arguments of one operation's operator.
 
     op, row    its name and its row
@@ -134,15 +134,15 @@ class Signature:
 
 
 # Operations that have a result, and those that fill a cache in place.
-SIGNATURES = {op: Signature(ROWS[op]) for op in PUBLIC if op not in WRITERS}
-WRITING = {op: Signature(ROWS[op]) for op in WRITERS}
+SIGNATURES = {op: OperatorSignature(ROWS[op]) for op in PUBLIC if op not in WRITERS}
+WRITING = {op: OperatorSignature(ROWS[op]) for op in WRITERS}
 # The place of `return_lse` among a Request's fixed values.
 RETURNS_LSE = {op: ROWS[op].fixed.index("return_lse") for op in SIGNATURES}
 
 
 def arguments_of(
     op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any],
-    signatures: Mapping[str, Signature] = SIGNATURES,
+    signatures: Mapping[str, OperatorSignature] = SIGNATURES,
 ) -> list[Any]:  # fmt: skip
     """The arguments of an operator, of what a Request has. Traced by dynamo: plain Python alone."""
     signature = signatures[op]
@@ -164,7 +164,7 @@ def define() -> None:
         _define_writing(signature)
 
 
-def _define(signature: Signature) -> None:
+def _define(signature: OperatorSignature) -> None:
     op, schema = signature.op, signature.schema
     forward, backward = f"{NAMESPACE}::{op}", f"{NAMESPACE}::{op}_backward"
     tags = (torch.Tag.pt2_compliant_tag,)
@@ -184,7 +184,7 @@ def _define(signature: Signature) -> None:
         _library().impl(name.partition("::")[2], _later("operator_autograd", what, op), "Autograd")
 
 
-def _define_writing(signature: Signature) -> None:
+def _define_writing(signature: OperatorSignature) -> None:
     """An operator that fills a cache: its schema says what it writes to, and it has neither result nor gradient."""
     op = signature.op
     name = f"{NAMESPACE}::{op}"
@@ -199,7 +199,9 @@ def _library() -> torch.library.Library:
     return torch.library.Library(NAMESPACE, "IMPL")  # kept: what it has registered goes with it
 
 
-def _later(module: str, what: str, op: str, signatures: Mapping[str, Signature] = SIGNATURES) -> Callable[..., Any]:
+def _later(
+    module: str, what: str, op: str, signatures: Mapping[str, OperatorSignature] = SIGNATURES
+) -> Callable[..., Any]:
     """A function of a module beside this one, which is imported when it is first called."""
 
     found: Any = None

@@ -13,14 +13,14 @@ from portattn.api.execute import lookup, run_request
 from portattn.api.kernel_backward import Gradients, gradients
 from portattn.api.recompute import laid_out_like, no_gradient
 from portattn.api.request import request_from
-from portattn.api.torch_ops import Signature
+from portattn.api.torch_ops import OperatorSignature
 from portattn.validate.quantised import result_dtype
 from portattn.validate.stored import format_of, numbers_of
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
-def forward(signature: Signature, *arguments: Any) -> Results:
+def forward(signature: OperatorSignature, *arguments: Any) -> Results:
     """The operator: (out, lse), or (out, a float32 tensor without elements) where no LSE is asked for."""
     parts = signature.split(arguments)
     if torch.is_grad_enabled():  # gradients are the operator's own
@@ -38,7 +38,7 @@ def _found(op: str, parts: tuple[Any, ...]) -> Any:
     return run_request(request_from(op, *parts)) if found is None else found
 
 
-def forward_shapes(signature: Signature, *arguments: Any) -> Results:
+def forward_shapes(signature: OperatorSignature, *arguments: Any) -> Results:
     """Tensors without data of the results' sizes, which may be symbolic. Checks all that is known of the arguments."""
     parts = signature.split(arguments)
     tensors, q = parts[0], arguments[0]
@@ -62,14 +62,20 @@ def forward_shapes(signature: Signature, *arguments: Any) -> Results:
 
 
 def backward(
-    signature: Signature, grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Sequence[bool], *arguments: Any
+    signature: OperatorSignature,
+    grad_out: Any,
+    grad_lse: Any,
+    out: Any,
+    lse: Any,
+    wanted: Sequence[bool],
+    *arguments: Any,
 ) -> Any:
     """The gradients of the tensors that are wanted: by kernels of what the forward gave, or by a path that torch
     differentiates, which computes the forward once more."""
     made = by_kernels(signature, grad_out, grad_lse, out, lse, wanted, arguments)
     names = [signature.tensors[place] for place in signature.gradients]
     if made is None:
-        return recompute.differentiated(signature, grad_out, grad_lse, wanted, arguments)
+        return recompute.gradient_builds(signature, grad_out, grad_lse, wanted, arguments)
     places = zip(signature.gradients, names, wanted, strict=True)
     return tuple(
         _own_memory(arguments[place], made[name]) if needed else no_gradient(arguments)
@@ -78,7 +84,7 @@ def backward(
 
 
 def by_kernels(
-    signature: Signature, grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Sequence[bool],
+    signature: OperatorSignature, grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Sequence[bool],
     arguments: Sequence[Any],
 ) -> Gradients | None:  # fmt: skip
     """Gradients by parameter, by kernels; None where the forward kept nothing for them, or none runs here."""
@@ -96,13 +102,19 @@ def _own_memory(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def backward_shapes(
-    signature: Signature, grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Sequence[bool], *arguments: Any
+    signature: OperatorSignature,
+    grad_out: Any,
+    grad_lse: Any,
+    out: Any,
+    lse: Any,
+    wanted: Sequence[bool],
+    *arguments: Any,
 ) -> Any:
     places = zip(signature.gradients, wanted, strict=True)
     return tuple(torch.empty_like(arguments[place]) if needed else no_gradient(arguments) for place, needed in places)
 
 
-def forward_vmapped(signature: Signature, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+def forward_vmapped(signature: OperatorSignature, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
     """The operator for each index of the axis that vmap maps over, and the results stacked.
 
     Where the operation has a batch axis in all tensors that are mapped, the axis becomes part of that.
@@ -111,6 +123,6 @@ def forward_vmapped(signature: Signature, info: Any, in_dims: Sequence[Any], *ar
     return vmapping.forward(signature, operator, info.batch_size, in_dims, arguments)
 
 
-def backward_vmapped(signature: Signature, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+def backward_vmapped(signature: OperatorSignature, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
     operator = getattr(torch.ops.portattn, f"{signature.op}_backward")
     return vmapping.backward(operator, info.batch_size, in_dims, arguments)

@@ -11,11 +11,11 @@ from torch._guards import TracingContext
 
 from portattn.api.execute import lookup, run_request
 from portattn.api.request import request_from
-from portattn.api.torch_ops import Signature
+from portattn.api.torch_ops import OperatorSignature
 from portattn.errors import ArgumentError, TracingWarning
 
 
-def write(signature: Signature, *arguments: Any) -> None:
+def write(signature: OperatorSignature, *arguments: Any) -> None:
     """The operator: the call is carried out, and nothing returned."""
     parts = signature.split(arguments)
     with torch.no_grad():  # what requires gradients was refused before
@@ -23,7 +23,7 @@ def write(signature: Signature, *arguments: Any) -> None:
             run_request(request_from(signature.op, *parts))
 
 
-def check(signature: Signature, *arguments: Any) -> None:
+def check(signature: OperatorSignature, *arguments: Any) -> None:
     """All that is known of arguments without data. Sizes may be symbolic, and then nothing is."""
     parts = signature.split(arguments)
     sizes = [size for tensor in parts[0] if tensor is not None for size in (*tensor.shape, *tensor.stride())]
@@ -33,7 +33,7 @@ def check(signature: Signature, *arguments: Any) -> None:
         _warn_of_views(signature, dict(zip(signature.tensors, arguments, strict=False)))
 
 
-def _warn_of_views(signature: Signature, tensors: Mapping[str, Any]) -> None:
+def _warn_of_views(signature: OperatorSignature, tensors: Mapping[str, Any]) -> None:
     """torch 2.13 writes to wrong places, without an error, where several arguments that a custom operator changes are
     views of one tensor that are made in the compiled function, or that begin elsewhere than when it was traced."""
     written = {name: tensors[name] for name in signature.written if tensors.get(name) is not None}
@@ -47,7 +47,7 @@ def _warn_of_views(signature: Signature, tensors: Mapping[str, Any]) -> None:
         )
 
 
-def without_gradient(signature: Signature, *arguments: Any) -> None:
+def without_gradient(signature: OperatorSignature, *arguments: Any) -> None:
     """The operator where something may be differentiated, which none of its tensors can be."""
     if torch.is_grad_enabled():
         for name, tensor in zip(signature.tensors, arguments, strict=False):

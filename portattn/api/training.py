@@ -169,7 +169,7 @@ class _Call(torch.autograd.Function):
         # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
         # calls an operator for each gradient, which no kernel could tell apart.
         record = torch.is_grad_enabled() or are_mapped(grad_out, grad_lse)
-        compute = kernel_backward.recorded if record else kernel_backward.computed
+        compute = kernel_backward.record_gradients if record else kernel_backward.compute_gradients
         parts = kind.op, kind.tensors(given), kind.values, lengths, out, lse, grad_out, grad_lse, asked
         if current() is kind.settings:
             made = compute(*parts)

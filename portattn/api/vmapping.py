@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.torch_ops import Signature
+from portattn.api.torch_ops import OperatorSignature
 
 # Operations whose tensors have a batch axis that another one can become part of, and those of their tensors that may
 # lack it: theirs are made alike.
@@ -19,7 +19,11 @@ _BATCH_FIRST = frozenset({
 
 
 def forward(
-    signature: Signature, operator: Callable[..., Any], size: int, in_dims: Sequence[Any], arguments: Sequence[Any]
+    signature: OperatorSignature,
+    operator: Callable[..., Any],
+    size: int,
+    in_dims: Sequence[Any],
+    arguments: Sequence[Any],
 ) -> tuple[Any, Any]:
     """(Results with the mapped axis first, the places of that axis).
 
@@ -83,7 +87,7 @@ def _nothing(values: Sequence[Any], mapped: Sequence[bool]) -> list[Any]:
     return [v.new_zeros(v.shape[1:]) if own else v for v, own in zip(values, mapped, strict=True)]
 
 
-def _fold(signature: Signature, size: int, values: list[Any], mapped: Sequence[bool]) -> list[Any] | None:
+def _fold(signature: OperatorSignature, size: int, values: list[Any], mapped: Sequence[bool]) -> list[Any] | None:
     """The arguments with the mapped axis made part of the batch's; None where a tensor has no batch axis for it."""
     found = list(values)
     if "dropout_seed" in signature.tensors and values[signature.tensors.index("dropout_seed")] is not None:

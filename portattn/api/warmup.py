@@ -132,7 +132,7 @@ def warmup(
     where = _here() if device is None else _device(device)
     read = [Spec(place, spec) for place, spec in enumerate(specs)]
     made = [_Warming(spec, spec.largest, where) for spec in read]
-    with monitor.silenced():
+    with monitor.silence():
         for place, one in enumerate(made):
             say(f"planning {place + 1} of {len(made)}")
             one.plan()

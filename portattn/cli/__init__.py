@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from portattn.cli.errors import INTERRUPTED, JSON_KEY, refused
+from portattn.cli.errors import INTERRUPTED, JSON_KEY, command_line_error
 from portattn.errors import PortattnError, warnings_in_one_line
 from portattn.version import __version__
 
@@ -96,7 +96,7 @@ class CommandLine(click.Group):
         except (PortattnError, click.UsageError) as error:
             if isinstance(error, click.exceptions.NoArgsIsHelpError):
                 raise
-            raise refused(error, ctx) from error
+            raise command_line_error(error, ctx) from error
         except KeyboardInterrupt:  # what a command does not tell of itself; click's own status is that of red cells
             click.echo("interrupted", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
@@ -110,7 +110,7 @@ def _system_told(ctx: click.Context) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE:  # whoever read the output has enough: click ends quietly
             raise
-        raise refused(error, ctx) from error
+        raise command_line_error(error, ctx) from error
 
 
 @click.group(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from portattn.tools.bench.cases import Case
     from portattn.tools.bench.firstcall import FirstCall
     from portattn.tools.bench.results import Result, Row
-    from portattn.tools.bench.run import Options
+    from portattn.tools.bench.run import BenchOptions
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
@@ -116,9 +116,9 @@ def bench(
     if not torch.cuda.is_available():
         raise PortattnError("bench: no CUDA or ROCm device is here to time anything on")
 
-    from portattn.tools.bench.run import Options
+    from portattn.tools.bench.run import BenchOptions
 
-    options = Options(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
+    options = BenchOptions(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
     if releases:
         from portattn.tools.bench.releases import named
 
@@ -170,7 +170,7 @@ def _wanted(peers: tuple[str, ...]) -> tuple[str, ...]:
 
 def _measure(
     chosen: dict[str, list[Case]],
-    options: Options,
+    options: BenchOptions,
     libraries: Path | None,
     budget: float | None,
     jobs: int | None,
@@ -233,17 +233,17 @@ def _measure(
     return result, 0
 
 
-def _prime(cases: list[Case], options: Options, jobs: int, budget: float | None) -> None:
+def _prime(cases: list[Case], options: BenchOptions, jobs: int, budget: float | None) -> None:
     """Compile what the cases need of portattn, side by side, and say so. Takes half of the budget at most."""
     import math
 
     import torch
 
-    from portattn.cli.progress import Counted
+    from portattn.cli.progress import ProgressCounter
     from portattn.tools.bench.precompile import prime_all
 
     device = torch.device("cuda", torch.cuda.current_device())
-    with Counted(len(cases), 0, "compiling") as progress:
+    with ProgressCounter(len(cases), 0, "compiling") as progress:
 
         def done(case: Case, failure: str) -> None:
             progress.step(f"{case.name}: {failure or 'compiled'}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from portattn.cli.progress import Counted
+from portattn.cli.progress import ProgressCounter
 from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.peers import SLOW, library
 from portattn.tools.bench.results import Row
 
 
-class BenchProgress(Counted):
+class BenchProgress(ProgressCounter):
     """Counts the cells of a benchmark."""
 
     def __init__(self, total: int, already: int) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from portattn.cli import benchcomparison, benchreport
 from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json
-from portattn.cli.progress import Counted
+from portattn.cli.progress import ProgressCounter
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from portattn.tools.bench.releases.compared import Comparison
     from portattn.tools.bench.releases.named import Release
     from portattn.tools.bench.releases.process import ReleaseProcess
-    from portattn.tools.bench.results import Result, Row, Run
-    from portattn.tools.bench.run import Options
+    from portattn.tools.bench.results import BenchRun, Result, Row
+    from portattn.tools.bench.run import BenchOptions
     from portattn.tools.bench.store import Store
 
 
-class Found(msgspec.Struct, kw_only=True):
+class ReleaseOutcomes(msgspec.Struct, kw_only=True):
     """What came of the releases, by name.
 
     results  of those that started: each with a run
@@ -43,13 +43,13 @@ class Found(msgspec.Struct, kw_only=True):
 
 
 def bench(
-    releases: list[Release], chosen: dict[str, list[Case]], options: Options, libraries: Path | None,
+    releases: list[Release], chosen: dict[str, list[Case]], options: BenchOptions, libraries: Path | None,
     budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure, write and show. Exits as `portattn bench` does; with status 1 also where a release did not start."""
     from portattn.tools.bench.releases import compared
 
-    found = Found()
+    found = ReleaseOutcomes()
     ended = _measure(releases, chosen, options, libraries, budget, jobs, out, resume, commit, found)
     every = found.results | found.earlier
     whole = compared.comparison(every, found.failed)
@@ -65,8 +65,8 @@ def bench(
 
 
 def _measure(
-    releases: list[Release], chosen: dict[str, list[Case]], options: Options, libraries: Path | None,
-    budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, found: Found,
+    releases: list[Release], chosen: dict[str, list[Case]], options: BenchOptions, libraries: Path | None,
+    budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, found: ReleaseOutcomes,
 ) -> int:  # fmt: skip
     """Measure into `found`; the exit status of an early end."""
     from portattn.tools.bench import peers, schedule
@@ -95,7 +95,7 @@ def _measure(
                 return 0
             if jobs:
                 _prime([process.release for process in processes.values()], left, options, jobs, budget)
-            progress = stack.enter_context(Counted(len(cells), len(cells) - len(left), "bench"))
+            progress = stack.enter_context(ProgressCounter(len(cells), len(cells) - len(left), "bench"))
 
             def keep(items: Mapping[str, Row | FirstCall]) -> None:
                 for name, item in items.items():
@@ -118,17 +118,17 @@ def _measure(
 
 def _started(
     releases: list[Release], about: dict[str, object], stack: ExitStack, failed: dict[str, str]
-) -> tuple[dict[str, ReleaseProcess], dict[str, Run]]:
+) -> tuple[dict[str, ReleaseProcess], dict[str, BenchRun]]:
     """The releases' processes and runs, by name; of one that does not start, why."""
     from portattn.tools.bench.provenance import command
-    from portattn.tools.bench.releases.process import ReleaseFailed, ReleaseProcess
+    from portattn.tools.bench.releases.process import ReleaseProcess, ReleaseProcessError
 
     processes, runs = {}, {}
     for release in releases:
         process = stack.enter_context(ReleaseProcess(release))
         try:
             run = process.identify(about)
-        except ReleaseFailed as failure:
+        except ReleaseProcessError as failure:
             failed[release.version] = str(failure)
             click.echo(f"triton=={release.version} does not start: {failure}", err=True)
             continue
@@ -138,7 +138,7 @@ def _started(
 
 
 def _stores(
-    out: Path | None, runs: Mapping[str, Run], resume: bool, found: Found, stack: ExitStack
+    out: Path | None, runs: Mapping[str, BenchRun], resume: bool, found: ReleaseOutcomes, stack: ExitStack
 ) -> dict[str, Store]:
     """The releases' folders in --out, with their runs; `found` gets what each one holds.
 
@@ -182,7 +182,7 @@ def _keep_only(result: Result, cells: Set[tuple[str, str]]) -> None:
     result.first_calls = [call for call in result.first_calls if (call.set, call.case) in cells]
 
 
-def _earlier(out: Path, found: Found, common: Set[tuple[str, str]]) -> dict[str, Result]:
+def _earlier(out: Path, found: ReleaseOutcomes, common: Set[tuple[str, str]]) -> dict[str, Result]:
     """What --out holds of releases that did not start, of the cells that all the others had when the run went on.
 
     Those were measured in turns with theirs. The files stay as they are: the next run may start these releases again.
@@ -205,14 +205,14 @@ def _earlier(out: Path, found: Found, common: Set[tuple[str, str]]) -> dict[str,
 
 
 def _prime(
-    releases: list[Release], left: list[tuple[str, Case]], options: Options, jobs: int, budget: float | None
+    releases: list[Release], left: list[tuple[str, Case]], options: BenchOptions, jobs: int, budget: float | None
 ) -> None:
     """Compile what the cells need with every release, and say so. Takes half of the budget at most."""
     from portattn.tools.bench.firstcall import COLD_START
     from portattn.tools.bench.releases.prime import prime_all
 
     cases = [case for name, case in left if name != COLD_START]
-    with Counted(len(cases) * len(releases), 0, "compiling") as progress:
+    with ProgressCounter(len(cases) * len(releases), 0, "compiling") as progress:
 
         def done(release: Release, case: Case, failure: str) -> None:
             progress.step(f"{release.version}  {case.name}: {failure or 'compiled'}")

@@ -111,10 +111,10 @@ def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
     written then.
     """
     from portattn.tools.bench import store
-    from portattn.tools.bench.merge import joined
+    from portattn.tools.bench.merge import merge_results
     from portattn.tools.bench.summary import document
 
-    whole = joined({path: _of_a_run("results", path) for path in results})
+    whole = merge_results({path: _of_a_run("results", path) for path in results})
     with store.Store(out) as folder:
         if kept := folder.start():
             click.echo(f"the rows that were there are now {kept}", err=True)

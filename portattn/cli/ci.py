@@ -15,20 +15,20 @@ import click
 from portattn.cli import matrix_verdict
 from portattn.cli.errors import INTERRUPTED, RED, require_some
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural
-from portattn.cli.upgrade_sections import entry_line, named, show_carried, tell_outcomes
+from portattn.cli.upgrade_sections import entry_line, names_or_count, show_carried, tell_outcomes
 from portattn.errors import ArgumentError, DataError
 from portattn.tools import shell_values
 from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
-    from portattn.tools.ci.cells import Made
-    from portattn.tools.ci.report import Report
-    from portattn.tools.ci.request import Asked
-    from portattn.tools.matrix.expected import Expected
+    from portattn.tools.ci.cells import SideRun
+    from portattn.tools.ci.report import CiReport
+    from portattn.tools.ci.request import CiRequest
+    from portattn.tools.matrix.expected import ExpectedFailure
     from portattn.tools.matrix.run import Options
 
 
-def document(found: Report) -> dict[str, object]:
+def document(found: CiReport) -> dict[str, object]:
     import msgspec
 
     from portattn.tools.ci.summary import verdict
@@ -36,22 +36,28 @@ def document(found: Report) -> dict[str, object]:
     return {"verdict": verdict(found), "lost": len(found.losses)} | msgspec.structs.asdict(found)
 
 
-def show(found: Report) -> None:
+def show(found: CiReport) -> None:
     """The report as text: losses first."""
     from portattn.tools.ci.report import alike
     from portattn.tools.ci.summary import verdict
 
     made = found.upgrade
-    click.secho(f"{found.before} -> {found.after} on {named(found.targets, 'target')}", bold=True)
+    click.secho(f"{found.before} -> {found.after} on {names_or_count(found.targets, 'target')}", bold=True)
     for loss in found.losses:
         click.secho(f"\nLOST  {', '.join(loss.kinds)}: {loss.what}", fg="red")
-        rows = (("on", ", ".join(loss.targets)), ("of", named(loss.problems, "problem")), ("cause", loss.cause))
+        rows = (
+            ("on", ", ".join(loss.targets)),
+            ("of", names_or_count(loss.problems, "problem")),
+            ("cause", loss.cause),
+        )
         pairs([row for row in (*rows, ("do", loss.todo)) if row[1]], indent=6)
     for title, changes in (("won", found.won), ("changed", found.changed)):
         if changes:
             heading(f"{title}: {plural(len(changes), 'cell')}")
             for one in alike(changes):
-                click.echo(f"  {named(one.targets, 'target')}; {named(one.problems, 'problem')}: {one.what}")
+                click.echo(
+                    f"  {names_or_count(one.targets, 'target')}; {names_or_count(one.problems, 'problem')}: {one.what}"
+                )
     shown = {
         "quirks that fall away": [one for one in made.entries if one.change == "falls away"],
         "quirks that newly apply": [one for one in made.entries if one.change == "newly applies"],
@@ -137,7 +143,7 @@ def _kinds() -> Iterator[tuple[str, str]]:
 @click.option(
     "--fail-on",
     multiple=True,
-    type=shell_values.Completed("words", _kinds, listed=True),
+    type=shell_values.CompletionType("words", _kinds, listed=True),
     metavar="WORDS",
     help="What else is red: new, facts, quirks, won, note, not_run, red; and of what is less sure unprobed, canaries, "
     "schedules, figures. Repeat it, or use commas.",
@@ -186,7 +192,7 @@ def ci(
     --fail-on names has happened. 2: bad input. 3: no cell could be compiled. 130: interrupted.
     """  # fmt: skip
     from portattn.files import takes_no_file, takes_no_files
-    from portattn.tools.ci.request import asked
+    from portattn.tools.ci.request import read_request
     from portattn.tools.matrix.run import Options
 
     if quick and full:
@@ -194,7 +200,7 @@ def ci(
     if create and not compiled:
         raise ArgumentError("ci", "--create", "on", "goes with --compile")
     red, listed = _fail_on(fail_on, compiled), matrix_verdict.expected_of(expected)
-    what = asked(
+    what = read_request(
         before, after, targets, problems, which="full" if full else "quick" if quick else None, baseline=baseline,
         quirks=quirk_folder,
     )  # fmt: skip
@@ -237,7 +243,7 @@ def _left_out(emulate: bool) -> tuple[str, ...]:
     return LEFT_OUT if emulate else (*LEFT_OUT, "emulated")
 
 
-def _need_compilers(what: Asked, create: bool) -> None:
+def _need_compilers(what: CiRequest, create: bool) -> None:
     """Raise ArgumentError where a side cannot be compiled here, and LabError where its environment cannot be made."""
     from portattn.cli.lab import create_all
     from portattn.tools.ci.cells import missing
@@ -257,16 +263,16 @@ def _need_compilers(what: Asked, create: bool) -> None:
 
 
 def _compared(
-    what: Asked,
+    what: CiRequest,
     options: Options,
     compiled: bool,
     out: Path | None,
     targets: tuple[str, ...],
     problems: tuple[str, ...],
     red: frozenset[str],
-    listed: Sequence[Expected],
+    listed: Sequence[ExpectedFailure],
     today: datetime.date | None,
-) -> Report:
+) -> CiReport:
     """Make the sides that are needed, and compare them."""
     from portattn.tools.ci import cells
     from portattn.tools.ci.report import report
@@ -277,9 +283,9 @@ def _compared(
 
     ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")
     command = shlex.join(["portattn", *sys.argv[1:]]) if ours else COMMAND
-    sides = {AFTER: cells.begun(what, [pair.new for pair in what.pairs], command, options)}
+    sides = {AFTER: cells.begin_side_run(what, [pair.new for pair in what.pairs], command, options)}
     if what.baseline is None:
-        sides = {BEFORE: cells.begun(what, [pair.old for pair in what.pairs], command, options)} | sides
+        sides = {BEFORE: cells.begin_side_run(what, [pair.old for pair in what.pairs], command, options)} | sides
     _make(sides, options, compiled, out)
     after = sides[AFTER]
     new = snapshot(after.run, after.cells, str(what.new))
@@ -292,7 +298,7 @@ def _compared(
     return report(what, diff, after, upgrade, compiled=compiled, fail_on=red, expected=listed, today=today)
 
 
-def _make(sides: dict[str, Made], options: Options, compiled: bool, out: Path | None) -> None:
+def _make(sides: dict[str, SideRun], options: Options, compiled: bool, out: Path | None) -> None:
     """Make the cells of the sides, and keep them where --out says."""
     from portattn.cli.progress import CellProgress
     from portattn.tools.ci import cells
@@ -312,7 +318,7 @@ def _make(sides: dict[str, Made], options: Options, compiled: bool, out: Path | 
             _keep(sides, out)
 
 
-def _keep(sides: dict[str, Made], out: Path | None) -> None:
+def _keep(sides: dict[str, SideRun], out: Path | None) -> None:
     """Write each side as a run of the matrix, an earlier one under its date."""
     from portattn.cli.matrix_page import PAGE, write_page
     from portattn.tools.matrix.results import Results
@@ -325,14 +331,14 @@ def _keep(sides: dict[str, Made], out: Path | None) -> None:
             write_page(made.run, made.cells, out / name / PAGE)
 
 
-def _tell_runner(found: Report, summary: Path | None, as_json: bool) -> None:
+def _tell_runner(found: CiReport, summary: Path | None, as_json: bool) -> None:
     """The summary, where --summary or the runner wants it, and annotations on a runner."""
     from portattn.tools.ci import github
     from portattn.tools.ci.summary import render
     from portattn.tools.matrix.results import write_data
 
     if github.on_runner(os.environ):
-        for line in github.annotated(found):
+        for line in github.annotation_lines(found):
             click.echo(line, err=as_json)  # a runner reads both streams
     step = os.environ.get(github.SUMMARY)
     try:

@@ -20,7 +20,7 @@ from portattn.tools.number_ranges import SECONDS
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
     from portattn.schema.compile_record import Incident
-    from portattn.tools.quirks.lifecycle.reduce import Reduced, Subject, Tried
+    from portattn.tools.quirks.lifecycle.reduce import Reduction, ReductionStep, Subject
 
 LARGEST_LOG = 64 * 2**20  # bytes; a larger file is no compiler's output but a whole build's, to be cut first
 _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}  # of the child that reduces: a cache would answer in a compiler's place
@@ -180,7 +180,7 @@ def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, wr
         click.secho(f"left out: {text}", fg="yellow", err=True)
     with status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:
 
-        def step(tried: Tried, compiles: int) -> None:
+        def step(tried: ReductionStep, compiles: int) -> None:
             say(f"{plural(compiles, 'compile')}: {tried.step}: {tried.ended}")
 
         made = reducing.reduce(subject, registry, worker, seconds=seconds, most=most, say=step)
@@ -210,7 +210,7 @@ def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tupl
     return reducing.subject_of_incident(incident, registry, toolchain), incident
 
 
-def _write_reduced(made: Reduced, incident: Incident | None, registry: Registry) -> str:
+def _write_reduced(made: Reduction, incident: Incident | None, registry: Registry) -> str:
     from portattn.compile.store import store
     from portattn.config import current
     from portattn.tools.quirks.lifecycle import reduce as reducing
@@ -223,10 +223,10 @@ def _write_reduced(made: Reduced, incident: Incident | None, registry: Registry)
 
 
 def _read(path: Path) -> str:
-    from portattn.tools.quirks.lifecycle.normalise import decoded
+    from portattn.tools.quirks.lifecycle.normalise import decode_text
 
     try:
-        return decoded(read_limited(path, LARGEST_LOG))
+        return decode_text(read_limited(path, LARGEST_LOG))
     except OSError as error:
         raise ArgumentError("quirks new", "--from-log", str(path), f"cannot be read: {error.strerror}") from None
 

@@ -22,7 +22,7 @@ _SHOWN = 3
 JSON_KEY = "portattn.json"  # in click's meta: whether --json was given
 
 
-class Refused(click.ClickException):
+class CommandLineError(click.ClickException):
     """An error as the command line shows it. click prints it through `show` and exits with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int, document: dict[str, Any] | None) -> None:
@@ -37,7 +37,7 @@ class Refused(click.ClickException):
                 click.echo(json.dumps({"error": self.document}, indent=2))
 
 
-def refused(error: Exception, ctx: click.Context) -> Refused:
+def command_line_error(error: Exception, ctx: click.Context) -> CommandLineError:
     """The Refused for one of portattn's errors, of click's own about the command line, or of the system's."""
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "portattn"
@@ -53,7 +53,7 @@ def refused(error: Exception, ctx: click.Context) -> Refused:
     if isinstance(error, PathUnavailable):
         document["rejected"] = [{"path": r.path, "reason": r.reason, "hint": r.hint} for r in error.rejected]
     status = RED if isinstance(error, PathUnavailable) else BAD_INPUT
-    return Refused(f"{command}: {text}", status, document if ctx.meta.get(JSON_KEY) else None)
+    return CommandLineError(f"{command}: {text}", status, document if ctx.meta.get(JSON_KEY) else None)
 
 
 def require_some(count: int, done: str, reasons: Iterable[str]) -> None:

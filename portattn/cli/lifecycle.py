@@ -14,7 +14,7 @@ from portattn.cli.upgrade_sections import entry_line, show_carried, tell_outcome
 from portattn.tools import shell_values
 
 if TYPE_CHECKING:
-    from portattn.tools.quirks.lifecycle.bisect import Tested
+    from portattn.tools.quirks.lifecycle.bisect import ToolchainResult
     from portattn.tools.upgrade.compare import Upgrade
 
 
@@ -92,7 +92,7 @@ def bisect(
         raise click.exceptions.Exit(RED)
 
 
-def _show_bisected(tested: tuple[Tested, ...]) -> None:
+def _show_bisected(tested: tuple[ToolchainResult, ...]) -> None:
     table(["toolchain", "seen", "said"], [(one.toolchain, one.seen, one.detail) for one in tested])
 
 
@@ -185,10 +185,10 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
     from portattn.planning.registry import Registry
     from portattn.tools.quirks.lifecycle.upgrade import OP
     from portattn.tools.quirks.lifecycle.upgrade import upgrade as compare
-    from portattn.tools.upgrade.compilers import parsed
+    from portattn.tools.upgrade.compilers import parse_compiler
 
     registry = Registry.load()
-    sides = {"from": parsed(OP, "--from", before), "to": parsed(OP, "--to", after)}
+    sides = {"from": parse_compiler(OP, "--from", before), "to": parse_compiler(OP, "--to", after)}
     tell_unknown(sides.values())
     targets = tuple(registry.target(target, "none").name for target in targets)
     with status("planning") as say:

@@ -144,7 +144,7 @@ def run(
     where = select.targets(globs, select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
     specs = select.specs(select.problems(which, problems), where)
-    asked_for = request.Asked(where, globs, problems, which, all_toolchains)
+    asked_for = request.MatrixRequest(where, globs, problems, which, all_toolchains)
     if before is not None:
         asked_for.must_share(before, specs)
     if create:

@@ -18,7 +18,7 @@ from portattn.cli.output import emit_json, json_option, plural
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from portattn.tools.matrix.snapshot import Entry, Snapshot
+    from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell
 
 PATH = click.Path(path_type=Path)
 
@@ -71,7 +71,7 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
     require_some(found.compared, "compared", ["the runs share no cell"])
 
 
-def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: bool) -> Callable[[Entry], bool]:
+def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: bool) -> Callable[[SnapshotCell], bool]:
     """Which cells of OLD count. Raises ArgumentError where NEW is a part that has none of them."""
     from portattn.tools.matrix.diff import part_of
     from portattn.tools.matrix.request import must_compare

@@ -79,7 +79,7 @@ def site(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
 def _history(runs: Sequence[Path]) -> History:
     """What each run made of each cell. Earlier results that cannot be read any more are named, and left out."""
     from portattn.tools.matrix import reading
-    from portattn.tools.matrix.history import Seen, history
+    from portattn.tools.matrix.history import HistoryEntry, history
 
     found = []
     for file in dict.fromkeys(file for path in runs for file in reading.earlier(path)):
@@ -87,7 +87,7 @@ def _history(runs: Sequence[Path]) -> History:
             found.append(reading.read(file))
         except DataError as error:
             click.echo(f"left out of the history: {error}", err=True)
-    seen: dict[tuple[str, str], list[Seen]] = {}
+    seen: dict[tuple[str, str], list[HistoryEntry]] = {}
     for one in history(found, "*"):
         seen.setdefault((one.target, one.name), []).append(one)
     return seen

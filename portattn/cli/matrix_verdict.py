@@ -17,7 +17,7 @@ from portattn.tools import shell_values
 if TYPE_CHECKING:
     from portattn.tools.matrix.cells import Cell, Run
     from portattn.tools.matrix.diff import Diff
-    from portattn.tools.matrix.expected import Expected
+    from portattn.tools.matrix.expected import ExpectedFailure
     from portattn.tools.matrix.verdict import Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,7 +57,7 @@ def fail_on(texts: Sequence[str], op: str, compared: bool) -> frozenset[str]:
     return found
 
 
-def expected_of(path: Path | None) -> tuple[Expected, ...]:
+def expected_of(path: Path | None) -> tuple[ExpectedFailure, ...]:
     from portattn.tools.matrix import expected
 
     return expected.read(path) if path else ()

@@ -10,7 +10,7 @@ from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option
 from portattn.schema.problem_limits import OPS
 from portattn.tools import legend, shell_values
-from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from, trained
+from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from, training_problem
 
 
 @click.command(cls=CausalCommand)
@@ -80,7 +80,7 @@ def plan(
 
     if op not in OPS:
         raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")
-    problem = trained(problem_from(op, **options), grad, dropout, deterministic)
+    problem = training_problem(problem_from(op, **options), grad, dropout, deterministic)
     members = Registry.load().family(target or "")
     places = [target_from(name, toolchain) for name in members] or [target_from(target, toolchain)]
     tell_unknown([places[0].toolchain] if toolchain else [])

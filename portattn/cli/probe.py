@@ -118,7 +118,7 @@ def probe(
 def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) -> tuple[list[str], list[str]]:
     """(toolchains to probe on, those of the lab that are not here). Raises LabError for a named one that is not."""
     from portattn.errors import PortattnError
-    from portattn.schema.toolchain import installed, installed_beside, is_installed
+    from portattn.schema.toolchain import installed_beside, installed_toolchain, is_installed
     from portattn.tools import lab
     from portattn.tools.quirks.probe import many
     from portattn.tools.quirks.probe.running import STAND_INS
@@ -126,11 +126,11 @@ def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) ->
     if everything:
         return many.toolchains(registry)
     if not named:
-        if not installed():
+        if not installed_toolchain():
             raise PortattnError(
                 f"{OP}: Triton is not installed; --toolchain names one of the lab (`portattn lab list`)"
             )
-        return [str(one) for one in (installed(), *installed_beside())], []
+        return [str(one) for one in (installed_toolchain(), *installed_beside())], []
     for name in named:
         if not is_installed(name) and name not in STAND_INS:
             lab.need(name)

@@ -41,7 +41,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[str, ...] = ()
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     sections: tuple[Section, ...]
     checks: tuple[Check, ...]
 
@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not any(s.error or s.errors for s in self.sections) and not any(c.outcome == "FAIL" for c in self.checks)
 
 
-def examine(say: Callable[[str], None], emulate: str = "") -> Report:
+def examine(say: Callable[[str], None], emulate: str = "") -> DoctorReport:
     """Make the report; `say` is told what is being looked at. Never raises.
 
     emulate  an AMD arch in whose model a real kernel runs too
@@ -74,9 +74,9 @@ def examine(say: Callable[[str], None], emulate: str = "") -> Report:
         warnings.filterwarnings("ignore", IGNORED)
         for title, probe in probes:
             say(f"looking at {title}")
-            sections.append(said_once(guarded(title, probe), sections))
+            sections.append(said_once(probe_section(title, probe), sections))
         checks = [said_before(check, sections) for check in calls(say, emulate)]
-    return Report(sections=tuple(sections), checks=tuple(checks))
+    return DoctorReport(sections=tuple(sections), checks=tuple(checks))
 
 
 def said_once(section: Section, before: Sequence[Section]) -> Section:
@@ -91,7 +91,7 @@ def said_before(check: Check, sections: Sequence[Section]) -> Check:
     return msgspec.structs.replace(check, detail=f"the same as of `{first}`") if first else check
 
 
-def guarded(title: str, probe: Callable[[], Section]) -> Section:
+def probe_section(title: str, probe: Callable[[], Section]) -> Section:
     """The probe's section, or one that says why there is none."""
     try:
         return probe()
@@ -113,9 +113,9 @@ def versions() -> Section:
 def toolchain() -> Section:
     from pathlib import Path
 
-    from portattn.schema.toolchain import installed, owners
+    from portattn.schema.toolchain import installed_toolchain, owners
 
-    found = installed()
+    found = installed_toolchain()
     if not found:
         hint = f"Triton is not installed: {install_extra('triton')}, or triton-ascend on an NPU"
         return Section(title="toolchain", items=(Item("compiler", "none"),), warnings=(hint,))
@@ -134,18 +134,18 @@ def toolchain() -> Section:
         attention.append(
             "no installed distribution owns triton/: its version cannot be told, and no quirk's range holds"
         )
-    attention += shadowed(Path(found.path))
+    attention += hidden_triton_folders(Path(found.path))
     return Section(title="toolchain", items=tuple(items), warnings=tuple(attention))
 
 
 def compilers() -> Section:
     """Every compiler that is known: which package knows it, for none brings one along, and what of it is here."""
     from portattn.schema import compilers as known
-    from portattn.schema.toolchain import installed, installed_beside
+    from portattn.schema.toolchain import installed_beside, installed_toolchain
 
-    here = {one.distribution: one.version for one in (installed(), *installed_beside())}
+    here = {one.distribution: one.version for one in (installed_toolchain(), *installed_beside())}
     items = []
-    for name, one in known.known().items():
+    for name, one in known.all_compilers().items():
         state = f"installed {here[name]}" if name in here else "not installed"
         beside = "" if one.package == known.TRITON else f", added to Triton as {one.package}"
         names = f"; also named {', '.join(one.aliases)}" if one.aliases else ""
@@ -153,7 +153,7 @@ def compilers() -> Section:
     return Section(title="compilers", items=tuple(items))
 
 
-def shadowed(folder: object) -> list[str]:
+def hidden_triton_folders(folder: object) -> list[str]:
     """Other `triton` folders on the import path, which the one in use hides."""
     import sys
     from pathlib import Path
@@ -177,8 +177,8 @@ def backends() -> Section:
     own = own_backends()
     for name, backend in registry.backends.items():
         try:
-            arch = plugins.asked(backend, "detect", own)
-            components = (plugins.asked(backend, "machine_components", own) or {}) if arch else {}
+            arch = plugins.ask_backend(backend, "detect", own)
+            components = (plugins.ask_backend(backend, "machine_components", own) or {}) if arch else {}
         except Exception as error:  # noqa: BLE001 - one backend's trouble must not hide the others
             errors.append(f"{name}: {type(error).__name__}: {error}")
             continue
@@ -186,7 +186,7 @@ def backends() -> Section:
         paths = f"paths: {', '.join(p for p in (backend.core_path, vendors, 'reference') if p)}"
         versions = "".join(f", {component} {version}" for component, version in components.items())
         items.append(Item(name, f"{arch}{versions}; {paths}" if arch else "no device here"))
-    errors += [one.told() for one in (*registry.broken, *plugins.disabled())]
+    errors += [one.told() for one in (*registry.broken, *plugins.disabled_backends())]
     return Section(title="backends", items=tuple(items), errors=tuple(errors))
 
 

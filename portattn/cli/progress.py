@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from portattn.tools.matrix.cells import Cell
 
 
-class Counted:
+class ProgressCounter:
     """Counts what is finished; standard output stays free for results.
 
     what  the bar's first words
@@ -63,7 +63,7 @@ class Counted:
         click.echo(f"[{self.count}/{self.total}] {time.monotonic() - self.begun:5.0f} s  {text}", err=True)
 
 
-class CellProgress(Counted):
+class CellProgress(ProgressCounter):
     """Counts the cells of a matrix, and how many are red."""
 
     def __init__(self, total: int, already: int) -> None:
@@ -86,7 +86,7 @@ class CellProgress(Counted):
         self._bar.update(self._task, advance=1, description=f"cells, {self.red} red" if self.red else "cells")
 
 
-class FileProgress(Counted):
+class FileProgress(ProgressCounter):
     """Counts files that are written: thousands, so that a line is printed now and then."""
 
     EVERY = 500

@@ -151,11 +151,11 @@ def tune(
         return
 
     from portattn.tools.tune.entries import TuningFile
-    from portattn.tools.tune.log import History, Log
+    from portattn.tools.tune.log import History, TuneLog
     from portattn.tools.tune.origin import origin
-    from portattn.tools.tune.race import DeviceClock
-    from portattn.tools.tune.run import Options, Tuner
-    from portattn.tools.tune.search import DeviceLost
+    from portattn.tools.tune.race import DeviceSampleClock
+    from portattn.tools.tune.run import TuneOptions, Tuner
+    from portattn.tools.tune.search import TuningDeviceLost
 
     device = None if compile_only else _device(where)
     ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")  # else another program, which has arguments of its own
@@ -164,11 +164,11 @@ def tune(
     if spills is None:
         spills = TIMED_SPILLS if device is not None else 0
     made = origin(where, device is not None, chosen, command, spills, commit, fixed)
-    options = Options(
+    options = TuneOptions(
         budget=budget, jobs=jobs, seconds=seconds, spills=spills, spills_as_today=as_today, candidates=candidates,
         rounds=rounds, only=fixed,
     )  # fmt: skip
-    with Log(log_path) as log:
+    with TuneLog(log_path) as log:
         records: list[Record] = log.resume(made) if resume else [made]
         if not resume:
             kept = log.begin(made)
@@ -198,17 +198,17 @@ def tune(
                 note,
                 history,
                 device,
-                DeviceClock() if device is not None else None,
+                DeviceSampleClock() if device is not None else None,
                 progress.begin,
             )
             try:
                 tuner.run(chosen, done)
             except KeyboardInterrupt:
-                from portattn.tools.tune.records import Stopped
+                from portattn.tools.tune.records import Interruption
 
-                note(Stopped())
+                note(Interruption())
                 ended = "interrupted"
-            except DeviceLost as lost:
+            except TuningDeviceLost as lost:
                 ended = str(lost)
         log.show(records)
     tell(chosen, records, history.done, path, log_path, written, ended, as_json)
@@ -294,8 +294,8 @@ def _device(where: Target) -> Any:
 
     from portattn.planning.detect_target import devices
     from portattn.planning.registry import Registry
-    from portattn.schema.toolchain import installed
+    from portattn.schema.toolchain import installed_toolchain
 
-    here = any(one.name == where.name for one in devices()) and str(where.toolchain) == str(installed())
+    here = any(one.name == where.name for one in devices()) and str(where.toolchain) == str(installed_toolchain())
     kind = Registry.load().backends[where.backend].device_type
     return torch.device(kind, getattr(torch, kind).current_device()) if here and kind == "cuda" else None

@@ -90,13 +90,13 @@ class SearchProgress:
 
     def note(self, record: Record) -> None:
         from portattn.tools.tune.log import row, sentence
-        from portattn.tools.tune.records import QUIET, Candidate, Code, Outcome
+        from portattn.tools.tune.records import QUIET, CandidateRecord, CodeRecord, Outcome
 
-        if isinstance(record, Code | Outcome) and self._task is not None:
+        if isinstance(record, CodeRecord | Outcome) and self._task is not None:
             self._bar.update(self._task, advance=1)
         if isinstance(record, Outcome):
             self._say(f"{record.name}: {sentence(record)}")
-        elif isinstance(record, Candidate) and record.verdict not in QUIET:
+        elif isinstance(record, CandidateRecord) and record.verdict not in QUIET:
             self._say("  ".join(part for part in row(record) if part))
 
     def _say(self, line: str) -> None:

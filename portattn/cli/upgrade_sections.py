@@ -11,10 +11,10 @@ from portattn.cli.output import heading, pairs, plural
 
 if TYPE_CHECKING:
     from portattn.tools.upgrade.compare import Upgrade
-    from portattn.tools.upgrade.entries import Entry
+    from portattn.tools.upgrade.entries import QuirkChange
     from portattn.tools.upgrade.published_results import Page
-    from portattn.tools.upgrade.schedules import Timed
-    from portattn.tools.upgrade.variants import Carried
+    from portattn.tools.upgrade.schedules import ScheduleTiming
+    from portattn.tools.upgrade.variants import VariantUpgrade
 
 OUTCOMES = (
     '"probed there: TARGET: OUTCOME" is what the probe saw without the work-around. "fail:signature" is how the bug '
@@ -49,28 +49,28 @@ def _show_pages(made: Upgrade) -> None:
     pairs((one.page, page_line(one)) for one in found)
 
 
-def tell_outcomes(entries: Iterable[Entry]) -> None:
+def tell_outcomes(entries: Iterable[QuirkChange]) -> None:
     """What the outcomes of probes mean, once, where a line below has one that reads as if the tool had failed."""
     seen = [outcome.rpartition(": ")[2] for entry in entries for outcome in entry.verified]
     if any(outcome.startswith("fail") for outcome in seen):
         click.echo(f"\n{OUTCOMES}")
 
 
-def entry_line(entry: Entry) -> str:
+def entry_line(entry: QuirkChange) -> str:
     seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
     if entry.verified and entry.unprobed:
-        seen += f" (not on {named(entry.unprobed, 'target')})"
-    return "; ".join(part for part in (entry.title, named(entry.targets, "target"), seen, entry.note) if part)
+        seen += f" (not on {names_or_count(entry.unprobed, 'target')})"
+    return "; ".join(part for part in (entry.title, names_or_count(entry.targets, "target"), seen, entry.note) if part)
 
 
-def variant_line(one: Carried) -> str:
+def variant_line(one: VariantUpgrade) -> str:
     why = next(iter((one.refuses or one.leaves).values()), "")
     said = f"{one.said}: {why}" if why else one.said
     return f"{said}; {one.evidence}" if one.evidence else said
 
 
-def schedule_line(one: Timed, after: str) -> str:
-    where = named(one.problems, "problem")
+def schedule_line(one: ScheduleTiming, after: str) -> str:
+    where = names_or_count(one.problems, "problem")
     return (
         f"timed with {one.timed_with}; {where}" if one.carries else f"timed with {one.timed_with}, not {after}; {where}"
     )
@@ -89,5 +89,5 @@ def page_line(page: Page) -> str:
     return f"{word}: has figures on {page.target} {'; '.join(parts)}"
 
 
-def named(names: tuple[str, ...], noun: str) -> str:
+def names_or_count(names: tuple[str, ...], noun: str) -> str:
     return ", ".join(names) if len(names) <= NAMED else plural(len(names), noun)

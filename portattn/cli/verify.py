@@ -17,7 +17,7 @@ from portattn.tools.number_ranges import LONGEST, FiniteRange
 from portattn.tools.problem_text import target_from
 
 if TYPE_CHECKING:
-    from portattn.tools.verify import Row
+    from portattn.tools.verify import VerificationRow
 
 COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused": "yellow"}
 
@@ -114,7 +114,7 @@ def verify(
     require_some(verified, "verified", (reason for row in rows for reason in _reasons(row)))
 
 
-def _reasons(row: Row) -> list[str]:
+def _reasons(row: VerificationRow) -> list[str]:
     """Why nothing verified the row's problem."""
     return [seen.reason for seen in row.seen.values() if seen.reason] or [row.sentence]
 

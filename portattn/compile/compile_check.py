@@ -37,7 +37,7 @@ from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
 from portattn.worker.client import PROTOCOL, SERVE, Reply, Worker
 from portattn.worker.environment import compile_environment
-from portattn.worker.exit_status import death, died
+from portattn.worker.exit_status import death, is_crash
 
 _ready: set[tuple[str, str]] = set()  # keys of code, and devices that it is loaded on
 _worker: Worker | None = None
@@ -197,7 +197,7 @@ def compile_fields(launch: Compiled, plan: Plan, target: Target) -> dict[str, An
 def _twice(ask: Callable[[], Reply]) -> Reply:
     """The answer, or a second one where a compiler died over the first."""
     first = ask()
-    if not died(first):
+    if not is_crash(first):
         return first
     second = ask()
     if second.outcome == "ok":
@@ -335,7 +335,7 @@ def _record_failure(
     return records.put(record)
 
 
-def undescribed(plan: Plan, error: Exception, target: Target, settings: Settings) -> CompileRecord:
+def missing_feature_record(plan: Plan, error: Exception, target: Target, settings: Settings) -> CompileRecord:
     """The record that this process's Triton lacks what a variant's launches are described by, and its Incident.
 
     It counts in this process: the next one may have another Triton in the same place.

@@ -17,7 +17,7 @@ import msgspec
 from portattn.compile import failures
 from portattn.config import Settings
 from portattn.errors import warn_caller
-from portattn.files import Untrusted, cache_folder, locked, read_limited, sweep, write_whole
+from portattn.files import UntrustedPath, cache_folder, hold_lock, read_limited, sweep, write_whole
 from portattn.schema.compile_record import CompileRecord, Incident
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def read(path: Path, kind: str, key: str, of: type[T]) -> T | None:
     """
     try:
         data = read_limited(path, MOST, owned=True)
-    except Untrusted as error:
+    except UntrustedPath as error:
         if path.parent not in _distrusted:
             _distrusted.add(path.parent)
             warn_caller(
@@ -216,7 +216,7 @@ class CompileStore:
         Where nothing can be locked, or after `seconds` of waiting, the block runs unlocked (see `files.locked`): trying
         twice is only slower.
         """
-        with locked(self.folder / "locks" / f"{key}.lock", seconds):
+        with hold_lock(self.folder / "locks" / f"{key}.lock", seconds):
             yield
 
     def count(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from portattn.compile import compile_check
 from portattn.config import Settings
 from portattn.launch import Signature, load_kernels, preload
-from portattn.launch.described import aligned, signatures
+from portattn.launch.described import is_aligned, signatures
 from portattn.launch.run import device_guard
 from portattn.planning.backend import Variant
 from portattn.planning.evidence import seen_to_run
@@ -50,7 +50,7 @@ def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: 
     if isinstance(launches, CompileRecord):
         return launches
     return compile_check.ensure_all(
-        made, launches, _Loader(variant, call, launches, settings), call.q, target, settings
+        made, launches, _LaunchLoader(variant, call, launches, settings), call.q, target, settings
     )
 
 
@@ -61,16 +61,16 @@ def _seen_or_lacking(
     have run, the record that it lacks what they are described by. Elsewhere the error is the variant's own, and is
     raised."""
     try:
-        return seen(variant, made, call)
+        return launch_signatures(variant, made, call)
     except _LACKING as error:
         if seen_to_run(target, problem=made.problem) is not None:
             raise
-        return compile_check.undescribed(made, error, target, settings)
+        return compile_check.missing_feature_record(made, error, target, settings)
 
 
-def seen(variant: Variant, made: Plan, call: Call) -> list[Signature]:
+def launch_signatures(variant: Variant, made: Plan, call: Call) -> list[Signature]:
     """What a compiler sees of a call's launches."""
-    places = tuple(aligned(getattr(call, name)) for name in TENSORS)
+    places = tuple(is_aligned(getattr(call, name)) for name in TENSORS)
     key = (made.key, call.problem, call.softcap, places, call.q.device)
     found = _seen.get(key)
     if found is None:
@@ -82,7 +82,7 @@ def seen(variant: Variant, made: Plan, call: Call) -> list[Signature]:
     return found
 
 
-class _Loader:
+class _LaunchLoader:
     """Compiles and loads the launches of a call in this process, each asked for by its Signature."""
 
     def __init__(self, variant: Variant, call: Call, seen: list[Signature], settings: Settings) -> None:

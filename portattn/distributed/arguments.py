@@ -81,7 +81,9 @@ def _is_nothing(dropout_p: Any) -> bool:
     return dropout_p is None or (isinstance(dropout_p, numbers.Real) and dropout_p == 0)
 
 
-def checked(op: str, shards: Shards, given: dict[str, Any], documents: Documents | None, by_heads: bool) -> Arguments:
+def check_arguments(
+    op: str, shards: Shards, given: dict[str, Any], documents: Documents | None, by_heads: bool
+) -> Arguments:
     """The arguments of a call. Raises ArgumentError.
 
     given     after check_rows; q, k, v of this rank

@@ -13,7 +13,7 @@ from portattn.distributed.cache_shard import NOT_HERE, CacheShard, new_positions
 from portattn.distributed.groups import Ranks, agree, dimensions
 from portattn.distributed.merging import merge_words
 from portattn.distributed.partial_call import LAYOUTS, PartialCall, check_choice, check_lengths, check_tensor
-from portattn.distributed.partials import Heads, exchanged, packed
+from portattn.distributed.partials import Heads, exchange_rows, packed
 from portattn.errors import ArgumentError, PortattnError
 
 WHO = "decode_parallel"
@@ -251,7 +251,7 @@ class DecodeParallel:
             out, lse = self._agreed(call)
         else:
             out, lse = call.run(self.heads)
-        words = exchanged(packed(out, lse), self.ranks.group, self.shard.world_size, self.heads)
+        words = exchange_rows(packed(out, lse), self.ranks.group, self.shard.world_size, self.heads)
         found, found_lse = call.in_layout(*merge_words(words, out.shape[-1], out.dtype))
         return (found, found_lse) if return_lse else found
 

@@ -14,9 +14,9 @@ from portattn.api.ops import attention, plan, varlen_attention
 from portattn.api.request import settings_for
 from portattn.distributed.arguments import Arguments
 from portattn.distributed.groups import Ranks, connect
-from portattn.distributed.local import Rows, Scores, attend, differentiate, of_sinks, plan_span
-from portattn.distributed.merging import PARTS, Merged, Sum, fused, most_parts
-from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
+from portattn.distributed.local import RankRows, ScoreOptions, attend, differentiate, of_sinks, plan_span
+from portattn.distributed.merging import PARTS, StateMerger, Sum, can_fuse, most_parts
+from portattn.distributed.sharding import Documents, Mask, RingStep, Shards, step
 from portattn.distributed.ulysses import Ulysses
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch.run import device_guard, load_kernels
@@ -40,14 +40,14 @@ class Ring:
     length: int
     mask: Mask
     documents: Documents | None
-    scores: Scores
+    scores: ScoreOptions
 
-    def step(self, place: int, source: int) -> Step:
+    def step(self, place: int, source: int) -> RingStep:
         """What the rank at `place` attends of the keys of that at `source`."""
         join = self.scores.slopes is None
         return step(self.shards, self.length, self.mask, self.documents, join, place, source)
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[RingStep]:
         """What this rank attends, by distance: its own keys first."""
         mine, count = self.ranks.rank, self.ranks.size
         return [self.step(mine, (mine - distance) % count) for distance in range(count)]
@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        rows = Rows(q, out, lse, grad_out, grad_lse)
+        rows = RankRows(q, out, lse, grad_out, grad_lse)
         of_q, of_k, of_v = _backward(ctx.ring, rows, k, v)
         wanted = sinks is not None and ctx.needs_input_grad[4]
         return None, of_q, of_k, of_v, of_sinks(sinks, rows) if wanted else None
@@ -110,7 +110,7 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> tuple[torch.Tens
     parts = most_parts(span.rows for block in ring.steps() for span in block.spans)
     if sinks is not None:
         parts = PARTS + 1  # a sink scales the sum, which is not to be rounded before
-    merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, parts)
+    merged = StateMerger((*q.shape[:3], v.shape[3]), q.dtype, q.device, parts)
     for _, block, keys, values in _blocks(ring, k, v):
         for span in block.spans:
             merged.add(span.rows, *attend(span, q, keys, values, ring.scores))
@@ -121,7 +121,7 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> tuple[torch.Tens
     return merged.out.to(q.dtype).contiguous(), merged.lse.contiguous()
 
 
-def _backward(ring: Ring, rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _backward(ring: Ring, rows: RankRows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     mine, count = ring.ranks.rank, ring.ranks.size
     steps = ring.steps()
     of_q = Sum(rows.q, most_parts(span.rows for block in steps for span in block.spans))
@@ -224,7 +224,7 @@ def _let_messages_begin(memory: torch.Tensor) -> None:
     NCCL moves messages by a kernel of its own, on a stream that waits for this one. An attention kernel takes every
     multiprocessor until it ends, and would have them before: the messages would not be hidden at all.
     """
-    if fused(memory.device):
+    if can_fuse(memory.device):
         kernels: Any = load_kernels("portattn.kernels.pause", False)
         with device_guard(memory):
             kernels.pause[(1,)](memory, 0.0, PAUSE, num_warps=1, **FUSED)
@@ -235,7 +235,7 @@ class _Home:
 
     def __init__(self, ring: Ring, of_k: Sum, of_v: Sum) -> None:
         self._ring, self.of_k, self.of_v = ring, of_k, of_v
-        self._moving: tuple[_Moving, Step] | None = None
+        self._moving: tuple[_Moving, RingStep] | None = None
 
     def send(self, distance: int, source: int, of_keys: torch.Tensor, of_values: torch.Tensor) -> None:
         """Gradients of the block that came from `source`; those of what this rank had sent in that step come."""
@@ -297,7 +297,7 @@ class Execution:
         return self._ring_of(self.ring, call, slopes).attention(q, k, v, sinks)
 
     def _ring_of(self, ranks: Ranks, call: Arguments, slopes: Any) -> Ring:
-        scores = Scores(call.scale, call.softcap, call.backend, None if slopes is None else slopes.detach())
+        scores = ScoreOptions(call.scale, call.softcap, call.backend, None if slopes is None else slopes.detach())
         return Ring(ranks, self.shards, call.length, call.mask, call.documents, scores)
 
     def refuse_what_cannot_run(self, op: str, call: Arguments, by_heads: bool) -> None:

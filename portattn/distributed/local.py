@@ -21,7 +21,7 @@ _UNSET = {"causal": False, "dropout_p": 0.0, "layout": "bhsd", "return_lse": Tru
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreOptions:
     """What scores are made of, for every span alike.
 
     scale, softcap, backend  as portattn.attention takes them
@@ -35,7 +35,7 @@ class Scores:
 
 
 @dataclass(slots=True)
-class _Call:
+class _SpanCall:
     """A span as a call of portattn's: the operation, its arguments, and what its LSE lacks.
 
     lacks  (B or 1, Hq, rows) that an LSE of whole distances has beyond the call's own, or None
@@ -50,7 +50,7 @@ class _Call:
         return self.op == "varlen_attention"
 
 
-def _call(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> _Call:
+def _call(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> _SpanCall:
     """q: this rank's rows; k, v: those of the block."""
     rows, keys = slice(*span.rows), slice(*span.keys)
     q, k, v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -66,14 +66,14 @@ def _call(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores:
             several = scores.slopes.ndim == 2
             last = span.document + len(span.cu) - 1
             given["alibi_slopes"] = scores.slopes[span.document : last] if several else scores.slopes
-        return _Call("varlen_attention", given)
-    call = _Call("attention", given)
+        return _SpanCall("varlen_attention", given)
+    call = _SpanCall("attention", given)
     if scores.slopes is not None:
         _add_distances(call, span, scores.slopes)
     return call
 
 
-def _add_distances(call: _Call, span: Span, slopes: torch.Tensor) -> None:
+def _add_distances(call: _SpanCall, span: Span, slopes: torch.Tensor) -> None:
     """ALiBi by positions in the whole sequence.
 
     Where rows and keys are the same piece, the call's own distances are those. Where all keys come before all rows, or
@@ -99,7 +99,7 @@ def _add_distances(call: _Call, span: Span, slopes: torch.Tensor) -> None:
     call.lacks = of_heads[:, :, None] * of_rows
 
 
-def attend(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Pair:
+def attend(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> Pair:
     """(out, LSE) of a span: (B, Hq, rows, Dv) in q's dtype and (B, Hq, rows) float32."""
     call = _call(span, q, k, v, scores)
     if call.packed:
@@ -109,14 +109,14 @@ def attend(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores
     return out, lse if call.lacks is None else lse + call.lacks
 
 
-def plan_span(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> None:
+def plan_span(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> None:
     """Raise what `attend` would raise before anything runs: PathUnavailable, say."""
     call = _call(span, q, k, v, scores)
     plan(call.op, **call.given, return_lse=True, **({"validate": False} if call.packed else {}))
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RankRows:
     """What the backward pass has of this rank's rows: of attention over all keys, not of one block's.
 
     q, out, lse, grad_out  (B, Hq, S, ·), lse without the last axis, float32
@@ -131,7 +131,7 @@ class Rows:
 
 
 def differentiate(
-    span: Span, rows: Rows, k: torch.Tensor, v: torch.Tensor, scores: Scores
+    span: Span, rows: RankRows, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A span's parts of (dQ, dK, dV), by portattn's own operation of the gradients, in the tensors' dtypes.
 
@@ -173,7 +173,7 @@ def differentiate(
     return made
 
 
-def of_sinks(sinks: torch.Tensor, rows: Rows) -> torch.Tensor:
+def of_sinks(sinks: torch.Tensor, rows: RankRows) -> torch.Tensor:
     """This rank's rows' part of the gradient of the sinks, (Hq,): -P·(rowsum(out·grad_out) - grad_lse), summed."""
     delta = torch.zeros_like(rows.lse)
     if rows.grad_out is not None:

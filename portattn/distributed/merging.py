@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from portattn.distributed.partials import merged, unpacked
+from portattn.distributed.partials import merge_partials, unpack_rows
 from portattn.errors import FallbackWarning
 from portattn.launch.run import device_guard, load_kernels
 from portattn.schema.lowering import FUSED
@@ -28,7 +28,7 @@ PARTS = 2  # of a row, whose sum needs no float32 memory
 
 
 @functools.cache
-def fused(device: torch.device) -> bool:
+def can_fuse(device: torch.device) -> bool:
     """Whether the kernels run on tensors of this device: tried once, since a host may have no C compiler, say. Where
     they do not, there is a warning, and torch's operations do the same."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
@@ -57,7 +57,7 @@ def most_parts(rows: Iterable[Rows]) -> int:
     return most
 
 
-class Merged:
+class StateMerger:
     """Partial results of this rank's rows, merged as they come: out (B, H, S, Dv) and lse (B, H, S) float32.
 
     parts  most partial results of one row
@@ -108,7 +108,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
     has in rows at -inf does not matter, and may be overwritten."""
     if not out.numel():
         return
-    if fused(out.device) and out.stride(3) == part.stride(3) == 1:
+    if can_fuse(out.device) and out.stride(3) == part.stride(3) == 1:
         _launch(out, lse, part, part_lse)
         return
     largest = torch.maximum(lse, part_lse)
@@ -139,8 +139,8 @@ def merge_words(words: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[to
 
     While torch.compile traces, torch's operations, which it fuses itself.
     """
-    if torch.compiler.is_compiling() or not fused(words.device):
-        found, lse = merged(*unpacked(words, width, dtype))
+    if torch.compiler.is_compiling() or not can_fuse(words.device):
+        found, lse = merge_partials(*unpack_rows(words, width, dtype))
         return found.to(dtype), lse
     words = words.contiguous()
     out = torch.empty(*words.shape[1:-1], width, dtype=dtype, device=words.device)

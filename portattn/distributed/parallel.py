@@ -11,10 +11,10 @@ import torch.distributed as dist
 from portattn.api.autocast import is_on
 from portattn.api.dynamo_disabled import leave_out, left_out
 from portattn.api.request import Result, Window
-from portattn.distributed.arguments import axes, check_rows, checked, description, documents_of
+from portattn.distributed.arguments import axes, check_arguments, check_rows, description, documents_of
 from portattn.distributed.execution import Execution
 from portattn.distributed.groups import Ranks, agree, dimensions
-from portattn.distributed.placements import Placed, are_placed, placed
+from portattn.distributed.placements import DTensorLayout, are_placed, dtensor_layout
 from portattn.distributed.sharding import LAYOUTS, Documents, Shards
 from portattn.errors import ArgumentError
 
@@ -353,7 +353,7 @@ class ContextParallel:
             given, lying = self._local(op, given, packed is not None)
             documents = None if packed is None else documents_of(op, packed[0])
             by_heads = lying is not None and lying.by_heads
-            found = checked(op, self.shards, given, documents, by_heads)
+            found = check_arguments(op, self.shards, given, documents, by_heads)
             self._execution.refuse_what_cannot_run(op, found, by_heads)
             said = description(given, documents, (("placements", None if lying is None else lying.by_heads),))
         except ArgumentError as error:
@@ -380,13 +380,13 @@ class ContextParallel:
                 self._seen.clear()
             self._seen.add(kind)
 
-    def _local(self, op: str, given: dict[str, Any], packed: bool) -> tuple[dict[str, Any], Placed | None]:
+    def _local(self, op: str, given: dict[str, Any], packed: bool) -> tuple[dict[str, Any], DTensorLayout | None]:
         """The arguments with local tensors, in autocast's dtype; how they lie where they are DTensors."""
         tensors = {name: given[name] for name in "qkv"}
         lying = None
         if are_placed(list(tensors.values())):
             at = (-1, 1, 0) if packed else axes(op, given["layout"])
-            lying = placed(op, self.dims, tensors, at)
+            lying = dtensor_layout(op, self.dims, tensors, at)
             tensors = {name: tensor.to_local() for name, tensor in tensors.items()}
         if is_on(tensors["q"]):
             dtype = torch.get_autocast_dtype(tensors["q"].device.type)

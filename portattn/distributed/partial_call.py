@@ -17,7 +17,7 @@ from portattn.validate.checks import shape_or_value
 UNLIMITED = -1
 
 
-class Reach(NamedTuple):
+class CausalWindow(NamedTuple):
     """How far queries see: a causal mask, if any, and a window.
 
     causal  "none", "bottom_right" or "top_left": also how queries are aligned
@@ -33,7 +33,7 @@ class Reach(NamedTuple):
         return self.left >= 0 or self.right >= 0
 
 
-def reach_of(op: str, causal: Any, window: Any) -> Reach:
+def reach_of(op: str, causal: Any, window: Any) -> CausalWindow:
     """`causal` and `window` of a call, as portattn's operations take them. Raises ArgumentError for others."""
     named = {False: "none", True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
     if not isinstance(causal, (bool, str)) or causal not in named:
@@ -50,10 +50,10 @@ def reach_of(op: str, causal: Any, window: Any) -> Reach:
     left, right = sides
     if named[causal] != "none":
         right = 0
-    return Reach(named[causal], left, right)
+    return CausalWindow(named[causal], left, right)
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """The queries of a call: (B, Hq, Sq, …), or one a sequence of packed queries.
 
     lengths    (B,) keys of each whole sequence
@@ -64,17 +64,17 @@ class Rows(NamedTuple):
     positions: torch.Tensor
 
 
-def dense_rows(reach: Reach, lengths: torch.Tensor, count: int) -> Rows:
+def dense_rows(reach: CausalWindow, lengths: torch.Tensor, count: int) -> QueryRows:
     """Of `count` queries a sequence."""
     step = torch.arange(count, device=lengths.device)
     if reach.causal == "top_left":
-        return Rows(lengths, step.expand(lengths.shape[0], count))
-    return Rows(lengths, lengths.long()[:, None] - count + step)
+        return QueryRows(lengths, step.expand(lengths.shape[0], count))
+    return QueryRows(lengths, lengths.long()[:, None] - count + step)
 
 
 def packed_rows(
-    reach: Reach, lengths: torch.Tensor, cu_seqlens_q: torch.Tensor, total: int
-) -> tuple[Rows, torch.Tensor]:
+    reach: CausalWindow, lengths: torch.Tensor, cu_seqlens_q: torch.Tensor, total: int
+) -> tuple[QueryRows, torch.Tensor]:
     """Of packed queries, each a sequence of its own, and (Tq,) int64, whose query it is. Rows past the last sequence
     have no keys."""
     row = torch.arange(total, device=lengths.device)
@@ -85,10 +85,10 @@ def packed_rows(
     inside = row - beginnings[sequence]
     count = beginnings[sequence + 1] - beginnings[sequence]
     place = inside if reach.causal == "top_left" else own - count + inside
-    return Rows(own.to(lengths.dtype), place[:, None]), sequence
+    return QueryRows(own.to(lengths.dtype), place[:, None]), sequence
 
 
-def seen_lengths(reach: Reach, rows: Rows) -> torch.Tensor:
+def seen_lengths(reach: CausalWindow, rows: QueryRows) -> torch.Tensor:
     """(B,) keys of the whole sequence that some query of it sees: its beginning, up to the last query's right side."""
     if reach.right < 0 or not rows.positions.shape[1]:
         return rows.lengths
@@ -96,7 +96,7 @@ def seen_lengths(reach: Reach, rows: Rows) -> torch.Tensor:
     return torch.minimum(rows.lengths.long(), last.clamp(min=0)).to(rows.lengths.dtype)
 
 
-def visible(shard: CacheShard, reach: Reach, rows: Rows, keys: int) -> torch.Tensor:
+def visible(shard: CacheShard, reach: CausalWindow, rows: QueryRows, keys: int) -> torch.Tensor:
     """(B, 1, Sq, keys) bool: whether a query sees each row of this rank's part. Rows past the length do not matter."""
     distance = shard.positions(keys, rows.positions.device) - rows.positions[:, None, :, None]
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -107,7 +107,7 @@ def visible(shard: CacheShard, reach: Reach, rows: Rows, keys: int) -> torch.Ten
     return seen
 
 
-def alibi_bias(shard: CacheShard, slopes: torch.Tensor, rows: Rows, keys: int) -> torch.Tensor:
+def alibi_bias(shard: CacheShard, slopes: torch.Tensor, rows: QueryRows, keys: int) -> torch.Tensor:
     """(B, Hq, Sq, keys) float32: −slope·|distance| of slopes (Hq,) or (B, Hq)."""
     distance = (shard.positions(keys, rows.positions.device) - rows.positions[:, None, :, None]).abs()
     return -(slopes[..., None, None] * distance.float())
@@ -196,7 +196,9 @@ class PartialCall:
         out = out.permute(1, 2, 0, 3) if self.layout == "bshd" else out.transpose(0, 1)
         return out.contiguous(), lse.transpose(0, 1).contiguous()
 
-    def _by_position(self, reach: Reach, rows: Rows, slopes: torch.Tensor | None, count: int) -> dict[str, Any]:
+    def _by_position(
+        self, reach: CausalWindow, rows: QueryRows, slopes: torch.Tensor | None, count: int
+    ) -> dict[str, Any]:
         """The mask or bias of what depends on where keys are in the whole sequence. One query a sequence needs no mask
         where only later keys are hidden: a length says that."""
         masked = reach.left >= 0 or (reach.right >= 0 and count > 1)

@@ -30,12 +30,12 @@ def packed(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def unpacked(words: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_rows(words: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(…, words) -> views of it: out (…, Dv) and lse (…)."""
     return words.view(dtype)[..., :width], words[..., -1].view(torch.float32)
 
 
-def exchanged(words: torch.Tensor, group: Any, world_size: int, heads: Heads) -> torch.Tensor:
+def exchange_rows(words: torch.Tensor, group: Any, world_size: int, heads: Heads) -> torch.Tensor:
     """(H, …, words) of this rank -> (N, H, …, words), those of all ranks; with heads="shard" (N, H / N, …, words), of
     this rank's heads alone. One collective."""
     if world_size == 1:
@@ -49,7 +49,7 @@ def exchanged(words: torch.Tensor, group: Any, world_size: int, heads: Heads) ->
     return found.unflatten(0, (world_size, words.shape[0]))
 
 
-def merged(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_partials(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """outs (N, …, Dv) and lses (N, …) -> the result over all keys: out (…, Dv) in float32 and lse (…).
 
     As portattn.merge_states, of one tensor and in fewer launches: a part that attended nothing counts nothing, whatever

@@ -17,7 +17,7 @@ _HINT = "redistribute it, or give local tensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class DTensorLayout:
     """How q, k and v lie.
 
     by_heads  each rank has all rows of some heads, so that nothing is left to exchange
@@ -35,7 +35,9 @@ def are_placed(tensors: Sequence[Any]) -> bool:
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
-def placed(op: str, dims: Sequence[Ranks], tensors: dict[str, Any], axes: tuple[int, int, int]) -> Placed:
+def dtensor_layout(
+    op: str, dims: Sequence[Ranks], tensors: dict[str, Any], axes: tuple[int, int, int]
+) -> DTensorLayout:
     """How DTensors lie, all of which must lie alike: along each dimension of the ranks by rows, or along each by heads.
 
     axes  of sequences of the batch, of heads and of rows
@@ -74,7 +76,7 @@ def placed(op: str, dims: Sequence[Ranks], tensors: dict[str, Any], axes: tuple[
                 limit = f"must be a multiple of {mesh.size(place)}, the ranks over which it is sharded"
                 raise ArgumentError(op, f"{name}.shape[{placement.dim}]", tensor.shape[placement.dim], limit)
     lse = tuple(Shard(of_lse[p.dim]) if isinstance(p, Shard) else p for p in placements)
-    return Placed(
+    return DTensorLayout(
         by == {Shard(heads)},
         lambda tensor: DTensor.from_local(tensor, mesh, placements, run_check=False),
         lambda tensor: DTensor.from_local(tensor, mesh, lse, run_check=False),

@@ -162,7 +162,7 @@ def _pairs(rows: int, keys: int, left: int | None, right: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RingStep:
     """What one rank attends of another's keys.
 
     ranges  rows of the other's shard that are sent, in order; what is received has them one after the other
@@ -181,7 +181,7 @@ class Step:
 @functools.lru_cache(maxsize=4096)
 def step(
     shards: Shards, length: int, mask: Mask, documents: Documents | None, join: bool, place: int, source: int
-) -> Step:
+) -> RingStep:
     """What shard `place` of the ring attends of the keys of shard `source`.
 
     length  rows of the whole sequence
@@ -190,7 +190,7 @@ def step(
     if join and documents is None and place == source and mask == CAUSAL:
         # Rows and keys are the same, in the sequence's order: what is causal of it is so of its places in the shard.
         mine = (0, sum(stop - start for start, stop in shards.pieces(length, place)))
-        return Step((mine,), (Span(mine, mine, None, 0),) if mine[1] else ())
+        return RingStep((mine,), (Span(mine, mine, None, 0),) if mine[1] else ())
     spans: list[Span] = []
     ranges: list[Rows] = []
     local_k = received = 0
@@ -210,7 +210,7 @@ def step(
         local_k += keys[1] - keys[0]
     if join and documents is None:
         spans = _joined(spans)
-    return Step(tuple(_merged(ranges)), tuple(spans))
+    return RingStep(tuple(_merged(ranges)), tuple(spans))
 
 
 def _between(rows: Rows, keys: Rows, local: int, mask: Mask, documents: Documents | None) -> list[Span]:

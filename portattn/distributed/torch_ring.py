@@ -23,7 +23,7 @@ from packaging.version import Version
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portattn.api import ops
-from portattn.distributed.local import Rows, Scores, differentiate
+from portattn.distributed.local import RankRows, ScoreOptions, differentiate
 from portattn.distributed.sharding import Span
 from portattn.errors import ArgumentError, PortattnError
 
@@ -228,14 +228,14 @@ def _backward(private: Any, backend: str | None, operator: Any, args: Any, kwarg
     mesh = call["query"].device_mesh
     grad_name = "grad_out_" if "grad_out_" in call else "grad_out"
     q, k, v, out, lse, grad_out = _local(call, "query", "key", "value", "out", "logsumexp", grad_name)
-    scores = Scores(scale=call["scale"], backend=backend)
+    scores = ScoreOptions(scale=call["scale"], backend=backend)
 
     def gradients(
         *, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool, grad_out: Any
     ) -> tuple[Any, ...]:  # fmt: skip
         count_q, count_k = query.shape[SEQUENCE], key.shape[SEQUENCE]
         span = Span((0, count_q), (0, count_k), right=0 if is_causal else None)
-        return differentiate(span, Rows(query, out, logsumexp, grad_out, None), key, value, scores)
+        return differentiate(span, RankRows(query, out, logsumexp, grad_out, None), key, value, scores)
 
     with _ordered(private, call["is_causal"]), torch.no_grad():
         found = private._templated_ring_attention_backward(

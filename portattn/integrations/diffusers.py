@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 from portattn.api import autocast, ops
 from portattn.errors import ArgumentError
 from portattn.integrations import diffusers_registry as registry
-from portattn.integrations.diffusers_parallel import Parallel, masked
+from portattn.integrations.diffusers_parallel import Parallel, mask_argument
 from portattn.planning.requested_backend import check_path
 from portattn.validate.layouts import without_layout
 
@@ -37,7 +37,7 @@ OLDEST, NEWEST = "0.40.0", "0.42.1"
 WHO = "portattn.integrations.diffusers"
 
 
-class Registration:
+class DiffusersRegistration:
     """What register() returns: the name and backend, and remove()."""
 
     def __init__(self, name: str, backend: str | None) -> None:
@@ -60,10 +60,10 @@ class Registration:
         return f"Registration(name={self.name!r}, backend={self.backend!r}, {state})"
 
 
-_registered: dict[str, Registration] = {}
+_registered: dict[str, DiffusersRegistration] = {}
 
 
-def register(name: str = "portattn", backend: str | None = None) -> Registration:
+def register(name: str = "portattn", backend: str | None = None) -> DiffusersRegistration:
     """Make portattn an attention backend of diffusers: `model.set_attention_backend("portattn")`.
 
     name     under which diffusers finds it: portattn, or one that begins with it, in lower case
@@ -102,7 +102,7 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
         return known
     if registry.is_taken(registry.load(), name):
         raise ArgumentError(WHO, "name", name, "is taken in diffusers' AttentionBackendName")
-    _registered[name] = registration = Registration(name, backend)
+    _registered[name] = registration = DiffusersRegistration(name, backend)
     return registration
 
 
@@ -129,7 +129,7 @@ def _function(dispatch: Any, backend: str | None) -> Callable[..., Any]:
         if config is None:
             causal = "top_left" if is_causal else False
             named: dict[str, Any] = {"causal": causal, "scale": scale, "dropout_p": dropout_p, "backend": backend}
-            found = _attended(query, key, value, return_lse=return_lse, **named, **masked(attn_mask))
+            found = _attended(query, key, value, return_lse=return_lse, **named, **mask_argument(attn_mask))
             return (found[0], found[1].transpose(1, 2)) if return_lse else found
         parallel.check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, return_lse, config)
         if autocast.is_on(query):  # before the template, whose backward runs without autocast

@@ -81,7 +81,7 @@ class Parallel:
             raise self._refuse("key.shape[1]", 0, "ring attention cannot merge a part without keys")
         seed = new_seed(query) if dropout_p else None
         named: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "dropout_seed": seed, "backend": self.backend}
-        named |= masked(attn_mask)
+        named |= mask_argument(attn_mask)
         kept = _save_ctx and not ring  # the ring's own is merged, and the template has it
         found: Any = ops.attention(query, key, value, layout="bshd", return_lse=return_lse or kept, **named)
         out, lse = found if isinstance(found, tuple) else (found, None)
@@ -113,12 +113,12 @@ class Parallel:
             "dropout_seed": seed,
             "backend": self.backend,
         }
-        named |= masked(attn_mask)
+        named |= mask_argument(attn_mask)
         with using(ctx.settings):  # torch runs a backward pass in threads of its own
             return _gradients(qkv, named, out, lse, grad_out.to(qkv[0].dtype))
 
 
-def masked(attn_mask: torch.Tensor | None) -> dict[str, Any]:
+def mask_argument(attn_mask: torch.Tensor | None) -> dict[str, Any]:
     """The argument of portattn.attention that a mask is."""
     if attn_mask is None:
         return {}

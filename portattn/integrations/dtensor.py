@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.torch_ops import SIGNATURES, Signature
+from portattn.api.torch_ops import SIGNATURES, OperatorSignature
 
 # Where each tensor has its batch and its heads; None for none. Of q, k, v and what is broadcast: see _axes.
 _PER_SEQUENCE = frozenset({"seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "page_table"})
@@ -44,7 +44,7 @@ def _distinguish(overload: Any) -> None:
     known[overload] = RuntimeSchemaInfo(0, needs_pytree=True)
 
 
-def _forward(signature: Signature) -> Any:
+def _forward(signature: OperatorSignature) -> Any:
     def rule(*arguments: Any) -> list[Any]:
         from torch.distributed.tensor import Replicate
 
@@ -56,7 +56,7 @@ def _forward(signature: Signature) -> Any:
     return rule
 
 
-def _backward(signature: Signature) -> Any:
+def _backward(signature: OperatorSignature) -> Any:
     def rule(grad_out: Any, grad_lse: Any, kept: Any, kept_lse: Any, wanted: Any, *arguments: Any) -> list[Any]:
         from torch.distributed.tensor import Partial, Replicate
 
@@ -75,7 +75,7 @@ def _backward(signature: Signature) -> Any:
     return rule
 
 
-def _ways(signature: Signature, arguments: Any) -> list[tuple[list[Any], Any, Any]]:
+def _ways(signature: OperatorSignature, arguments: Any) -> list[tuple[list[Any], Any, Any]]:
     """(Placements of the arguments, of out, of the LSE) for each way to shard a call."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -90,7 +90,7 @@ def _ways(signature: Signature, arguments: Any) -> list[tuple[list[Any], Any, An
     return found
 
 
-def _placements(signature: Signature, named: dict[str, Any], axis: int | None) -> list[Any]:
+def _placements(signature: OperatorSignature, named: dict[str, Any], axis: int | None) -> list[Any]:
     """Of the arguments, for sharding by sequences (0), by heads (1) or not at all."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -139,7 +139,7 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
     return 0, (2 if named.get("layout") == "bshd" else 1)
 
 
-def _heads(signature: Signature, named: dict[str, Any]) -> tuple[int, int]:
+def _heads(signature: OperatorSignature, named: dict[str, Any]) -> tuple[int, int]:
     """Heads of queries and of keys."""
     name_q, name_k = signature.tensors[0], next(n for n in signature.tensors if n not in _QUERIES)
     q, k = named[name_q], named[name_k]
@@ -148,7 +148,7 @@ def _heads(signature: Signature, named: dict[str, Any]) -> tuple[int, int]:
     return q.shape[at], 1 if at_k is None else k.shape[at_k]
 
 
-def _divides(signature: Signature, named: dict[str, Any], axis: int) -> bool:
+def _divides(signature: OperatorSignature, named: dict[str, Any], axis: int) -> bool:
     """Whether a call may be sharded along an axis: packed sequences not by sequences; heads in equal shares alone, so
     that each query head finds its key head."""
     q = named[signature.tensors[0]]

@@ -15,7 +15,7 @@ from portattn.api import ops
 from portattn.api.merge_states import merge_states
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.cache import attend_cached
-from portattn.integrations.flash_attn.cached_call import Cached
+from portattn.integrations.flash_attn.cached_call import CachedCall
 from portattn.integrations.flash_attn.calls import scores_of, shape_of, size_of
 from portattn.integrations.flash_attn.generation3 import by_dtype, check_hints, dense, with_qv
 from portattn.integrations.flash_attn.options import (
@@ -24,7 +24,7 @@ from portattn.integrations.flash_attn.options import (
     check_bool,
     check_dtypes,
     check_packed,
-    named,
+    rename_errors,
     repeated_bits,
     splits_of,
 )
@@ -32,7 +32,7 @@ from portattn.integrations.flash_attn.used import used_rows
 from portattn.validate.checks import Number, check_dense
 
 
-@named()
+@rename_errors()
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     softmax_scale: Number | None = None,
@@ -80,7 +80,7 @@ def flash_attn_qkvpacked_func(
     return dense(op, q, k, v, None, descales, scores, deterministic, return_attn_probs)
 
 
-@named()
+@rename_errors()
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -135,7 +135,7 @@ def flash_attn_func(
     return dense(op, q, k, v, qv, (q_descale, k_descale, v_descale), scores, deterministic, return_attn_probs)
 
 
-@named()
+@rename_errors()
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -209,7 +209,7 @@ def flash_attn_varlen_func(
     return queries.restored(found[0], 0.0), queries.restored(found[1].t(), -torch.inf).t()
 
 
-@named()
+@rename_errors()
 def flash_attn_combine(
     out_partial: torch.Tensor,
     lse_partial: torch.Tensor,
@@ -259,7 +259,7 @@ def flash_attn_combine(
     return (merged.to(dtype) if out is None else out.copy_(merged)), lse
 
 
-@named(k_pages="k_cache", v_pages="v_cache")
+@rename_errors(k_pages="k_cache", v_pages="v_cache")
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -343,7 +343,7 @@ def flash_attn_with_kvcache(
         raise ArgumentError(op, "scheduler_metadata", shape_of(scheduler_metadata), limit)
     wanted = check_bool(op, "return_softmax_lse", return_softmax_lse)
     found = attend_cached(
-        Cached(
+        CachedCall(
             op, "page_table", q, k_cache, v_cache, k, v,
             scores_of(op, softmax_scale, causal, window_size, softcap, None, attention_chunk), rotary_cos, rotary_sin,
             check_bool(op, "rotary_interleaved", rotary_interleaved), cache_seqlens, cache_batch_idx, cache_leftpad,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from portattn.api.torch_ops import SIGNATURES, Signature
+from portattn.api.torch_ops import SIGNATURES, OperatorSignature
 from portattn.validate.stored import format_of, numbers_of
 
 
@@ -19,7 +19,7 @@ def register() -> None:
         register_flop_formula(getattr(torch.ops.portattn, f"{op}_backward"), get_raw=True)(_backward(signature))
 
 
-def _forward(signature: Signature) -> Any:
+def _forward(signature: OperatorSignature) -> Any:
     def formula(*arguments: Any, out_val: Any = None) -> int:
         pairs, width, width_v = sizes(signature, arguments)
         return 2 * pairs * (width + width_v)
@@ -27,7 +27,7 @@ def _forward(signature: Signature) -> Any:
     return formula
 
 
-def _backward(signature: Signature) -> Any:
+def _backward(signature: OperatorSignature) -> Any:
     def formula(
         grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Any, *arguments: Any, out_val: Any = None
     ) -> int:
@@ -38,7 +38,7 @@ def _backward(signature: Signature) -> Any:
     return formula
 
 
-def sizes(signature: Signature, arguments: Any) -> tuple[int, int, int]:
+def sizes(signature: OperatorSignature, arguments: Any) -> tuple[int, int, int]:
     """(pairs of a query row and a key in all heads, width of keys, width of values), as torch counts them: masks,
     windows and padding of dense tensors are passed over. Packed rows, keys in pages and chosen tokens count as far as
     their lengths say, which are read back; of tensors without data, as far as there is room.

@@ -20,7 +20,7 @@ from portattn.api.dynamo_disabled import leave_out, left_out
 from portattn.api.transform_checks import are_transformed
 from portattn.errors import ArgumentError, TracingError
 from portattn.integrations.sdpa_flash import flash_impl, register_flash_impl
-from portattn.integrations.sdpa_mapping import Mapped, Refused, lie_in_memory, mapped
+from portattn.integrations.sdpa_mapping import MappedCall, RefusedCall, lie_in_memory, map_call
 from portattn.integrations.sdpa_routes import (
     OURS,
     WHO,
@@ -106,8 +106,8 @@ def _serve(*arguments: Any) -> torch.Tensor:
         return _call_torch(arguments)
     _serving.now = True
     try:
-        found = mapped(*arguments)
-        if isinstance(found, Mapped):
+        found = map_call(*arguments)
+        if isinstance(found, MappedCall):
             try:
                 out: Any = ops.attention(*found.tensors(), **found.options)
             except (ArgumentError, TracingError) as error:  # raised before anything is launched
@@ -123,8 +123,8 @@ def _serve(*arguments: Any) -> torch.Tensor:
 def _serve_traced(*arguments: Any) -> torch.Tensor:
     """As _serve, while dynamo traces it: plain Python alone, and no error of an operator can be caught here. The graph
     has portattn's operator, or torch's. The route is told now, and not when the graph runs."""
-    found = mapped(*arguments)
-    if isinstance(found, Mapped):
+    found = map_call(*arguments)
+    if isinstance(found, MappedCall):
         note_while_tracing()
         out: Any = ops.attention(*found.tensors(), **found.options)
         return found.result(out)
@@ -146,14 +146,14 @@ def _call_torch(arguments: tuple[Any, ...]) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _refused(error: ArgumentError | TracingError) -> Refused:
+def _refused(error: ArgumentError | TracingError) -> RefusedCall:
     """A call that portattn.attention itself does not take: a mask to be negated, forward-mode derivatives."""
     if isinstance(error, ArgumentError):
-        return Refused(error.argument, str(error))
-    return Refused("tracing", str(error))
+        return RefusedCall(error.argument, str(error))
+    return RefusedCall("tracing", str(error))
 
 
-def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
+def _hand_over(refused: RefusedCall, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Let torch answer: its result, its error, or PathUnavailable where falling back is forbidden."""
     if not refused.invalid:
         check_allowed(WHO, refused)
@@ -162,7 +162,7 @@ def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
     return out
 
 
-def _by_torch(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
+def _by_torch(refused: RefusedCall, arguments: tuple[Any, ...]) -> torch.Tensor:
     if refused.invalid:
         # By torch's definition of SDPA, which checks. Its fused CPU kernel takes a value of other rows than key's.
         if torch.compiler.is_dynamo_compiling():  # it cannot enter a lock, and one thread compiles at a time
@@ -206,8 +206,8 @@ def route(
     >>> print(sdpa.route(half, half, half, is_causal=True).plan.problem)
     attention q (1,2,5,16) kv (1,2,5,16) fp16 causal top-left
     """
-    found = mapped(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if isinstance(found, Mapped):
+    found = map_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(found, MappedCall):
         tensors = found.tensors()
         transformed = are_transformed(tensors)
         if transformed or not lie_in_memory(tensors):

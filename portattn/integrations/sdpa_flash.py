@@ -18,7 +18,7 @@ import torch
 
 from portattn.api import ops
 from portattn.errors import ArgumentError, PathUnavailable, PortattnError
-from portattn.integrations.sdpa_mapping import Refused
+from portattn.integrations.sdpa_mapping import RefusedCall
 from portattn.integrations.sdpa_routes import OURS, Serving, check_allowed, note, torch_ran
 from portattn.schema.plan import Rejection
 
@@ -54,7 +54,7 @@ _serving = Serving()
 
 class _NotTakenError(Exception):
     def __init__(self, kind: str, reason: str) -> None:
-        self.refused = Refused(kind, reason)
+        self.refused = RefusedCall(kind, reason)
 
 
 class Activation:
@@ -102,7 +102,7 @@ class Activation:
         except _NotTakenError as error:
             refused = error.refused
         except ArgumentError as error:  # raised before anything is launched
-            refused = Refused(error.argument, str(error))
+            refused = RefusedCall(error.argument, str(error))
         else:
             note(OURS)
             return result
@@ -111,11 +111,11 @@ class Activation:
         return self._fall_back(name, refused, keys, args, kwargs)
 
     def _backward(self, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        refused = Refused("backward", "portattn has no backward kernels; they get its output and LSE")
+        refused = RefusedCall("backward", "portattn has no backward kernels; they get its output and LSE")
         return self._fall_back(name, refused, keys, args, kwargs)
 
     def _fall_back(
-        self, name: str, refused: Refused, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, refused: RefusedCall, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
         check_allowed(name, refused)
         result = self._torchs(name, keys, args, kwargs, refused.reason)

@@ -29,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedCall:
     """A call of `portattn.attention`.
 
     q, k, v  (B, Hq, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv)
@@ -65,7 +65,7 @@ def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedCall:
     """A call that is torch's.
 
     kind     one word for the cause: it is warned of once
@@ -80,12 +80,12 @@ class Refused:
 
 class _RefusedError(Exception):
     def __init__(self, kind: str, reason: str, *, invalid: bool = False) -> None:
-        self.refused = Refused(kind, reason, invalid)
+        self.refused = RefusedCall(kind, reason, invalid)
 
 
-def mapped(
+def map_call(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
-) -> Mapped | Refused:
+) -> MappedCall | RefusedCall:
     """The call that portattn makes of torch's arguments, or why it makes none.
 
     A row that may attend nothing needs no care: torch gives 0 for it, and so does portattn.
@@ -219,7 +219,7 @@ def _check_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 def _shaped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, causal: bool | str,
     dropout_p: float, scale: float | None, enable_gqa: bool,
-) -> Mapped:  # fmt: skip
+) -> MappedCall:  # fmt: skip
     """The call with four axes each: the last batch axis is the heads, those before it are one batch."""
     lead_q, lead_k, lead_v = query.shape[:-2], key.shape[:-2], value.shape[:-2]
     if enable_gqa:
@@ -249,7 +249,7 @@ def _shaped(
         name = "mask" if attn_mask.dtype is torch.bool else "bias"
         scores = (*_broadcast("query and key", lead_q, lead_k), query.shape[-2], key.shape[-2])
         options[name] = _masked(attn_mask, query, scores, batches)
-    return Mapped(q, k, v, options, (*lead, query.shape[-2], value.shape[-1]))
+    return MappedCall(q, k, v, options, (*lead, query.shape[-2], value.shape[-1]))
 
 
 def _last(lead: torch.Size) -> int:

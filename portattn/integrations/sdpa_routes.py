@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from portattn.api.dynamo_disabled import called_while_traced
 from portattn.config import current
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
-from portattn.integrations.sdpa_mapping import Refused
+from portattn.integrations.sdpa_mapping import RefusedCall
 from portattn.schema.plan import Plan, Rejection
 
 WHO = "scaled_dot_product_attention"
@@ -71,7 +71,7 @@ def last_route() -> Route | None:
     return _last.get()
 
 
-def check_allowed(op: str, refused: Refused) -> None:
+def check_allowed(op: str, refused: RefusedCall) -> None:
     """Raise PathUnavailable where the settings forbid that torch runs what portattn cannot take."""
     settings = current()
     if settings.fallback == "error" or settings.backend != "auto":
@@ -82,7 +82,7 @@ def check_allowed(op: str, refused: Refused) -> None:
         )
 
 
-def torch_ran(op: str, refused: Refused) -> None:
+def torch_ran(op: str, refused: RefusedCall) -> None:
     """Remember that torch ran a call, and warn of it once a cause."""
     note(Route("torch", refused.reason))
     key = (op, refused.kind)
@@ -102,7 +102,7 @@ def note_while_tracing() -> bool:
 def tell_while_tracing(op: str, kind: str, reason: str, invalid: bool) -> bool:
     """Tell, as torch_ran does, that the graph that dynamo is making has torch's operator. Dynamo calls it, and keeps
     what it returns: whether the settings of that moment allow it."""
-    refused = Refused(kind, reason, invalid)
+    refused = RefusedCall(kind, reason, invalid)
     if not refused.invalid:
         try:
             check_allowed(op, refused)

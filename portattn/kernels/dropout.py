@@ -80,7 +80,7 @@ def group_words(key, keys, rows, DROPS: tl.constexpr):
 
 
 @triton.jit
-def kept(word, other, later_row, later_key, threshold):
+def keep_from_words(word, other, later_row, later_key, threshold):
     """Which scores are kept of those whose group's words these are; later_row, later_key: its second row, or key."""
     bits = tl.where(later_row, other, word)
     bits = tl.where(later_key, bits >> 16, bits & 0xFFFF)
@@ -96,7 +96,7 @@ def kept_scores(key, turn, keys, rows, threshold, DROPS: tl.constexpr):
     threshold   round(p·2¹⁶): the share p of 16 bits is below it
     """
     word, other = group_words(key, keys >> 4 << 3 | keys & 7, (rows >> 4 << 3 | rows & 7) ^ turn, DROPS)
-    return kept(word, other, (rows & 8) != 0, (keys & 8) != 0, threshold)
+    return keep_from_words(word, other, (rows & 8) != 0, (keys & 8) != 0, threshold)
 
 
 @triton.jit
@@ -113,14 +113,14 @@ def kept_tile(key, turn, key_0, row_0, threshold, KEYS: tl.constexpr, ROWS: tl.c
                 DROPS,
             )  # fmt: skip
             later_key, later_row = tl.reshape(second, [1, 2, 1, 1, 1, 1]), tl.reshape(second, [1, 1, 1, 1, 2, 1])
-            found = tl.reshape(kept(word, other, later_row, later_key, threshold), [KEYS, ROWS])
+            found = tl.reshape(keep_from_words(word, other, later_row, later_key, threshold), [KEYS, ROWS])
         else:
             word, other = group_words(
                 key, tl.reshape(of_keys, [1, 1, 1, KEYS // 16, 1, 8]), tl.reshape(of_rows, [ROWS // 16, 1, 8, 1, 1, 1]),
                 DROPS,
             )  # fmt: skip
             later_row, later_key = tl.reshape(second, [1, 2, 1, 1, 1, 1]), tl.reshape(second, [1, 1, 1, 1, 2, 1])
-            found = tl.reshape(kept(word, other, later_row, later_key, threshold), [ROWS, KEYS])
+            found = tl.reshape(keep_from_words(word, other, later_row, later_key, threshold), [ROWS, KEYS])
     else:
         keys, rows = key_0 + tl.arange(0, KEYS), row_0 + tl.arange(0, ROWS)
         if BY_KEY:

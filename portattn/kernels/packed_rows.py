@@ -58,7 +58,7 @@ def largest_finite(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def held(tile, limit, power, NAN_IS_ZERO: tl.constexpr):
+def clamp_rows(tile, limit, power, NAN_IS_ZERO: tl.constexpr):
     """Numbers whose size is at most their row's limit, times their row's power; NaN stays, or becomes 0.
 
     limit, power  of the tile's dtype [M]. A float16 tile's power is 1, and not looked at
@@ -110,13 +110,13 @@ def token_scales(widest, like, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def divided(tile, limit, power, divisor, KV_FORMAT: tl.constexpr):
+def divide_rows(tile, limit, power, divisor, KV_FORMAT: tl.constexpr):
     """A tile of 16-bit numbers divided by its rows' scales, float32.
 
     As store_rows has them with `bytes`, to the last bit once they are 8 bits wide. In front of the division infinities
     become the row's largest number, so that no quotient needs a limit.
     """
-    near = held(tile, limit, power, KV_FORMAT == "int8").to(tl.float32)
+    near = clamp_rows(tile, limit, power, KV_FORMAT == "int8").to(tl.float32)
     inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [divisor], dtype=tl.float32, is_pure=True, pack=1)
     return tl.inline_asm_elementwise(
         """{ .reg .f32 about, turned, rest;

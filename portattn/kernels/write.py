@@ -9,7 +9,7 @@ import triton.language as tl
 from portattn.kernels.dequantize import MIDDLE, NV_BLOCK, dequantize
 from portattn.kernels.packed_rows import (
     SMALLEST_SCALE,
-    divided,
+    divide_rows,
     largest_finite,
     token_scales,
     turned_halves,
@@ -224,7 +224,7 @@ def finite(numbers, inside, sign):
 
 
 @triton.jit
-def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos, stride_sin, limit,
+def rotate_rows(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos, stride_sin, limit,
            ROTARY: tl.constexpr, ROTARY_DIM: tl.constexpr, UNPACK: tl.constexpr):  # fmt: skip
     """Rows of K, rotated by the angles of their positions, in the dtype that they have (RoFormer, arXiv 2104.09864).
 
@@ -263,7 +263,7 @@ def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos
 @triton.jit
 def packed_bytes(tile, limit, power, divisor, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
     """A tile of 16-bit numbers in the cache's format; limit, power, divisor: see token_scales."""
-    numbers = divided(tile, limit, power, divisor, KV_FORMAT)
+    numbers = divide_rows(tile, limit, power, divisor, KV_FORMAT)
     if KV_FORMAT == "int8":
         code = whole_bytes(numbers)
     else:
@@ -417,8 +417,8 @@ def write_cache(
         source_v = new_v + sequence * new_v_stride_b + head * new_v_stride_h + place * new_v_stride_s
         values = load_rows(source_v, columns_v, new_v_stride_d, inside_v, HEAD_DIM_V, BLOCK_DV, UNPACK)
         if ROTARY != "none" and not HALVES:
-            keys = turned(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride, angles,
-                          ROTARY, ROTARY_DIM, UNPACK)  # fmt: skip
+            keys = rotate_rows(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride,
+                               angles, ROTARY, ROTARY_DIM, UNPACK)  # fmt: skip
         k_scales = at
         v_scales = at
         if KV_SCALES != "none":

@@ -17,12 +17,12 @@ from portattn.launch.device_api import contiguous, runtime
 from portattn.launch.driver_launch import SCRATCH, Direct
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
 from portattn.launch.tensor_memory import dtype_codes
-from portattn.launch.triton_compat import Unsupported
+from portattn.launch.triton_compat import UnsupportedLaunch
 from portattn.schema.call import TENSORS
 from portattn.schema.kernel_step import Buffers, Step
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.symbolic_int import Outputs, Program, Size, Trace, pinned, unpinned
+from portattn.schema.symbolic_int import ProgramOutputs, Size, Trace, TraceProgram, pin_sizes, plain_sizes
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 _STORED = frozenset({"q", "k", "v", "k_block_scale", "v_block_scale"})  # tensors that a caller may have in float8
@@ -49,10 +49,12 @@ class ShapeClass:
         self.trace, self.problem, self.steps, self.buffers, self.why = trace, problem, list(steps), buffers, why
 
 
-def fixed(inputs: Sequence[int], problem: Problem, steps: Sequence[Step], buffers: Buffers, why: str) -> ShapeClass:
+def exact_shape_class(
+    inputs: Sequence[int], problem: Problem, steps: Sequence[Step], buffers: Buffers, why: str
+) -> ShapeClass:
     """Launches for these sizes alone."""
     trace = Trace()
-    pinned([trace.input(value) for value in inputs])
+    pin_sizes([trace.input(value) for value in inputs])
     return ShapeClass(trace, problem, steps, buffers, why)
 
 
@@ -93,7 +95,7 @@ class CachedLaunch:
         self._device, self._index, self._runtime = device, device.index, runtime(device.type)
         self._dtype = torch.float32 if plan.problem.backward else TORCH_DTYPE[plan.problem.dtype]
         self._launch, self._descriptors, self._each = launch, descriptors, tuple((each or {}).values())
-        outputs = Outputs()
+        outputs = ProgramOutputs()
         out, lse = results(sized.problem)
         self._out = outputs.all_of((*out, *contiguous(out)))
         self._lse = outputs.all_of((*lse, *contiguous(lse))) if plan.problem.return_lse else ()
@@ -103,18 +105,18 @@ class CachedLaunch:
             with_lse = ["lse"] if self._lse else []
             scratch = [SCRATCH] if descriptors else []
             names = [*given, "out", *with_lse, *sized.buffers, *scratch, *(each or {})]
-            with contextlib.suppress(Unsupported):
+            with contextlib.suppress(UnsupportedLaunch):
                 self.direct = Direct(steps, names, found, sized.steps, outputs)
         self._lay_out(sized.buffers, 0 if self.direct is None else self.direct.scratch, outputs)
         if isinstance(launch, Templates):
             launch.place(sized.steps, outputs)
-        self.program: Program = sized.trace.program(outputs.values)
+        self.program: TraceProgram = sized.trace.program(outputs.values)
         self.inputs, self.why_fixed = tuple(sized.trace.inputs), sized.why
-        self.sizes: list[int] = unpinned(outputs.values)
+        self.sizes: list[int] = plain_sizes(outputs.values)
         if not self.program.check(self.inputs, self.sizes):
             raise RuntimeError(f"{plan.problem}: its sizes give other launches than were planned")
 
-    def _lay_out(self, buffers: Buffers, scratch: int, outputs: Outputs) -> None:
+    def _lay_out(self, buffers: Buffers, scratch: int, outputs: ProgramOutputs) -> None:
         """One piece of memory for all buffers, and for what descriptors are built in."""
         self._places, offsets, size = {}, [], 0
         for name, (shape, dtype) in buffers.items():
@@ -247,7 +249,7 @@ def core_steps(
     names, buffers, steps = {id(out): "out", id(lse): "lse"}, {}, []
     for launch in launches:
         kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
-        arguments, roles = {**launch.arguments, **pinned(launch.constexprs)}, {}
+        arguments, roles = {**launch.arguments, **pin_sizes(launch.constexprs)}, {}
         for argument, value in launch.arguments.items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -280,7 +282,7 @@ class Templates:
                 template[index] = None  # no tensor is held
             self._launches.append([step.kernel, template, places, step.options, (), (), stored])
 
-    def place(self, sized: Sequence[Step], outputs: Outputs) -> None:
+    def place(self, sized: Sequence[Step], outputs: ProgramOutputs) -> None:
         """Say which arguments are Sizes, and where they are found among a launch's sizes."""
         for launch, step in zip(self._launches, sized, strict=True):
             launch[4] = outputs.all_of(step.grid)

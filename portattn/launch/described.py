@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portattn.schema.kernel_step import StepLauncher
 
 
-class Described(Protocol):
+class LaunchSource(Protocol):
     """What has launches to describe: a variant, and a variant with a schedule of one's own."""
 
     def described(self, call: Call) -> StepLauncher:
@@ -31,7 +31,7 @@ class Described(Protocol):
         ...
 
 
-def signatures(variant: Described, call: Call) -> list[Signature]:
+def signatures(variant: LaunchSource, call: Call) -> list[Signature]:
     """What a compiler sees of the launches of a call by a variant. Nothing is allocated, and no device is touched.
 
     Raises ImportError or AttributeError where this Python's Triton lacks what the variant's launches are described by.
@@ -59,14 +59,14 @@ def step_signature(step: Step, tensors: Mapping[str, torch.Tensor | None]) -> Si
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     divisible, small = [], []
-    fixed, general = constexprs(step.kernel), unspecialised(step.kernel)
+    fixed, general = constexprs(step.kernel), unspecialised_arguments(step.kernel)
     for name, value in zip(step.kernel.arg_names, step.values, strict=True):
         value = getattr(value, "value", value) if name in fixed else value  # tl.constexpr holds one
         if value is None or name in fixed:
             constants[name] = value
         elif isinstance(value, torch.Tensor):
             types[name] = "*" + TRITON_DTYPE[value.dtype]
-            if aligned(tensors.get(step.roles.get(name, ""), value)):
+            if is_aligned(tensors.get(step.roles.get(name, ""), value)):
                 divisible.append(name)
             if spans(value) < TWO_GIB:
                 small.append(name)
@@ -93,7 +93,7 @@ def step_signature(step: Step, tensors: Mapping[str, torch.Tensor | None]) -> Si
     )
 
 
-def aligned(tensor: torch.Tensor | None) -> bool:
+def is_aligned(tensor: torch.Tensor | None) -> bool:
     """Whether Triton takes a tensor's address for a multiple of 16."""
     return tensor is None or tensor.is_meta or tensor.data_ptr() % POINTER_ALIGNMENT == 0
 
@@ -104,7 +104,7 @@ def constexprs(kernel: Any) -> set[str]:
     return {name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)}
 
 
-def unspecialised(kernel: Any) -> set[str]:
+def unspecialised_arguments(kernel: Any) -> set[str]:
     """Names of a jit function's arguments that it is not specialised on."""
     named: Sequence[int | str]
     named = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()

@@ -44,9 +44,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from portattn.launch import cudadriver, triton_compat
-from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Unsupported
+from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, UnsupportedLaunch
 from portattn.schema.kernel_step import Step
-from portattn.schema.symbolic_int import Outputs, Size, most, unpinned
+from portattn.schema.symbolic_int import ProgramOutputs, Size, most, plain_sizes
 
 MAPS = 64  # tensor maps kept for a descriptor: 128 bytes each, made in 1 µs
 WARP = 32
@@ -80,10 +80,10 @@ class Direct:
         names: Sequence[str],
         native: Callable[[], tuple[Any, str]] | None = None,
         sized: Sequence[Step] | None = None,
-        outputs: Outputs | None = None,
+        outputs: ProgramOutputs | None = None,
     ) -> None:
         places = {name: index for index, name in enumerate(names)}
-        self._outputs = Outputs() if outputs is None else outputs
+        self._outputs = ProgramOutputs() if outputs is None else outputs
         pairs = [pair for pair in zip(steps, sized or steps, strict=True) if 0 not in pair[1].grid]
         self._kernels = [_Kernel(step, other, places, self._outputs) for step, other in pairs]
         self.hooked = triton_compat.hook_watch()
@@ -97,10 +97,10 @@ class Direct:
                 self._describe(kernel, other, places.get(SCRATCH))
                 for kernel, (_, other) in zip(self._kernels, pairs, strict=True)
             ]
-        except Unsupported as error:
+        except UnsupportedLaunch as error:
             self.way, self.reason = "compiled", str(error)
             return
-        self._constants = () if outputs is not None else tuple(unpinned(self._outputs.values))
+        self._constants = () if outputs is not None else tuple(plain_sizes(self._outputs.values))
         if native is not None:
             self.native, self.reason = native()
         try:
@@ -147,16 +147,16 @@ class Direct:
         """A kernel as CUDA's driver launches it; `scratch` is the place of that role."""
         compiled = kernel.compiled
         if compiled.metadata.target.backend != cudadriver.KIND:
-            raise Unsupported(f"its device is {compiled.metadata.target.backend}")
+            raise UnsupportedLaunch(f"its device is {compiled.metadata.target.backend}")
         about = compiled.metadata
         warps, blocks, shared = compiled.packed_metadata[:3]
         if blocks != 1:
-            raise Unsupported("it launches clusters of programs")
+            raise UnsupportedLaunch("it launches clusters of programs")
         if getattr(about, "profile_scratch_size", 0):
-            raise Unsupported("it is instrumented for profiling")
+            raise UnsupportedLaunch("it is instrumented for profiling")
         needed = getattr(about, "global_scratch_size", 0) * math.prod(step.grid)  # of Sizes a Size
         if needed and scratch is None:
-            raise Unsupported("it needs scratch memory, and no role gives it any")
+            raise UnsupportedLaunch("it needs scratch memory, and no role gives it any")
         self.scratch = most(self.scratch, needed)
         added = iter([("role", scratch) if needed else None, None])
         parameters, described = triton_compat.all_parameters(compiled), 0
@@ -166,7 +166,7 @@ class Direct:
             role, value = kernel.roles.get(name), step.arguments.get(name)
             if parameter.type == TENSOR_MAP:
                 if role is None:
-                    raise Unsupported(f"descriptor {name} has no role")
+                    raise UnsupportedLaunch(f"descriptor {name} has no role")
                 made = triton_compat.tensor_map(compiled, described, value)
                 described += 1
                 values.append(("map", len(self._maps)))
@@ -178,7 +178,7 @@ class Direct:
             elif role is not None:
                 values.append(("role", role))
             elif hasattr(value, "data_ptr"):
-                raise Unsupported(f"tensor {name} has no role")
+                raise UnsupportedLaunch(f"tensor {name} has no role")
             else:
                 values.append(self._size(value))
         grid = triton_compat.three(step.grid)
@@ -200,7 +200,7 @@ class _Kernel:
 
     __slots__ = ("_arguments", "_changing", "_descriptors", "_grid", "_sizes", "compiled", "roles")
 
-    def __init__(self, step: Step, sized: Step, places: Mapping[str, int], outputs: Outputs) -> None:
+    def __init__(self, step: Step, sized: Step, places: Mapping[str, int], outputs: ProgramOutputs) -> None:
         values, others, names = step.values, sized.values, step.kernel.arg_names
         self._grid = outputs.all_of(triton_compat.three(sized.grid))
         self.compiled = triton_compat.compiled_kernel(step.kernel, step.grid, values, step.options)
@@ -264,11 +264,11 @@ class _Maps(dict[tuple[int, ...], bytes]):
     places  of its sizes and strides among a launch's sizes
     """
 
-    def __init__(self, role: int, made: triton_compat.TensorMap, outputs: Outputs) -> None:
+    def __init__(self, role: int, made: triton_compat.TensorMap, outputs: ProgramOutputs) -> None:
         super().__init__()
         self.role, self._made = role, made
         self.places = outputs.all_of((*made.shape, *made.strides))
-        self._sample = tuple(unpinned((*made.shape, *made.strides)))
+        self._sample = tuple(plain_sizes((*made.shape, *made.strides)))
 
     def encoding(self, native: Any) -> tuple[Any, ...] | None:
         """What native.c makes the maps of; None where what it makes is not what Triton makes."""
@@ -292,5 +292,5 @@ class _Maps(dict[tuple[int, ...], bytes]):
         cudadriver.make_current()
         made = self._made.fill(key[0], list(key[1 : 1 + axes]), list(key[1 + axes :]))
         if type(made).__basicsize__ != _OBJECT_BYTES:
-            raise Unsupported(f"a tensor map of Triton's takes {type(made).__basicsize__} bytes")
+            raise UnsupportedLaunch(f"a tensor map of Triton's takes {type(made).__basicsize__} bytes")
         return ctypes.string_at(id(made) + TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)

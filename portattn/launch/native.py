@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from portattn.files import (
-    Untrusted,
+    UntrustedPath,
     cache_folder,
     check_owner,
-    locked,
+    hold_lock,
     read_limited,
     read_open,
     sweep,
@@ -45,7 +45,7 @@ _ROOM = 4096  # bytes of it that the disk has in any case
 _LINE = 300  # characters of a reason
 
 
-class BuildFailed(Exception):
+class BuildError(Exception):
     """A program did not do what it was for; the text is one line that says why."""
 
 
@@ -55,14 +55,14 @@ def compiler() -> list[str]:
     try:
         words = shlex.split(named)
     except ValueError as error:
-        raise BuildFailed(f"CC is {named!r}, which is no command: {error}") from None
+        raise BuildError(f"CC is {named!r}, which is no command: {error}") from None
     if words:
         return words
     if named:
-        raise BuildFailed(f"CC is {named!r}, which names no program")
+        raise BuildError(f"CC is {named!r}, which names no program")
     found = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
     if found is None:
-        raise BuildFailed("no C compiler: none of gcc, clang, cc is on the path, and CC is not set")
+        raise BuildError("no C compiler: none of gcc, clang, cc is on the path, and CC is not set")
     return [found]
 
 
@@ -79,7 +79,7 @@ def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             output.seek(0)
         except OSError as error:
-            raise BuildFailed(f"{what}: no file can be written in {folder}: {error.strerror}") from None
+            raise BuildError(f"{what}: no file can be written in {folder}: {error.strerror}") from None
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -87,11 +87,11 @@ def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
             )  # fmt: skip
         except (OSError, ValueError) as error:  # ValueError: a NUL in a name
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise BuildFailed(f"{what}: {command[0]!r} cannot be started: {reason}") from None
+            raise BuildError(f"{what}: {command[0]!r} cannot be started: {reason}") from None
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise BuildFailed(f"{what}: {command[0]!r} has not ended after {seconds:g} s") from None
+            raise BuildError(f"{what}: {command[0]!r} has not ended after {seconds:g} s") from None
         finally:
             _end(process)
         written = output.tell()  # the program's own place: it shares the file's
@@ -103,7 +103,7 @@ def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
     if status < 0:
         names = {one.value: one.name for one in signal.Signals}
         how = f"died of {names.get(-status, f'signal {-status}')}"
-    raise BuildFailed(f"{what}: {how}: {_cause(said)}"[:_LINE])
+    raise BuildError(f"{what}: {how}: {_cause(said)}"[:_LINE])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -134,7 +134,7 @@ def keep(place: Path, code: bytes) -> None:
         write_whole(place, seal(code), durable=False, mode=0o644)
 
 
-def opened(place: Path) -> int:
+def open_library(place: Path) -> int:
     """A descriptor of a library that was checked. Raises Untrusted, FileNotFoundError, and OSError."""
     with trusted_folder(place.parent) as folder:
         handle = os.open(place.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -143,7 +143,7 @@ def opened(place: Path) -> int:
         data = read_open(handle, place, MOST)
         end = len(data) - len(_MARK) - hashlib.sha256().digest_size
         if end < 0 or seal(data[:end]) != data:
-            raise Untrusted(f"{place} is not whole")
+            raise UntrustedPath(f"{place} is not whole")
     except BaseException:
         os.close(handle)
         raise
@@ -220,7 +220,7 @@ def _load_or_compile(place: Path) -> Any:
         return found
     with trusted_folder(place.parent, make=True):  # the lock's file, too, is put where nobody else can put one
         sweep(place.parent)
-        with locked(place.with_name(f".{place.name}.lock"), SECONDS + TRIAL_SECONDS):
+        with hold_lock(place.with_name(f".{place.name}.lock"), SECONDS + TRIAL_SECONDS):
             # Another process may have made it while this one waited.
             found = _cached(place)
             if found is None:
@@ -233,13 +233,13 @@ def _cached(place: Path) -> Any:
     """The module at a place; None where there is none, or none that may be loaded: then it is made anew."""
     try:
         return _import(place)
-    except (OSError, ImportError, Untrusted):  # ImportError: another machine's
+    except (OSError, ImportError, UntrustedPath):  # ImportError: another machine's
         return None
 
 
 def _import(place: Path) -> Any:
     """Import the library at a place, once it is checked. Raises Untrusted, OSError, and what importing raises."""
-    handle = opened(place)
+    handle = open_library(place)
     # By the descriptor that was checked. It stays open: its number is part of the name that the loader knows it by.
     path = f"/proc/self/fd/{handle}"
     try:
@@ -270,7 +270,7 @@ def _compile(place: Path) -> None:
         command = [*compiler(), *options, str(SOURCE), "-o", str(made)]
         run(command, "native.c was not compiled", SECONDS, folder)
         if not made.is_file():
-            raise BuildFailed(f"native.c was not compiled: {command[0]!r} ended well and made no library")
+            raise BuildError(f"native.c was not compiled: {command[0]!r} ended well and made no library")
         _try(made, folder)
         keep(place, read_limited(made, MOST))
 
@@ -278,13 +278,11 @@ def _compile(place: Path) -> None:
 def _try(made: Path, folder: Path) -> None:
     """Import a library in a child process, which it may crash. Raises BuildFailed when it does, or does not import."""
     if not sys.executable:
-        raise BuildFailed(
-            "native.c is not used: it would be tried in a child first, and sys.executable names no Python"
-        )
+        raise BuildError("native.c is not used: it would be tried in a child first, and sys.executable names no Python")
     word = os.urandom(8).hex()
     command = [sys.executable, "-I", "-S", "-c", _TRIAL, NAME, str(made), word]
     if word not in run(command, "the compiled native.c does not import", TRIAL_SECONDS, folder):
-        raise BuildFailed(f"native.c is not used: {sys.executable} is no Python that could try it")
+        raise BuildError(f"native.c is not used: {sys.executable} is no Python that could try it")
 
 
 def _forked() -> None:

@@ -47,7 +47,7 @@ class _Address:
         return self._residue % divisor
 
 
-class Shaped(torch.Tensor):
+class SymbolicTensor(torch.Tensor):
     """A tensor of a kind, with these sizes and strides. It can be viewed as tensors can; it holds no memory."""
 
     kind: TensorKind
@@ -56,7 +56,7 @@ class Shaped(torch.Tensor):
     first: bool  # its first element is the first of the memory, whose alignment is known
 
     @classmethod
-    def make(cls, kind: TensorKind, sizes: Any, strides: Any, first: bool = True) -> Shaped:
+    def make(cls, kind: TensorKind, sizes: Any, strides: Any, first: bool = True) -> SymbolicTensor:
         made = torch.Tensor._make_subclass(cls, torch.empty(0, dtype=kind.dtype, device="meta"))
         made.kind, made.sizes, made.strides, made.first = kind, tuple(sizes), tuple(strides), first
         return made
@@ -95,7 +95,7 @@ class Shaped(torch.Tensor):
     def is_neg(self) -> bool:
         return False
 
-    def resolve_neg(self) -> Shaped:
+    def resolve_neg(self) -> SymbolicTensor:
         return self
 
     def dim(self) -> int:
@@ -134,22 +134,22 @@ class Shaped(torch.Tensor):
             raise Untraceable("the address of a part of a tensor is asked for")
         return _Address(self.kind.residue)
 
-    def _view(self, sizes: Any, strides: Any, first: bool = True) -> Shaped:
-        return Shaped.make(self.kind, sizes, strides, self.first and first)
+    def _view(self, sizes: Any, strides: Any, first: bool = True) -> SymbolicTensor:
+        return SymbolicTensor.make(self.kind, sizes, strides, self.first and first)
 
-    def transpose(self, a: int, b: int) -> Shaped:
+    def transpose(self, a: int, b: int) -> SymbolicTensor:
         order = list(range(len(self.sizes)))
         order[a], order[b] = order[b], order[a]
         return self._view([self.sizes[i] for i in order], [self.strides[i] for i in order])
 
-    def view(self, dtype: Any) -> Shaped:  # type: ignore[override]
+    def view(self, dtype: Any) -> SymbolicTensor:  # type: ignore[override]
         """The same bytes as numbers of another dtype that is as wide."""
         if not isinstance(dtype, torch.dtype) or dtype.itemsize != self.kind.dtype.itemsize:
             raise Untraceable(f"a tensor is viewed as {dtype}")
         kind = replace(self.kind, dtype=dtype)
-        return Shaped.make(kind, self.sizes, self.strides, self.first)
+        return SymbolicTensor.make(kind, self.sizes, self.strides, self.first)
 
-    def expand(self, *shape: Any) -> Shaped:  # type: ignore[override]
+    def expand(self, *shape: Any) -> SymbolicTensor:  # type: ignore[override]
         wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         added = len(wanted) - len(self.sizes)
         sizes: list[Any] = []  # from the last axis on
@@ -168,12 +168,12 @@ class Shaped(torch.Tensor):
             strides.append(stride)
         return self._view(sizes[::-1], strides[::-1])
 
-    def as_strided(self, size: Any, stride: Any, storage_offset: Any = None) -> Shaped:
+    def as_strided(self, size: Any, stride: Any, storage_offset: Any = None) -> SymbolicTensor:
         if storage_offset is not None:
             raise Untraceable("as_strided with an offset")
         return self._view(size, stride)
 
-    def __getitem__(self, index: Any) -> Shaped:
+    def __getitem__(self, index: Any) -> SymbolicTensor:
         given = index if isinstance(index, tuple) else (index,)
         taken = sum(1 for one in given if one is not None and one is not Ellipsis)
         if Ellipsis in given:
@@ -200,11 +200,11 @@ class Shaped(torch.Tensor):
             axis += 1
         return self._view([*sizes, *self.sizes[axis:]], [*strides, *self.strides[axis:]], first)
 
-    def new_empty(self, *shape: Any, dtype: Any = None, device: Any = None, **other: Any) -> Shaped:
+    def new_empty(self, *shape: Any, dtype: Any = None, device: Any = None, **other: Any) -> SymbolicTensor:
         """Memory of its own, from an aligned address on."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         kind = TensorKind(dtype or self.kind.dtype, torch.device(device or self.kind.device), len(sizes), 0, False)
-        return Shaped.make(kind, sizes, contiguous(tuple(sizes)))
+        return SymbolicTensor.make(kind, sizes, contiguous(tuple(sizes)))
 
     def __repr__(self, **other: Any) -> str:  # type: ignore[override]
         return f"Shaped({list(self.sizes)}, {list(self.strides)}, {self.kind.dtype})"

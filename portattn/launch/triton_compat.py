@@ -35,7 +35,7 @@ TENSOR_MAP = "nvTmaDesc"
 TENSOR_MAP_BYTES = 128
 
 
-class Unsupported(Exception):
+class UnsupportedLaunch(Exception):
     """Why a launch cannot be kept; Triton's own way launches it."""
 
 
@@ -66,7 +66,7 @@ class Parameter:
         elif self.type in _BYTES:
             size = _BYTES[self.type]
         else:
-            raise Unsupported(f"argument {self.argument} is of type {self.type}")
+            raise UnsupportedLaunch(f"argument {self.argument} is of type {self.type}")
         object.__setattr__(self, "size", size)
 
 
@@ -82,18 +82,18 @@ def version() -> tuple[int, int]:
 def compiled_kernel(kernel: Any, grid: tuple[int, ...], values: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """The compiled kernel that `kernel[grid](*values, **options)` would launch, loaded on the current device."""
     if version() not in KNOWN:
-        raise Unsupported(f"Triton {version()} has not been checked")
+        raise UnsupportedLaunch(f"Triton {version()} has not been checked")
     from triton.runtime.jit import JITFunction
 
     if not isinstance(kernel, JITFunction):
-        raise Unsupported("it is interpreted")
+        raise UnsupportedLaunch("it is interpreted")
     compiled = kernel.run(*values, grid=grid, warmup=True, **options)
     if hasattr(compiled, "result"):  # compiled in the background, inside triton.AsyncCompileMode
         compiled = compiled.result()
     if compiled is None or not hasattr(compiled, "packed_metadata"):
-        raise Unsupported("a hook of Triton's kept the kernel from being compiled")
+        raise UnsupportedLaunch("a hook of Triton's kept the kernel from being compiled")
     if compiled.metadata.target.backend not in LAUNCHERS:
-        raise Unsupported(f"launchers of {compiled.metadata.target.backend} have not been checked")
+        raise UnsupportedLaunch(f"launchers of {compiled.metadata.target.backend} have not been checked")
     _ = compiled.run  # loads the binary: a later launch may be inside a CUDA graph's capture
     return compiled
 
@@ -111,14 +111,14 @@ def parameters(compiled: Any) -> list[Parameter]:
     found: list[Parameter] = []
     for argument, kind in source.signature.items():
         if not isinstance(kind, str):
-            raise Unsupported(f"argument {argument} is a tuple")
+            raise UnsupportedLaunch(f"argument {argument} is a tuple")
         if kind == "constexpr" or argument in gone:
             continue
         if not kind.startswith("tensordesc"):
             found.append(Parameter(argument, kind))
             continue
         if next(descriptors, None) is None:
-            raise Unsupported(f"argument {argument} is a descriptor that is not passed as a tensor map")
+            raise UnsupportedLaunch(f"argument {argument} is a descriptor that is not passed as a tensor map")
         axes = range(kind[kind.index("[") : kind.index("]")].count(",") + 1)
         found += [
             Parameter(argument, TENSOR_MAP),
@@ -136,11 +136,11 @@ def ptx_sizes(ptx: str) -> list[int]:
     """Bytes of each parameter of a PTX module's kernel, in order."""
     entry = _ENTRY.search(ptx)
     if entry is None:
-        raise Unsupported("the kernel's PTX has no entry")
+        raise UnsupportedLaunch("the kernel's PTX has no entry")
     lines = [line for line in entry.group(1).splitlines() if ".param" in line]
     found = [_PARAM.search(line.split("//")[0].strip()) for line in lines]
     if not all(found):
-        raise Unsupported("a parameter in the kernel's PTX was not understood")
+        raise UnsupportedLaunch("a parameter in the kernel's PTX was not understood")
     return [int(match[2]) // 8 * int(match[3] or 1) for match in found if match is not None]
 
 
@@ -152,7 +152,7 @@ def all_parameters(compiled: Any) -> list[Parameter]:
     own, sizes = parameters(compiled), ptx_sizes(compiled.asm["ptx"])
     added = len(sizes) - len(own)
     if not 0 <= added <= 2 or [p.size for p in own] + [8] * added != sizes:
-        raise Unsupported(f"the kernel has parameters of {sizes} bytes, its arguments {[p.size for p in own]}")
+        raise UnsupportedLaunch(f"the kernel has parameters of {sizes} bytes, its arguments {[p.size for p in own]}")
     return own + [Parameter("", "*i8")] * added
 
 
@@ -186,11 +186,11 @@ def tensor_map(compiled: Any, place: int, descriptor: Any) -> TensorMap:
 
     about, utilities = compiled.metadata.tensordesc_meta[place], driver.active.utils
     if about.get("is_im2col"):
-        raise Unsupported("descriptors of im2col are not kept")
+        raise UnsupportedLaunch("descriptors of im2col are not kept")
     if getattr(descriptor, "round_f32_to_tf32", False):
-        raise Unsupported("descriptors that round to tf32 are not kept")
+        raise UnsupportedLaunch("descriptors that round to tf32 are not kept")
     if about["fp4_padded"]:
-        raise Unsupported("descriptors of padded fp4 are not kept")
+        raise UnsupportedLaunch("descriptors of padded fp4 are not kept")
     make = getattr(utilities, "fill_tma_descriptor", None) or utilities.fill_tma_descriptor_tiled
     # Numbers alone: a cached call must hold no tensor, and a descriptor has one.
     swizzle, size, block = about["swizzle"], about["elem_size"], tuple(about["block_size"])

@@ -17,7 +17,7 @@ Check = tuple[bool, str, str]  # (holds, reason with value and limit, hint)
 _FEATURES = ("window", *COMMON)
 
 
-class Refused(Exception):
+class PathRejected(Exception):
     """A path cannot be taken, for the reason that the rejection says. Never leaves the planner."""
 
     def __init__(self, rejection: Rejection) -> None:
@@ -35,7 +35,7 @@ def first_refusal(path: str, *checks: Check) -> Rejection | None:
     return None
 
 
-def undeclared(path: str, problem: Problem, ops: Collection[str], takes: Collection[str]) -> Rejection | None:
+def undeclared_demand(path: str, problem: Problem, ops: Collection[str], takes: Collection[str]) -> Rejection | None:
     """Why a path is not taken that does not say that it can do what is asked for; None where it says so.
 
     Everything is denied by default: an op that is not among `ops`, a demand (Problem.demands) that is not in `takes`.

@@ -11,8 +11,8 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.errors import QuirkConflict
-from portattn.planning.checks import Refused, undeclared
-from portattn.planning.evidence import untried
+from portattn.planning.checks import PathRejected, undeclared_demand
+from portattn.planning.evidence import evidence_cautions
 from portattn.planning.gradients import INTERPRETER
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
@@ -23,7 +23,7 @@ from portattn.schema.plan import Applied, CoreChoice, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import ASKED
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
-from portattn.schema.symbolic_int import next_power_of_two, pinned
+from portattn.schema.symbolic_int import next_power_of_two, pin_sizes
 from portattn.schema.target import Target
 from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.source_tree import install_extra
@@ -37,8 +37,8 @@ def choose(
     path = registry.backends[target.backend].core_path
     kernel = CORES[problem.op]
 
-    def refuse(reason: str, hint: str = "", **also: Any) -> Refused:
-        return Refused(Rejection(path=path, reason=reason, hint=hint, **also))
+    def refuse(reason: str, hint: str = "", **also: Any) -> PathRejected:
+        return PathRejected(Rejection(path=path, reason=reason, hint=hint, **also))
 
     if target.arch.refused:
         raise refuse(target.arch.refused)
@@ -55,7 +55,7 @@ def choose(
     cannot = kernel.cannot(problem)
     if cannot:
         raise refuse(*cannot)
-    denied = undeclared(path, problem, (kernel.op,), kernel.takes)
+    denied = undeclared_demand(path, problem, (kernel.op,), kernel.takes)
     if denied:
         raise refuse(f"the core kernel {denied.reason}", denied.hint)
 
@@ -72,7 +72,7 @@ def choose(
             "switch one off by PORTATTN_QUIRKS=-<id>, or install a released compiler",
         ) from None
     lowering, launch = quirked.lowering, quirked.fitted
-    cautions = () if path == INTERPRETER else untried(kernel.name, target, settings, registry, problem)
+    cautions = () if path == INTERPRETER else evidence_cautions(kernel.name, target, settings, registry, problem)
     choice = CoreChoice(
         kernel=kernel.name,
         form=kernel.form(lowering),
@@ -144,7 +144,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     else:
         lowering, launch, occupancy, split_threshold = Lowering(), Launch(), 1, SPLIT_THRESHOLD
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
-    tried = compilers.tried(target.toolchain.distribution)
+    tried = compilers.tried_range(target.toolchain.distribution)
     if tried and target.toolchain.within(target.toolchain.distribution, tried) is False:
         notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
     if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
@@ -316,7 +316,7 @@ def specialisation_key(
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
     }
     parts |= {"adapter": adapter} if adapter else {}
-    return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(pin_sizes(parts), order="deterministic")).hexdigest()[:32]
 
 
 def _adapter(registry: Registry, target: Target) -> str:

@@ -172,7 +172,7 @@ def load_tuning(path: Path, backend: str) -> Tuning:
     return read_tuning(path, backend, backend_options(), of_gradients)
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VerifiedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip.
 
     untested_ops      operations that are newer than that run, or that it did not reach
@@ -204,10 +204,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class _Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    seen: tuple[Seen, ...]
+    seen: tuple[VerifiedRun, ...]
 
 
-def load_verified(folder: Path) -> tuple[Seen, ...]:
+def load_verified(folder: Path) -> tuple[VerifiedRun, ...]:
     """Read a backend folder's verified.toml; nothing where it has none. Raises DataError (file, line, key)."""
     path = folder / "verified.toml"
     if not path.exists():

@@ -32,7 +32,7 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
         return _unknown_arch(backend, arch, f"arch {arch}, which is none of its arches", toolchain), ""
     # Several backends can share a device type: the one that can say something about the device has it.
     owner = next((b for b in candidates if _asked(b, "describe", index)), None)
-    candidates = [b for b in candidates if b.name not in {one.name for one in plugins.disabled()}]
+    candidates = [b for b in candidates if b.name not in {one.name for one in plugins.disabled_backends()}]
     if owner is None and index is not None and len(candidates) == 1:
         owner = candidates[0]  # a tensor's device: it is there
     if owner is not None:
@@ -43,12 +43,12 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
     known = ", ".join(sorted({b.device_type for b in registry.backends.values()}))
     seen = f"no backend knows device {device_type}:{index or 0}; device types of backends: {known}"
     # One that failed before it said its device type may be the one that is missing here.
-    perhaps = [b.told() for b in (*registry.broken, *plugins.disabled()) if b.device_type in ("", device_type)]
+    perhaps = [b.told() for b in (*registry.broken, *plugins.disabled_backends()) if b.device_type in ("", device_type)]
     return target, ". ".join([seen, *perhaps])
 
 
 def _asked(backend: Backend, question: str, *given: int | None) -> Any:
-    return plugins.asked(backend, question, own_backends(), *given)
+    return plugins.ask_backend(backend, question, own_backends(), *given)
 
 
 def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from portattn.config import Settings
-from portattn.planning.data_files import Seen, load_verified
+from portattn.planning.data_files import VerifiedRun, load_verified
 from portattn.planning.registry import Registry
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -13,7 +13,7 @@ from portattn.schema.target import Target
 _seen = functools.lru_cache(maxsize=16)(load_verified)
 
 
-def seen_to_run(target: Target, registry: Registry | None = None, problem: Problem | None = None) -> Seen | None:
+def seen_to_run(target: Target, registry: Registry | None = None, problem: Problem | None = None) -> VerifiedRun | None:
     """The evidence that the kernels are right on this arch with this toolchain, of a problem if one is given; None
     where there is none."""
     backend = (registry or Registry.load()).backends[target.backend]
@@ -29,7 +29,7 @@ def canaries_wanted(
     return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target, registry, problem) is None)
 
 
-def untried(
+def evidence_cautions(
     kernel: str, target: Target, settings: Settings, registry: Registry | None = None, problem: Problem | None = None
 ) -> tuple[str, ...]:
     """A caution for a plan, where the suite is not known to have passed with a kernel on such a chip with such a

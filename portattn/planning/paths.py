@@ -16,8 +16,8 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.planning import core_path, variant_path
 from portattn.planning.backend import Backend, Variant, VendorPath
-from portattn.planning.checks import Refused, undeclared
-from portattn.planning.evidence import untried
+from portattn.planning.checks import PathRejected, undeclared_demand
+from portattn.planning.evidence import evidence_cautions
 from portattn.planning.gradients import INTERPRETER, backward_problem, own_path
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
@@ -40,7 +40,7 @@ GROUPS = ("auto", "vendor", REFERENCE)  # values of `backend` that name no singl
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What is planned for, and with what knowledge: the arguments of planner.plan."""
 
     problem: Problem
@@ -72,13 +72,13 @@ class Path:
     """
 
     name: str
-    plan: Callable[[Asked], Plan]
+    plan: Callable[[PlanRequest], Plan]
     extra: bool = False
     defers: Callable[[Problem], str] = lambda problem: ""
 
 
 def _variant(variant: Variant) -> Path:
-    def plan(asked: Asked) -> Plan:
+    def plan(asked: PlanRequest) -> Plan:
         taken = variant_path.choose(variant, asked.problem, asked.target, asked.registry, asked.records, asked.settings)
         return asked.plan(variant.name, needs=variant.needs, **_trained(variant.name, asked, _fields(taken)))
 
@@ -86,14 +86,14 @@ def _variant(variant: Variant) -> Path:
 
 
 def _core(name: str) -> Path:
-    def plan(asked: Asked) -> Plan:
+    def plan(asked: PlanRequest) -> Plan:
         taken = core_path.choose(asked.problem, asked.target, asked.registry, asked.records, asked.settings)
         return asked.plan(name, **_trained(name, asked, _fields(taken)))
 
     return Path(name, plan)
 
 
-def _trained(name: str, asked: Asked, fields: dict[str, Any]) -> dict[str, Any]:
+def _trained(name: str, asked: PlanRequest, fields: dict[str, Any]) -> dict[str, Any]:
     """A plan's fields, with a note on what computes the gradients where they are asked for. Raises Refused where no
     kernel does: a path that torch differentiates must run then."""
     if not asked.problem.needs_grad:
@@ -107,7 +107,7 @@ def _trained(name: str, asked: Asked, fields: dict[str, Any]) -> dict[str, Any]:
     for path in _own(gradients, backend, requested):
         try:
             made = path.plan(gradients)
-        except Refused as refused:
+        except PathRejected as refused:
             no = refused.rejection
             continue
         if requested != "auto" or not path.defers(gradients.problem):
@@ -116,9 +116,9 @@ def _trained(name: str, asked: Asked, fields: dict[str, Any]) -> dict[str, Any]:
         taken = taken or made
     if taken is None:
         reason = f"gradients are asked for: {no.reason}"
-        raise Refused(Rejection(path=name, reason=reason, hint=no.hint, quirk=no.quirk, incident=no.incident))
+        raise PathRejected(Rejection(path=name, reason=reason, hint=no.hint, quirk=no.quirk, incident=no.incident))
     kernel = taken.kernel or taken.path
-    cautions = untried(kernel, asked.target, asked.settings, asked.registry, gradients.problem)
+    cautions = evidence_cautions(kernel, asked.target, asked.settings, asked.registry, gradients.problem)
     said = () if taken.path == INTERPRETER else cautions
     return {**fields, "notes": (*fields["notes"], *said, _gradients_by(taken.path))}
 
@@ -128,27 +128,29 @@ def _fields(taken: msgspec.Struct) -> dict[str, Any]:
 
 
 def _vendor(library: VendorPath, extra: bool) -> Path:
-    def plan(asked: Asked) -> Plan:
+    def plan(asked: PlanRequest) -> Plan:
         no = library.rejects(asked.problem, asked.target)
-        return _unless(no or undeclared(library.name, asked.problem, library.ops, library.takes), asked, library.name)
+        return _unless(
+            no or undeclared_demand(library.name, asked.problem, library.ops, library.takes), asked, library.name
+        )
 
     return Path(library.name, plan, extra)
 
 
-def _reference(asked: Asked) -> Plan:
+def _reference(asked: PlanRequest) -> Plan:
     problem = asked.problem
     instead = ROWS[problem.op].trained_by
     if problem.needs_grad and instead and asked.settings.backend != REFERENCE:
         # Calls are refused before they are planned (validate/checks.py, refuse_gradients): this is of a Problem's plan.
         hint = f"torch.no_grad() for inference; to train, {instead}; or backend='reference'"
-        raise Refused(Rejection(path=REFERENCE, reason=f"{problem.op} has no gradient", hint=hint))
+        raise PathRejected(Rejection(path=REFERENCE, reason=f"{problem.op} has no gradient", hint=hint))
     takes = TAKES[problem.op]
-    return _unless(undeclared(REFERENCE, problem, CORES, takes), asked, REFERENCE)
+    return _unless(undeclared_demand(REFERENCE, problem, CORES, takes), asked, REFERENCE)
 
 
-def _unless(rejection: Rejection | None, asked: Asked, path: str) -> Plan:
+def _unless(rejection: Rejection | None, asked: PlanRequest, path: str) -> Plan:
     if rejection is not None:
-        raise Refused(rejection)
+        raise PathRejected(rejection)
     return asked.plan(path, notes=(_gradients_by(path),) if asked.problem.needs_grad else ())
 
 
@@ -157,7 +159,7 @@ def _gradients_by(path: str) -> str:
     return f"gradients by {path}"
 
 
-def candidates(asked: Asked) -> Iterator[Path]:
+def candidates(asked: PlanRequest) -> Iterator[Path]:
     """The paths that the caller's `backend` allows, in order. Raises ArgumentError for one that nobody knows."""
     backend, requested = asked.registry.backends[asked.target.backend], asked.settings.backend
     known = _names(backend)
@@ -178,7 +180,7 @@ def _names(backend: Backend) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*GROUPS, *named]))
 
 
-def _own(asked: Asked, backend: Backend, requested: str) -> Iterator[Path]:
+def _own(asked: PlanRequest, backend: Backend, requested: str) -> Iterator[Path]:
     """Portattn's own kernels: variants for the target's chip, and the core."""
     automatic = requested == "auto"
     for variant in backend.variants:
@@ -190,7 +192,7 @@ def _own(asked: Asked, backend: Backend, requested: str) -> Iterator[Path]:
         yield _core(backend.core_path)
 
 
-def _candidates(asked: Asked, backend: Backend, requested: str) -> Iterator[Path]:
+def _candidates(asked: PlanRequest, backend: Backend, requested: str) -> Iterator[Path]:
     automatic = requested == "auto"
     yield from _own(asked, backend, requested)
     for library in backend.vendor:

@@ -9,8 +9,8 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
-from portattn.planning.checks import Refused
-from portattn.planning.paths import INTERPRETER, REFERENCE, Asked, candidates
+from portattn.planning.checks import PathRejected
+from portattn.planning.paths import INTERPRETER, REFERENCE, PlanRequest, candidates
 from portattn.planning.registry import Registry
 from portattn.schema.compile_record import NO_RECORDS, CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Plan, Rejection
@@ -43,7 +43,7 @@ def plan(
     registry = registry or Registry.load()
     settings = settings or Settings()
     registry.overrides(settings.quirks)  # a misspelt id is an error on every path
-    asked = Asked(problem, target, registry, records, settings)
+    asked = PlanRequest(problem, target, registry, records, settings)
     automatic = settings.backend == "auto"
     core = registry.backends[target.backend].core_path
 
@@ -56,9 +56,9 @@ def plan(
     for path in candidates(asked):
         try:
             if barred and path.name != REFERENCE:
-                raise Refused(Rejection(path=path.name, reason=f"{barred} leads to the reference", quirk=barred))
+                raise PathRejected(Rejection(path=path.name, reason=f"{barred} leads to the reference", quirk=barred))
             made = path.plan(asked)
-        except Refused as refused:
+        except PathRejected as refused:
             no = refused.rejection
             if deferred is not None and not path.extra:
                 return msgspec.structs.replace(deferred, notes=(*deferred.notes, no.note()))

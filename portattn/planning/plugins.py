@@ -154,7 +154,7 @@ def _brought(
     except Exception as error:  # noqa: BLE001 - as in `find`
         return {}, (_fault(error),)
     found = {name: one for name, one in found.items() if one.file not in {other.file for other in earlier.values()}}
-    taken = {name: text for name, one in found.items() if (text := compilers.taken(name, one, earlier))}
+    taken = {name: text for name, one in found.items() if (text := compilers.name_conflict(name, one, earlier))}
     faults = tuple(Fault(text=text, file=found[name].file) for name, text in taken.items())
     return {name: one for name, one in found.items() if name not in taken}, faults
 
@@ -200,7 +200,7 @@ def without_left_out(overrides: str, known: Collection[str], broken: Collection[
     return ",".join(kept)
 
 
-def asked(backend: Backend, question: str, own: Collection[str], *given: Any) -> Any:
+def ask_backend(backend: Backend, question: str, own: Collection[str], *given: Any) -> Any:
     """The answer of a backend about this machine: of its method `question`. None where it has been disabled.
 
     own  names of portattn's own backends, whose exceptions go through
@@ -230,7 +230,7 @@ def _disable(backend: Backend, question: str, error: Exception) -> None:
     warn([one])
 
 
-def disabled() -> tuple[Broken, ...]:
+def disabled_backends() -> tuple[Broken, ...]:
     """Backends of packages that raised when they were asked about this machine."""
     return tuple(_disabled.values())
 

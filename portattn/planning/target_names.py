@@ -53,7 +53,7 @@ def resolve(name: str, arches: Arches, words: Words | None = None) -> tuple[str,
     raise ArgumentError("target", "name", name, limit)
 
 
-def mentioned(text: str, arches: Arches, words: Words) -> dict[tuple[str, str], str]:
+def mentioned_chips(text: str, arches: Arches, words: Words) -> dict[tuple[str, str], str]:
     """(backend, arch) of each chip that a running text names as a driver does, and the words that do: a word that its
     maker's devices have in common (Backend.device_words), or `Ascend`, and the whole name of a chip behind it."""
     known: dict[tuple[str, str], dict[str, None]] = {}

@@ -12,16 +12,16 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.planning.backend import Variant
-from portattn.planning.checks import Refused, undeclared
+from portattn.planning.checks import PathRejected, undeclared_demand
 from portattn.planning.core_path import OPTIONAL, hint, kernel_source_digest, timed_with_another
 from portattn.planning.data_files import has_arches
-from portattn.planning.evidence import untried
+from portattn.planning.evidence import evidence_cautions
 from portattn.planning.registry import Registry
 from portattn.schema.compile_record import CompileRecords
 from portattn.schema.plan import Applied, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Quirk, concerning
-from portattn.schema.symbolic_int import pinned
+from portattn.schema.symbolic_int import pin_sizes
 from portattn.schema.target import Target
 from portattn.version import __version__
 
@@ -49,18 +49,18 @@ def choose(
     variant: Variant, problem: Problem, target: Target, registry: Registry, records: CompileRecords, settings: Settings
 ) -> VariantChoice:
     """How the variant runs the problem. Raises Refused with the reason when it does not."""
-    no = variant.rejects(problem, target) or undeclared(variant.name, problem, variant.ops, variant.takes)
+    no = variant.rejects(problem, target) or undeclared_demand(variant.name, problem, variant.ops, variant.takes)
     if no is not None:
-        raise Refused(no)
+        raise PathRejected(no)
     found = quirks_of(variant.name, problem, target, registry, settings)
     blocker = next((quirk for quirk in found if quirk.effect.path), None)
     if blocker is not None:
-        raise Refused(Rejection(path=variant.name, reason=blocker.title, hint=hint(blocker), quirk=blocker.id))
+        raise PathRejected(Rejection(path=variant.name, reason=blocker.title, hint=hint(blocker), quirk=blocker.id))
     schedule = variant.describe(problem)
     key = key_of(variant, problem, schedule, target)
     record = records.get(key)
     if record is not None and not record.passed:
-        raise Refused(
+        raise PathRejected(
             Rejection(
                 path=variant.name,
                 reason=f"it {record.told()}",
@@ -70,7 +70,7 @@ def choose(
         )
     known = target.toolchain
     cautions = tuple(Applied(id=q.id, sentence=q.sentence(), note=q.doubt(known)) for q in found)
-    notes = untried(variant.name, target, settings, registry, problem)
+    notes = evidence_cautions(variant.name, target, settings, registry, problem)
     timed_with = variant.timed_with(problem)
     if schedule and not timed_with:
         notes += (UNTIMED,)
@@ -103,7 +103,7 @@ def key_of(variant: Variant, problem: Problem, schedule: dict[str, Any], target:
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
     }
-    return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(pin_sizes(parts), order="deterministic")).hexdigest()[:32]
 
 
 def source_digest(variant: Variant) -> str:

@@ -15,7 +15,7 @@ from portattn.reference.extents import Reach
 from portattn.reference.keyblocks import key_blocks, key_heads
 from portattn.reference.rowblocks import RowBlock, RowTensor, Statistics
 from portattn.reference.scoreterms import finite_sinks, has_terms, with_terms
-from portattn.reference.tiles import Tile, Tiling, kept
+from portattn.reference.tiles import Tile, Tiling, dropout_keep_mask
 from portattn.schema.call import Call
 
 
@@ -151,7 +151,7 @@ class Backward:
         of_probabilities = torch.bmm(block.grads, v.transpose(1, 2)).view_as(scores)
         dropped = probabilities
         if call.dropout_p:
-            factor = kept(call, block.rows, tile.keys).to(scores.dtype).div_(1.0 - call.dropout_p)
+            factor = dropout_keep_mask(call, block.rows, tile.keys).to(scores.dtype).div_(1.0 - call.dropout_p)
             dropped, of_probabilities = probabilities * factor, of_probabilities.mul_(factor)
         of_v = torch.bmm(dropped.view(*q.shape[:2], -1).transpose(1, 2), block.grads)
         of_scores = _hidden(tile, of_probabilities.sub_(block.delta).mul_(probabilities), 0.0)

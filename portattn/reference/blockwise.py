@@ -13,9 +13,9 @@ import torch
 from portattn.reference import recomputed
 from portattn.reference.extents import Reach
 from portattn.reference.keyblocks import key_heads
-from portattn.reference.rowblocks import Results, RowBlock, Statistics
+from portattn.reference.rowblocks import RowBlock, RowBlockResults, Statistics
 from portattn.reference.scoreterms import finite_sinks, has_terms, with_terms
-from portattn.reference.tiles import Tiling, kept
+from portattn.reference.tiles import Tiling, dropout_keep_mask
 from portattn.schema.call import TENSORS, Call
 
 # Scores held at a time: rows × keys × heads × batch elements of float32. 2**24 of them are 64 MiB; on a CPU fewer are
@@ -66,7 +66,7 @@ def _forward(call: Call, statistics: Statistics | None = None) -> tuple[torch.Te
 
     statistics  where each row's largest score, sum and output go
     """
-    tiling, results = tiling_of(call), Results(call)
+    tiling, results = tiling_of(call), RowBlockResults(call)
     for rows, seen in tiling.row_blocks():
         out, row_max, row_sum, some = _attend(tiling, rows, seen)
         lse = row_max + torch.log(row_sum.masked_fill(~some, 1.0))
@@ -118,7 +118,9 @@ def _attend(
         correction = torch.exp(row_max - base)
         row_sum = row_sum * correction + probabilities.sum(dim=-1, keepdim=True)
         if call.dropout_p and call.dropout_seed is not None:
-            probabilities = probabilities.masked_fill(~kept(call, rows, tile.keys), 0.0) / (1.0 - call.dropout_p)
+            probabilities = probabilities.masked_fill(~dropout_keep_mask(call, rows, tile.keys), 0.0) / (
+                1.0 - call.dropout_p
+            )
         elif call.dropout_p:
             probabilities = torch.nn.functional.dropout(probabilities, call.dropout_p)
         acc = torch.mul(acc, correction.view(*acc.shape[:2], 1), out=free(acc))

@@ -66,7 +66,7 @@ def _widened(call: Call, numbers: torch.Tensor, rows: slice | torch.Tensor) -> t
     return dequantize(numbers, call.problem.q_format, scale)
 
 
-class Results:
+class RowBlockResults:
     """Takes the results of row blocks in order, and gives the call's output and LSE.
 
     With gradients the pieces are kept: in-place assembly would record every slice, and one concatenation is what

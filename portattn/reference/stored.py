@@ -33,9 +33,9 @@ def dequantize(
         return numbers if scale is None else numbers * scale[..., None]
     if kind == INT4:
         assert scale is not None
-        numbers = unpacked(stored).float()
+        numbers = unpack_int4(stored).float()
         if by_token:
-            scale, zero = parted(scale)
+            scale, zero = split_scale(scale)
             return (numbers - zero[..., None]) * scale[..., None]
         return (numbers - MIDDLE) * scale[..., None]
     numbers = stored.view(KV_DTYPE[kind]).float()
@@ -44,18 +44,18 @@ def dequantize(
 
 def of_blocks(stored: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Numbers (…, D) of nvfp4 bytes (…, D / 2), times the scales (…, D / 16) of their blocks of 16."""
-    codes = unpacked(stored)
+    codes = unpack_int4(stored)
     numbers = torch.tensor(E2M1, device=stored.device)[(codes & 7).long()]
     numbers = torch.where(codes & 8 != 0, -numbers, numbers).unflatten(-1, (-1, NV_BLOCK))
     return (numbers * blocks.view(BLOCK_SCALES).float()[..., None]).flatten(-2)
 
 
-def unpacked(stored: torch.Tensor) -> torch.Tensor:
+def unpack_int4(stored: torch.Tensor) -> torch.Tensor:
     """The numbers 0 to 15 (…, D) of bytes (…, D / 2), as int8: of each byte the lower four bits come first."""
     return torch.stack((stored & 15, (stored >> 4) & 15), dim=-1).flatten(-2)
 
 
-def parted(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A token's scale of int4 numbers without its lowest four bits, and what these say: the number that stands for 0.
 
     Source: vLLM's int4_per_token_head, vllm/v1/attention/ops/int4_per_token_head.py.

@@ -116,7 +116,7 @@ class Tiling:
             yield Tile(keys, k, v, bias, distance, keep)
 
 
-def kept(call: Call, rows: RowBlock, keys: KeyBlock) -> torch.Tensor:
+def dropout_keep_mask(call: Call, rows: RowBlock, keys: KeyBlock) -> torch.Tensor:
     """Which probabilities dropout's seed keeps: bool (B, Hq, rows, keys)."""
     assert call.dropout_seed is not None
     p, device = call.problem, call.q.device

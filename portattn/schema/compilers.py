@@ -187,7 +187,7 @@ def bring(found: Mapping[str, Compiler], left_out: Collection[str] = (), broken:
     _brought.compilers = dict(found)
 
 
-def known() -> dict[str, Compiler]:
+def all_compilers() -> dict[str, Compiler]:
     """Every compiler by name: portattn's own, then those that installed packages bring."""
     if _brought.compilers is None and not getattr(_brought.here, "loading", False):
         pkgutil.resolve_name(_LOOK)()
@@ -196,20 +196,20 @@ def known() -> dict[str, Compiler]:
 
 def names() -> tuple[str, ...]:
     """Names of all known compilers."""
-    return tuple(known())
+    return tuple(all_compilers())
 
 
 def is_compiler(name: str) -> bool:
     """Whether a file may name this compiler: it is known, or brought by a package that is left out as broken."""
     if name in own() or name in COMPONENTS:
         return name in own()  # nobody is asked
-    return name in known() or name in _brought.left_out
+    return name in all_compilers() or name in _brought.left_out
 
 
 def find(name: str) -> Compiler | None:
     """The compiler of a distribution's name or alias, however it is spelt; None for one that nobody brings."""
     name = canonicalize_name(name)
-    for some in (own, known):  # a name of portattn's own needs no other package
+    for some in (own, all_compilers):  # a name of portattn's own needs no other package
         for one in some().values():
             if name == one.name or name in one.aliases:
                 return one
@@ -228,13 +228,13 @@ def version(name: str, stated: str) -> str:
     return one.version(stated) if one else stated
 
 
-def released(name: str) -> tuple[str, ...]:
+def released_versions(name: str) -> tuple[str, ...]:
     """Published versions of a compiler, oldest first; none where nobody says."""
     one = find(name)
     return one.released if one else ()
 
 
-def tried(name: str) -> str:
+def tried_range(name: str) -> str:
     """The range of a compiler's versions that kernels were compiled with; empty where nobody says."""
     one = find(name)
     return one.tried if one else ""
@@ -248,12 +248,12 @@ def canonical(name: str) -> str:
 
 def stages() -> tuple[str, ...]:
     """Stages that compilers of packages have beside Triton's."""
-    return tuple(stage for one in known().values() for stage in one.stages)
+    return tuple(stage for one in all_compilers().values() for stage in one.stages)
 
 
 def variables() -> tuple[str, ...]:
     """Environment variables that compilers of packages read, and that a quirk may set."""
-    return tuple(name for one in known().values() for name in one.variables)
+    return tuple(name for one in all_compilers().values() for name in one.variables)
 
 
 def unknown(name: str) -> str:
@@ -263,7 +263,7 @@ def unknown(name: str) -> str:
     return ". ".join([told, *_brought.broken])
 
 
-def taken(name: str, one: Compiler, earlier: Mapping[str, Compiler]) -> str:
+def name_conflict(name: str, one: Compiler, earlier: Mapping[str, Compiler]) -> str:
     """Why a package cannot bring a compiler: another brings a name of it. Empty where it can."""
     for other in earlier.values():
         both = {name, *one.aliases} & {other.name, *other.aliases}

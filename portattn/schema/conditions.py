@@ -99,7 +99,7 @@ def parse(text: str) -> Condition:
 
 def texts_hold(texts: tuple[str, ...], features: Mapping[str, Any]) -> bool:
     """Whether all conditions hold, given as they are written. Raises ValueError where one is none."""
-    return all_hold(parsed(texts), features)
+    return all_hold(parse_all(texts), features)
 
 
 def first_that_holds(named: Iterable[tuple[int, tuple[str, ...]]], features: Mapping[str, Any]) -> int | None:
@@ -109,11 +109,11 @@ def first_that_holds(named: Iterable[tuple[int, tuple[str, ...]]], features: Map
 
 def names(texts: tuple[str, ...]) -> tuple[str, ...]:
     """What each condition asks about. Raises ValueError where one is none."""
-    return tuple(condition.name for condition in parsed(texts))
+    return tuple(condition.name for condition in parse_all(texts))
 
 
 @functools.lru_cache(maxsize=1024)
-def parsed(texts: tuple[str, ...]) -> tuple[Condition, ...]:
+def parse_all(texts: tuple[str, ...]) -> tuple[Condition, ...]:
     """Conditions as they are written, parsed once. Raises ValueError where one is none."""
     return tuple(parse(text) for text in texts)
 

@@ -14,7 +14,7 @@ from portattn.errors import SettingError
 from portattn.schema import conditions, quirk_names
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.symbolic_int import pinned
+from portattn.schema.symbolic_int import pin_sizes
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
 
@@ -28,10 +28,10 @@ __all__ = [
     "Effect",
     "Evidence",
     "Level",
+    "ProbeRun",
     "Quirk",
-    "Retired",
+    "Retirement",
     "Symptom",
-    "Verified",
     "When",
     "describe_effect",
     "launch_holds",
@@ -138,7 +138,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     review_by: datetime.date | None = None
 
 
-class Verified(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProbeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one run of the probe saw. Written by the tool only; one for each (toolchain, target).
 
     off, on  the arms without and with the work-around: "pass", "fail:signature", "fail:<other kind>"; `on` is "not run"
@@ -157,7 +157,7 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stand_in: str = ""
 
 
-class Retired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Retirement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tombstone: the entry applies no more, and its id stays taken.
 
     fixed_in     first compiler without the bug, NAME==VERSION; empty when it is not known, or was no bug
@@ -186,8 +186,8 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     when: When
     effect: Effect
     evidence: Evidence
-    verified: tuple[Verified, ...] = ()
-    retired: Retired | None = None
+    verified: tuple[ProbeRun, ...] = ()
+    retired: Retirement | None = None
     file: str = ""
 
     def applies(
@@ -220,7 +220,7 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def reaches(self, variant: str, problem: Problem, target: Target) -> bool:
         """Whether every condition holds for a variant, which has none of the core's choices and launch values."""
-        features = conditions.parsed(self.when.features)
+        features = conditions.parse_all(self.when.features)
         return (
             self.names_variant(variant, target)
             and self.in_range(target.toolchain)
@@ -284,7 +284,7 @@ def describe_effect(effect: Effect) -> str:
 
 def launch_holds(seen: Any, wanted: bool | int | str) -> bool:
     """Whether a launch value is the one wanted, or compares as wanted (">=4"). An option that is not set never does."""
-    seen = pinned(seen)
+    seen = pin_sizes(seen)
     match = NUMBER.match(wanted) if isinstance(wanted, str) else None
     if not match:
         return type(seen) is type(wanted) and bool(seen == wanted)

@@ -140,7 +140,7 @@ class Trace:
             raise Untraceable(f"a size meets {value!r}")
         return ("constant", value)
 
-    def program(self, outputs: Sequence[int]) -> Program:
+    def program(self, outputs: Sequence[int]) -> TraceProgram:
         """What gives these results of other inputs; outputs may be integers too."""
         constants: dict[int, int] = {}
         needed: set[int] = set()
@@ -178,7 +178,7 @@ class Trace:
                 registers[one] = len(registers)
             else:
                 code.append((one[0], (registers[one[1]], registers[one[2]])))
-        return Program(len(self.inputs), tuple(constants), tuple(code), tuple(registers[ref] for ref in ends))
+        return TraceProgram(len(self.inputs), tuple(constants), tuple(code), tuple(registers[ref] for ref in ends))
 
 
 class Size:
@@ -271,12 +271,12 @@ def plain(value: int | Size) -> int:
     return value.value if isinstance(value, Size) else value
 
 
-def pinned(value: Any) -> Any:
+def pin_sizes(value: Any) -> Any:
     """The value with every Size in it, in tuples, lists, mappings and structs, replaced by its number, and pinned."""
     return _replaced(value, Size.pin)
 
 
-def unpinned(value: Any) -> Any:
+def plain_sizes(value: Any) -> Any:
     """As `pinned`, without pinning: what the value is for the traced call itself."""
     return _replaced(value, plain)
 
@@ -296,7 +296,7 @@ def _replaced(value: Any, number: Callable[[Any], int]) -> Any:
     return value
 
 
-class Program:
+class TraceProgram:
     """What a Trace wrote down. Called with other inputs it gives the outputs, or None where a comparison fails.
 
     inputs     how many there are
@@ -367,7 +367,7 @@ class Program:
         return cast("Callable[[Sequence[int]], list[int] | None]", functions["run"])
 
 
-class Outputs:
+class ProgramOutputs:
     """Numbers that a program shall give, collected before it is made: `of` gives a number's place among them."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ def spans(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def held(values: torch.Tensor) -> torch.Tensor:
+def collapse_broadcast(values: torch.Tensor) -> torch.Tensor:
     """What memory really holds of broadcast values: dimensions with a stride of 0 are 1 long."""
     return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]
 

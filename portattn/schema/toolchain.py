@@ -154,7 +154,7 @@ def in_range(version: str, text: str) -> bool:
 
 def _released(name: str, version: str) -> tuple[str, str]:
     """A compiler's name, and its version as it was released: 3.9 and v3.9.0 are 3.9.0."""
-    same = (known for known in compilers.released(name) if Version(known) == Version(version))
+    same = (known for known in compilers.released_versions(name) if Version(known) == Version(version))
     return name, next(same, str(Version(version)))
 
 
@@ -217,7 +217,7 @@ def _stated(folder: Path) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
-def installed() -> Toolchain:
+def installed_toolchain() -> Toolchain:
     """The Triton of this Python, or the fork in its place, read from installed metadata; it is not imported."""
     folder = _triton_folder()
     if folder is None:
@@ -244,14 +244,18 @@ def _toolchain(name: str, version: str, folder: Path) -> Toolchain:
 def installed_beside() -> list[Toolchain]:
     """The compilers of this Python that are added to Triton: in folders of their own, whatever occupies triton/."""
     found = []
-    for one in compilers.known().values():
+    for one in compilers.all_compilers().values():
         folder = _folder(one.package) if one.package != TRITON else None
         if folder is None:
             continue
         named = ((name, version) for name, version in reversed(owners(folder)) if compilers.canonical(name) == one.name)
         if claim := next(named, None):
             # The Triton that it is added to takes part in what it compiles.
-            found.append(_toolchain(*claim, folder).with_components({installed().distribution: installed().version}))
+            found.append(
+                _toolchain(*claim, folder).with_components(
+                    {installed_toolchain().distribution: installed_toolchain().version}
+                )
+            )
     return found
 
 
@@ -261,7 +265,7 @@ def installed_for(names: Collection[str]) -> Toolchain:
 
     names  Backend.compilers; any compiler may serve where it is empty
     """
-    found = installed()
+    found = installed_toolchain()
     if not names or found.distribution in names or all(name in compilers.own() for name in names):
         return found  # none of portattn's own is added to Triton
     beside = {one.distribution: one for one in installed_beside()}
@@ -271,7 +275,7 @@ def installed_for(names: Collection[str]) -> Toolchain:
 def is_installed(toolchain: Toolchain | str) -> bool:
     """Whether a toolchain, told by NAME==VERSION, is this Python's."""
     wanted = str(toolchain)
-    if wanted == str(installed()):
+    if wanted == str(installed_toolchain()):
         return True
     name = wanted.partition("==")[0]
     return name not in compilers.own() and any(wanted == str(one) for one in installed_beside())

@@ -31,7 +31,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     note: str = ""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProblemFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One problem that an entry was chosen by. Times are medians in microseconds, of candidates that took turns.
 
     us, least, most  the chosen candidate's median, and its fastest and slowest call
@@ -73,7 +73,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     registers: int | None = None
     spills: int | None = None
     scratchpad_bytes: int | None = None
-    figures: tuple[Figures, ...] = ()
+    figures: tuple[ProblemFigures, ...] = ()
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

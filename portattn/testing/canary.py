@@ -145,12 +145,12 @@ def _in_words(made: Plan) -> bool:
 
 def _as_read(made: Plan, problem: Problem, target: Target, settings: Settings) -> tuple[Problem, Plan | None]:
     """The plan of a case that reads its cache as `made` does, and the case as it was changed for that."""
-    case = planned(problem, target, settings, made.path)
+    case = plan_case(problem, target, settings, made.path)
     # Rows that are not aligned are not read in words, nor is what new rows of float32 are stored as.
     for other in ({"aligned": False, "word_aligned": False}, {"dtype": made.problem.dtype}):
         if case is not None and _in_words(case) and not _in_words(made):
             problem = msgspec.structs.replace(problem, **other)
-            case = planned(problem, target, settings, made.path)
+            case = plan_case(problem, target, settings, made.path)
     return problem, case if case is None or _in_words(case) == _in_words(made) else None
 
 
@@ -181,7 +181,7 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
         unclear: list[tuple[Problem, Plan]] = []
         with contextlib.closing(_answers(asked, at_once, target, settings, device)) as answers:
             for problem, case, reply in answers:
-                symptom, cause = judged(reply, target, problem)
+                symptom, cause = judge_reply(reply, target, problem)
                 if symptom:
                     incident = _incident(case, target, symptom, cause, reply)
                     kept = records.add_incident(incident)
@@ -258,7 +258,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
-def planned(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:
+def plan_case(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:
     """The plan of one case by a path; None where the path does not take it (a quirk, or a limit)."""
     asked = msgspec.structs.replace(settings, backend=path, fallback="silent")
     try:
@@ -270,7 +270,7 @@ def planned(problem: Problem, target: Target, settings: Settings, path: str) -> 
         return None
 
 
-def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
+def judge_reply(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
     """(symptom, cause) of a canary's answer: ("", "") when it passed, ("", cause) when it says nothing.
 
     Only what a kernel did on the device rejects it: wrong numbers, an access or an instruction that the device

@@ -156,7 +156,7 @@ class DenseView:
         return packed
 
 
-def allowed(call: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
+def allowed_keys(call: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
     """Which key each query may attend by lengths, causal mask, window, chunk and tree mask: bool (B, rows, Sk).
 
     Rows and keys outside a sequence are False. A mask, a bias of -inf and the choice of tokens come on top.
@@ -242,7 +242,7 @@ def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
         k = _dequantised(call, call.k, p.kv_format, call.k_scale, call.k_block_scale)
         v = _dequantised(call, call.v, p.v_format, call.v_scale, call.v_block_scale)
     j = torch.arange(p.seq_k, device=call.q.device)[None, None, None]
-    keep = allowed(call, i)[:, None]
+    keep = allowed_keys(call, i)[:, None]
     if call.indices is not None and call.counts is not None:
         token = call.indices.long()  # (B, Hq, Lmax)
         place = torch.arange(p.tokens, device=call.q.device)

@@ -23,7 +23,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.quirk import Level
 from portattn.schema.target import Target
 from portattn.testing.findings import Facts, Lint, Numerics
-from portattn.testing.numerics import numerics, request_of, scaled
+from portattn.testing.numerics import numerics, request_of, scale_down
 from portattn.worker.client import Reply, Worker
 
 
@@ -150,7 +150,7 @@ class Executor:
         if mine:
             try:
                 reply = runner.request(self.task, self.seconds, **request, texts=pieces)
-                future.set_result(judged(reply, where, problem))
+                future.set_result(reply_numerics(reply, where, problem))
             except BaseException as error:
                 future.set_exception(error)  # a waiting thread must not wait for ever
                 raise
@@ -162,7 +162,7 @@ def small_problems(plan: Plan) -> list[Problem]:
 
     The last sequence of a batch ends where memory does: an access past it is seen only where its last tile is in use.
     """
-    small = scaled(plan.problem, plan.specialised[1])
+    small = scale_down(plan.problem, plan.specialised[1])
     totals = {
         name: None if getattr(small, name) is None else longest
         for name, longest in (("total_q", small.seq_q), ("total_k", small.seq_k))
@@ -171,7 +171,7 @@ def small_problems(plan: Plan) -> list[Problem]:
     return [small] if alone == small else [small, alone]
 
 
-def judged(reply: Reply, where: str, problem: Problem) -> Numerics:
+def reply_numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
     """A runner's answer as Numerics. An access outside an argument's memory is a failure, whatever the numbers."""
     strays = str(reply.facts.get("strays", ""))
     facts = {name: value for name, value in reply.facts.items() if name != "strays"}

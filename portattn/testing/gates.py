@@ -80,7 +80,7 @@ def _explained(gate: Gate, plan: Plan, target: Target, registry: Registry) -> Ga
     return msgspec.structs.replace(gate, explained_by=cause)
 
 
-def explained(lints: Iterable[Lint], plan: Plan, target: Target, registry: Registry) -> tuple[Lint, ...]:
+def explain_lints(lints: Iterable[Lint], plan: Plan, target: Target, registry: Registry) -> tuple[Lint, ...]:
     """Lints with the quirks that explain them."""
     symptoms: tuple[Symptom, ...] = ("slow", "resource-limit", "wrong-result")
     return tuple(

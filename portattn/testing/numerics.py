@@ -20,7 +20,7 @@ from portattn.schema.lowering import Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.testing.findings import Numerics
 from portattn.worker.client import Reply, Worker
 
@@ -42,7 +42,7 @@ CPU_SEQ = 256  # a CPU runs the reference, which has no tiles to fill
 
 def interpreter_missing() -> str:
     """Why kernels cannot be interpreted here; empty when they can."""
-    toolchain = installed()
+    toolchain = installed_toolchain()
     if toolchain.distribution != "triton":
         return f"the interpreter needs community Triton, and this Python has {toolchain}"
     numpy = metadata.version("numpy")
@@ -57,7 +57,7 @@ def lacking(load: str, toolchain: Toolchain) -> str:
     return name if name and toolchain.within("triton", releases) is False else ""
 
 
-def scaled(problem: Problem, launch: Launch) -> Problem:
+def scale_down(problem: Problem, launch: Launch) -> Problem:
     """The problem with batch, heads and lengths scaled down for the interpreter."""
     group = problem.group if ROWS[problem.op].packs_heads else 1
     block_m, block_n = (max(getattr(one, name) for one in launch.kernels()) for name in ("block_m", "block_n"))
@@ -153,8 +153,8 @@ class Interpreter:
 
     def check(self, plan: Plan, worker: Worker) -> Numerics:
         """Numerics of a core plan's kernels; a second asker waits for the first one's answer."""
-        problem = scaled(plan.problem, plan.specialised[1])
-        where = f"interpreter, {installed()}"
+        problem = scale_down(plan.problem, plan.specialised[1])
+        where = f"interpreter, {installed_toolchain()}"
         if self.missing:
             return Numerics(outcome="not_run", where=where, reason=self.missing)
         fields = request_of(plan, problem, "interpreter", "cpu:generic", "cpu")
@@ -166,7 +166,7 @@ class Interpreter:
             fields["lowering"]["unpack"] = "bytes" if ROWS[problem.op].writes else "words"
         if "reads" in fields["lowering"]:
             fields["lowering"]["reads"] = "masked"  # its tiles are powers of two, and it reads what a mask lets it
-        if lacks := lacking(fields["lowering"].get("load", ""), installed()):
+        if lacks := lacking(fields["lowering"].get("load", ""), installed_toolchain()):
             # The same elements by other code of the kernel: all else of it is shown, and that this is not is said.
             fields["lowering"]["load"] = "pointer"
             where += f", which has no {lacks}: tiles are loaded by pointers instead"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from portattn.schema.call import Call
-from portattn.testing.dense_view import allowed, dense_view
+from portattn.testing.dense_view import allowed_keys, dense_view
 
-__all__ = ["allowed", "oracle"]
+__all__ = ["allowed_keys", "oracle"]
 
 
 def oracle(call: Call, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

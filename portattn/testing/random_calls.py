@@ -10,7 +10,7 @@ import torch
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import DS_GROUP, DS_MLA, NV_BLOCK, NVFP4, SAGE_BLOCK, WORD_ALIGNMENT
-from portattn.schema.tensors import INT4, KV_DTYPE, KV_STORED, held
+from portattn.schema.tensors import INT4, KV_DTYPE, KV_STORED, collapse_broadcast
 from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features
 from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
 from portattn.validate.checks import words_aligned
@@ -19,7 +19,7 @@ SPREAD = 2.0  # scales differ by factors up to this from the one that fills the 
 _LARGEST = {"int8": 127.0}
 
 
-def stored(
+def store_values(
     p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator, block: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
@@ -216,12 +216,12 @@ def random_call(
         v, v_scale, v_blocks = in_blocks(p, v, unused, generator)
         apart = "plain" if strides == "transposed" else strides  # of scales the last axis is contiguous
     elif p.kv_format != "as_q":
-        k, k_scale = stored(p, k, unused, generator, SAGE_BLOCK if p.q_format == "int8" else 1)
-        v, v_scale = stored(p, v, unused, generator) if p.v_format != "as_q" else (v, None)
+        k, k_scale = store_values(p, k, unused, generator, SAGE_BLOCK if p.q_format == "int8" else 1)
+        v, v_scale = store_values(p, v, unused, generator) if p.v_format != "as_q" else (v, None)
         if p.op == "mla_attention":  # a latent row is key and value
             v, v_scale = k[..., : p.head_dim_v], k_scale
     if p.q_format != "as_q":
-        q, q_scale = stored(p, q, spoilt[:, None].expand(q.shape[:3]), generator)
+        q, q_scale = store_values(p, q, spoilt[:, None].expand(q.shape[:3]), generator)
     queries, (k, v) = _queries(p, q, strides, device), _caches(p, k, v, strides, device)
     if k_scale is not None and p.kv_scales == "token":  # laid out as the cache is
         scales = k_scale if v_scale is None else v_scale
@@ -352,4 +352,4 @@ def _combined(k: torch.Tensor, v: torch.Tensor, layout: str, device: str) -> tup
 
 def _moved(values: torch.Tensor, device: str) -> torch.Tensor:
     """On the device, with strides of 0 where they are."""
-    return held(values).to(device).expand_as(values)
+    return collapse_broadcast(values).to(device).expand_as(values)

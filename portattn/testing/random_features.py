@@ -6,7 +6,7 @@ import torch
 
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.problem import Problem
-from portattn.schema.tensors import held
+from portattn.schema.tensors import collapse_broadcast
 from portattn.testing.random_lengths import GARBAGE_IDS, Lengths
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -162,7 +162,7 @@ def attended_keys(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor
     for name in ("mask", "bias"):
         values = features.get(name)
         if values is not None:
-            shown = held(values) if name == "mask" else held(values) != float("-inf")
+            shown = collapse_broadcast(values) if name == "mask" else collapse_broadcast(values) != float("-inf")
             shown = shown.any(dim=2).expand(p.batch, p.heads_q, p.seq_k)
             attended &= shown.reshape(p.batch, p.heads_k, p.group, p.seq_k).any(dim=2)
     indices, counts = features.get("indices"), features.get("counts")

@@ -20,7 +20,15 @@ from portattn.testing.random_calls import random_call
 from portattn.testing.random_features import DTYPES
 
 __all__ = [
-    "DTYPES", "budget", "judge", "largest", "misplaced", "nan_filled_memory", "on_cpu", "random_call", "rounded",
+    "DTYPES",
+    "budget",
+    "count_misplaced",
+    "judge",
+    "largest",
+    "nan_filled_memory",
+    "on_cpu",
+    "random_call",
+    "round_fraction",
     "same_dtype",
 ]  # fmt: skip
 BUDGET_FACTOR = 2.0  # our error may be twice that of the same mathematics in torch, in the same dtype
@@ -58,7 +66,7 @@ def judge(
     facts: dict[str, int | float] = {
         "error": largest(out.double() - expected),
         "budget": budget(out.dtype, expected, same),
-        "wrong": misplaced(out, expected) + int((out[empty] != 0).sum()),
+        "wrong": count_misplaced(out, expected) + int((out[empty] != 0).sum()),
     }
     if lse is not None:
         lse = lse.detach().cpu()
@@ -66,7 +74,7 @@ def judge(
         facts["lse_budget"] = budget(torch.float32, expected_lse, same_lse, LSE_LEAST)
         if probabilities != "as_q":
             facts["lse_budget"] += NARROW_SUM * largest(view.products(view.q.abs(), view.k.abs())) * abs(call.scale)
-        facts["wrong"] += misplaced(lse, expected_lse)
+        facts["wrong"] += count_misplaced(lse, expected_lse)
     return facts
 
 
@@ -76,7 +84,7 @@ def budget(dtype: torch.dtype, expected: torch.Tensor, same: torch.Tensor, least
     return BUDGET_FACTOR * largest(same.double() - expected) + ulps * max(largest(expected), least)
 
 
-def misplaced(ours: torch.Tensor, expected: torch.Tensor) -> int:
+def count_misplaced(ours: torch.Tensor, expected: torch.Tensor) -> int:
     """Elements that are finite in only one of the two, or −inf in only one."""
     finite = torch.isfinite(ours) != torch.isfinite(expected)
     return int((finite | (torch.isneginf(ours) != torch.isneginf(expected))).sum())
@@ -107,7 +115,7 @@ def same_dtype(
         q, k, v = (operand.to(call.dtype) for operand in (q, k, v))
     bits = FRACTION_BITS.get(precision) if call.q.dtype is torch.float32 else None
     if bits is not None:
-        q, k, v = (rounded(operand, bits) for operand in (q, k, v))
+        q, k, v = (round_fraction(operand, bits) for operand in (q, k, v))
     exact = view.products(q.float(), view.k.float() if bits is None else k.float())
     scores = view.products(q, k) * call.scale
     if view.has_terms:
@@ -117,7 +125,7 @@ def same_dtype(
     weights = torch.softmax(weights, dim=-1) if probabilities == "as_q" else _narrow_softmax(weights, probabilities)
     weights = view.dropped(weights[..., : scores.shape[3]]).to(q.dtype).masked_fill(~view.some[..., None], 0.0)
     if bits is not None:
-        weights = rounded(weights, bits)
+        weights = round_fraction(weights, bits)
     lse = view.lse(view.with_terms(exact * call.scale, exact, q, k))
     return view.restored(view.mixed(weights, v), 0.0), view.restored(lse, float("-inf"))
 
@@ -130,7 +138,7 @@ def _narrow_softmax(scores: torch.Tensor, kind: str) -> torch.Tensor:
     return narrow / numbers.sum(dim=-1, keepdim=True)
 
 
-def rounded(values: torch.Tensor, bits: int) -> torch.Tensor:
+def round_fraction(values: torch.Tensor, bits: int) -> torch.Tensor:
     """float32 values with only so many bits of their 23-bit fraction, rounded to the nearest."""
     dropped = 23 - bits
     half = 1 << (dropped - 1)

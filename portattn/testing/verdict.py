@@ -15,7 +15,7 @@ from portattn.testing import tolerance
 from portattn.testing.dense_view import DenseView, dense_view
 from portattn.testing.oracle import oracle
 from portattn.testing.random_writing import judge_writing
-from portattn.testing.tolerance import BUDGET_FACTOR, FLOAT32_STEPS, FRACTION_BITS, largest, on_cpu, rounded
+from portattn.testing.tolerance import BUDGET_FACTOR, FLOAT32_STEPS, FRACTION_BITS, largest, on_cpu, round_fraction
 
 # What can have a gradient, in the order of results.
 DIFFERENTIABLE = ("q", "k", "v", "q_rope", "bias", "sinks", "alibi_slopes")
@@ -178,7 +178,7 @@ def _formulas(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None,
     bits = FRACTION_BITS.get(precision) if dtype is torch.float32 else None
 
     def operand(values: torch.Tensor) -> torch.Tensor:
-        return values.to(dtype).float() if bits is None else rounded(values, bits)
+        return values.to(dtype).float() if bits is None else round_fraction(values, bits)
 
     dtypes = {name: leaf.dtype for name, leaf in _leaves(call).items()}
     leaves = _leaves(call, torch.float32)

@@ -21,7 +21,7 @@ SHOWN = 4000  # characters of a compiler's log that an error shows
 SECONDS = 120.0
 
 
-class Compiled(msgspec.Struct, frozen=True, kw_only=True):
+class CompiledKernel(msgspec.Struct, frozen=True, kw_only=True):
     """What a compiler made of a kernel.
 
     kernel      its name
@@ -98,7 +98,7 @@ def compile_for(
     env: Mapping[str, str] | None = None,
     seconds: float = SECONDS,
     options: Mapping[str, Any] | None = None,
-) -> Compiled:
+) -> CompiledKernel:
     """Compile a kernel in a worker, whose Python has the target's toolchain (`tools.lab.worker`).
 
     kernel      a @triton.jit function at the top of a module's file, autotuned or not. The child imports that file
@@ -146,7 +146,7 @@ def compile_for(
         raise CompileError(function.__name__, target, reply)
     facts = dict(reply.facts)
     language = next((name for name in TEXTS if name in facts), "")
-    return Compiled(
+    return CompiledKernel(
         kernel=function.__name__,
         target=target.name,
         toolchain=str(target.toolchain),

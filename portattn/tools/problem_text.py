@@ -270,7 +270,7 @@ def problem_from(
     )
 
 
-def trained(problem: Problem, grad: bool, dropout: bool, deterministic: bool) -> Problem:
+def training_problem(problem: Problem, grad: bool, dropout: bool, deterministic: bool) -> Problem:
     """The problem of a training call: what its forward is asked for, or its gradients. Raises ArgumentError."""
     p, backward = problem, problem.backward
     forward = p.op in ("attention", "varlen_attention")

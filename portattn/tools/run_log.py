@@ -74,7 +74,7 @@ class RunLog:
 
         Raises DataError when the disk takes nothing or only part of it.
         """
-        line = encoded(record)
+        line = encode_record(record)
         try:
             handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
             try:
@@ -96,7 +96,7 @@ def read(path: Path) -> bytes:
         raise DataError(path, None, f"cannot be read: {error.strerror}") from None
 
 
-def encoded(record: msgspec.Struct) -> bytes:
+def encode_record(record: msgspec.Struct) -> bytes:
     """A record's line."""
     plain = msgspec.json.encode(record)
     return plain[:-1] + b',"sum":"%s"}\n' % _sum(plain)

@@ -15,7 +15,7 @@ Values = Iterable[tuple[str, str]]  # value and what it is
 ALIGNMENTS = ("bottom_right", "top_left", "none")  # of a causal mask
 
 
-class Completed(click.ParamType):
+class CompletionType(click.ParamType):
     """Text whose values the shell knows.
 
     values  what there is, asked for when the shell asks
@@ -99,10 +99,10 @@ def _paths() -> Values:
 
 
 def _toolchains() -> Values:
-    from portattn.schema.toolchain import installed, installed_beside
+    from portattn.schema.toolchain import installed_beside, installed_toolchain
     from portattn.tools.lab import toolchains
 
-    here = [str(one) for one in (installed(), *installed_beside())]
+    here = [str(one) for one in (installed_toolchain(), *installed_beside())]
     return [(name, "installed" if name in here else "") for name in dict.fromkeys((*toolchains(), *here))]
 
 
@@ -112,16 +112,16 @@ def _fail_on() -> Values:
     return [(word, "") for word in FAIL_ON]
 
 
-OP = Completed("op", _words(*OPS), missing=True)
-DTYPE = Completed("dtype", _words(*DTYPES))
-CAUSAL = Completed("causal", _words(*ALIGNMENTS))
-TARGET = Completed("target", _targets)
-TARGETS = Completed("targets", _targets, listed=True)
-BACKEND = Completed("backend", _backends)
-PATH = Completed("path", _paths)
-QUIRK = Completed("quirk", _quirks)
-OVERRIDES = Completed("overrides", _quirks, signs="+-", listed=True)
-SYMPTOM = Completed("symptom", _symptoms)
-KIND = Completed("kind", _words("workaround", "limit"))
-TOOLCHAIN = Completed("toolchain", _toolchains)
-FAIL_ON = Completed("words", _fail_on, listed=True)
+OP = CompletionType("op", _words(*OPS), missing=True)
+DTYPE = CompletionType("dtype", _words(*DTYPES))
+CAUSAL = CompletionType("causal", _words(*ALIGNMENTS))
+TARGET = CompletionType("target", _targets)
+TARGETS = CompletionType("targets", _targets, listed=True)
+BACKEND = CompletionType("backend", _backends)
+PATH = CompletionType("path", _paths)
+QUIRK = CompletionType("quirk", _quirks)
+OVERRIDES = CompletionType("overrides", _quirks, signs="+-", listed=True)
+SYMPTOM = CompletionType("symptom", _symptoms)
+KIND = CompletionType("kind", _words("workaround", "limit"))
+TOOLCHAIN = CompletionType("toolchain", _toolchains)
+FAIL_ON = CompletionType("words", _fail_on, listed=True)

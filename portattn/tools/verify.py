@@ -51,7 +51,7 @@ UNVERIFIED: frozenset[str] = frozenset({"unseen", "refused"})
 RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear", "compiler"})
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class VerificationRow(msgspec.Struct, frozen=True, kw_only=True):
     """One problem, what each means gave, and what that says.
 
     form   the kernel's, as in Plan
@@ -81,7 +81,7 @@ def verify(
     say: Callable[[str], None],
     emulate: bool = False,
     run_ptx_compat: bool | None = None,
-) -> Iterator[Row]:
+) -> Iterator[VerificationRow]:
     """Verify the canaries of these ops (all when empty) on a target; a row as each is finished.
 
     seconds    time limit of each means
@@ -133,7 +133,7 @@ def verify(
 
 def _variants(
     op: str, target: Target, settings: Settings, seconds: float, say: Callable[[str], None], running: Worker | None
-) -> Iterator[Row]:
+) -> Iterator[VerificationRow]:
     """The canaries of the op's variants on this chip: compiled, and run where the target is here (`running`)."""
     with _Compilers(target) as compilers:
         yield from _variant_rows(op, target, settings, seconds, say, running, compilers)
@@ -167,12 +167,12 @@ def _variant_rows(
     say: Callable[[str], None],
     running: Worker | None,
     compilers: _Compilers,
-) -> Iterator[Row]:
+) -> Iterator[VerificationRow]:
     for variant in Registry.load().backends[target.backend].variants:
         if op not in variant.ops or target.arch.name not in variant.arches:
             continue
         for problem in (p for p in variant.canaries or canary.CASES[op] if p.op == op):
-            made = canary.planned(problem, target, settings, variant.name)
+            made = canary.plan_case(problem, target, settings, variant.name)
             if made is None:
                 continue
             say(f"{problem} by {variant.name}")
@@ -187,8 +187,8 @@ def _compiled(variant: Variant, made: Plan, target: Target, compilers: _Compiler
     """Whether a variant compiles to code that fits the chip and is clean; no number is compared."""
     where, problem = str(target), made.problem
     try:
-        kernels, failed, function = variants.compiled(variant, made, target, compilers.get(), seconds)
-    except (lab.LabError, ArgumentError, variants.Undescribed) as error:
+        kernels, failed, function = variants.compile_variant(variant, made, target, compilers.get(), seconds)
+    except (lab.LabError, ArgumentError, variants.LaunchDescriptionError) as error:
         return Numerics(outcome="not_run", where=where, problem=problem, reason=str(error))
     if failed is not None:
         reason = f"{function}: {failed.kind} at {failed.stage}: {first_line(failed.message)}"
@@ -253,7 +253,7 @@ def _row(
     sentence: str,
     seen: dict[str, Numerics],
     levels: Mapping[str, Level] | None = None,
-) -> Row:
+) -> VerificationRow:
     """levels: what a right result by each means is evidence for; the interpreter's is none."""
     levels = levels or {DEVICE: "runs"}
     passed = {name: levels[name] for name, found in seen.items() if name in levels and found.outcome == "pass"}
@@ -262,7 +262,7 @@ def _row(
         reached += passed.values()
     level = max(reached, key=LEVELS.index)
     elsewhere = [seen[name].where for name, of in passed.items() if of == "runs"] if DEVICE not in passed else []
-    return Row(
+    return VerificationRow(
         op=problem.op,
         problem=str(problem),
         target=target.name,

@@ -15,7 +15,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.ops import BACKWARD
 from portattn.schema.problem import Problem
-from portattn.validate.checks import aligned, is_large, reachable, starts_aligned
+from portattn.validate.checks import is_large, reachable, rows_aligned, starts_aligned
 from portattn.validate.dense import dense_call
 from portattn.validate.varlen import packed, varlen_call
 
@@ -81,7 +81,7 @@ def _call(
         return_lse=False,
         needs_grad=False,
         aligned=call.problem.aligned
-        and all(aligned(tensor) for tensor in laid_out)
+        and all(rows_aligned(tensor) for tensor in laid_out)
         and starts_aligned(tensors["forward_lse"]),
         large=call.problem.large or is_large(*laid_out),
         grad_lse=tensors["grad_lse"] is not None,

@@ -10,7 +10,7 @@ import torch
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients, words_aligned
+from portattn.validate.checks import DTYPES, in_line, is_large, reachable, rows_aligned, wants_gradients, words_aligned
 from portattn.validate.features import Features
 from portattn.validate.stored import BLOCKS
 
@@ -45,7 +45,7 @@ def build(
         op=op,  # type: ignore[arg-type]
         dtype=DTYPES[dtype or views["q"].dtype],  # type: ignore[arg-type]
         pages_in_line=paged and in_line(views["k"]) and in_line(views["v"]),
-        aligned=all(aligned(tensor) for tensor in columns),
+        aligned=all(rows_aligned(tensor) for tensor in columns),
         word_aligned=not stored or words_aligned((views["k"], views["v"]), (call.get(name) for name in BLOCKS)),
         large=is_large(*columns),
         needs_grad=wants_gradients(*differentiable, *features.floating),

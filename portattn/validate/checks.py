@@ -302,7 +302,7 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:
+def rows_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:
     """Contiguous rows, and a base and outer strides that are multiples of 16 bytes, or of so many."""
     size = tensor.element_size()
     # The row stride counts even for one row: a descriptor is encoded with it.
@@ -319,9 +319,9 @@ def words_aligned(rows: Iterable[torch.Tensor], block_scales: Iterable[torch.Ten
     for scales in block_scales:
         if scales is not None:
             whole = next(size for size in (WORD_ALIGNMENT, 2, 1) if scales.shape[3] % size == 0)
-            if not aligned(scales, whole):
+            if not rows_aligned(scales, whole):
                 return False
-    return all(aligned(row, WORD_ALIGNMENT) for row in rows)
+    return all(rows_aligned(row, WORD_ALIGNMENT) for row in rows)
 
 
 def starts_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:

@@ -115,7 +115,7 @@ def sparse_call(
         values.tokens(OP, indices, counts, lengths)
         if page_table is not None:
             values.chosen_pages(OP, page_table, indices, counts, page_size, k.shape[0])
-        values.scales(OP, scales, values.Chosen(indices, counts, page_table))
+        values.scales(OP, scales, values.ChosenTokens(indices, counts, page_table))
     scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)

@@ -132,7 +132,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenTokens:
     """As Tokens, of the tokens that sparse_attention's query heads have chosen: no other's scale is read.
 
     indices, counts  have been checked
@@ -165,7 +165,7 @@ class Chosen:
         return found.masked_fill(~counted, 1.0)
 
 
-def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens | Chosen) -> None:
+def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens | ChosenTokens) -> None:
     """Scales of the tokens that there are: positive and finite. Lengths and page ids have been checked."""
     for name, scale in given.items():
         found = of.scales(scale)

@@ -16,7 +16,6 @@ from portattn.schema.problem_limits import MAX_LENGTH, Rotary
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
-    aligned,
     check_done,
     check_equal,
     check_int32,
@@ -26,6 +25,7 @@ from portattn.validate.checks import (
     check_width,
     has_no_data,
     is_large,
+    rows_aligned,
     wants_gradients,
 )
 from portattn.validate.dense import AXES, check_layout
@@ -303,7 +303,7 @@ class _Writing:
             kv_scales=self.scales,  # type: ignore[arg-type]
             rotary=self.rotary,  # type: ignore[arg-type]
             rotary_dim=self.rotary_dim,
-            aligned=all(aligned(tensor) for tensor in columns),
+            aligned=all(rows_aligned(tensor) for tensor in columns),
             large=is_large(*columns),
             **problem,
         )

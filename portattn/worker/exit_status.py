@@ -31,6 +31,6 @@ def death(reply: Reply) -> str:
     return found["raised"] or found["name"] or next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
-def died(reply: Reply) -> bool:
+def is_crash(reply: Reply) -> bool:
     """Whether it died of a signal by which programs end themselves, so that it is worth asking once more."""
     return death(reply) in OWN_SIGNALS

@@ -24,7 +24,7 @@ class LineTooLong(Exception):
     """A child's line is longer than LINE_LIMIT bytes."""
 
 
-class Log:
+class StderrLog:
     """The beginning and the end of what a child wrote to its error stream."""
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class Pipes:
             self._selector.register(stream, selectors.EVENT_READ)
         self._unsent = memoryview(b"")
         self._got, self._searched = bytearray(), 0
-        self.log, self.taken, self.answered = Log(), False, True
+        self.log, self.taken, self.answered = StderrLog(), False, True
 
     def send(self, data: bytes) -> None:
         """Have `move` send this, a request. The log begins anew."""
         if self.taken:
             self.drain()  # what was printed after the last answer is no part of this one's log
-            self.log = Log()
+            self.log = StderrLog()
         self._unsent, self.taken = memoryview(data), False
         self._selector.register(self._requests, selectors.EVENT_WRITE)
 

@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import portattn
 from portattn.config import Settings
 from portattn.launch import kernel_calls
-from portattn.launch.symbolic_tensor import Shaped, TensorKind
+from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.ops import ROWS
-from portattn.schema.symbolic_int import Trace, unpinned
+from portattn.schema.symbolic_int import Trace, plain_sizes
 from portattn.validate.builders import build_call
 
 PAGES, PAGE, HEADS, WIDTH = 6, 8, 2, 16
@@ -368,10 +368,10 @@ def test_tokens_are_a_size_of_a_class() -> None:
     """A decode step and a prompt are not planned each: sizes are traced through checks, plan and launch."""
     trace = Trace()
 
-    def shaped(dtype: torch.dtype, *sizes: int) -> Shaped:
+    def shaped(dtype: torch.dtype, *sizes: int) -> SymbolicTensor:
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
         kind = TensorKind(dtype, torch.device("cuda", 0), len(sizes), 0, False)
-        return Shaped.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
+        return SymbolicTensor.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
 
     tensors: dict[str, Any] = dict.fromkeys(ROWS["write_pages"].tensors)
     tensors |= {name: shaped(torch.bfloat16, 640, 8, 128) for name in ("q", "new_v")}
@@ -386,7 +386,7 @@ def test_tokens_are_a_size_of_a_class() -> None:
     assert made.path == "triton"
     assert lse is None
     assert out.numel() == 0
-    assert unpinned(launches[0].arguments["rows"]) == 640 * 8
+    assert plain_sizes(launches[0].arguments["rows"]) == 640 * 8
     assert not isinstance(launches[0].arguments["rows"], int), "the number of tokens was pinned"
 
 

@@ -19,10 +19,10 @@ from portattn.api import candidate, shape_polymorphism
 from portattn.config import Settings
 from portattn.launch import cache
 from portattn.launch.cached_launch import CachedLaunch
-from portattn.launch.symbolic_tensor import Shaped, TensorKind
+from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.schema.kernel_step import Step
 from portattn.schema.ops import ROWS
-from portattn.schema.symbolic_int import Trace, Untraceable, unpinned
+from portattn.schema.symbolic_int import Trace, Untraceable, plain_sizes
 from portattn.validate.builders import build_call
 
 BEYOND = 2**31  # the first number that does not fit 32 bits
@@ -78,7 +78,7 @@ def test_tensors_of_two_gib_are_another_class() -> None:
     """A kernel may use their sizes with 32-bit offsets."""
     kind = TensorKind(torch.float16, torch.device("cpu"), 2, 0, False)
     takes = class_of(
-        64, lambda rows: shape_polymorphism._specialise(step({"x": Shaped.make(kind, (rows, 1024), (1024, 1))}))
+        64, lambda rows: shape_polymorphism._specialise(step({"x": SymbolicTensor.make(kind, (rows, 1024), (1024, 1))}))
     )
     assert takes(2**20 - 1)
     assert not takes(2**20)
@@ -161,7 +161,7 @@ def test_launches_that_sizes_change_are_noticed() -> None:
     kind = TensorKind.of(tensor)
     given = step({"x": tensor, "y": 8}, {"num_warps": 4})
     trace = Trace()
-    shaped = Shaped.make(kind, (trace.input(4), 8), (8, 1))
+    shaped = SymbolicTensor.make(kind, (trace.input(4), 8), (8, 1))
 
     def other(**changes: Any) -> Step:
         fields: dict[str, Any] = {
@@ -234,7 +234,7 @@ def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(
     def plan(self: Any, call: Any) -> Any:
         raise raised
 
-    monkeypatch.setattr(shape_polymorphism.Recipe, "plan", plan)
+    monkeypatch.setattr(shape_polymorphism.CallRecipe, "plan", plan)
     cached, inputs = keep(640)
     assert cached.why_fixed == why
     assert cached.program(inputs) == cached.sizes
@@ -247,9 +247,11 @@ def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(
 def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(
     keep: Callable[[int], tuple[CachedLaunch, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = shape_polymorphism.Recipe.plan
+    made = shape_polymorphism.CallRecipe.plan
     monkeypatch.setattr(
-        shape_polymorphism.Recipe, "plan", lambda self, call: msgspec.structs.replace(made(self, call), key="another")
+        shape_polymorphism.CallRecipe,
+        "plan",
+        lambda self, call: msgspec.structs.replace(made(self, call), key="another"),
     )
     cached, _ = keep(640)
     assert "it is planned as triton another, and was as triton" in cached.why_fixed
@@ -260,10 +262,10 @@ def test_a_call_with_a_feature_is_traced_too(name: str) -> None:
     """Else each length would be planned and cached for itself: right, and a thousand times slower."""
     trace = Trace()
 
-    def shaped(dtype: torch.dtype, *sizes: int) -> Shaped:
+    def shaped(dtype: torch.dtype, *sizes: int) -> SymbolicTensor:
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
         kind = TensorKind(dtype, torch.device("cuda", 0), len(sizes), 0, False)
-        return Shaped.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
+        return SymbolicTensor.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
 
     tensors: dict[str, Any] = dict.fromkeys(ROWS["attention"].tensors)
     tensors |= {one: shaped(torch.float16, 2, 4, 77, 64) for one in "qkv"}
@@ -278,5 +280,5 @@ def test_a_call_with_a_feature_is_traced_too(name: str) -> None:
         "layout": "bhsd",
     }  # fmt: skip
     call = build_call("attention", Settings(), tensors, values)
-    assert unpinned(call.problem.seq_k) == 77
+    assert plain_sizes(call.problem.seq_k) == 77
     assert not name or getattr(call.problem, name)

@@ -159,24 +159,24 @@ def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) ->
     def full(self: Any, device: Any, sizes: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(specs.Described, "allocate", full)
+    monkeypatch.setattr(specs.TensorSpec, "allocate", full)
     with pytest.warns(portattn.CompileWarning, match="Tried to allocate 9 GiB; give tensors that are there already"):
         assert portattn.warmup([SMALL], device="cpu").failed
 
 
 def test_it_arms_the_monitor() -> None:
-    assert not monitor.wanted(portattn.config.current())
+    assert not monitor.should_warn(portattn.config.current())
     portattn.warmup([SMALL], device="cpu")
     settings = portattn.config.current()
-    assert monitor.wanted(settings)
-    with monitor.silenced():
-        assert not monitor.wanted(settings)
+    assert monitor.should_warn(settings)
+    with monitor.silence():
+        assert not monitor.should_warn(settings)
     with portattn.settings(monitor="never") as changed:
-        assert not monitor.wanted(changed)
+        assert not monitor.should_warn(changed)
     portattn.monitor(False)
-    assert not monitor.wanted(settings)
+    assert not monitor.should_warn(settings)
     with portattn.settings(monitor="always") as changed:
-        assert monitor.wanted(changed)
+        assert monitor.should_warn(changed)
 
 
 def test_the_nearest_kept_call_is_the_one_that_differs_in_least(

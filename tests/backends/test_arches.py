@@ -15,7 +15,7 @@ from portattn.backends import BUILTIN
 from portattn.planning.registry import load_arches, parse_target
 from portattn.schema.lowering import DotPrecision
 from portattn.schema.target import Arch
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing.executor import executors
 from portattn.worker.probe import triton_target
 
@@ -149,7 +149,7 @@ def test_every_arch_has_tuning_of_its_own_or_another_s(backend: Any, arch: Arch)
         assert not (arch.tuning and arch.name in tuned), "a file of its own is never read"
 
 
-@pytest.mark.skipif(installed().distribution != "triton", reason="asks the installed community Triton")
+@pytest.mark.skipif(installed_toolchain().distribution != "triton", reason="asks the installed community Triton")
 @pytest.mark.parametrize(("backend", "arch"), [(b, a) for b, a in ARCHES if "triton" in b.compilers])
 def test_dot_precisions_are_what_the_installed_triton_allows(backend: Any, arch: Arch) -> None:
     from triton.backends.compiler import GPUTarget

@@ -19,7 +19,7 @@ from portattn.backends.cuda.ptxas import releases, version_of
 from portattn.backends.detection import version_in
 from portattn.backends.rocm import RocmBackend
 from portattn.planning.registry import parse_target
-from portattn.schema.toolchain import COMPONENTS, Toolchain, installed
+from portattn.schema.toolchain import COMPONENTS, Toolchain, installed_toolchain
 
 
 @pytest.mark.parametrize("backend", BUILTIN, ids=lambda b: b.name)
@@ -162,12 +162,14 @@ def test_a_ptxas_that_does_not_run_is_passed_over(
     assert CudaBackend().components(parse_target("cuda:sm_90", "none").arch, here) == {"ptxas": "12.8.93"}
 
 
-@pytest.mark.skipif(installed().distribution != "triton", reason="reads the installed community Triton's wheel")
+@pytest.mark.skipif(
+    installed_toolchain().distribution != "triton", reason="reads the installed community Triton's wheel"
+)
 def test_the_table_tells_the_truth_about_the_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    folder = Path(installed().path) / "backends" / "nvidia" / "bin"
-    release = next((r for r in releases() if installed().within("triton", r.triton)), None)
+    folder = Path(installed_toolchain().path) / "backends" / "nvidia" / "bin"
+    release = next((r for r in releases() if installed_toolchain().within("triton", r.triton)), None)
     if release is None or version_of(str(folder / "ptxas")) is None:
-        pytest.skip(f"triton {installed().version} is not listed, or its ptxas does not run on this machine")
+        pytest.skip(f"triton {installed_toolchain().version} is not listed, or its ptxas does not run on this machine")
     assert version_of(str(folder / "ptxas")) == release.ptxas
     assert (version_of(str(folder / "ptxas-blackwell")) or "") == release.blackwell

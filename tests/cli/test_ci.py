@@ -8,7 +8,7 @@ import pytest
 from quirk_files import plant
 
 from portattn.config import settings
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import numerics
 from portattn.tools.ci import cells, github, summary
 from portattn.tools.ci.report import FAIL_ON, LESS_SURE
@@ -370,8 +370,10 @@ def test_a_compiler_that_is_missing_is_made_where_that_is_asked_for(portattn, mo
     monkeypatch.setattr(
         "portattn.cli.lab.create_all", lambda names: (made.extend(names), dict.fromkeys(names, "no room"))
     )
-    missing = next(name for name in ("triton==3.3.1", "triton==3.4.0") if name != str(installed()))
-    called = portattn("ci", "--from", str(installed()), "--to", missing, "--compile", "--create", "--targets", "sm_90")
+    missing = next(name for name in ("triton==3.3.1", "triton==3.4.0") if name != str(installed_toolchain()))
+    called = portattn(
+        "ci", "--from", str(installed_toolchain()), "--to", missing, "--compile", "--create", "--targets", "sm_90"
+    )
     assert made == [missing]
     assert called.status == 2
     assert "no room" in called.err

@@ -6,7 +6,7 @@ import pytest
 
 from portattn.cli import progress
 from portattn.config import settings
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import numerics
 from portattn.tools.lab import LabError, toolchains
 from portattn.tools.matrix import results, run
@@ -45,7 +45,9 @@ def test_run_and_report(portattn, tmp_path):
 
 def test_red_cells_are_status_1_and_on_the_page(portattn, tmp_path, monkeypatch, planted):
     real = run.Options
-    monkeypatch.setattr(run, "Options", lambda **options: real(**options | {"pythons": {str(installed()): planted}}))
+    monkeypatch.setattr(
+        run, "Options", lambda **options: real(**options | {"pythons": {str(installed_toolchain()): planted}})
+    )
     called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_89,sm_90", "--ops", "*fp32*", "--json")
     assert called.status == 1
     assert called.json["statuses"] == {"ERROR": 1, "PASS": 1}
@@ -76,13 +78,13 @@ def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path)
     called = portattn(*line)
     assert called.status == 0
     notes = [text for text in called.out.splitlines() if text.startswith("NOTE ")]
-    assert notes == [f"NOTE            cuda:sm_90  {installed()}  dense full fp32 D=64: {SPILLED}"]
+    assert notes == [f"NOTE            cuda:sm_90  {installed_toolchain()}  dense full fp32 D=64: {SPILLED}"]
     found = portattn(*line, "--json").json
     assert found["statuses"] == {"NOTE": 1, "NOT_RUN": 1}
     (note,), (absent,) = found["note"], found["not_run"]
     assert note == {
-        "target": "cuda:sm_90", "toolchain": str(installed()), "name": "dense full fp32 D=64", "status": "NOTE",
-        "reason": SPILLED,
+        "target": "cuda:sm_90", "toolchain": str(installed_toolchain()), "name": "dense full fp32 D=64",
+        "status": "NOTE", "reason": SPILLED,
     }  # fmt: skip
     assert (absent["target"], absent["status"]) == ("ascend:ascend910b2", "NOT_RUN")
     assert "`portattn lab create triton-ascend==3.2.0` makes it" in absent["reason"]

@@ -14,7 +14,7 @@ from quirk_files import plant
 from portattn.cli import progress
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import numerics
 from portattn.tools.matrix import results, run
 
@@ -40,7 +40,9 @@ def _quick(monkeypatch):
 def made(portattn, monkeypatch, planted):
     """made("out", "sm_90,gfx942", …): a run with the planted compiler, under which sm_89 fails and sm_120 spills."""
     real = run.Options
-    monkeypatch.setattr(run, "Options", lambda **options: real(**options | {"pythons": {str(installed()): planted}}))
+    monkeypatch.setattr(
+        run, "Options", lambda **options: real(**options | {"pythons": {str(installed_toolchain()): planted}})
+    )
 
     def make(out, targets, *more):
         line = ("matrix", "run", "--out", str(out), "--targets", targets, "--ops", "dense*fp16 D=64", "--no-emulate")
@@ -127,7 +129,7 @@ def test_a_compiler_that_spills_is_red_where_it_is_asked_for_and_beside_the_one_
     called = portattn("matrix", "diff", str(tmp_path / "old"), str(spilled))
     assert called.status == 1
     assert "level: compiles → NOTE" in called.out
-    assert f"cause: toolchain {installed()} → triton==3.9.0" in called.out
+    assert f"cause: toolchain {installed_toolchain()} → triton==3.9.0" in called.out
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def test_a_run_is_compared_with_what_it_was_asked_for(portattn, made, tmp_path):
     assert portattn("matrix", "check", str(tmp_path / "new"), "--baseline", str(kept)).status == 1
     assert portattn("matrix", "check", str(tmp_path / "new"), "--baseline", str(kept), "--partial").status == 0
     assert portattn("matrix", "diff", str(kept), str(tmp_path / "new"), "--partial").status == 0
-    both = made(tmp_path / "both", "sm_90", "--toolchain", str(installed()), "--toolchain", "triton==3.2.0")
+    both = made(tmp_path / "both", "sm_90", "--toolchain", str(installed_toolchain()), "--toolchain", "triton==3.2.0")
     assert both.status == 0
     portattn("matrix", "baseline", str(tmp_path / "both"), str(tmp_path / "both.toml"))
     assert made(tmp_path / "new", "sm_90", "--baseline", str(tmp_path / "both.toml")).status == 0, (

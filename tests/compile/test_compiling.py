@@ -24,7 +24,7 @@ from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.worker.client import Reply, Worker
-from portattn.worker.exit_status import died
+from portattn.worker.exit_status import is_crash
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, tim
     ],
 )
 def test_who_died(reply: Reply, dead: bool) -> None:
-    assert died(reply) is dead
+    assert is_crash(reply) is dead
 
 
 def test_the_first_death_is_not_forgotten(compiler, settings, in_process) -> None:

@@ -16,7 +16,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.worker.client import Worker
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,7 +32,7 @@ TAKEN_OVER = [
 @pytest.mark.parametrize("arch", ["cuda:sm_80", "rocm:gfx942"])
 def test_the_users_default_changes_no_code(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(op="attention", batch=1, heads_q=2, heads_k=2, seq_q=256, seq_k=256, head_dim=64, dtype="bf16")
-    target = Registry.load().target(arch, str(installed()))
+    target = Registry.load().target(arch, str(installed_toolchain()))
     made = plan(problem, target, settings=Settings(backend="triton"))
     (launch,) = kernel_calls(made, meta_call(problem), target.arch.cores)[0]
     found = []

@@ -186,5 +186,5 @@ def test_launches_of_a_variant_are_described_again_for_another_cap_and_another_a
     calls = [call, replace(call, softcap=2 * call.softcap), replace(call, q=shifted)]
     monkeypatch.setattr(variants, "_seen", {})
     for one in (*calls, *calls):
-        variants.seen(variant, made, one)
+        variants.launch_signatures(variant, made, one)
     assert len(described) == 3

@@ -13,7 +13,7 @@ from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.problem import Problem
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import gates
 from portattn.testing.findings import KernelFacts
 from portattn.worker.client import Worker
@@ -40,7 +40,7 @@ def test_both_kernels_compile_and_fit(
         **{"op": "attention_backward"} | fields, batch=1, heads_q=4, heads_k=4, seq_q=4096, seq_k=4096,
         head_dim=head_dim, dtype="bf16", causal=causal,
     )  # fmt: skip
-    target = Registry.load().target(arch, str(installed()))
+    target = Registry.load().target(arch, str(installed_toolchain()))
     made = plan(problem, target, settings=Settings(backend="triton"))
     assert made.launch is not None
     made = msgspec.structs.replace(made, launch=made.launch.changed(launch))

@@ -14,7 +14,7 @@ from whole import NAMES, definition
 
 import portattn
 from portattn.distributed import ContextParallel, context_parallel
-from portattn.testing.tolerance import budget, largest, misplaced
+from portattn.testing.tolerance import budget, count_misplaced, largest
 
 
 @functools.lru_cache(maxsize=32)
@@ -117,8 +117,8 @@ def wrong(case: dict[str, Any], seed: int, parts: list[dict[str, torch.Tensor]])
         error = largest(ours.double() - expected[name])
         least = 8.0 if name == "lse" else 0.0
         limit = budget(wide, expected[name], same[name], least)
-        if misplaced(ours, expected[name]):
-            found.append(f"{name}: {misplaced(ours, expected[name])} elements are finite in one of the two alone")
+        if count_misplaced(ours, expected[name]):
+            found.append(f"{name}: {count_misplaced(ours, expected[name])} elements are finite in one of the two alone")
         if not error <= limit:
             found.append(f"{name}: {error:.3g} > {limit:.3g}")
     return found

@@ -20,7 +20,7 @@ INF = math.inf
 @pytest.fixture(params=["kernel", "torch"])
 def device(request: pytest.FixtureRequest, device: support.Device, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where tensors are; merging.py takes the kernels, or torch's operations."""
-    monkeypatch.setattr(merging, "fused", lambda _: request.param == "kernel")
+    monkeypatch.setattr(merging, "can_fuse", lambda _: request.param == "kernel")
     if device.path == "interpreter":
         monkeypatch.setattr(merging, "load_kernels", lambda module, _: load_kernels(module, interpreted=True))
     return device.name
@@ -61,7 +61,7 @@ def near(ours: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:
 def test_parts_of_rows_are_merged_as_they_come(device: str, dtype: torch.dtype, wide: bool) -> None:
     first, second = parts(device, dtype, (2, 3, 21, 24), 2)
     first[0][:, :, 0] = 0.0  # as local calls return what attended nothing
-    merged = merging.Merged((2, 3, 21, 24), dtype, torch.device(device), 3 if wide else 2)
+    merged = merging.StateMerger((2, 3, 21, 24), dtype, torch.device(device), 3 if wide else 2)
     merged.add((0, 21), first[0].masked_fill(first[1].isneginf()[..., None], 0.0), first[1].clone())
     # Rows 5 to 20 alone, of another layout.
     some = second[0][:, :, 5:20].transpose(1, 2).contiguous().transpose(1, 2)
@@ -77,13 +77,13 @@ def test_parts_of_rows_are_merged_as_they_come(device: str, dtype: torch.dtype, 
 
 
 def test_rows_without_a_part_give_nothing(device: str) -> None:
-    merged = merging.Merged((1, 2, 8, 16), torch.float32, torch.device(device), 2)
+    merged = merging.StateMerger((1, 2, 8, 16), torch.float32, torch.device(device), 2)
     (part,) = parts(device, torch.float32, (1, 2, 4, 16), 1)
     merged.add((2, 6), part[0].clone(), part[1].clone())
     assert merged.lse[:, :, [0, 1, 6, 7]].isneginf().all()
     assert not merged.out[:, :, [0, 1, 2, 3, 6, 7]].any()
     assert torch.equal(merged.out[:, :, 4:6], part[0][:, :, 2:])
-    nothing = merging.Merged((1, 2, 0, 16), torch.float32, torch.device(device), 0)
+    nothing = merging.StateMerger((1, 2, 0, 16), torch.float32, torch.device(device), 0)
     nothing.finish()
     assert nothing.out.shape == (1, 2, 0, 16)
 
@@ -150,22 +150,22 @@ def test_a_pause_writes_nothing(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on this device")
 def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    merging.fused.cache_clear()
+    merging.can_fuse.cache_clear()
     try:
         with pytest.warns(
             portattn.FallbackWarning, match=r"merged by torch's operations: kernels do not run on cuda:0"
         ):
-            assert not merging.fused(torch.device("cuda", 0))
-        assert not merging.fused(torch.device("cuda", 0))
+            assert not merging.can_fuse(torch.device("cuda", 0))
+        assert not merging.can_fuse(torch.device("cuda", 0))
     finally:
-        merging.fused.cache_clear()
+        merging.can_fuse.cache_clear()
 
 
 def test_a_sink_without_weight_changes_nothing() -> None:
     """A sink of -inf, of rows with keys and of rows without."""
     out, lse = torch.randn(1, 2, 3, 4), torch.tensor([[[0.5, -torch.inf, 2.0]] * 2])
     out[:, :, 1] = 0.0
-    sum_ = merging.Merged((1, 2, 3, 4), torch.float32, torch.device("cpu"), 1)
+    sum_ = merging.StateMerger((1, 2, 3, 4), torch.float32, torch.device("cpu"), 1)
     sum_.add((0, 3), out.clone(), lse.clone())
     sum_.count_sinks(torch.tensor([-torch.inf, -torch.inf]), None)
     torch.testing.assert_close(sum_.out, out)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from store_children import FORK, NOBODY, SECONDS, become_nobody, forked
 
-from portattn.files import Untrusted
+from portattn.files import UntrustedPath
 from portattn.launch import native
-from portattn.launch.native import BuildFailed
+from portattn.launch.native import BuildError
 
 pytestmark = [
     pytest.mark.skipif(
@@ -60,7 +60,7 @@ def _only_loaded(folder: Path) -> tuple[bool, str]:
     """As `_loaded_again`, where nothing can be compiled."""
 
     def refuse(place: Path) -> None:
-        raise BuildFailed(NOT_MADE)
+        raise BuildError(NOT_MADE)
 
     native._compile = refuse
     return _loaded_again(folder)
@@ -98,10 +98,10 @@ def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
             2: library + chance.randbytes(8),
         }[kind]
         place.write_bytes(changed)
-        with pytest.raises(Untrusted, match="not whole"):
-            native.opened(place)
+        with pytest.raises(UntrustedPath, match="not whole"):
+            native.open_library(place)
     place.write_bytes(library)
-    os.close(native.opened(place))
+    os.close(native.open_library(place))
 
 
 def test_a_library_without_a_digest_is_an_older_releases(place: Path, library: bytes) -> None:
@@ -196,7 +196,7 @@ def test_what_is_no_file(place: Path, what: str) -> None:
 
 def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is exchanged between the check and the loading."""
-    check = native.opened
+    check = native.open_library
 
     def exchanged(at: Path) -> int:
         handle = check(at)
@@ -204,7 +204,7 @@ def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.Mon
         at.write_bytes(b"another file")
         return handle
 
-    monkeypatch.setattr(native, "opened", exchanged)
+    monkeypatch.setattr(native, "open_library", exchanged)
     module = native._import(place)
     assert module.Launches is not None
     assert place.read_bytes() == b"another file"

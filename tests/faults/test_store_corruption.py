@@ -205,7 +205,7 @@ def test_a_private_group_may_write(tmp_path: Path, monkeypatch, accounts, groups
     files._is_private.cache_clear()
     seen = os.stat_result((0o100664, 1, 1, 1, os.geteuid(), gid, 0, 0, 0, 0))
     try:
-        with contextlib.nullcontext() if trusted else pytest.raises(files.Untrusted, match="mode 0664"):
+        with contextlib.nullcontext() if trusted else pytest.raises(files.UntrustedPath, match="mode 0664"):
             files.check_owner(seen, "record", "file", private_group=True)
     finally:
         files._is_private.cache_clear()
@@ -220,7 +220,7 @@ def test_a_trees_links_are_checked_except_the_one_to_the_running_python(tmp_path
     (tree / "missing").symlink_to("/nowhere/at/all")
     files.check_tree(tree)
     python.chmod(0o777)
-    with pytest.raises(files.Untrusted, match="/python may be written by others"):
+    with pytest.raises(files.UntrustedPath, match="/python may be written by others"):
         files.check_tree(tree)
     monkeypatch.setattr(sys, "executable", str(python))
     files.check_tree(tree)

@@ -16,7 +16,7 @@ from store_children import become_nobody, forked, no_file_over
 from test_store_corruption import KEYS, incident, record
 
 from portattn.compile.store import CompileStore
-from portattn.files import cache_folder, locked, sweep, write_whole
+from portattn.files import cache_folder, hold_lock, sweep, write_whole
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount a disk")
 
@@ -119,7 +119,7 @@ def test_where_nothing_can_be_locked_the_block_runs(
         raise error
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
-    with locked(tmp_path / "x.lock", 1.0) as held:
+    with hold_lock(tmp_path / "x.lock", 1.0) as held:
         assert held is False
 
 
@@ -131,20 +131,20 @@ def test_a_lock_that_cannot_be_released_is_no_error(tmp_path: Path, monkeypatch:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(filelock.FileLock, "release", refuse)
-    with locked(tmp_path / "x.lock", 1.0) as held:
+    with hold_lock(tmp_path / "x.lock", 1.0) as held:
         assert held is True
 
 
 def test_a_lock_that_somebody_holds_is_waited_for_and_then_done_without(tmp_path: Path) -> None:
-    with filelock.FileLock(tmp_path / "x.lock"), locked(tmp_path / "x.lock", 0.2) as held:
+    with filelock.FileLock(tmp_path / "x.lock"), hold_lock(tmp_path / "x.lock", 0.2) as held:
         assert held is False
     (tmp_path / "x.lock").write_text("left over by a process that died")
-    with locked(tmp_path / "x.lock", 5.0) as held:
+    with hold_lock(tmp_path / "x.lock", 5.0) as held:
         assert held is True
 
 
 def test_an_error_inside_the_lock_passes_through(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), locked(tmp_path / "x.lock", 1.0):
+    with pytest.raises(ZeroDivisionError), hold_lock(tmp_path / "x.lock", 1.0):
         raise ZeroDivisionError
 
 

@@ -32,7 +32,7 @@ def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
         for line in LINES:
             file.append(line)
     data = path.read_bytes()
-    assert data == b"".join(map(run_log.encoded, LINES))
+    assert data == b"".join(map(run_log.encode_record, LINES))
     assert decoded(data) == LINES
     assert decoded(data[:-1]) == LINES[:-1], "a line without an end is left out"
     assert [msgspec.json.decode(line, type=Line) for line in data.splitlines()] == LINES, "other readers see no more"
@@ -40,7 +40,7 @@ def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
 
 
 def test_a_changed_line_is_found(tmp_path: Path) -> None:
-    chance, data = random.Random(5), b"".join(map(run_log.encoded, LINES))
+    chance, data = random.Random(5), b"".join(map(run_log.encode_record, LINES))
     found = 0
     for _ in range(2_000):
         at, kind = chance.randrange(len(data)), chance.randrange(3)

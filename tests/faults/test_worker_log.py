@@ -12,7 +12,7 @@ import pytest
 from workerfaults import SECONDS, planted, until
 
 from portattn.worker.client import Worker
-from portattn.worker.transport import LOG_HEAD, LOG_TAIL, Log
+from portattn.worker.transport import LOG_HEAD, LOG_TAIL, StderrLog
 
 TIMES, PART = 300, 149_797 * len("module ")  # 315 megabytes
 FIRST, LAST = "error: the first line\n", "\nthe last line\n"
@@ -102,7 +102,7 @@ def test_the_log_keeps_its_beginning_and_its_end(size: int, part: int) -> None:
     if size // part > 30_000:
         part = 7
     written = bytes(ord("a") + i % 26 for i in range(size))
-    log = Log()
+    log = StderrLog()
     for at in range(0, size, part):
         log.add(written[at : at + part])
     text = written.decode()

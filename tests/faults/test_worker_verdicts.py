@@ -66,5 +66,5 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
 def test_a_failure_of_the_system_says_nothing_about_a_canary() -> None:
     where, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16")
     seen = {"outcome": "crash", "stage": RUNS, "kind": "SIGSEGV", "message": "Segmentation fault"}
-    assert canary.judged(Reply(**seen), where, p)[0] == "compiler-crash"
-    assert canary.judged(Reply(**seen, unavailable=True), where, p) == ("", "crash: SIGSEGV: Segmentation fault")
+    assert canary.judge_reply(Reply(**seen), where, p)[0] == "compiler-crash"
+    assert canary.judge_reply(Reply(**seen, unavailable=True), where, p) == ("", "crash: SIGSEGV: Segmentation fault")

@@ -100,6 +100,7 @@ def test_deterministic_of_one_call(module: Any, is_packed: bool) -> None:
 
 
 def test_gradients_that_torch_computes_follow_its_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from portattn.api import recompute
 
     seen, by_torch = [], recompute.by_torch
 

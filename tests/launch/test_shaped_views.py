@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from portattn.launch.symbolic_tensor import Shaped, TensorKind
+from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.schema.symbolic_int import Trace, Untraceable
 from portattn.schema.tensors import spans
 
@@ -28,9 +28,9 @@ def layouts(count: int, ndim: int) -> list[torch.Tensor]:
     return found
 
 
-def shaped(tensor: torch.Tensor) -> Shaped:
+def shaped(tensor: torch.Tensor) -> SymbolicTensor:
     kind = TensorKind(tensor.dtype, tensor.device, tensor.ndim, 0, False)
-    return Shaped.make(kind, tensor.shape, tensor.stride())
+    return SymbolicTensor.make(kind, tensor.shape, tensor.stride())
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ def test_a_batch_of_one_is_another_branch() -> None:
     trace = Trace()
     kind = TensorKind(torch.float32, torch.device("cpu"), 1, 0, False)
     batch = trace.input(2)
-    view = Shaped.make(kind, (trace.input(4),), (trace.input(1),)).expand(batch, 4)
+    view = SymbolicTensor.make(kind, (trace.input(4),), (trace.input(1),)).expand(batch, 4)
     program = trace.program([view.stride(0)])
     assert program((3, 4, 1)) == [0]
     assert program((1, 4, 1)) is None

@@ -12,16 +12,16 @@ import torch
 
 from portattn.launch import device_api
 from portattn.launch.device_api import contiguous, runtime
-from portattn.launch.symbolic_tensor import Shaped, TensorKind
-from portattn.schema.symbolic_int import Trace, Untraceable, unpinned
+from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
+from portattn.schema.symbolic_int import Trace, Untraceable, plain_sizes
 
 
-def same(shaped: Shaped, tensor: torch.Tensor) -> None:
+def same(shaped: SymbolicTensor, tensor: torch.Tensor) -> None:
     """Sizes, strides and all else that can be asked."""
     for one in (shaped.shape, shaped.size()):
-        assert unpinned(tuple(one)) == tuple(tensor.shape)
-    assert unpinned(tuple(shaped.stride())) == tensor.stride()
-    assert unpinned(shaped.numel()) == tensor.numel()
+        assert plain_sizes(tuple(one)) == tuple(tensor.shape)
+    assert plain_sizes(tuple(shaped.stride())) == tensor.stride()
+    assert plain_sizes(shaped.numel()) == tensor.numel()
     assert shaped.is_contiguous() == tensor.is_contiguous()
     assert (shaped.ndim, shaped.dim(), shaped.dtype, shaped.device) == (
         tensor.ndim,
@@ -35,8 +35,8 @@ def same(shaped: Shaped, tensor: torch.Tensor) -> None:
     assert (shaped.is_neg(), shaped.is_nested, shaped.is_meta) == (False, False, False)
     assert shaped.resolve_neg() is shaped
     for axis in range(-tensor.ndim, tensor.ndim):
-        assert unpinned(shaped.size(axis)) == tensor.size(axis)
-        assert unpinned(shaped.stride(axis)) == tensor.stride(axis)
+        assert plain_sizes(shaped.size(axis)) == tensor.size(axis)
+        assert plain_sizes(shaped.stride(axis)) == tensor.stride(axis)
 
 
 VIEWS: list[Callable[[Any], Any]] = [
@@ -61,7 +61,7 @@ def test_views_are_torchs(shape: tuple[int, ...], view: int) -> None:
     ):  # fmt: skip
         trace = Trace()
         for wrap in (int, trace.input):
-            shaped = Shaped.make(TensorKind.of(tensor), map(wrap, tensor.shape), map(wrap, tensor.stride()))
+            shaped = SymbolicTensor.make(TensorKind.of(tensor), map(wrap, tensor.shape), map(wrap, tensor.stride()))
             same(VIEWS[view](shaped), VIEWS[view](tensor))
 
 
@@ -70,7 +70,7 @@ def test_contiguity_is_traced() -> None:
     trace = Trace()
     shape = [trace.input(n) for n in (2, 3, 8)]
     strides = [trace.input(n) for n in (24, 8, 1)]
-    assert Shaped.make(TensorKind.of(torch.zeros(2, 3, 8)), shape, strides).is_contiguous()
+    assert SymbolicTensor.make(TensorKind.of(torch.zeros(2, 3, 8)), shape, strides).is_contiguous()
     program = trace.program([])
     assert program((5, 7, 16, 112, 16, 1)) is not None
     assert program((5, 7, 16, 113, 16, 1)) is None
@@ -79,7 +79,7 @@ def test_contiguity_is_traced() -> None:
 
 def test_what_is_refused() -> None:
     tensor = torch.zeros(4, 6)
-    shaped = Shaped.make(TensorKind.of(tensor), (4, 6), (6, 1))
+    shaped = SymbolicTensor.make(TensorKind.of(tensor), (4, 6), (6, 1))
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: torch.add(shaped, 1), "is asked of a tensor that is only a shape"),
         (lambda: shaped.clone(), "is asked of a tensor that is only a shape"),
@@ -97,7 +97,7 @@ def test_what_is_refused() -> None:
 def test_of_an_address_the_alignment_is_known(shift: int) -> None:
     whole = torch.zeros(64, dtype=torch.float32)
     tensor = whole[shift:]
-    shaped = Shaped.make(TensorKind.of(tensor), tensor.shape, tensor.stride())
+    shaped = SymbolicTensor.make(TensorKind.of(tensor), tensor.shape, tensor.stride())
     for divisor in (1, 2, 4, 8, 16):
         assert shaped.data_ptr() % divisor == tensor.data_ptr() % divisor
     assert shaped[None, :3].data_ptr() % 16 == tensor.data_ptr() % 16
@@ -108,10 +108,10 @@ def test_a_kind_of_tensors() -> None:
     tensor = torch.zeros(2, 9, dtype=torch.float32)[:, 1:].requires_grad_()
     kind = TensorKind.of(tensor)
     assert kind == TensorKind(torch.float32, torch.device("cpu"), 2, tensor.data_ptr() % 16, True)
-    assert Shaped.make(kind, (2, 8), (9, 1)).requires_grad
-    made = Shaped.make(kind, (2, 8), (9, 1)).new_empty(4)
+    assert SymbolicTensor.make(kind, (2, 8), (9, 1)).requires_grad
+    made = SymbolicTensor.make(kind, (2, 8), (9, 1)).new_empty(4)
     assert not made.requires_grad
-    assert repr(Shaped.make(kind, (2, 8), (9, 1))) == "Shaped([2, 8], [9, 1], torch.float32)"
+    assert repr(SymbolicTensor.make(kind, (2, 8), (9, 1))) == "Shaped([2, 8], [9, 1], torch.float32)"
 
 
 def test_contiguous_strides() -> None:

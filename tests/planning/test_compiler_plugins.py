@@ -30,7 +30,7 @@ PROVENANCE = '[provenance]\nchip = "none"\ntoolchain = "triton-new==1.0"\ndate =
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    before = {name: one for name, one in compilers.known().items() if name not in compilers.own()}
+    before = {name: one for name, one in compilers.all_compilers().items() if name not in compilers.own()}
     own = compiler_options.own()
     options = {name: one for name, one in compiler_options.backend_options().items() if name not in own}
     yield
@@ -67,7 +67,7 @@ def test_two_packages_that_bring_one_name(monkeypatch: pytest.MonkeyPatch, tmp_p
     told = f"it brings the compiler 'triton-new', which b0 = package0:Backend brings already ({tmp_path}/first/"
     assert told in broken.told()
     assert compilers.names()[-2:] == ("triton-new", "triton-newer")
-    assert compilers.known()["triton-new"].brought_by == "b0 = package0:Backend"
+    assert compilers.all_compilers()["triton-new"].brought_by == "b0 = package0:Backend"
 
 
 @pytest.mark.parametrize("name", ["triton", "triton-rocm", "flagtree"])
@@ -77,7 +77,7 @@ def test_a_package_cannot_bring_portattns_own(monkeypatch: pytest.MonkeyPatch, t
     found, [broken] = look_around()
     assert "first" not in found
     assert f"it brings the compiler {name!r}, which portattn brings already" in broken.told()
-    assert compilers.known() == compilers.own()
+    assert compilers.all_compilers() == compilers.own()
 
 
 def test_another_interface_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def test_what_does_not_fit_the_chip_is_a_failure(sm_90, ran, monkeypatch) -> Non
 def test_every_variant_has_canaries_that_it_takes(name: str) -> None:
     variant = VARIANTS[name]
     for problem in variant.canaries:
-        made = canary.planned(problem, SM_90, Settings(), name)
+        made = canary.plan_case(problem, SM_90, Settings(), name)
         assert made is not None
         assert (made.path, canary.family(made)) == (name, name)
         assert canary.cases(made) == variant.canaries

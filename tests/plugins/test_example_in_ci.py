@@ -13,7 +13,7 @@ import pytest
 import support
 from places import ROOT
 
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 
 COMPILER = "triton-example==1.1.0.post2"
 ONE = ("--targets", "example:one", "--problems", "decode*")
@@ -46,7 +46,7 @@ def test_the_side_that_is_not_named_is_of_the_same_compiler(run: Callable[..., A
     older = run("ci", "--to", "triton-example==1.2.0", *ONE, "--json")
     assert (older.json["before"], older.json["after"]) == (COMPILER, "triton-example==1.2.0"), older.err
     own = run("ci", "--from", "triton==3.4.0", "--targets", "sm_90", "--problems", "decode*", "--json")
-    assert own.json["after"] == str(installed()), "Triton is asked for by its name, whatever is beside it"
+    assert own.json["after"] == str(installed_toolchain()), "Triton is asked for by its name, whatever is beside it"
 
 
 def test_ci_compiles_with_it(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def brought(tmp_path: Path) -> Iterator[dict[str, Compiler]]:
     """The compilers of WHOLE, as a package brings them."""
     (tmp_path / "compilers.toml").write_text(WHOLE)
     found = compilers.read(tmp_path, "portattn-musa 0.1")
-    compilers.known()
+    compilers.all_compilers()
     before = compilers._brought.compilers
     assert before is not None
     compilers.bring(before | found)
@@ -53,8 +53,8 @@ def test_portattns_own_come_through_the_same_door() -> None:
     assert {Path(one.file).parent.name for one in found.values()} == {"cuda", "ascend"}
     assert {one.brought_by for one in found.values()} == {"portattn"}
     assert compilers.canonical("PyTorch_Triton.ROCm") == "triton"
-    assert compilers.tried("triton-ascend") == "==3.2.*"
-    assert compilers.released("flagtree") == ()
+    assert compilers.tried_range("triton-ascend") == "==3.2.*"
+    assert compilers.released_versions("flagtree") == ()
 
 
 def test_a_file_that_is_whole(brought: dict[str, Compiler]) -> None:
@@ -109,7 +109,7 @@ def test_a_name_that_nobody_brings() -> None:
 
 
 def test_what_is_wrong_with_packages_is_said_of_an_unknown_name() -> None:
-    compilers.known()
+    compilers.all_compilers()
     before = compilers._brought.compilers
     try:
         compilers.bring({}, ["triton-lost"], ["backend package lost 0.1 is broken: it is"])
@@ -148,7 +148,7 @@ def test_the_installed_one_is_told_by_the_owner_of_its_folder(
     """Under an alias, and with a version in the distribution's own spelling."""
     assert brought
     assert installed_beside() == []
-    assert installed_for(("triton-musa",)) == toolchain.installed()
+    assert installed_for(("triton-musa",)) == toolchain.installed_toolchain()
     info = tmp_path / "mtt_triton-3.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mtt-triton\nVersion: v3.1-r7\n")
@@ -158,8 +158,8 @@ def test_the_installed_one_is_told_by_the_owner_of_its_folder(
     monkeypatch.syspath_prepend(tmp_path)
     [found] = installed_beside()
     assert (str(found), found.path) == ("triton-musa==3.1", str(tmp_path / "triton_musa"))
-    assert found.component("triton") == toolchain.installed().version
+    assert found.component("triton") == toolchain.installed_toolchain().version
     assert installed_for(("triton-musa",)) == installed_for(("triton-ascend", "triton-musa")) == found
-    assert installed_for(()) == installed_for(("triton-ascend",)) == toolchain.installed()
+    assert installed_for(()) == installed_for(("triton-ascend",)) == toolchain.installed_toolchain()
     assert is_installed("triton-musa==3.1")
     assert not is_installed("triton-musa==3.2")

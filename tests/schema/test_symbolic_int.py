@@ -24,8 +24,8 @@ from portattn.schema.symbolic_int import (
     least,
     most,
     next_power_of_two,
-    pinned,
-    unpinned,
+    pin_sizes,
+    plain_sizes,
 )
 
 Code = Callable[..., Sequence[int]]
@@ -35,7 +35,7 @@ def traced(code: Code, *values: int) -> tuple[Any, Sequence[int]]:
     """The program of some code, traced at these values, and what it gave there."""
     trace = Trace()
     results = code(*(trace.input(value) for value in values))
-    return trace.program(results), unpinned(list(results))
+    return trace.program(results), plain_sizes(list(results))
 
 
 def in_c(program: Any, inputs: Sequence[int]) -> Any:
@@ -181,9 +181,9 @@ def test_sizes_in_containers() -> None:
     trace = Trace()
     size: Any = trace.input(32)
     launch = Launch(block_m=size, splits=3)
-    assert unpinned({"a": [size, (size, 1)], "b": launch}) == {"a": [32, (32, 1)], "b": Launch(block_m=32, splits=3)}
+    assert plain_sizes({"a": [size, (size, 1)], "b": launch}) == {"a": [32, (32, 1)], "b": Launch(block_m=32, splits=3)}
     assert trace.program([size])((33,)) == [33], "nothing was pinned"
-    assert pinned(launch) == Launch(block_m=32, splits=3)
+    assert pin_sizes(launch) == Launch(block_m=32, splits=3)
     assert trace.program([size])((33,)) is None
 
 

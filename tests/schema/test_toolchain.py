@@ -11,7 +11,7 @@ import support
 from portattn import Toolchain
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema import toolchain
-from portattn.schema.toolchain import has_upper_bound, installed, owners, parse_range
+from portattn.schema.toolchain import has_upper_bound, installed_toolchain, owners, parse_range
 
 
 def test_parse() -> None:
@@ -96,41 +96,41 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     # find_spec would answer with the module that is imported already.
     monkeypatch.setattr(toolchain, "_triton_folder", lambda: tmp_path / "triton")
-    installed.cache_clear()
+    installed_toolchain.cache_clear()
     yield install
-    installed.cache_clear()
+    installed_toolchain.cache_clear()
 
 
 def test_the_owner_of_the_folder_names_the_compiler(site) -> None:
     """triton.__version__ says 3.2.0, and the compiler is triton-ascend."""
     site("triton-ascend", "3.2.1", 1000.0)
-    assert (installed().distribution, installed().version) == ("triton-ascend", "3.2.1")
+    assert (installed_toolchain().distribution, installed_toolchain().version) == ("triton-ascend", "3.2.1")
 
 
 def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path: Path) -> None:
     site("triton-ascend", "3.2.1", 2000.0)
     site("triton", "3.6.0", 1000.0)
     assert owners(tmp_path / "triton") == [("triton", "3.6.0"), ("triton-ascend", "3.2.1")]
-    assert installed().distribution == "triton-ascend"
+    assert installed_toolchain().distribution == "triton-ascend"
 
 
 @pytest.mark.parametrize("name", ["pytorch-triton", "Triton_Windows"])
 def test_an_alias_is_resolved(site, name: str) -> None:
     site(name, "3.5.0", 1000.0)
-    assert str(installed()) == "triton==3.5.0"
+    assert str(installed_toolchain()) == "triton==3.5.0"
 
 
 def test_a_source_build_is_triton_of_the_version_that_it_states(site, tmp_path: Path) -> None:
     """No distribution owns the folder: the version shows that, and ranges take it for the release."""
-    found = installed()
+    found = installed_toolchain()
     assert str(found) == "triton==3.2.0+unowned"
     assert found.within("triton", "==3.2.0") is True
     assert found.within("triton", ">=3.3") is False
     assert found.within("triton-ascend", "<9") is False
     assert Toolchain.parse(str(found)).version == found.version
     (tmp_path / "triton" / "__init__.py").write_text("__version__ = '3.7.0+git5d3d'\n")
-    installed.cache_clear()
-    assert str(installed()) == "triton==3.7.0+git5d3d.unowned"
+    installed_toolchain.cache_clear()
+    assert str(installed_toolchain()) == "triton==3.7.0+git5d3d.unowned"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_stray_folder_that_tells_nothing_is_unowned(site, tmp_path: Path, text
     (folder / "__init__.py").unlink()
     if text is not None:
         (folder / "__init__.py").write_text(text)
-    found = installed()
+    found = installed_toolchain()
     assert str(found) == "unowned==0"
     assert found.component("torch")
     assert found.within("triton", "<3.3") is None
@@ -161,17 +161,17 @@ def test_of_an_unknown_compiler_nothing_is_known(name: str) -> None:
 
 def test_no_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "_triton_folder", lambda: None)
-    installed.cache_clear()
+    installed_toolchain.cache_clear()
     try:
-        assert installed() == Toolchain.none()
+        assert installed_toolchain() == Toolchain.none()
     finally:
-        installed.cache_clear()
+        installed_toolchain.cache_clear()
 
 
 @pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")
 def test_this_machine() -> None:
-    installed.cache_clear()
-    found = installed()
+    installed_toolchain.cache_clear()
+    found = installed_toolchain()
     assert found
     assert Path(found.path).name == "triton"
     assert found.component("torch")
@@ -187,16 +187,16 @@ def test_a_named_target_knows_what_its_backend_knows() -> None:
 @pytest.mark.parametrize("file", ["METADATA", "RECORD", "top_level.txt"])
 def test_a_broken_distribution_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     """Reading every distribution's files, one that is no text was the end of every plan."""
-    before = installed()
+    before = installed_toolchain()
     folder = tmp_path / "aaa-0.1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: aaa\nVersion: 0.1\n")
     (folder / "RECORD").write_text("triton/__init__.py,,\n")
     (folder / file).write_bytes(b"\xff\n")
     monkeypatch.syspath_prepend(tmp_path)
-    installed.cache_clear()
-    assert installed() == before
-    installed.cache_clear()
+    installed_toolchain.cache_clear()
+    assert installed_toolchain() == before
+    installed_toolchain.cache_clear()
 
 
 @pytest.mark.parametrize("about", [None, b"\xff", b"Name: torch\n"])
@@ -208,9 +208,9 @@ def test_a_component_whose_version_cannot_be_read_is_none(
     if about is not None:
         (folder / "METADATA").write_bytes(about)
     monkeypatch.syspath_prepend(tmp_path)
-    installed.cache_clear()
-    components = dict(installed().components)
-    installed.cache_clear()
+    installed_toolchain.cache_clear()
+    components = dict(installed_toolchain().components)
+    installed_toolchain.cache_clear()
     assert "torch" not in components
     assert "numpy" in components
 

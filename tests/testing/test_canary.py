@@ -84,7 +84,7 @@ def made_for(op: str, target: Target = SM_90) -> portattn.Plan:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", [SM_90, MI300], ids=str)
 def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -> None:
-    plans = [canary.planned(problem, target, Settings(), "triton") for problem in canary.CASES[op]]
+    plans = [canary.plan_case(problem, target, Settings(), "triton") for problem in canary.CASES[op]]
     assert {made.kernel for made in plans} == {CORES[op].name}
     assert all(canary.cases(made) == canary.CASES[op] for made in plans)
 

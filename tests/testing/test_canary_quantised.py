@@ -89,7 +89,7 @@ def test_the_set_is_of_the_plans_own_cache(op: str, kind: KvFormat, scales: KvSc
     found = canary.cases(made_for(op, kind, scales))
     assert len(found) == len(canary.CASES[op])
     assert {(p.kv_format, p.kv_scales) for p in found} == {(kind, scales)}
-    plans = [canary.planned(problem, MI300, Settings(), "triton") for problem in found]
+    plans = [canary.plan_case(problem, MI300, Settings(), "triton") for problem in found]
     assert {plan.kernel for plan in plans if plan} == {CORES[op].name}
     assert None not in plans
 
@@ -113,7 +113,7 @@ def test_its_calls_hold_such_numbers(op: str, kind: KvFormat, scales: KvScales) 
 
 
 def _call(problem: Problem) -> Call:
-    plan = canary.planned(problem, MI300, Settings(), "triton")
+    plan = canary.plan_case(problem, MI300, Settings(), "triton")
     assert plan is not None
     return run_plan.call_of(canary.request_of(plan, problem, plan.path, "cpu:generic", "cpu"))
 

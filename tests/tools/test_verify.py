@@ -11,7 +11,7 @@ import pytest
 
 from portattn.cli import main
 from portattn.tools import verify
-from portattn.tools.verify import RED, SENTENCES, Conclusion, Row, conclusion, variant_conclusion
+from portattn.tools.verify import RED, SENTENCES, Conclusion, VerificationRow, conclusion, variant_conclusion
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_without_triton_nothing_is_verified() -> None:
 )
 def test_status(monkeypatch: pytest.MonkeyPatch, verdicts: tuple[Conclusion, ...], status: int) -> None:
     rows = [
-        Row(op="attention", problem="dense", target="cuda:sm_90", toolchain="triton==3.6.0", kernel="", path="",
-            verdict=verdict, sentence=SENTENCES[verdict])
+        VerificationRow(op="attention", problem="dense", target="cuda:sm_90", toolchain="triton==3.6.0", kernel="",
+            path="", verdict=verdict, sentence=SENTENCES[verdict])
         for verdict in verdicts
     ]  # fmt: skip
     monkeypatch.setattr(verify, "verify", lambda *given: rows)
@@ -91,7 +91,7 @@ def test_status(monkeypatch: pytest.MonkeyPatch, verdicts: tuple[Conclusion, ...
 
 
 def test_the_table_names_the_form_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Row(
+    row = VerificationRow(
         op="decode_attention", problem="a decode", target="cuda:sm_90", toolchain="triton==3.6.0",
         kernel="decode_split", form="warps_apart", path="triton", verdict="unseen", sentence="",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from good_calls import PAGED, assert_refused, good, int32, perform, ragged, spar
 import portattn
 from portattn import PageTable
 from portattn.api.ops import make_request
-from portattn.testing.dense_view import allowed
+from portattn.testing.dense_view import allowed_keys
 
 PAGES = (5, 4, 2, 16)
 TABLE = "must be an int32 torch.Tensor of shape (batch, pages a sequence), or a PageTable"
@@ -129,7 +129,7 @@ def test_pages_that_no_query_sees_have_any_id(
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             given[name] = torch.randn_like(tensor.repeat(1, 1, 2, 1) if name.startswith("q") else tensor)
     call = make_request("plan", op, (), given).build()
-    seen = allowed(call).any(1).unflatten(1, (3, 4)).any(2)
+    seen = allowed_keys(call).any(1).unflatten(1, (3, 4)).any(2)
     hidden = table.masked_fill(~seen, page_id)
     right = perform(op, given)
     with portattn.settings(**settings):

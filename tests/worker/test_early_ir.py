@@ -22,7 +22,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 
 CHILD = Path(__file__).with_name("early_ir_child.py")
 pytestmark = pytest.mark.compiles
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.compiles
 
 def asked(kind: str) -> dict[str, Any]:
     """The request to compile a kernel for sm_90."""
-    release = installed()
+    release = installed_toolchain()
     if not release.within("triton", ">=3.6"):
         pytest.skip(f"IR is made early with Triton 3.6 and newer, and this is {release}")
     target = parse_target("cuda:sm_90", str(release))

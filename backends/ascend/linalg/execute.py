@@ -68,7 +68,7 @@ def load_runtime(make: Callable[[], Path]) -> ctypes.CDLL:
     return _runtime
 
 
-class Guarded:
+class GuardedBuffers:
     """One launch's buffers."""
 
     def __init__(self, runtime: ctypes.CDLL) -> None:
@@ -119,10 +119,10 @@ class Guarded:
 
 
 @contextmanager
-def guarded(runtime: ctypes.CDLL) -> Iterator[Guarded]:
+def guard_buffers(runtime: ctypes.CDLL) -> Iterator[GuardedBuffers]:
     """Buffers for one launch; their memory is gone afterwards."""
     try:
-        yield Guarded(runtime)
+        yield GuardedBuffers(runtime)
     finally:
         runtime.guard_release()
 
@@ -138,7 +138,7 @@ WORKSPACE = 1 << 16  # bytes for the lock and the workspace that the adapter add
 OUTPUTS = ("out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes")
 
 
-class Launched(msgspec.Struct, frozen=True):
+class LaunchReport(msgspec.Struct, frozen=True):
     """What a launch did beside its results."""
 
     strays: tuple[Stray, ...]
@@ -153,7 +153,7 @@ class Programs:
 
     def launch(
         self, text: str, grid: tuple[int, ...], arguments: dict[str, Any], outputs: tuple[str, ...] = OUTPUTS
-    ) -> Launched:
+    ) -> LaunchReport:
         """Run every program of a launch; outputs are written into their tensors.
 
         arguments  run-time arguments by name in the kernel's order: contiguous or strided CPU tensors, ints, floats;
@@ -170,7 +170,7 @@ class Programs:
             raise LinalgError(f"{kernel.name} takes {len(kernel.arguments)} arguments, not the {given}")
         own = ctypes.create_string_buffer(WORKSPACE)
         sizes = (*grid, 1, 1)[:3]
-        with guarded(runtime) as buffers:
+        with guard_buffers(runtime) as buffers:
             passed: list[Any] = [*_memref(ctypes.addressof(own), WORKSPACE) * OWN_BUFFERS]
             for (name, value), kind in zip(arguments.items(), kernel.arguments, strict=True):
                 _check(kernel.name, name, value, kind)
@@ -184,7 +184,7 @@ class Programs:
                 function(*passed, *(ctypes.c_int32(i) for i in place))
             wrote = tuple(name for name in buffers.changed() if name not in outputs)
             buffers.give_back(outputs)
-            return Launched(tuple(buffers.strays()), wrote)
+            return LaunchReport(tuple(buffers.strays()), wrote)
 
 
 def _load(text: str, name: str) -> tuple[ctypes.CDLL, Any]:
@@ -258,7 +258,7 @@ def outputs_of(call: Call) -> tuple[str, ...]:
     return ("k", "v", "k_scale", "v_scale") if call.problem.kv_scales == "token" else ("k", "v")
 
 
-def complaints(function: str, seen: Launched) -> list[str]:
+def complaints(function: str, seen: LaunchReport) -> list[str]:
     """What a launch did to memory that is not its own, a sentence each."""
     inputs = [f"{function} writes its input {name}" for name in seen.wrote_inputs]
     return [*(f"{function} {stray}" for stray in seen.strays), *inputs]

@@ -30,14 +30,14 @@ class Argument(msgspec.Struct, frozen=True):
     kind: str
 
 
-class Kernel(msgspec.Struct, frozen=True):
+class LoweredKernel(msgspec.Struct, frozen=True):
     """A lowered kernel. arguments: its own, without those that the adapter adds."""
 
     name: str
     arguments: tuple[Argument, ...]
 
 
-def kernel_of(text: str) -> Kernel:
+def kernel_of(text: str) -> LoweredKernel:
     """The kernel that a text holds. Raises LinalgError where it is not what the adapter writes."""
     found = _FUNCTION.search(text)
     if found is None:
@@ -50,7 +50,7 @@ def kernel_of(text: str) -> Kernel:
         raise LinalgError(f"{found[1]}: does not begin with the adapter's two byte buffers")
     if any(a != Argument(False, "i32") for a in last):
         raise LinalgError(f"{found[1]}: does not end with the grid's sizes and the program's ids")
-    return Kernel(found[1], tuple(given[OWN_BUFFERS:-GRID_ARGUMENTS]))
+    return LoweredKernel(found[1], tuple(given[OWN_BUFFERS:-GRID_ARGUMENTS]))
 
 
 def upstream(text: str) -> str:

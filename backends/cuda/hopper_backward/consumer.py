@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.hopper_backward.form import State
-from portattn.backends.cuda.hopper_backward.memory import cleared, rows_stored
+from portattn.backends.cuda.hopper_backward.form import BackwardState
+from portattn.backends.cuda.hopper_backward.memory import clear_rows_outside, rows_stored
 from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, query_tiles, work_of
 from portattn.backends.cuda.hopper_backward.warpgroup_ping_pong import block_number
 from portattn.backends.cuda.hopper_forward.fragments import following
@@ -135,7 +135,7 @@ def _plain(state, m, more, tiles, work, scale, sizes, shared, form):
     dk = warpgroup_mma_wait(0, deps=[dk])
     arrive(Q_FREE + slot, PARTY)
     slot, phase = following(slot, state.phase, form.STAGES)
-    return State(state.s, dk, dv, slot, phase)
+    return BackwardState(state.s, dk, dv, slot, phase)
 
 
 @gluon.jit
@@ -166,7 +166,7 @@ def _late(state, m, more, tiles, work, scale, sizes, shared, form):
     dk = warpgroup_mma_wait(1, deps=[dk])
     arrive(Q_FREE + slot, PARTY)
     s = warpgroup_mma_wait(0, deps=[s])
-    return State(s, dk, dv, following_slot, phase)
+    return BackwardState(s, dk, dv, following_slot, phase)
 
 
 @gluon.jit
@@ -194,7 +194,7 @@ def _beside(state, m, more, tiles, work, scale, sizes, shared, form):
     arrive(Q_FREE + slot, PARTY)
     s = warpgroup_mma_wait(0, deps=[s])
     sync(TOGETHER, THREADS)  # P and dS may be overwritten
-    return State(s, dk, dv, following_slot, phase)
+    return BackwardState(s, dk, dv, following_slot, phase)
 
 
 @gluon.jit
@@ -224,8 +224,8 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, fac
     if form.UNSEEN:
         begin, end = first_seen(work, sizes, form) - work.start, last_seen(work, sizes, form) - work.start
         if (steps > 0) & ((begin > 0) | (end < form.KEYS)):  # what no query sees may be NaN, and 0·NaN is NaN
-            cleared(shared.k, begin, end, form.KEYS, form.DIM)
-            cleared(shared.v, begin, end, form.KEYS, form.DIM)
+            clear_rows_outside(shared.k, begin, end, form.KEYS, form.DIM)
+            clear_rows_outside(shared.v, begin, end, form.KEYS, form.DIM)
             fence_async_shared()
         sync(TOGETHER, THREADS)
     dk = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)
@@ -238,13 +238,13 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, fac
     if form.LATE:  # the first step computes the dQ of no tile
         shared.ds.store(gl.zeros([form.KEYS, form.ROWS], dtype, form.SCORES))
         fence_async_shared()
-    state = State(s, dk, dv, zero, zero)
+    state = BackwardState(s, dk, dv, zero, zero)
     m = tiles.begin
     if form.TURNS:
         m = tiles.end - 1
     for i in range(steps):
         if form.STAGES == 2:  # two registers less
-            state = State(state.s, state.dk, state.dv, i & 1, (i >> 1) & 1)
+            state = BackwardState(state.s, state.dk, state.dv, i & 1, (i >> 1) & 1)
         state = _step(state, m, i + 1 < steps, tiles, work, scale, sizes, shared, form)
         if form.TURNS:
             if form.GROUPED:  # the other heads' tiles first

@@ -9,7 +9,7 @@ from portattn.backends.cuda.gluon_names import aggregate
 
 
 @aggregate
-class Form:
+class BackwardForm:
     """What is compiled in. Everything is a constant.
 
     ROWS, KEYS, DIM, STAGES  query rows and keys of a tile, padded head dimension, buffers of what a loop brings
@@ -74,7 +74,7 @@ class Form:
 
 
 @aggregate
-class Shared:
+class BackwardSharedMemory:
     """What lies in shared memory."""
 
     q: gl.shared_memory_descriptor  # [STAGES][1, 1, ROWS, DIM]
@@ -97,7 +97,7 @@ class Shared:
 
 
 @aggregate
-class Sizes:
+class BackwardSizes:
     """The numbers of the call.
 
     lengths_q, lengths_k  (B,) int32 lengths, or (B + 1,) int32 first rows of packed sequences; else anything
@@ -125,7 +125,7 @@ class Sizes:
 
 
 @aggregate
-class Work:
+class BackwardWork:
     """What a block works on. Rows and keys count from the sequence's first."""
 
     start: gl.tensor  # first key of the block, or first query row in the kernel of dQ
@@ -161,7 +161,7 @@ class Tiles:
 
 
 @aggregate
-class State:
+class BackwardState:
     """Between two steps of a loop over query tiles."""
 
     s: gl.tensor  # the tile's scores, complete; with plain steps anything

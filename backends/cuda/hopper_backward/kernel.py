@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from portattn.backends.cuda.gluon_names import load, reduce_add
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
-from portattn.backends.cuda.hopper_backward.form import Form, Shared, Sizes
+from portattn.backends.cuda.hopper_backward.form import BackwardForm, BackwardSharedMemory, BackwardSizes
 from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     attending,
     member_of,
@@ -37,10 +37,10 @@ from portattn.backends.cuda.hopper_backward.warpgroup_ping_pong import (
     TO_FIRST,
     TO_SECOND,
     WRITERS,
-    added,
     block_number,
     draw,
     earlier_end,
+    pass_turn,
     wait_for,
 )
 from portattn.backends.cuda.named_barriers import arrive, sync
@@ -166,7 +166,7 @@ def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
         if j + 1 < steps:
             arrive(DQ_FREE, PARTY)
         if real:
-            added(turns + 1 + tile, block + 1)
+            pass_turn(turns + 1 + tile, block + 1)
 
 
 @gluon.jit(
@@ -201,7 +201,7 @@ def scheduled_backward(
     factor    the softmax scale: dK is dS Q times it
     WORKER    registers of a thread of producer and writer. The other constants: Form
     """
-    form = Form(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED,
+    form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED,
                 VARYING, EDGES, UNSEEN)  # fmt: skip
     gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
     gl.static_assert(MESSAGES > 0 or not (LATE or TURNS), "there is no dQ to be late, or to be added in turns")
@@ -227,7 +227,7 @@ def scheduled_backward(
         block_smem = draw(turns)
     else:
         block_smem = statistics
-    shared = Shared(
+    shared = BackwardSharedMemory(
         q_smem, do_smem, k_smem, v_smem, statistics, p_smem, ds_smem, dq_smem,
         gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
@@ -244,7 +244,9 @@ def scheduled_backward(
         lengths_q = grad_k  # not read
     if lengths_k is None:
         lengths_k = grad_k
-    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together)
+    sizes = BackwardSizes(
+        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together
+    )
     dk_strides, dv_strides = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s)
     if TURNS:
         gl.warp_specialize(

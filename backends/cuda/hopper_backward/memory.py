@@ -34,7 +34,7 @@ def rows_stored(place, desc, pointer, stride_h, stride_s, slot, head, first, row
 
 
 @gluon.jit
-def cleared(place, first, end, ROWS: gl.constexpr, DIM: gl.constexpr):
+def clear_rows_outside(place, first, end, ROWS: gl.constexpr, DIM: gl.constexpr):
     """Zeros in the rows of shared memory before `first` and from `end` on, by 8 warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     flat = place.reshape([ROWS, DIM])

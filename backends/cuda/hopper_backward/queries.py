@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portattn.backends.cuda.gluon_names import aggregate, load
-from portattn.backends.cuda.hopper_backward.form import Sizes
-from portattn.backends.cuda.hopper_backward.memory import cleared, rows_stored
+from portattn.backends.cuda.hopper_backward.form import BackwardSizes
+from portattn.backends.cuda.hopper_backward.memory import clear_rows_outside, rows_stored
 from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, work_of
 from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of
@@ -37,7 +37,7 @@ _STATISTICS: gl.constexpr = gl.constexpr(STATISTICS_ROWS)
 
 
 @aggregate
-class Form:
+class QueriesForm:
     """What is compiled in; form.Form says what the names mean. K_STAGES and V_STAGES are buffers."""
 
     ROWS: gl.constexpr
@@ -73,7 +73,7 @@ class Form:
 
 
 @aggregate
-class Shared:
+class QueriesSharedMemory:
     """What lies in shared memory."""
 
     q: gl.shared_memory_descriptor  # [1, 1, ROWS, DIM]; in the end dQ
@@ -91,7 +91,7 @@ class Shared:
 
 
 @aggregate
-class State:
+class QueriesState:
     """Between two steps of a loop over key tiles."""
 
     s: gl.tensor  # the tile's scores, complete
@@ -191,7 +191,7 @@ def _step(state, n, more, clean, unclean, work, sizes, lse, delta, scale, shared
     arrive(K_FREE + state.k_slot, PARTY)
     s = warpgroup_mma_wait(0, deps=[s])
     v_slot, v_phase = following(state.v_slot, state.v_phase, form.V_STAGES)
-    return State(s, dq, k_slot, k_phase, v_slot, v_phase)
+    return QueriesState(s, dq, k_slot, k_phase, v_slot, v_phase)
 
 
 @gluon.jit
@@ -224,19 +224,19 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scale, factor, sizes,
     mbarrier.wait(shared.k_full.index(0), 0)
     if form.UNSEEN:
         if end * form.KEYS > seen:  # keys that no query sees may be NaN
-            cleared(shared.k.index(0), 0, seen - (end - 1) * form.KEYS, form.KEYS, form.DIM)
+            clear_rows_outside(shared.k.index(0), 0, seen - (end - 1) * form.KEYS, form.KEYS, form.DIM)
             fence_async_shared()
         sync(TOGETHER, THREADS)
     s = warpgroup_mma_wait(0, deps=[_scores(0, shared, form)])
     mbarrier.wait(shared.rows_full.index(1), 0)
     dq = gl.zeros([form.ROWS, form.DIM], gl.float32, form.SUMS)
-    state = State(s, dq, zero, zero, zero, zero)
+    state = QueriesState(s, dq, zero, zero, zero, zero)
     for n in range(end - 1, begin - 1 + form.LEFT, -1):
         state = _step(state, n, n > begin, clean, unclean, work, sizes, lse, delta, scale, shared, form)
     if form.LEFT:
         first = first_seen(work, sizes, form) - begin * form.KEYS
         if first > 0:  # so may keys before the first window
-            cleared(shared.k.index(state.k_slot), first, form.KEYS, form.KEYS, form.DIM)
+            clear_rows_outside(shared.k.index(state.k_slot), first, form.KEYS, form.KEYS, form.DIM)
             fence_async_shared()
         sync(TOGETHER, THREADS)
         state = _step(state, begin, False, begin, begin, work, sizes, lse, delta, scale, shared, form)
@@ -274,10 +274,10 @@ def scheduled_queries(
     statistics  (2·query_tiles·heads, 64) float32, as kernel.py's; heads are those of the queries
     The other arguments: kernel.py
     """
-    form = Form(ROWS, KEYS, DIM, K_STAGES, V_STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN)
+    form = QueriesForm(ROWS, KEYS, DIM, K_STAGES, V_STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN)
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    shared = Shared(
+    shared = QueriesSharedMemory(
         gl.allocate_shared_memory(dtype, [1, 1, ROWS, DIM], q_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, ROWS, DIM], do_desc.layout),
         gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, KEYS, DIM], k_desc.layout),
@@ -297,7 +297,9 @@ def scheduled_queries(
         lengths_q = statistics  # not read
     if lengths_k is None:
         lengths_k = statistics
-    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together)
+    sizes = BackwardSizes(
+        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together
+    )
     gl.warp_specialize(
         [
             (_consume, (dq_desc, out, stride_h, stride_s, statistics, scale, factor, sizes, shared, form)),

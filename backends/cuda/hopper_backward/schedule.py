@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from portattn.backends.cuda.hopper_backward.order import in_turns
-from portattn.backends.cuda.schedules import scheduled
+from portattn.backends.cuda.schedules import find_schedule
 
 if TYPE_CHECKING:
     from portattn.schema.problem import Problem
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WIDTHS = (64, 128, 256)  # head dimensions that the kernels have; others are padded by what TMA reads as zeros
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BackwardSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """form.Form says what the fields mean. `keys` are those of a block, `messages` = 0 a kernel of its own for dQ.
 
     Raises ValueError for what does not go together.
@@ -38,10 +38,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("turns are about dQ that is added: messages must not be 0, and stagger must be")
 
 
-class Choice(NamedTuple):
+class TimedBackwardSchedule(NamedTuple):
     """A schedule, and the compiler that it was timed with for such problems; empty where it was not."""
 
-    schedule: Schedule
+    schedule: BackwardSchedule
     timed_with: str
 
 
@@ -56,18 +56,18 @@ def width(head_dim: int) -> int:
     return next((w for w in WIDTHS if w >= head_dim), head_dim)
 
 
-def choice(problem: Problem, toolchain: Toolchain) -> Choice:
+def choice(problem: Problem, toolchain: Toolchain) -> TimedBackwardSchedule:
     """The schedule of a problem whose heads are at most as wide as the widest of WIDTHS.
 
     Raises LookupError where the tuning data has no entry for it, which tests forbid.
     """
-    found = scheduled("gluon_backward", problem, toolchain)
+    found = find_schedule("gluon_backward", problem, toolchain)
     if found is None:
         raise LookupError(f"gluon_backward has no schedule for {problem}: backends/cuda/tuning/sm_90.toml")
-    schedule, timed_with = msgspec.convert(found[0], Schedule), found[1]
+    schedule, timed_with = msgspec.convert(found[0], BackwardSchedule), found[1]
     if problem.deterministic and schedule.messages:
         # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel.
         if in_turns(problem, schedule.keys):
-            return Choice(msgspec.structs.replace(schedule, stagger=0, turns=True), "")
-        return Choice(Schedule(keys=schedule.keys, stages=2, messages=0), "")
-    return Choice(schedule, timed_with)
+            return TimedBackwardSchedule(msgspec.structs.replace(schedule, stagger=0, turns=True), "")
+        return TimedBackwardSchedule(BackwardSchedule(keys=schedule.keys, stages=2, messages=0), "")
+    return TimedBackwardSchedule(schedule, timed_with)

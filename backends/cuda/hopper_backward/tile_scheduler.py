@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from portattn.backends.cuda.hopper_backward.form import Tiles, Work
+from portattn.backends.cuda.hopper_backward.form import BackwardWork, Tiles
 from portattn.backends.cuda.hopper_forward.work import first_row, in_turn, last_seen, position_of
 from portattn.backends.cuda.sizes import STATISTICS_ROWS
 
@@ -69,7 +69,7 @@ def _packed(number, head, sizes, size: gl.constexpr, by_keys: gl.constexpr, reve
     q_length, k_length = gl.where(after, 0, q_length), gl.where(after, 0, k_length)
     tile = q_first // _ROWS + sequence
     start = number * size
-    return Work(start, length - start, head, head - head, sequence, q_first, q_length, k_first, k_length, tile)
+    return BackwardWork(start, length - start, head, head - head, sequence, q_first, q_length, k_first, k_length, tile)
 
 
 @gluon.jit
@@ -98,7 +98,7 @@ def work_of(block, sizes, form, size: gl.constexpr, by_keys: gl.constexpr, WARPS
         if by_keys:
             rows = sizes.seq_k
         zero, start = number - number, number * size
-        work = Work(start, rows - start, head % sizes.heads, slot, slot, zero, q_length, zero, k_length, zero)
+        work = BackwardWork(start, rows - start, head % sizes.heads, slot, slot, zero, q_length, zero, k_length, zero)
     return work
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from portattn.backends.cuda.hopper_backward.schedule import Schedule, choice, width
+from portattn.backends.cuda.hopper_backward.schedule import BackwardSchedule, choice, width
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant, launcher, steps_of
 from portattn.backends.cuda.searched import ScheduleTunable
 from portattn.tools.tune.tunable import NotBuilt
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
     from portattn.tools.tune.choice import Choice
-    from portattn.tools.tune.tunable import Built
+    from portattn.tools.tune.tunable import BuiltCandidate
 
 STAGES = (2, 3)
 # Of each width in how many parts a tile of dQ is added, beside 0. A part has DIM / 4 / MESSAGES rows of 256 numbers.
@@ -27,11 +27,11 @@ STAGGER = (0, 4, 8, 16)
 KEYS = {64: (128,), 128: (128,), 256: (64,)}  # where dQ has a kernel of its own; where it is added 128
 
 
-class BackwardTunable(ScheduleTunable[Schedule]):
+class BackwardTunable(ScheduleTunable[BackwardSchedule]):
     """Of gradients that need not be repeatable: the others' schedules follow from these (schedule.choice)."""
 
     variant = BackwardVariant()
-    schedule = Schedule
+    schedule = BackwardSchedule
     working = ("scheduled_backward", "scheduled_queries")
 
     def flags(self, problem: Problem, base: Choice) -> Iterator[dict[str, Any]]:
@@ -44,16 +44,16 @@ class BackwardTunable(ScheduleTunable[Schedule]):
                 "keys": 128, "stages": stages, "messages": messages, "late": late, "stagger": stagger, "turns": False
             }  # fmt: skip
 
-    def today_of(self, problem: Problem, target: Target) -> Schedule:
+    def today_of(self, problem: Problem, target: Target) -> BackwardSchedule:
         return choice(problem, target.toolchain).schedule
 
-    def launcher(self, call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
+    def launcher(self, call: Call, schedule: BackwardSchedule) -> Callable[[Mapping[str, Any]], None]:
         return launcher(call, schedule)
 
-    def steps(self, call: Call, schedule: Schedule) -> StepLauncher:
+    def steps(self, call: Call, schedule: BackwardSchedule) -> StepLauncher:
         return steps_of(call, schedule)
 
-    def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
+    def build(self, problem: Problem, choice: Choice, target: Target) -> BuiltCandidate:
         if problem.deterministic:
             raise NotBuilt("it searches no schedules of gradients that must be the same bits every time")
         return super().build(problem, choice, target)

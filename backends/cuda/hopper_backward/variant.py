@@ -12,10 +12,10 @@ import msgspec
 from portattn.backends.cuda.canaries import BACKWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
-from portattn.backends.cuda.descriptors import described, flat
+from portattn.backends.cuda.descriptors import flat, make_descriptor
 from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
 from portattn.backends.cuda.hopper_backward.order import arch, limited_right, slots, tiles_of, together
-from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, Schedule, choice, width
+from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, BackwardSchedule, choice, width
 from portattn.backends.cuda.sizes import STATISTICS_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import heads_together
@@ -133,15 +133,15 @@ class BackwardVariant(Variant):
         return seen
 
 
-def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
+def launcher(call: Call, schedule: BackwardSchedule) -> Callable[[Mapping[str, Any]], None]:
     """What runs calls like this one with a schedule."""
     steps = steps_of(call, schedule)
     return steps if call.scale == 0.0 else with_copies(steps, call, ("q", "k", "v", "grad_out"), ())
 
 
-def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
+def steps_of(call: Call, schedule: BackwardSchedule) -> StepLauncher:
     """The launches of calls like this one with a schedule."""
-    return _Launcher(call, schedule)
+    return _BackwardLauncher(call, schedule)
 
 
 def _edges(p: Problem) -> bool:
@@ -154,10 +154,10 @@ def _edges(p: Problem) -> bool:
     return before or after
 
 
-class _Launcher(StepLauncher):
+class _BackwardLauncher(StepLauncher):
     """Statistics of the rows; dK, dV and sums of dQ; dQ from its sums, or by a kernel of its own."""
 
-    def __init__(self, call: Call, schedule: Schedule) -> None:
+    def __init__(self, call: Call, schedule: BackwardSchedule) -> None:
         import torch
 
         p = self._problem = call.problem
@@ -249,7 +249,7 @@ class _Launcher(StepLauncher):
         }  # fmt: skip
         rows = {"k_desc": keys, "v_desc": keys}
         arguments = {
-            name: described(tensors[role], rows.get(name, QUERY_ROWS), dim)
+            name: make_descriptor(tensors[role], rows.get(name, QUERY_ROWS), dim)
             if name.endswith("_desc")
             else tensors.get(role)
             for name, role in roles.items()
@@ -299,4 +299,4 @@ def _steps_of_8(name: str, x: Any) -> dict[str, int]:
 
 def _maybe(x: Any, rows: int, dim: int) -> Any:
     """A tensor's descriptor by blocks of so many rows; itself where rows is 0, and None where it is absent."""
-    return described(x, rows, dim) if x is not None and rows else x
+    return make_descriptor(x, rows, dim) if x is not None and rows else x

@@ -30,7 +30,7 @@ that and its own additions.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from portattn.backends.cuda.hopper_backward.form import Work
+from portattn.backends.cuda.hopper_backward.form import BackwardWork
 from portattn.backends.cuda.hopper_backward.tile_scheduler import query_tiles
 
 # Named barriers of the two writers, beside those of consumer.py: who arrives has been told of its tile, so that the
@@ -63,8 +63,8 @@ def block_number(shared, form, WARPS: gl.constexpr):
 @gluon.jit
 def earlier_end(work, sizes, form):
     """End of the query tiles that the block of keys before this one sees: those below have been waited for."""
-    before = Work(work.start - form.KEYS, work.rows, work.head, work.slot, work.sequence, work.q_first, work.q_length,
-                  work.k_first, work.k_length, work.tile)  # fmt: skip
+    before = BackwardWork(work.start - form.KEYS, work.rows, work.head, work.slot, work.sequence, work.q_first,
+                          work.q_length, work.k_first, work.k_length, work.tile)  # fmt: skip
     return gl.where(work.start > 0, query_tiles(before, sizes, form).end, 0)
 
 
@@ -87,7 +87,7 @@ def wait_for(turn, number):
 
 
 @gluon.jit
-def added(turn, number):
+def pass_turn(turn, number):
     """The warp's additions are complete, and it is the turn of block `number`."""
     # The thread that elect.sync chooses is the one that TMA's instructions were issued by.
     gl.inline_asm_elementwise(

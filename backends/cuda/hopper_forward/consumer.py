@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
-from portattn.backends.cuda.hopper_forward.fp8_forward import returned, score_factor, stored
+from portattn.backends.cuda.hopper_forward.form import BufferRing, Keys, State
+from portattn.backends.cuda.hopper_forward.fp8_forward import arrive_after_exponentials, as_e4m3, score_factor
 from portattn.backends.cuda.hopper_forward.fp8_softmax_overlap import weights_around_values
 from portattn.backends.cuda.hopper_forward.fragments import (
     apply_softcap,
@@ -18,7 +18,7 @@ from portattn.backends.cuda.hopper_forward.fragments import (
     lane_sum,
     line_numbers,
     masked_scores,
-    rescaled,
+    rescale_rows,
     row_maximum,
 )
 from portattn.backends.cuda.hopper_forward.head_dim_split import last_values_by_columns, step_by_columns
@@ -34,8 +34,8 @@ from portattn.backends.cuda.hopper_forward.lazy_rescale import reference, rescal
 from portattn.backends.cuda.hopper_forward.products import (
     FREE,
     TURN,
-    added,
-    advanced,
+    accumulate_pv,
+    advance_ring,
     held_weights,
     score_product,
     value_product,
@@ -62,7 +62,7 @@ def _passed(count, ring, shared, group: gl.constexpr, form):
         mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
         arrive(FREE + form.STAGES + ring.slot, form.PARTY)
         slot, phase = following(ring.slot, ring.phase, form.STAGES)
-        ring = Ring(slot, phase, ring.v_slot, ring.v_phase)
+        ring = BufferRing(slot, phase, ring.v_slot, ring.v_phase)
     return ring
 
 
@@ -83,7 +83,7 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     mbarrier.wait(shared.q_full.index(place), phase)
     q = shared.q.index(place).reshape([_ROWS, form.DIM])
     if form.FP8:
-        q = stored(q, [_ROWS, form.DIM])
+        q = as_e4m3(q, [_ROWS, form.DIM])
     if form.REG_Q:
         q = q.load(form.QROWS)
         mbarrier.arrive(shared.q_free.index(place), count=1)
@@ -134,7 +134,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     if form.LATE and form.LAZY:
         acc = rescaled_where_needed(acc, state.alpha, form)
     elif form.LATE and not form.FP8:
-        acc = rescaled(acc, here(state.alpha), form)
+        acc = rescale_rows(acc, here(state.alpha), form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
     if form.TURNS:
@@ -184,18 +184,18 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     if not form.HALVED:
         sums = lane_sum(p, form.KEYS)
         if form.KEPT:
-            returned(FREE + ring.slot, sums, form)
+            arrive_after_exponentials(FREE + ring.slot, sums, form)
     row_sum = row_sum + sums
     if not form.EARLY and not form.HALVED:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
     if not form.HALVED:
-        acc = added(acc, fresh, state.alpha, form)
+        acc = accumulate_pv(acc, fresh, state.alpha, form)
     if not form.LATE and form.LAZY:
         acc = rescaled_where_needed(acc, alpha, form)
     elif not form.LATE and not form.FP8:
-        acc = rescaled(acc, alpha, form)
-    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)
+        acc = rescale_rows(acc, alpha, form)
+    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advance_ring(ring, form)
 
 
 @gluon.jit
@@ -216,13 +216,13 @@ def _last_values(state, ring, shared, form):
         acc = last_values_by_columns(state, ring, shared, form)
     else:
         if form.LATE and not form.FP8:
-            acc = rescaled(acc, state.alpha, form)
+            acc = rescale_rows(acc, state.alpha, form)
         mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
         before = State(acc, state.held, state.alpha, state.row_max, state.row_sum)
         fresh = value_product(before, shared, ring, form)
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        acc = added(state.acc, fresh, state.alpha, form)
+        acc = accumulate_pv(state.acc, fresh, state.alpha, form)
     return acc
 
 
@@ -271,7 +271,7 @@ def consume(
     if form.TURNS and group == form.GROUPS - 1:
         arrive(TURN, 256)
     zero = gl.to_tensor(0)
-    ring = Ring(zero, zero, zero, zero)
+    ring = BufferRing(zero, zero, zero, zero)
     buffer, q_phase, box, box_phase = zero, zero, zero, zero
     mbarrier.wait(shared.mail_full.index(box), box_phase)
     work = read(box, shared)
@@ -304,7 +304,7 @@ def consume(
                     if keys.end - 1 == keys.begin:
                         begin = gl.maximum(_first_row(position, keys, sizes, form), 0)
                 clear(v, begin, seen - (keys.end - 1) * form.KEYS, form)
-        ring = advanced(ring, form)
+        ring = advance_ring(ring, form)
         state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
         if form.LEFT and not form.FP8:
             first = _first_row(position, keys, sizes, form)

@@ -123,7 +123,7 @@ class Form:
 
 
 @aggregate
-class Shared:
+class ForwardSharedMemory:
     """What lies in shared memory."""
 
     q: gl.shared_memory_descriptor  # [QUERIES·GROUPS][1, 1, 64, DIM]; over pages [1, LINES, HEADS, DIM], the same bytes
@@ -226,7 +226,7 @@ class State:
 
 
 @aggregate
-class Ring:
+class BufferRing:
     """Where in the buffers a consumer is: this tile's, and that of the values that are not added yet."""
 
     slot: gl.tensor

@@ -68,7 +68,7 @@ def operand_bytes(held, form):
 
 
 @gluon.jit
-def returned(barrier, sums, form):
+def arrive_after_exponentials(barrier, sums, form):
     """Arrive at a barrier after the exponentials: `sums` [64, 4], which are not negative, are of all of them.
 
     ptxas moves the wait for the product of values up to the barrier before it, over what is only computed. So where it
@@ -82,7 +82,7 @@ def returned(barrier, sums, form):
 
 
 @gluon.jit
-def stored(place, shape: gl.constexpr):
+def as_e4m3(place, shape: gl.constexpr):
     """Bytes of shared memory as e4m3 numbers."""
     return reinterpreted(place, gl.float8e4nv, shape, place.type.layout)
 
@@ -90,7 +90,7 @@ def stored(place, shape: gl.constexpr):
 @gluon.jit
 def narrow_values(held, shared, slot, form):
     """P V of a tile, begun: apart from that of other tiles."""
-    v = stored(shared.v.index(slot).reshape([form.DIM, form.KEYS]), [form.DIM, form.KEYS]).permute((1, 0))
+    v = as_e4m3(shared.v.index(slot).reshape([form.DIM, form.KEYS]), [form.DIM, form.KEYS]).permute((1, 0))
     zeros = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     return warpgroup_mma(operand_bytes(held, form), v, zeros, use_acc=False, is_async=True)
 

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from portattn.backends.cuda.hopper_forward.fp8_forward import SHIFT, returned
-from portattn.backends.cuda.hopper_forward.fragments import halved, lane_sum, whole
+from portattn.backends.cuda.hopper_forward.fp8_forward import SHIFT, arrive_after_exponentials
+from portattn.backends.cuda.hopper_forward.fragments import lane_sum, split_columns, whole
 from portattn.backends.cuda.named_barriers import arrive
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
@@ -59,7 +59,7 @@ def _scaled_after(s, factor, base, fresh, columns: gl.constexpr, form):
     constraints: gl.constexpr = _constraints(columns)
     pack: gl.constexpr = _pack(columns)
     for j in gl.static_range(_times(form.DIM, columns)):
-        fresh, _other = halved(fresh, form.DIM // 2**j)
+        fresh, _other = split_columns(fresh, form.DIM // 2**j)
     fresh = gl.convert_layout(fresh, s.type.layout, assert_trivial=True)
     return gl.inline_asm_elementwise(
         code, constraints, [s, factor, base, fresh], dtype=gl.float32, is_pure=False, pack=pack
@@ -74,11 +74,11 @@ def weights_around_values(s, factor, base, acc, alpha, fresh, slot, v_slot, free
     slot, v_slot  buffers of keys and of values that are returned on the way, at the barriers from `free` on
     """
     half: gl.constexpr = form.KEYS // 2
-    a, b = halved(s, form.KEYS)
+    a, b = split_columns(s, form.KEYS)
     base = gl.expand_dims(gl.convert_layout(base, gl.SliceLayout(1, a.type.layout)) - SHIFT, 1)
     a = gl.exp2(a * factor - base)
     sums = lane_sum(a, half)
-    returned(free + slot, sums, form)
+    arrive_after_exponentials(free + slot, sums, form)
     fresh = warpgroup_mma_wait(0, deps=[fresh])
     arrive(free + form.STAGES + v_slot, form.PARTY)
     alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, form.OUTPUT)), 1)

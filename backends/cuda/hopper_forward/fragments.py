@@ -48,7 +48,7 @@ def row_maximum(s, form):
 
 
 @gluon.jit
-def halved(x, columns: gl.constexpr):
+def split_columns(x, columns: gl.constexpr):
     """The first and the last half of the columns. No register moves."""
     return gl.split(gl.permute(gl.reshape(x, [_ROWS, 2, columns // 2]), (0, 2, 1)))
 
@@ -97,7 +97,7 @@ def operand(held, form, dtype: gl.constexpr):
 
 
 @gluon.jit
-def rescaled(acc, factor, form):
+def rescale_rows(acc, factor, form):
     return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, form.OUTPUT)), 1)
 
 

@@ -14,12 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from portattn.backends.cuda.hopper_forward.form import State
-from portattn.backends.cuda.hopper_forward.fp8_forward import operand_bytes, stored
+from portattn.backends.cuda.hopper_forward.fp8_forward import as_e4m3, operand_bytes
 from portattn.backends.cuda.hopper_forward.fragments import apply_softcap, lane_sum, masked_scores, row_maximum
 from portattn.backends.cuda.hopper_forward.products import (
     FREE,
     TURN,
-    advanced,
+    advance_ring,
     held_weights,
     score_product,
     weights,
@@ -63,7 +63,7 @@ def _joined(a, b, c, d, form):
 @gluon.jit
 def _begun(p, shared, slot, part: gl.constexpr, form):
     """P V of some columns, begun."""
-    v = stored(shared.v.index(slot).reshape([form.DIM, form.KEYS]), [form.DIM, form.KEYS])
+    v = as_e4m3(shared.v.index(slot).reshape([form.DIM, form.KEYS]), [form.DIM, form.KEYS])
     v = v.slice(part * form.COLUMNS, form.COLUMNS, dim=0).permute((1, 0))
     zeros = gl.zeros([_ROWS, form.COLUMNS], gl.float32, form.PART)
     return warpgroup_mma(p, v, zeros, use_acc=False, is_async=True)
@@ -150,4 +150,4 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
     row_sum = row_sum + lane_sum(p, form.KEYS)
-    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)
+    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advance_ring(ring, form)

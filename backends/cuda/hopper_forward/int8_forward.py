@@ -7,7 +7,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from portattn.backends.cuda.gluon_names import CARRIES_ADDRESSES
-from portattn.backends.cuda.hopper_forward.fragments import halved, lane_maximum, line_numbers, row_maximum, whole
+from portattn.backends.cuda.hopper_forward.fragments import (
+    lane_maximum,
+    line_numbers,
+    row_maximum,
+    split_columns,
+    whole,
+)
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
@@ -62,7 +68,7 @@ def lane_scales(scale, n, form):
 
 
 @gluon.jit
-def hidden(n):
+def hide_from_llvm(n):
     """A loop's number, which LLVM does not know to be one: else a tile's addresses take 60 registers of a thread."""
     if CARRIES_ADDRESSES:
         n = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
@@ -78,7 +84,7 @@ def scores_by_blocks(s, lanes, scale, n, form):
         dtype=(gl.float32, gl.float32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
     if same != 0:
-        a, b = halved(s, form.KEYS)
+        a, b = split_columns(s, form.KEYS)
         half: gl.constexpr = form.KEYS // 2
         largest = gl.maximum(
             lane_maximum(a, half).to(gl.float32) * first, lane_maximum(b, half).to(gl.float32) * second
@@ -86,7 +92,7 @@ def scores_by_blocks(s, lanes, scale, n, form):
         largest = gl.convert_layout(gl.max(largest, 1), form.ROW)
         found = s.to(gl.float32)
     else:
-        key = hidden(n) * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
+        key = hide_from_llvm(n) * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
         found = s.to(gl.float32) * gl.expand_dims(gl.load(scale[1] + key), 0)
         largest = row_maximum(found, form)
         first = first - first + 1.0
@@ -96,7 +102,7 @@ def scores_by_blocks(s, lanes, scale, n, form):
 
 @gluon.jit
 def weights_by_blocks(s, first, second, base, form):
-    a, b = halved(s, form.KEYS)
+    a, b = split_columns(s, form.KEYS)
     layout: gl.constexpr = gl.SliceLayout(1, a.type.layout)
     base = gl.expand_dims(gl.convert_layout(base, layout), 1)
     a = gl.exp2(a * gl.expand_dims(gl.convert_layout(first, layout), 1) - base)

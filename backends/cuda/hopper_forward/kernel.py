@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from portattn.backends.cuda.gluon_names import load
 from portattn.backends.cuda.hopper_forward.consumer import consume
-from portattn.backends.cuda.hopper_forward.form import Form, Shared, Sizes, Work
+from portattn.backends.cuda.hopper_forward.form import Form, ForwardSharedMemory, Sizes, Work
 from portattn.backends.cuda.hopper_forward.fp8_forward import transposed_first
 from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
@@ -177,7 +177,7 @@ def scheduled_forward(
         v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, DIM], v_desc.layout)
     else:
         v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
-    shared = Shared(
+    shared = ForwardSharedMemory(
         q_smem,
         k_smem,
         v_smem,

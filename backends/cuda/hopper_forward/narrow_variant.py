@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.canaries import NARROW_FORWARD
 from portattn.backends.cuda.copies import with_copies
-from portattn.backends.cuda.descriptors import described
+from portattn.backends.cuda.descriptors import make_descriptor
 from portattn.backends.cuda.gluon import NEEDS
 from portattn.backends.cuda.hopper_forward.tile_scheduler import width
-from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Launcher, Schedule, choice
+from portattn.backends.cuda.hopper_forward.variant import ForwardLauncher, ForwardVariant, Schedule, choice
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.kernel_step import Step, StepLauncher
@@ -47,7 +47,7 @@ class NarrowVariant(ForwardVariant):
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""
         p = problem
         if p.q_format != FORMAT:
-            return Rejection(path=self.name, reason=f"is for q, k and v of {FORMAT}, not {stored(p.q_format)}")
+            return Rejection(path=self.name, reason=f"is for q, k and v of {FORMAT}, not {format_words(p.q_format)}")
         for name in ("head_dim", "head_dim_v"):
             if getattr(p, name) > WIDEST:
                 reason = f"takes heads of at most {WIDEST} columns, not {getattr(p, name)}"
@@ -90,12 +90,12 @@ class NarrowVariant(ForwardVariant):
         return seen
 
 
-def stored(kind: str) -> str:
+def format_words(kind: str) -> str:
     """A format in words."""
     return "of 16 or 32 bits" if kind == "as_q" else kind
 
 
-class NarrowLauncher(Launcher):
+class NarrowLauncher(ForwardLauncher):
     """A launch that transposes the values, and then those of the forward."""
 
     def __init__(self, call: Call, schedule: Schedule) -> None:
@@ -149,11 +149,11 @@ class NarrowLauncher(Launcher):
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Of what the forward reads and writes by tiles."""
         s, dim = self.schedule, width(self.problem.head_dim)
-        rows = functools.partial(described, rows=GROUP_ROWS)
+        rows = functools.partial(make_descriptor, rows=GROUP_ROWS)
         return {
             "q_desc": rows(tensors["q"], dim=dim),
-            "k_desc": described(tensors["k"], s.keys, dim),
-            "v_desc": described(tensors["transposed"], dim, s.keys),
+            "k_desc": make_descriptor(tensors["k"], s.keys, dim),
+            "v_desc": make_descriptor(tensors["transposed"], dim, s.keys),
             "o_desc": rows(tensors["out"], dim=dim // s.parts),
         }
 

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from portattn.backends.cuda.hopper_forward.form import Ring
-from portattn.backends.cuda.hopper_forward.fp8_forward import SHIFT, hold_bytes, narrow_values, stored
-from portattn.backends.cuda.hopper_forward.fragments import following, hold, operand, rescaled
+from portattn.backends.cuda.hopper_forward.form import BufferRing
+from portattn.backends.cuda.hopper_forward.fp8_forward import SHIFT, as_e4m3, hold_bytes, narrow_values
+from portattn.backends.cuda.hopper_forward.fragments import following, hold, operand, rescale_rows
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 TURN: gl.constexpr = gl.constexpr(5)  # 5..7   named barriers: consumer w may issue its products: TURN + w
@@ -19,7 +19,7 @@ def score_product(q, shared, ring, form):
     """Q Kᵀ of this tile, begun."""
     k = shared.k.index(ring.slot).reshape([form.KEYS, form.DIM])
     if form.FP8:
-        k = stored(k, [form.KEYS, form.DIM])
+        k = as_e4m3(k, [form.KEYS, form.DIM])
     k = k.permute((1, 0))
     kind: gl.constexpr = gl.int32 if form.INT8 else gl.float32
     zeros = gl.zeros([_ROWS, form.KEYS], kind, form.SCORES)
@@ -67,16 +67,16 @@ def held_weights(p, shared, form):
 
 
 @gluon.jit
-def added(acc, fresh, alpha, form):
+def accumulate_pv(acc, fresh, alpha, form):
     """What a product of values leaves: its accumulator, or with FP8 that of all tiles."""
     if form.FP8:
-        found = rescaled(acc, alpha, form) + fresh
+        found = rescale_rows(acc, alpha, form) + fresh
     else:
         found = fresh
     return found
 
 
 @gluon.jit
-def advanced(ring, form):
+def advance_ring(ring, form):
     slot, phase = following(ring.slot, ring.phase, form.STAGES)
-    return Ring(slot, phase, ring.slot, ring.phase)
+    return BufferRing(slot, phase, ring.slot, ring.phase)

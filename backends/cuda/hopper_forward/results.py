@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from portattn.backends.cuda.gluon_names import store
 from portattn.backends.cuda.hopper_forward.fp8_forward import UNSHIFTED, result_factor
-from portattn.backends.cuda.hopper_forward.fragments import line_numbers, rescaled
+from portattn.backends.cuda.hopper_forward.fragments import line_numbers, rescale_rows
 from portattn.backends.cuda.hopper_forward.tile_queue import read
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
@@ -42,7 +42,7 @@ def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
     factor = gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total))
     if form.FP8:
         factor = factor * (value_factor * UNSHIFTED)
-    acc = rescaled(acc, factor, form)
+    acc = rescale_rows(acc, factor, form)
     if form.VARYING != "none":  # padding rows may hold anything
         nothing = gl.convert_layout(empty.to(gl.int32), gl.SliceLayout(1, form.OUTPUT))
         acc = gl.where(gl.expand_dims(nothing, 1) != 0, 0.0, acc)

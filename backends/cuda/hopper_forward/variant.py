@@ -14,7 +14,7 @@ import msgspec
 from portattn.backends.cuda.canaries import FORWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
-from portattn.backends.cuda.descriptors import described
+from portattn.backends.cuda.descriptors import make_descriptor
 from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
 from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     PAGE_STEP,
@@ -26,7 +26,7 @@ from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     width,
 )
 from portattn.backends.cuda.merging import merging
-from portattn.backends.cuda.schedules import scheduled, tuning
+from portattn.backends.cuda.schedules import find_schedule, tuning
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
@@ -121,7 +121,7 @@ LEGEND = MappingProxyType(
 )
 
 
-class Choice(NamedTuple):
+class TimedSchedule(NamedTuple):
     """A schedule, and the compiler that it was timed with for such problems; empty where it was not."""
 
     schedule: Schedule
@@ -245,10 +245,12 @@ def _arch() -> Arch:
     return Registry.load().arch(f"cuda:{ForwardVariant.arches[0]}")
 
 
-def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name) -> Choice | None:
+def choice(
+    problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name
+) -> TimedSchedule | None:
     """The first entry of the tuning data for this compiler with a schedule whose conditions hold."""
-    found = scheduled(variant, problem, toolchain)
-    return None if found is None else Choice(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
+    found = find_schedule(variant, problem, toolchain)
+    return None if found is None else TimedSchedule(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
 
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
@@ -258,7 +260,7 @@ def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], No
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
     """The launches of calls like this one with a schedule."""
-    return Launcher(call, schedule)
+    return ForwardLauncher(call, schedule)
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
@@ -290,7 +292,7 @@ def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     return split_cheapest(tiles, key_tiles, cores, least(key_tiles, MOST_SPLITS), ends, merge, 0)
 
 
-class Launcher(StepLauncher):
+class ForwardLauncher(StepLauncher):
     """One launch; where keys are split a second one, which merges."""
 
     def __init__(self, call: Call, schedule: Schedule) -> None:
@@ -353,13 +355,13 @@ class Launcher(StepLauncher):
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         p, s = self.problem, self.schedule
         dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
-        found = {f"{name}_desc": described(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
+        found = {f"{name}_desc": make_descriptor(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
         if p.page_size:
             heads = heads_of(p)
-            rows = functools.partial(described, rows=heads, before=GROUP_ROWS // heads)
+            rows = functools.partial(make_descriptor, rows=heads, before=GROUP_ROWS // heads)
             q, out = q.transpose(1, 2), out.transpose(1, 2)
         else:
-            rows = functools.partial(described, rows=GROUP_ROWS)
+            rows = functools.partial(make_descriptor, rows=GROUP_ROWS)
         return {"q_desc": rows(q, dim=dim), "o_desc": rows(out, dim=dim // s.parts), **found}
 
     def numbers(self) -> dict[str, int]:

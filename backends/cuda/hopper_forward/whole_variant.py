@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portattn.backends.cuda.canaries import WHOLE_FORWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.gluon import NEEDS
-from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Launcher, choice
+from portattn.backends.cuda.hopper_forward.variant import ForwardLauncher, ForwardVariant, choice
 from portattn.schema.kernel_step import Step, StepLauncher
 from portattn.schema.plan import Rejection
 
@@ -73,7 +73,7 @@ class WholeVariant(ForwardVariant):
         return WholeLauncher(call, chosen.schedule)
 
 
-class WholeLauncher(Launcher):
+class WholeLauncher(ForwardLauncher):
     """The launches of a forward, with scales of rows and keys."""
 
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:

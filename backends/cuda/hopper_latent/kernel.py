@@ -63,7 +63,7 @@ _OUTPUT_ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
 
 
 @aggregate
-class Shared:
+class LatentSharedMemory:
     """What lies in shared memory; [chunk], [half] and [buffer] are leading indices."""
 
     q: gl.shared_memory_descriptor  # [chunk][1, heads, queries, _CHUNK]
@@ -84,7 +84,7 @@ class Shared:
 
 
 @aggregate
-class Work:
+class LatentWork:
     """Which rows and keys are this block's."""
 
     batch: gl.tensor
@@ -102,7 +102,7 @@ class Work:
 
 
 @aggregate
-class State:
+class LatentState:
     """A warp group's running result."""
 
     acc: gl.tensor  # [ROWS, _HALF] float32
@@ -248,7 +248,7 @@ def _own_values(state, s, new_max, shared, phase, key, work, scale, half: gl.con
     row_sum = state.row_sum * alpha + gl.sum(p, 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     arrive(_FREE + 2 * half + half, _LOADERS)
-    return State(acc, new_max, row_sum)
+    return LatentState(acc, new_max, row_sum)
 
 
 @gluon.jit
@@ -270,7 +270,7 @@ def _other_tile(state, shared, phase, half: gl.constexpr):
     acc, row_max, row_sum = _other_values(state, shared, phase, half)
     acc = warpgroup_mma_wait(0, deps=[acc])
     arrive(_FREE + 2 * (1 - half) + half, _LOADERS)
-    return State(acc, row_max, row_sum)
+    return LatentState(acc, row_max, row_sum)
 
 
 @gluon.jit
@@ -295,14 +295,14 @@ def _odd_owner(state, shared, work, row_end, scale):
         key = (work.first + i + 1) * _KEYS
         # Waits for nothing, but ptxas does not see over the loop's edge that the accumulator is complete.
         acc = warpgroup_mma_wait(0, deps=[state.acc])
-        state = State(acc, state.row_max, state.row_sum)
+        state = LatentState(acc, state.row_max, state.row_sum)
         s = _scores(shared, 1, phase)
         acc, row_max, row_sum = _other_values(state, shared, phase, 1)
         s = warpgroup_mma_wait(1, deps=[s])
         s, new_max = _maximum(s, row_max, shared, key, work, row_end, scale, 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         arrive(_FREE + 1, _LOADERS)
-        state = _own_values(State(acc, row_max, row_sum), s, new_max, shared, phase, key, work, scale, 1)
+        state = _own_values(LatentState(acc, row_max, row_sum), s, new_max, shared, phase, key, work, scale, 1)
     if work.tiles % 2 == 1:
         state = _other_tile(state, shared, work.tiles // 2 & 1, 1)
     return state
@@ -316,7 +316,7 @@ def _consume(out_desc, partial, lse, heads, seq_q, batches, scale, work, shared,
     row_end = gl.full([_ROWS], 0, gl.int32, _ROW) + work.length
     if CAUSAL:
         row_end = row_end - (seq_q - 1) + work.query + rows % QUERIES
-    state = State(
+    state = LatentState(
         gl.zeros([_ROWS, _HALF], gl.float32, _OUTPUT),
         gl.full([_ROWS], -float("inf"), gl.float32, _ROW),
         gl.zeros([_ROWS], gl.float32, _ROW),
@@ -369,7 +369,7 @@ def _work(seqlens_k, capacity, head_tiles, seq_q, HEADS: gl.constexpr, QUERIES: 
     tiles = gl.cdiv(end, _KEYS)
     share = gl.cdiv(tiles, gl.num_programs(1))
     first = gl.minimum(split * share, tiles)
-    return Work(batch, head, query, length, unmasked, first, gl.minimum(share, tiles - first))
+    return LatentWork(batch, head, query, length, unmasked, first, gl.minimum(share, tiles - first))
 
 
 @gluon.jit(
@@ -391,7 +391,7 @@ def latent_decode(
     dtype: gl.constexpr = k_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shared = Shared(
+    shared = LatentSharedMemory(
         gl.allocate_shared_memory(dtype, [_CHUNKS, 1, HEADS, QUERIES, _CHUNK], q_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, HEADS, QUERIES, _ROPE], q_tail_desc.layout),
         gl.allocate_shared_memory(dtype, [2 * _CHUNKS, _KEYS, _CHUNK], k_desc.layout),

@@ -20,7 +20,7 @@ from portattn.planning.splits import split_cheapest
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
-from portattn.schema.symbolic_int import least, most, next_power_of_two, pinned
+from portattn.schema.symbolic_int import least, most, next_power_of_two, pin_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class LatentVariant(Variant):
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        return _Launcher(call)
+        return _LatentLauncher(call)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The caller's tensors, and the results', as a Call has them."""
@@ -118,14 +118,16 @@ def split_count(row_tiles: int, batch: int, capacity: int, cores: int) -> int:
     return split_cheapest(row_tiles * batch, tiles, cores, least(tiles, 2 * cores), ends, 0, merge)
 
 
-class _Launcher(StepLauncher):
+class _LatentLauncher(StepLauncher):
     """One kernel, and where keys are split a second one, which merges."""
 
     def __init__(self, call: Call) -> None:
         import torch
 
         p = self._problem = call.problem
-        self._heads, self._queries = pinned(row_tile(p.seq_q))  # descriptors' blocks: the kernel is compiled for them
+        self._heads, self._queries = pin_sizes(
+            row_tile(p.seq_q)
+        )  # descriptors' blocks: the kernel is compiled for them
         self._row_tiles = ceil_div(p.heads_q, self._heads) * ceil_div(p.seq_q, self._queries)
         splits = p.num_splits or split_count(self._row_tiles, p.batch, p.seq_k, multiprocessors(call.q.device))
         self._splits = least(splits, ceil_div(p.seq_k, KEYS))

@@ -58,7 +58,7 @@ def library() -> Any:
         raise PortattnError(f"the CUDA driver cannot be loaded: {error}") from None
 
 
-class Driver:
+class CudaDriver:
     """What is used of libcuda, in the context that is current in this thread (torch makes one).
 
     library  libcuda, or what stands in for it
@@ -127,7 +127,7 @@ class Driver:
 class Function:
     """An entry of a loaded module. Close it when its launches have ended."""
 
-    def __init__(self, driver: Driver, module: ctypes.c_void_p, function: ctypes.c_void_p) -> None:
+    def __init__(self, driver: CudaDriver, module: ctypes.c_void_p, function: ctypes.c_void_p) -> None:
         self._driver, self._module, self._function = driver, module, function
 
     def launch(
@@ -163,7 +163,7 @@ class BadPtx(PortattnError):
     """A PTX text that cannot be run here; the message says what it has and what it must have."""
 
 
-class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+class PtxParameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter of an entry.
 
     size      bytes
@@ -191,7 +191,7 @@ class Ptx(msgspec.Struct, frozen=True, kw_only=True):
     capability: int
     portable: bool
     entry: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[PtxParameter, ...]
     threads: int
 
 
@@ -220,11 +220,11 @@ def read(text: str) -> Ptx:
     )
 
 
-def _parameter(text: str, entry: str) -> Parameter:
+def _parameter(text: str, entry: str) -> PtxParameter:
     found = _PARAMETER.fullmatch(text)
     if found is None or "[" in found.group(3):  # an array: a struct by value, which Triton's kernels have none of
         raise BadPtx(f"{entry}: the parameter {' '.join(text.split())!r} is not a number or a pointer")
-    return Parameter(size=int(found.group(2)) // 8, floating=found.group(1) == "f")
+    return PtxParameter(size=int(found.group(2)) // 8, floating=found.group(1) == "f")
 
 
 WARP = 32  # lanes
@@ -232,7 +232,7 @@ MOST_SCRATCH = 2  # pointers that a Triton appends: global scratch, and scratch 
 _CTYPES: Mapping[str, type[Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
-class Code(msgspec.Struct, frozen=True, kw_only=True):
+class PtxCode(msgspec.Struct, frozen=True, kw_only=True):
     """One compiled launch, as the compiler's child gives it.
 
     text       PTX
@@ -249,7 +249,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     signature: Signature
 
 
-def run(launch: KernelCall, code: Code, driver: Driver, capability: int, stream: int) -> None:
+def run(launch: KernelCall, code: PtxCode, driver: CudaDriver, capability: int, stream: int) -> None:
     """Launch on the current device as code of sm_<capability>, and wait for it.
 
     Raises BadPtx where the code is not what was asked for or cannot run here, CudaError where the driver refuses it.
@@ -268,7 +268,7 @@ def run(launch: KernelCall, code: Code, driver: Driver, capability: int, stream:
     function.close()  # not after a fault: the context is gone then, and the parent ends this process
 
 
-def fits(ptx: Ptx, code: Code, driver: Driver, capability: int) -> None:
+def fits(ptx: Ptx, code: PtxCode, driver: CudaDriver, capability: int) -> None:
     """Raise BadPtx unless it is portable code of sm_<capability>, and the current device newer and large enough."""
     here = driver.capability()
     if ptx.capability != capability:
@@ -327,14 +327,14 @@ def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, 
     and all padding start as NaN. Raises BadPtx and CudaError.
     """
     target = Registry.load().target(request["target"])
-    codes = [msgspec.convert(code, Code) for code in request["texts"]]
+    codes = [msgspec.convert(code, PtxCode) for code in request["texts"]]
     device = Registry.load().backends[target.backend].device_type
     _, capability, _ = Registry.load().backends[target.backend].triton_target(target.arch)
     enter(RUNS)
     with _one_thread():
         with nan_filled_memory(), torch.no_grad():
             plan, call = plan_of(request, target), call_of(request | {"device": device})
-            driver = Driver(library())  # in the context that torch made for the call's tensors
+            driver = CudaDriver(library())  # in the context that torch made for the call's tensors
             launches, out, lse = kernel_calls(plan, call, target.arch.cores)
             if has_rows(plan):
                 for launch, code in zip(launches, codes, strict=True):

@@ -9,7 +9,7 @@ import torch
 from portattn.api.block_mask import BlockMask, block_tensors
 from portattn.api.call import perform, try_cached
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.jagged import are_jagged, packed, unpacked
+from portattn.api.jagged import are_jagged, jagged_results, packed
 from portattn.api.ops.varlen import varlen_attention
 from portattn.api.request import Result, Window, request_of
 from portattn.api.unknown_arguments import operation, short_traceback
@@ -169,6 +169,6 @@ def attention(
             "dropout_seed": dropout_seed, "out_dtype": out_dtype, "return_lse": return_lse, "layout": layout,
             "backend": backend, "validate": validate,
         }  # fmt: skip
-        return unpacked(given, varlen_attention(**packed(given)))
+        return jagged_results(given, varlen_attention(**packed(given)))
     with short_traceback:
         return perform(request_of("attention", locals() | {"block_mask": blocks}))

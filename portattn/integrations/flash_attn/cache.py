@@ -20,7 +20,7 @@ from portattn.api.signatures import named_arguments
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn import rotary
-from portattn.integrations.flash_attn.cached_call import Cached, check, check_values, places, query_positions
+from portattn.integrations.flash_attn.cached_call import CachedCall, check, check_values, places, query_positions
 from portattn.integrations.flash_attn.calls import size_of
 from portattn.schema.tensors import KV_FORMAT
 
@@ -29,7 +29,7 @@ _MOST_KNOWN = 1024
 _known: set[Any] = set()  # kinds of calls on an accelerator whose attention was validated before something was written
 
 
-def attend_cached(call: Cached) -> Any:
+def attend_cached(call: CachedCall) -> Any:
     """out, or (out, lse) with -inf of rows without keys. Nothing is written where an argument is refused.
 
     No graph is made: tensors may require gradients, and the results require none.
@@ -38,7 +38,7 @@ def attend_cached(call: Cached) -> Any:
         return _attended(call)
 
 
-def _attended(call: Cached) -> Any:
+def _attended(call: CachedCall) -> Any:
     check(call)
     casts = autocast.is_on(call.q)
     call = _in_one_dtype(replace(call, max_seqlen_q=size_of(call.max_seqlen_q)), casts)
@@ -50,7 +50,7 @@ def _attended(call: Cached) -> Any:
             call = replace(call, table=call.table[rows], batch_idx=None)
         if call.cos is not None:
             call = replace(call, cos=rotary.as_written(call.cos, call.q), sin=rotary.as_written(call.sin, call.q))
-            turned = rotary.rotated(call.q, call.cos, call.sin, query_positions(call, before), call.interleaved)
+            turned = rotary.rotate_queries(call.q, call.cos, call.sin, query_positions(call, before), call.interleaved)
             call = replace(call, q=turned)
         beginnings = call.cu_seqlens_q if call.leftpad is not None else None
         if beginnings is not None:  # packed queries have no mask, which hides the padding
@@ -67,7 +67,7 @@ def _attended(call: Cached) -> Any:
     return found if beginnings is None else _packed(found, beginnings, total)
 
 
-def _last_rows(call: Cached) -> torch.Tensor:
+def _last_rows(call: CachedCall) -> torch.Tensor:
     """Return packed queries (Tq, H, D) as a batch (B, longest, H, D), each sequence's at the end, where the last query
     and the last key are aligned. Earlier rows hold arbitrary queries."""
     total = call.q.shape[0]
@@ -88,12 +88,12 @@ def _packed(found: Any, beginnings: torch.Tensor, total: int) -> Any:
     return out, torch.where(counts[:, None], lse[sequence, :, row], -torch.inf).t()
 
 
-def _without_autocast(call: Cached) -> AbstractContextManager[Any]:
+def _without_autocast(call: CachedCall) -> AbstractContextManager[Any]:
     """A cache is not cast: what is computed has its dtype, as without autocast."""
     return torch.autocast(call.q.device.type, enabled=False)
 
 
-def _in_one_dtype(call: Cached, casts: bool) -> Cached:
+def _in_one_dtype(call: CachedCall, casts: bool) -> CachedCall:
     """Queries of a dtype that the cache's operations take, with their scale in the keys'.
 
     Under autocast queries and new rows of another dtype are cast. float8 queries are the same numbers in bfloat16.
@@ -126,7 +126,7 @@ def _in_one_dtype(call: Cached, casts: bool) -> Cached:
     return call
 
 
-def _check_scale(call: Cached, name: str, scale: torch.Tensor) -> None:
+def _check_scale(call: CachedCall, name: str, scale: torch.Tensor) -> None:
     """Before it is multiplied with another, which would promote it."""
     if scale.dtype is not torch.float32:
         raise ArgumentError(call.op, f"{name}.dtype", scale.dtype, "must be torch.float32")
@@ -134,12 +134,12 @@ def _check_scale(call: Cached, name: str, scale: torch.Tensor) -> None:
         raise ArgumentError(call.op, f"{name}.device", str(scale.device), f"must be q's, {call.q.device}")
 
 
-def _cast(call: Cached, dtype: torch.dtype) -> Cached:
+def _cast(call: CachedCall, dtype: torch.dtype) -> CachedCall:
     k, v = (None if tensor is None else tensor.to(dtype) for tensor in (call.k, call.v))
     return replace(call, q=call.q.to(dtype), k=k, v=v)
 
 
-def _lengths(call: Cached) -> torch.Tensor:
+def _lengths(call: CachedCall) -> torch.Tensor:
     """(B,) int32: keys of each sequence before the call, left padding included."""
     length = call.capacity if call.cache_seqlens is None else call.cache_seqlens
     if isinstance(length, torch.Tensor):
@@ -147,7 +147,7 @@ def _lengths(call: Cached) -> torch.Tensor:
     return torch.full((call.batch,), length, dtype=torch.int32, device=call.q.device)
 
 
-def _attention(call: Cached, after: torch.Tensor) -> tuple[str, dict[str, Any]]:
+def _attention(call: CachedCall, after: torch.Tensor) -> tuple[str, dict[str, Any]]:
     """The operation that attends the cache, and its arguments."""
     _, k_scale, v_scale = call.descales
     given: dict[str, Any] = call.scores.arguments()
@@ -187,7 +187,7 @@ def _beyond_padding(
     return mask[:, None]
 
 
-def _table(call: Cached) -> torch.Tensor:
+def _table(call: CachedCall) -> torch.Tensor:
     """Page ids (B, pages a sequence)."""
     if call.table is not None:
         return call.table
@@ -219,7 +219,7 @@ def _kind(value: Any) -> Any:
     return tuple(value.shape), value.stride(), value.dtype, value.device
 
 
-def _write(call: Cached, before: torch.Tensor) -> None:
+def _write(call: CachedCall, before: torch.Tensor) -> None:
     """Append k and v, rotated and, in a float8 cache, quantised where they are not yet."""
     scales = _writing_scales(call)
     style = rotary.style(call.interleaved)
@@ -248,7 +248,7 @@ def _write(call: Cached, before: torch.Tensor) -> None:
     )
 
 
-def _slots(call: Cached, before: torch.Tensor) -> torch.Tensor:
+def _slots(call: CachedCall, before: torch.Tensor) -> torch.Tensor:
     """int64 (B·new rows,): where each new row goes, -1 for nowhere. A decode step waits for each operation here."""
     size, table, count = call.k_cache.shape[1], _table(call), call.k.shape[1]
     if not table.shape[1]:
@@ -266,7 +266,7 @@ def _slots(call: Cached, before: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_slots(
-    call: Cached, before: torch.Tensor, sequence: torch.Tensor, within: torch.Tensor
+    call: CachedCall, before: torch.Tensor, sequence: torch.Tensor, within: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
     """The same of packed new rows, each at its place in its sequence."""
     size, table = call.k_cache.shape[1], _table(call)
@@ -279,7 +279,7 @@ def _packed_slots(
     return torch.where(there & (page >= 0), page.long() * size + at % size, -1)
 
 
-def _writing_scales(call: Cached) -> dict[str, Any]:
+def _writing_scales(call: CachedCall) -> dict[str, Any]:
     """The scales with which new rows are quantised. Rows that come in float8 are so already."""
     _, k_scale, v_scale = call.descales
     if call.narrow:

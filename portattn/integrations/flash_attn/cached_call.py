@@ -13,14 +13,14 @@ from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn import rotary
 from portattn.integrations.flash_attn.calls import lengths_of, size_of
-from portattn.integrations.flash_attn.probabilities import Scores
+from portattn.integrations.flash_attn.probabilities import ScoreArguments
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT
 from portattn.validate.checks import as_int32, check_dense, check_size, has_no_data
 from portattn.validate.values import cu_seqlens, reads
 
 
 @dataclass(frozen=True)
-class Cached:
+class CachedCall:
     """A call, by the arguments of FlashAttention-3 (generation 2 has a part of them)."""
 
     op: str
@@ -30,7 +30,7 @@ class Cached:
     v_cache: Any
     k: Any
     v: Any
-    scores: Scores
+    scores: ScoreArguments
     cos: Any = None
     sin: Any = None
     interleaved: bool = True
@@ -73,7 +73,7 @@ class Cached:
         return None if self.cos is None else self.rotary_seqlens
 
 
-def check(call: Cached) -> None:
+def check(call: CachedCall) -> None:
     op = call.op
     _check_dense(call)
     axes = {"q": 4 if call.cu_seqlens_q is None else 3, "k_cache": 4, "v_cache": 4}
@@ -119,7 +119,7 @@ def check(call: Cached) -> None:
         rotary.check_tables(op, call.cos, call.sin, call.q if call.q.dtype not in KV_FORMAT else call.q.bfloat16())
 
 
-def _check_dense(call: Cached) -> None:
+def _check_dense(call: CachedCall) -> None:
     """Tensors are dense, before anything is asked of them; what has no words of its own for other types is a tensor."""
     alone = {
         "rotary_cos": call.cos, "rotary_sin": call.sin, "rotary_seqlens": call.rotary_seqlens,
@@ -138,7 +138,7 @@ def _check_dense(call: Cached) -> None:
             raise ArgumentError(call.op, name, type(value).__name__, "must be a torch.Tensor")
 
 
-def _check_new_beginnings(call: Cached) -> None:
+def _check_new_beginnings(call: CachedCall) -> None:
     """The type and the shape of cu_seqlens_k_new: its numbers are check_values'."""
     name, beginnings = "cu_seqlens_k_new", call.cu_seqlens_k_new
     if beginnings.dtype != torch.int32:
@@ -151,7 +151,7 @@ def _check_new_beginnings(call: Cached) -> None:
         raise ArgumentError(call.op, f"{name}.device", str(beginnings.device), f"must be q's, {call.q.device}")
 
 
-def _check_lengths(call: Cached) -> None:
+def _check_lengths(call: CachedCall) -> None:
     """What has a number for each sequence."""
     if type(call.cache_seqlens) is int and not -INT32_MAX <= call.cache_seqlens <= INT32_MAX:
         limit = f"must be in 0..{call.capacity}, the rows there are"
@@ -177,7 +177,7 @@ def _check_lengths(call: Cached) -> None:
             raise ArgumentError(call.op, f"{name}.device", str(tensor.device), f"must be q's, {call.q.device}")
 
 
-def check_values(call: Cached, before: torch.Tensor) -> None:
+def check_values(call: CachedCall, before: torch.Tensor) -> None:
     """Check lengths and indices, read back where the setting says so: on a CPU."""
     if torch.compiler.is_dynamo_compiling():
         return
@@ -214,7 +214,7 @@ def check_values(call: Cached, before: torch.Tensor) -> None:
             raise ArgumentError(call.op, "rotary_cos.shape[0]", call.cos.shape[0], limit)
 
 
-def _check_longest(call: Cached, before: torch.Tensor) -> None:
+def _check_longest(call: CachedCall, before: torch.Tensor) -> None:
     """Check that pages hold the longest sequence, on a GPU that waits for it: flash_attn's generation 2 does so.
 
     A graph under capture cannot read anything back; rows beyond the pages then go nowhere.
@@ -228,7 +228,7 @@ def _check_longest(call: Cached, before: torch.Tensor) -> None:
         raise _no_room(call, "cache_seqlens.max()", longest, new)
 
 
-def _no_room(call: Cached, name: str, length: int, new: int) -> ArgumentError:
+def _no_room(call: CachedCall, name: str, length: int, new: int) -> ArgumentError:
     rows = f"for {new} new rows of {call.capacity}" if new else "the rows there are"
     limit = f"must be in 0..{call.capacity - new}, {rows}"
     if call.table is not None:
@@ -236,7 +236,7 @@ def _no_room(call: Cached, name: str, length: int, new: int) -> ArgumentError:
     return ArgumentError(call.op, name, length, limit)
 
 
-def query_positions(call: Cached, before: torch.Tensor) -> torch.Tensor:
+def query_positions(call: CachedCall, before: torch.Tensor) -> torch.Tensor:
     """(B, Sq) or (Tq,): where each query is, for its rotation. Without a mask that orders them, all of a sequence are
     where its new keys begin."""
     first = before if call.rotation is None else call.rotation

@@ -20,7 +20,7 @@ from portattn.integrations.flash_attn.options import (
     softcap_of,
     window_of,
 )
-from portattn.integrations.flash_attn.probabilities import Scores, signed_packed, signed_probabilities
+from portattn.integrations.flash_attn.probabilities import ScoreArguments, signed_packed, signed_probabilities
 from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import Number, as_int32, check_dense, check_share, check_size
 from portattn.validate.values import cu_seqlens, reads
@@ -30,11 +30,11 @@ Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def scores_of(
     op: str, scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any, attention_chunk: int = 0
-) -> Scores:
+) -> ScoreArguments:
     """Check and translate. Raises ArgumentError."""
     is_causal = check_bool(op, "causal", causal)
     window = window_of(op, window_size, is_causal)
-    return Scores(scale, is_causal, window, softcap_of(op, softcap), alibi_slopes, attention_chunk or None)
+    return ScoreArguments(scale, is_causal, window, softcap_of(op, softcap), alibi_slopes, attention_chunk or None)
 
 
 class Packing(NamedTuple):
@@ -58,7 +58,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     dropout_p: Number,
-    scores: Scores,
+    scores: ScoreArguments,
     packing: Packing | None,
     return_lse: bool,
     return_signed: bool,
@@ -115,7 +115,7 @@ def attention_of(
     k: torch.Tensor,
     v: torch.Tensor,
     dropout_p: Number,
-    scores: Scores,
+    scores: ScoreArguments,
     packing: Packing | None,
     deterministic: bool,
     return_attn_probs: bool,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from portattn.integrations.flash_attn.cache import attend_cached
-from portattn.integrations.flash_attn.cached_call import Cached
+from portattn.integrations.flash_attn.cached_call import CachedCall
 from portattn.integrations.flash_attn.calls import Packing, attention_of, scores_of
 from portattn.integrations.flash_attn.low_level import (
     USE_TRITON_ROCM,
@@ -18,7 +18,14 @@ from portattn.integrations.flash_attn.low_level import (
     _flash_attn_varlen_forward,
     flash_attn_gpu,
 )
-from portattn.integrations.flash_attn.options import WindowSize, check_bool, check_packed, infinite, named, splits_of
+from portattn.integrations.flash_attn.options import (
+    WindowSize,
+    check_bool,
+    check_packed,
+    infinite,
+    rename_errors,
+    splits_of,
+)
 from portattn.integrations.flash_attn.probabilities import _get_block_size_n
 from portattn.validate.checks import Number
 
@@ -56,7 +63,7 @@ def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.contiguous() if x is not None and x.stride(-1) != 1 else x
 
 
-@named()
+@rename_errors()
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,7 +108,7 @@ def flash_attn_func(
     return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs)
 
 
-@named()
+@rename_errors()
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -134,7 +141,7 @@ def flash_attn_kvpacked_func(
     return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs)
 
 
-@named()
+@rename_errors()
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: Number = 0.0,
@@ -166,7 +173,7 @@ def flash_attn_qkvpacked_func(
     return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs)
 
 
-@named(page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
+@rename_errors(page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -212,7 +219,7 @@ def flash_attn_varlen_func(
     return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs)
 
 
-@named()
+@rename_errors()
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -251,7 +258,9 @@ def flash_attn_varlen_kvpacked_func(
     return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs)
 
 
-@named(cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen")
+@rename_errors(
+    cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen"
+)
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -288,7 +297,7 @@ def flash_attn_varlen_qkvpacked_func(
     return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs)
 
 
-@named(page_table="block_table", k_pages="k_cache", v_pages="v_cache")
+@rename_errors(page_table="block_table", k_pages="k_cache", v_pages="v_cache")
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -346,7 +355,7 @@ def flash_attn_with_kvcache(
     op = "flash_attn_with_kvcache"
     wanted = check_bool(op, "return_softmax_lse", return_softmax_lse)
     found = attend_cached(
-        Cached(
+        CachedCall(
             op, "block_table", q, k_cache, v_cache, k, v,
             scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes), rotary_cos, rotary_sin,
             check_bool(op, "rotary_interleaved", rotary_interleaved), cache_seqlens, cache_batch_idx, cache_leftpad,

@@ -18,7 +18,7 @@ from portattn.integrations.flash_attn.options import (
     repeated_bits,
     splits_of,
 )
-from portattn.integrations.flash_attn.probabilities import Scores
+from portattn.integrations.flash_attn.probabilities import ScoreArguments
 from portattn.schema.tensors import KV_FORMAT
 from portattn.validate.checks import Number, check_dense
 
@@ -42,7 +42,7 @@ def dense(
     v: torch.Tensor,
     qv: torch.Tensor | None,
     descales: tuple[torch.Tensor | None, ...],
-    scores: Scores,
+    scores: ScoreArguments,
     deterministic: bool,
     return_attn_probs: bool,
 ) -> Any:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from portattn.integrations.flash_attn.cache import attend_cached
-from portattn.integrations.flash_attn.cached_call import Cached
+from portattn.integrations.flash_attn.cached_call import CachedCall
 from portattn.integrations.flash_attn.calls import Packing, attention_of, scores_of
-from portattn.integrations.flash_attn.options import WindowSize, check_bool, infinite, named, splits_of
+from portattn.integrations.flash_attn.options import WindowSize, check_bool, infinite, rename_errors, splits_of
 from portattn.validate.checks import Number
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 _SINKS = (torch.float16, torch.bfloat16, torch.float64)  # dtypes of a model's sinks that are not the queries'
 
 
-@named(sinks="s_aux")
+@rename_errors(sinks="s_aux")
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -47,7 +47,7 @@ def flash_attn_func(
     return attention_of(op, q, k, v, dropout_p, scores, None, deterministic, return_attn_probs, _sinks(s_aux, q))
 
 
-@named(sinks="s_aux", page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
+@rename_errors(sinks="s_aux", page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -79,7 +79,7 @@ def flash_attn_varlen_func(
     return attention_of(op, q, k, v, dropout_p, scores, packing, deterministic, return_attn_probs, _sinks(s_aux, q))
 
 
-@named(sinks="s_aux", page_table="block_table", k_pages="k_cache", v_pages="v_cache")
+@rename_errors(sinks="s_aux", page_table="block_table", k_pages="k_cache", v_pages="v_cache")
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -112,7 +112,7 @@ def flash_attn_with_kvcache(
     wanted = check_bool(op, "return_softmax_lse", return_softmax_lse)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
     found = attend_cached(
-        Cached(
+        CachedCall(
             op, "block_table", q, k_cache, v_cache, k, v, scores, rotary_cos, rotary_sin,
             check_bool(op, "rotary_interleaved", rotary_interleaved), cache_seqlens, cache_batch_idx, cache_leftpad,
             block_table, num_splits=splits_of(op, num_splits), return_lse=wanted, sinks=_sinks(s_aux, q),

@@ -22,7 +22,13 @@ from portattn.api.signatures import named_arguments
 from portattn.config import current, using
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.calls import Packing, attend, scores_of, shape_of, size_of
-from portattn.integrations.flash_attn.options import check_memory, check_tensors, named, repeated_bits, splits_of
+from portattn.integrations.flash_attn.options import (
+    check_memory,
+    check_tensors,
+    rename_errors,
+    repeated_bits,
+    splits_of,
+)
 from portattn.integrations.flash_attn.used import used_rows
 from portattn.validate.checks import Number, check_share
 
@@ -30,7 +36,7 @@ USE_TRITON_ROCM = os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE", "FALSE") =
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@named()
+@rename_errors()
 @torch.no_grad()
 def _flash_attn_forward(
     q: torch.Tensor,
@@ -51,7 +57,7 @@ def _flash_attn_forward(
     return _with_state(attend(op, q, k, v, dropout_p, scores, None, True, return_softmax))
 
 
-@named(page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
+@rename_errors(page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
 @torch.no_grad()
 def _flash_attn_varlen_forward(
     q: torch.Tensor,
@@ -98,7 +104,7 @@ def _with_state(found: Any) -> Four:
     return out, lse, signed, out.new_zeros(1, dtype=torch.int64) if seed is None else seed
 
 
-@named(dropout_seed="rng_state")
+@rename_errors(dropout_seed="rng_state")
 @torch.no_grad()
 def _flash_attn_backward(
     dout: torch.Tensor,
@@ -134,7 +140,7 @@ def _flash_attn_backward(
     )  # fmt: skip
 
 
-@named(dropout_seed="rng_state")
+@rename_errors(dropout_seed="rng_state")
 @torch.no_grad()
 def _flash_attn_varlen_backward(
     dout: torch.Tensor,
@@ -211,7 +217,7 @@ def _into(op: str, out: Any, found: Four) -> Four:
     return (out.copy_(found[0]), *found[1:])
 
 
-@named()
+@rename_errors()
 def fwd(
     q: Any, k: Any, v: Any, out: Any, alibi: Any, dropout_p: Number, scale: float, causal: bool, left: int, right: int,
     softcap: Number, return_softmax: bool, generator: None,
@@ -222,7 +228,7 @@ def fwd(
     return _into("fwd", out, found)
 
 
-@named()
+@rename_errors()
 def varlen_fwd(
     q: Any, k: Any, v: Any, out: Any, cu_q: Any, cu_k: Any, seqused_k: Any, leftpad_k: Any, block_table: Any,
     alibi: Any, max_q: int, max_k: int, dropout_p: Number, scale: float, zero_tensors: bool, causal: bool, left: int,
@@ -237,7 +243,7 @@ def varlen_fwd(
     return _into("varlen_fwd", out, found)
 
 
-@named()
+@rename_errors()
 def bwd(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, alibi: Any, dropout_p: Number,
     scale: float, causal: bool, left: int, right: int, softcap: Number, deterministic: bool, generator: None,
@@ -253,7 +259,7 @@ def bwd(
     return dq, dk, dv, rows
 
 
-@named()
+@rename_errors()
 def varlen_bwd(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, cu_q: Any, cu_k: Any, alibi: Any,
     max_q: int, max_k: int, dropout_p: Number, scale: float, zero_tensors: bool, causal: bool, left: int, right: int,

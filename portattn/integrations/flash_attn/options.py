@@ -48,7 +48,7 @@ class FlashAttnError(ArgumentError, RuntimeError):
     """An ArgumentError of a flash_attn function: a RuntimeError too, which flash_attn's own checks raise."""
 
 
-def named(**others: str) -> Callable[[Function], Function]:
+def rename_errors(**others: str) -> Callable[[Function], Function]:
     """Return a decorator: an ArgumentError of the function is a FlashAttnError with the caller's names.
 
     dynamo ends its graph at a call whose arguments no graph can have, and runs the call eagerly.

@@ -17,7 +17,7 @@ from portattn.validate.checks import Number
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreArguments:
     """What scores are made of, as `portattn.attention` has it: scale None for 1/√D, the mask at the bottom right."""
 
     scale: Number | None
@@ -37,7 +37,7 @@ class Scores:
 
 @torch.no_grad()
 def signed_probabilities(
-    scores: Scores, q: torch.Tensor, k: torch.Tensor, dropout_p: float, seed: torch.Tensor
+    scores: ScoreArguments, q: torch.Tensor, k: torch.Tensor, dropout_p: float, seed: torch.Tensor
 ) -> torch.Tensor:
     """Return S_dmask (B, Hq, Sq, Sk) in q's dtype, of q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
     full = seed.new_full((q.shape[0],), 1)
@@ -46,7 +46,7 @@ def signed_probabilities(
 
 @torch.no_grad()
 def signed_packed(
-    scores: Scores,
+    scores: ScoreArguments,
     q: torch.Tensor,
     k: torch.Tensor,
     dropout_p: float,
@@ -70,7 +70,7 @@ def _padded(rows: torch.Tensor, beginnings: torch.Tensor, longest: int) -> tuple
 
 
 def _signed(
-    scores: Scores,
+    scores: ScoreArguments,
     q: torch.Tensor,
     k: torch.Tensor,
     dropout_p: float,

@@ -40,7 +40,7 @@ def as_written(table: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return table if table.dtype in (torch.float32, k.dtype) else table.float()
 
 
-def rotated(
+def rotate_queries(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
     """Queries (..., H, D) rotated in their first R columns, by the angles of positions (...); in their own dtype.

@@ -19,7 +19,7 @@ from portattn.validate.values import cu_seqlens, reads
 
 
 @dataclass(frozen=True)
-class Used:
+class UsedRows:
     """The rows of packed sequences that count, and the sequences that they make up.
 
     beginnings  (B + 1,) int32: what the operation gets for cu_seqlens
@@ -47,7 +47,7 @@ class Used:
         return torch.where(counts.view(-1, *[1] * (rows.ndim - 1)), found, empty)
 
 
-def used_rows(op: str, side: str, beginnings: Any, used: Any, rows: torch.Tensor) -> Used | None:
+def used_rows(op: str, side: str, beginnings: Any, used: Any, rows: torch.Tensor) -> UsedRows | None:
     """None where all rows count. Raises ArgumentError. rows: the packed tensor, (T, ...)."""
     if used is None:
         return None
@@ -66,4 +66,4 @@ def used_rows(op: str, side: str, beginnings: Any, used: Any, rows: torch.Tensor
             if not 0 <= value <= length:
                 raise ArgumentError(op, f"{name}[{index}]", value, f"must be in 0..{length}, the sequence's rows")
     used = torch.minimum(used.clamp(min=0), lengths)
-    return Used(beginnings, used, torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)))
+    return UsedRows(beginnings, used, torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)))

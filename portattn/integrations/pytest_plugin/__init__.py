@@ -174,4 +174,4 @@ def portattn_target(request: pytest.FixtureRequest) -> KernelTarget:
     """
     from portattn.integrations.pytest_plugin import targets
 
-    return targets.given(request)
+    return targets.kernel_target(request)

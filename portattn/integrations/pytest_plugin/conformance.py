@@ -13,9 +13,9 @@ from portattn.integrations.pytest_plugin import CONFORMANCE, NODES
 from portattn.integrations.pytest_plugin import session as sessions
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.diff import Change, Diff, compare
-from portattn.tools.matrix.select import Spec
+from portattn.tools.matrix.select import CellSpec
 from portattn.tools.matrix.snapshot import entry, snapshot, word
-from portattn.tools.matrix.verdict import Finding, Verdict, of_run
+from portattn.tools.matrix.verdict import RunFinding, Verdict, of_run
 
 ROOT = NODES.removesuffix("::")
 
@@ -55,28 +55,28 @@ class Root(pytest.Collector):
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         asked = sessions.of(self.config).asked
-        columns: dict[tuple[str, str], list[Spec | Change]] = {}
+        columns: dict[tuple[str, str], list[CellSpec | Change]] = {}
         for spec in asked.specs:
             columns.setdefault((spec.target.name, str(spec.target.toolchain)), []).append(spec)
         for change in asked.gone:
             columns.setdefault((change.target, change.toolchain), []).append(change)
         for (target, toolchain), cases in columns.items():
-            yield Column.from_parent(self, name=f"{target}::{toolchain}", cases=cases)
+            yield ColumnCollector.from_parent(self, name=f"{target}::{toolchain}", cases=cases)
 
 
-class Column(pytest.Collector):
+class ColumnCollector(pytest.Collector):
     """The cases of one target and toolchain."""
 
-    def __init__(self, *, cases: list[Spec | Change], **fields: Any) -> None:
+    def __init__(self, *, cases: list[CellSpec | Change], **fields: Any) -> None:
         super().__init__(**fields)
         self.cases = cases
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         for case in self.cases:
             if isinstance(case, Change):
-                yield Gone.from_parent(self, name=slug(case.name), change=case)
+                yield MissingCellItem.from_parent(self, name=slug(case.name), change=case)
             else:
-                yield Case.from_parent(self, name=slug(case.named.name), spec=case)
+                yield CellItem.from_parent(self, name=slug(case.named.name), spec=case)
 
 
 class _Item(pytest.Item):
@@ -97,10 +97,10 @@ class _Item(pytest.Item):
         self.user_properties += [(f"portattn_{name}", value) for name, value in properties.items() if value]
 
 
-class Case(_Item):
+class CellItem(_Item):
     """One cell."""
 
-    def __init__(self, *, spec: Spec, **fields: Any) -> None:
+    def __init__(self, *, spec: CellSpec, **fields: Any) -> None:
         super().__init__(**fields)
         self.spec = spec
         self.tell(target=spec.target.name, toolchain=str(spec.target.toolchain), problem=spec.named.name)
@@ -144,7 +144,7 @@ def _end(cell: Cell, verdict: Verdict) -> None:
         raise pytest.skip.Exception(f"{cell.status}: {cell.reason}", _use_item_location=True)
 
 
-class Gone(_Item):
+class MissingCellItem(_Item):
     """A cell of the baseline that is none of this run's."""
 
     def __init__(self, *, change: Change, **fields: Any) -> None:
@@ -157,7 +157,7 @@ class Gone(_Item):
         raise Red("\n".join([f"gone: {self.change.told['gone']}", *causes]))
 
 
-def _lines(finding: Finding) -> Iterator[str]:
+def _lines(finding: RunFinding) -> Iterator[str]:
     yield f"{finding.kind}: {finding.text}"
     for cause in finding.causes:
         yield f"  cause: {cause}"

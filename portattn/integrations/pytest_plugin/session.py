@@ -20,10 +20,10 @@ from portattn.tools.matrix import expected, provenance, request, select
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.cells import Run as MatrixRun
 from portattn.tools.matrix.diff import Change, Place, places_now
-from portattn.tools.matrix.expected import Expected
+from portattn.tools.matrix.expected import ExpectedFailure
 from portattn.tools.matrix.problems import SetName
 from portattn.tools.matrix.run import Checkers, Options, Workers, make_cell
-from portattn.tools.matrix.select import Spec
+from portattn.tools.matrix.select import CellSpec
 from portattn.tools.matrix.snapshot import Snapshot
 from portattn.tools.matrix.verdict import FAIL_ON, STATUSES, words
 from portattn.tools.number_ranges import LONGEST
@@ -41,7 +41,7 @@ NAMES_OF_SETS: tuple[SetName, ...] = get_args(SetName)
 OF_CASES = ("portattn_baseline", "portattn_expected")  # options that say something about conformance cases alone
 
 
-class Chosen(NamedTuple):
+class SessionRequest(NamedTuple):
     """What a run of pytest was asked for.
 
     where     targets, each with one toolchain
@@ -55,17 +55,17 @@ class Chosen(NamedTuple):
 
     where: tuple[Target, ...]
     which: SetName | None
-    specs: tuple[Spec, ...]
+    specs: tuple[CellSpec, ...]
     before: Snapshot | None
     was: dict[Place, Place]
     gone: tuple[Change, ...]
-    expected: tuple[Expected, ...]
+    expected: tuple[ExpectedFailure, ...]
     fail_on: frozenset[str]
     seconds: float
     nodes: tuple[str, ...]
 
 
-def chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
+def read_options(config: pytest.Config, nodes: Sequence[str]) -> SessionRequest:
     """What the options say. Raises pytest.UsageError on any that is wrong, naming option, value and limit."""
     try:
         return _chosen(config, nodes)
@@ -76,7 +76,7 @@ def chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
         raise pytest.UsageError(str(error)) from None
 
 
-def _chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
+def _chosen(config: pytest.Config, nodes: Sequence[str]) -> SessionRequest:
     selection: str | None = config.getoption("portattn_conformance")
     texts: list[str] = config.getoption("portattn_target")
     _alone(config, selection, texts, nodes)
@@ -102,8 +102,8 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
     before = request.baseline(found, which) if which else None
     listed = _file(config, "portattn_expected")
     specs = select.specs(select.problems(which, ops), where) if which else []
-    was, gone = _earlier(before, specs, request.Asked(where, globs, ops, which or "full"))
-    return Chosen(
+    was, gone = _earlier(before, specs, request.MatrixRequest(where, globs, ops, which or "full"))
+    return SessionRequest(
         where=tuple(where),
         which=which,
         specs=tuple(specs),
@@ -157,13 +157,13 @@ def _file(config: pytest.Config, name: str) -> Path | None:
 
 
 def _earlier(
-    before: Snapshot | None, specs: Sequence[Spec], asked_for: request.Asked
+    before: Snapshot | None, specs: Sequence[CellSpec], asked_for: request.MatrixRequest
 ) -> tuple[dict[Place, Place], tuple[Change, ...]]:
     """Which cells of an earlier run those of this one are compared with, and those that are gone."""
     if before is None:
         return {}, ()
     asked_for.must_share(before, specs)
-    planned = request.planned(specs, asked_for.which)
+    planned = request.planned_snapshot(specs, asked_for.which)
     counts = asked_for.counts(before, planned)
     counted = [entry for entry in before.entries if counts(entry)]
     gone = [change for change in asked_for.compared(before, planned).changes if "gone" in change.kinds]
@@ -173,10 +173,10 @@ def _earlier(
 KEY = pytest.StashKey["Shared"]()
 
 
-class Shared:
+class PluginSession:
     """Made when options are read; children are started when the first test needs one."""
 
-    def __init__(self, asked: Chosen, command: str) -> None:
+    def __init__(self, asked: SessionRequest, command: str) -> None:
         self.asked, self.command = asked, command
 
     @cached_property
@@ -198,7 +198,7 @@ class Shared:
             self.asked.specs, self.asked.which or "", self.command, self.options.here, seconds=self.options.seconds
         )
 
-    def cell(self, spec: Spec) -> Cell:
+    def cell(self, spec: CellSpec) -> Cell:
         made = make_cell(spec, self.options, self.workers, self.checkers)
         key = provenance.keys([spec], self.run.identity)[spec.id]
         return msgspec.structs.replace(made, key=key, origin=self.run.identity.id)
@@ -211,7 +211,7 @@ class Shared:
 def begin(config: pytest.Config, nodes: Sequence[str]) -> None:
     """Read the options. Raises pytest.UsageError."""
     command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
-    config.stash[KEY] = Shared(chosen(config, nodes), command)
+    config.stash[KEY] = PluginSession(read_options(config, nodes), command)
 
 
 def end(config: pytest.Config) -> None:
@@ -221,7 +221,7 @@ def end(config: pytest.Config) -> None:
         shared.close()
 
 
-def of(config: pytest.Config) -> Shared:
+def of(config: pytest.Config) -> PluginSession:
     """What was made by `begin`; where no option was given, with what they are by default."""
     if KEY not in config.stash:
         begin(config, ())

@@ -13,7 +13,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.target import Target
 from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
-from portattn.tools.own_kernels import Compiled, compile_for
+from portattn.tools.own_kernels import CompiledKernel, compile_for
 
 
 class KernelTarget:
@@ -24,7 +24,7 @@ class KernelTarget:
     toolchain  NAME==VERSION
     """
 
-    def __init__(self, target: Target, shared: session.Shared) -> None:
+    def __init__(self, target: Target, shared: session.PluginSession) -> None:
         self.target, self._shared = target, shared
 
     @property
@@ -45,7 +45,7 @@ class KernelTarget:
         env: Mapping[str, str] | None = None,
         seconds: float | None = None,
         **options: Any,
-    ) -> Compiled:
+    ) -> CompiledKernel:
         """Compile a kernel for this target with its toolchain, in a child process. No device is needed.
 
         kernel      a @triton.jit function at the top of a module's file, autotuned or not. The child imports that
@@ -89,7 +89,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(FIXTURE, pairs, ids=["-".join(pair) for pair in pairs], indirect=True)
 
 
-def given(request: pytest.FixtureRequest) -> KernelTarget:
+def kernel_target(request: pytest.FixtureRequest) -> KernelTarget:
     """The fixture's value; skips the test where nothing compiles for it here."""
     found = target_of(getattr(request, "param", None))
     if found is None:

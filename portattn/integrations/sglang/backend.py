@@ -208,7 +208,7 @@ class Batches:
 LENDING = ("EAGLE", "EAGLE3")
 
 
-class Backend(AttentionBackend):
+class PagedBackend(AttentionBackend):
     """Extend, decode and verification over SGLang's pools, through `portattn.paged_attention`.
 
     runner  the ModelRunner, accepted by `capabilities.check`

@@ -8,11 +8,11 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from portattn.api import ops
-from portattn.integrations.sglang.backend import Backend
+from portattn.integrations.sglang.backend import PagedBackend
 from portattn.integrations.sglang.capabilities import refuse
 
 
-class LatentBackend(Backend):
+class LatentBackend(PagedBackend):
     """Extend, decode and verification over a latent pool, through `portattn.mla_attention`.
 
     SGLang's layers come in two kinds. In the absorbed one all heads share a row of R + E numbers, of which the first R

@@ -55,9 +55,9 @@ def create(runner: Any) -> Any:
         from portattn.integrations.sglang.mla import LatentBackend
 
         return LatentBackend(runner)
-    from portattn.integrations.sglang.backend import Backend
+    from portattn.integrations.sglang.backend import PagedBackend
 
-    return Backend(runner)
+    return PagedBackend(runner)
 
 
 def _tested(version: str) -> bool:

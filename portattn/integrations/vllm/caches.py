@@ -46,7 +46,7 @@ class Views:
     v_block_scale: torch.Tensor | None = None
 
 
-def stored(cache_dtype: str) -> torch.dtype | None:
+def stored_dtype(cache_dtype: str) -> torch.dtype | None:
     """The dtype of a quantised cache's numbers on this platform; None for a cache in 16 or 32 bits."""
     if cache_dtype in PLAIN:
         return None
@@ -64,7 +64,7 @@ def views(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
     if cache.ndim != 4 or cache.shape[-1] <= head_size + 2 * width:
         limit = f"must be (blocks, heads, block, content) with a content of keys ({head_size}), values and scales"
         raise ArgumentError("PORTATTN", "kv_cache.shape", tuple(cache.shape), limit)
-    dtype = stored(cache_dtype)
+    dtype = stored_dtype(cache_dtype)
     if dtype is not None and cache.element_size() != 1:
         limit = f"must have one byte for {cache_dtype}"
         raise ArgumentError("PORTATTN", "kv_cache.dtype", cache.dtype, limit)

@@ -20,7 +20,7 @@ from portattn.schema.problem_limits import MAX_HEAD_DIM, NV_BLOCK
 OLDEST, NEWEST = (0, 31), (0, 33)
 
 
-def untested(version: str = vllm.__version__) -> str:
+def unsupported_version(version: str = vllm.__version__) -> str:
     """Why this vLLM is not one of those; empty where it is.
 
     >>> untested("0.33.0+cu130"), untested("0.34.0")  # doctest: +SKIP
@@ -103,5 +103,5 @@ class Capabilities(AttentionBackend):
     @classmethod
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
         """vLLM's own list of reasons; before it, its version where that was not tested, and a wrong setting."""
-        first = (untested(), wrong_settings("portattn.integrations.vllm"))
+        first = (unsupported_version(), wrong_settings("portattn.integrations.vllm"))
         return [*filter(None, first), *super().validate_configuration(*arguments, **named)]

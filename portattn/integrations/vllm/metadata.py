@@ -233,7 +233,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
-        self._shards = shards.Shards(kv_cache_spec, vllm_config, device)
+        self._shards = shards.LayerGroupShards(kv_cache_spec, vllm_config, device)
         # Whether there is a past is decided on the host, which does not see what a drafter advances.
         self.supports_draft_decode_metadata_update = self._shards.world == 1
         layers = vllm_config.compilation_config.static_forward_context

@@ -118,7 +118,7 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
             return
         slots = slot_mapping.flatten()
         tokens = slots.shape[0]
-        dtype = caches.stored(kv_cache_dtype)
+        dtype = caches.stored_dtype(kv_cache_dtype)
         rows = (kv_cache if dtype is None else kv_cache.view(dtype)).unsqueeze(2)
         scale = None if dtype is None or skip_scale else k_scale
         rank = kv_c_normed.shape[-1]

@@ -21,7 +21,7 @@ from portattn.errors import ArgumentError
 from portattn.integrations.vllm import NAME
 
 
-class Shards:
+class LayerGroupShards:
     """How the caches of one group of layers are shared among ranks: world == 1 where they are not."""
 
     def __init__(self, kv_cache_spec: Any, vllm_config: Any, device: torch.device) -> None:

@@ -24,7 +24,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v, sh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Differentiated(Contender):
+class GradientContender(Contender):
     """A contender whose call gives the gradients of q, k and v.
 
     out      the forward's result, (B, Hq, Sq, Dv), of packed queries (Tq, Hq, Dv)
@@ -71,7 +71,7 @@ def differentiated(leaves: Tensors, builds: Mapping[str, Build], ordered: bool) 
     return {name: making(name, build) for name, build in builds.items()}
 
 
-def _differentiated(leaves: Tensors, build: Build, ordered: bool, mine: bool) -> Differentiated:
+def _differentiated(leaves: Tensors, build: Build, ordered: bool, mine: bool) -> GradientContender:
     inputs = (leaves.q, leaves.k, leaves.v)
     assert leaves.grad_out is not None
     with torch.enable_grad():
@@ -100,7 +100,7 @@ def _differentiated(leaves: Tensors, build: Build, ordered: bool, mine: bool) ->
     if mine:
         with around():
             found = backward_plan(lambda: pull(grad_out))
-    return Differentiated(
+    return GradientContender(
         run=lambda: pull(grad_out), around=around, path=found.path if found else "",
         result_bytes=sum(x.numel() * x.itemsize for x in inputs), out=out.detach(), pull=pull, ordered=ordered,
         plan=found,

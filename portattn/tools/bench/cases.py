@@ -133,11 +133,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return rows * self.heads_k * (row * dtype.itemsize + scales)
 
     def _seen(self) -> list[tuple[int, int]]:
-        return [seen(q, k, self.causal, self.window) for q, k in zip(self.queries, self.keys, strict=True)]
+        return [count_attended(q, k, self.causal, self.window) for q, k in zip(self.queries, self.keys, strict=True)]
 
 
 @functools.cache
-def seen(queries: int, keys: int, causal: Causal, window: Window) -> tuple[int, int]:
+def count_attended(queries: int, keys: int, causal: Causal, window: Window) -> tuple[int, int]:
     """Of one sequence and head: pairs of a query and a key it attends, and keys that any query attends."""
     shift = 0 if causal == "top_left" else keys - queries
     left, right = window

@@ -13,7 +13,7 @@ from portattn.tools.bench.results import Figures, Result, Row
 from portattn.tools.bench.timing import ratio
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class ContenderChange(msgspec.Struct, frozen=True, kw_only=True):
     """One of our contenders in one case of both results.
 
     before, after  its ratio to `peer` in each; None where the results share no peer there
@@ -40,7 +40,7 @@ class SetChange(msgspec.Struct, frozen=True, kw_only=True):
     change: float
 
 
-def changes(before: Result, after: Result) -> list[Change]:
+def changes(before: Result, after: Result) -> list[ContenderChange]:
     """Every case and contender of ours that both results have times of."""
     earlier = {(row.set, row.name): row for row in before.rows}
     found = []
@@ -54,14 +54,14 @@ def changes(before: Result, after: Result) -> list[Change]:
     return found
 
 
-def _change(old: Row, row: Row, was: Figures, now: Figures) -> Change:
+def _change(old: Row, row: Row, was: Figures, now: Figures) -> ContenderChange:
     peer = _shared(old, row)
     first = second = None
     if peer:
         first, second = ratio(peer[0].rounds_ms, was.rounds_ms), ratio(peer[1].rounds_ms, now.rounds_ms)
     assert was.ms is not None
     assert now.ms is not None
-    return Change(
+    return ContenderChange(
         set=row.set, case=row.name, name=now.name, peer=peer[0].name if peer else "", before=first, after=second,
         change=second / first if first and second else None, ms=(was.ms, now.ms),
     )  # fmt: skip
@@ -74,7 +74,7 @@ def _shared(old: Row, row: Row) -> tuple[Figures, Figures] | None:
     return min(both, key=lambda pair: pair[0].ms or float("inf"), default=None)
 
 
-def by_set(found: Iterable[Change]) -> list[SetChange]:
+def by_set(found: Iterable[ContenderChange]) -> list[SetChange]:
     groups: dict[tuple[str, str], list[float]] = {}
     for change in found:
         if change.change is not None:
@@ -85,6 +85,6 @@ def by_set(found: Iterable[Change]) -> list[SetChange]:
     ]
 
 
-def slower(found: Sequence[Change], tolerance: float) -> list[Change]:
+def slower(found: Sequence[ContenderChange], tolerance: float) -> list[ContenderChange]:
     """Those that have fallen behind their peer by more than `tolerance` of what they were."""
     return [change for change in found if change.change is not None and change.change < 1 - tolerance]

@@ -44,7 +44,7 @@ class Contender:
 Build = Callable[[], Contender]  # raises where the contender cannot run the case
 
 
-def swapped(out: torch.Tensor) -> torch.Tensor:
+def transpose_heads(out: torch.Tensor) -> torch.Tensor:
     """(B, S, H, D) as (B, H, S, D)."""
     return out.transpose(1, 2)
 
@@ -84,7 +84,7 @@ def arguments(case: Case, t: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _shape(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
-    return swapped if case.op == "mla_attention" and not case.packed else as_is
+    return transpose_heads if case.op == "mla_attention" and not case.packed else as_is
 
 
 def ours(case: Case, t: Tensors, backend: str = "auto") -> Contender:
@@ -94,7 +94,7 @@ def ours(case: Case, t: Tensors, backend: str = "auto") -> Contender:
     return Contender(lambda: op(*args, **options, backend=backend), _shape(case), path=path)
 
 
-def prepared(case: Case, t: Tensors, backend: str = "auto") -> Contender:
+def prepared_contender(case: Case, t: Tensors, backend: str = "auto") -> Contender:
     """The same call with a handle from `portattn.prepare`, and a place for its result."""
     args, options = arguments(case, t)
     options["backend"] = backend
@@ -116,7 +116,7 @@ def own(case: Case, t: Tensors, backend: str = "auto", core: bool = False) -> di
     """
     builds: dict[str, Build] = {OURS: lambda: ours(case, t, backend)}
     if case.reads_cache:
-        builds[PREPARED] = lambda: prepared(case, t, backend)
+        builds[PREPARED] = lambda: prepared_contender(case, t, backend)
     if core:
         builds[CORE] = lambda: ours(case, t, CORE_PATH)
     return builds

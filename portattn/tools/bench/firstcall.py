@@ -97,7 +97,7 @@ def _why(failure: Exception) -> str:
     return str(said).strip().splitlines()[-1][:200]
 
 
-def timed(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
+def time_calls(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
     """What the child does: tensors first, so that the device is up before the clock starts."""
     import torch
 
@@ -127,7 +127,7 @@ def main(name: str, *warm: str) -> None:
     import torch
 
     case = next(case for case in CASES if case.name == name)
-    print(json.dumps(timed(case, "cuda" if torch.cuda.is_available() else "cpu", bool(warm))))
+    print(json.dumps(time_calls(case, "cuda" if torch.cuda.is_available() else "cpu", bool(warm))))
 
 
 if __name__ == "__main__":

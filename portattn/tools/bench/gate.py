@@ -59,7 +59,7 @@ def as_call(case: Case, t: Tensors) -> Call:
     return validate.attention_call(case.op, *args[:3], names=("q", "k", "v"), **options)
 
 
-class Gate:
+class OracleGate:
     """Compares contenders with the float64 oracle on a sample, under the budget of reference/check.
 
     The sample is of sequences and key/value heads, spread evenly with the first and the last among them, each computed
@@ -114,7 +114,7 @@ def sample(case: Case) -> list[tuple[int, int]]:
 
 
 @dataclass(slots=True)
-class Admitted:
+class Admission:
     """Who passed, each one's error, and why the others did not. All by name.
 
     checked      what of each result was compared; that all of it is finite is checked besides
@@ -133,7 +133,7 @@ class Admitted:
 
 def admit(
     case: Case, t: Tensors, builds: dict[str, Build], lost: Callable[[], str] = str, say: Say = lambda what: None
-) -> Admitted:
+) -> Admission:
     """Build and check every contender of a case. lost: tells why the device takes no more work (Clock.lost).
 
     say  is told which contender is next
@@ -142,8 +142,8 @@ def admit(
     """
     say("float64")
     begun = time.monotonic()
-    gate = GradientGate(case, t) if case.backward else Gate(case, t)
-    found = Admitted(gate.budget, gate.checked, time.monotonic() - begun)
+    gate = GradientGate(case, t) if case.backward else OracleGate(case, t)
+    found = Admission(gate.budget, gate.checked, time.monotonic() - begun)
     for name, build in builds.items():
         say(name)
         begun = time.monotonic()

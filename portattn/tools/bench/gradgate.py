@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from portattn.testing.tolerance import budget, largest
-from portattn.tools.bench.backward import Differentiated
+from portattn.tools.bench.backward import GradientContender
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Contender
 from portattn.tools.bench.tensors import Tensors, keys_of, slot_of
@@ -53,14 +53,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedGradients:
     """All parts, and of each result the budgets of its segments, over all parts."""
 
     parts: list[Part]
     budgets: dict[str, list[float]]
 
     @classmethod
-    def of(cls, parts: list[Part], dtype: torch.dtype) -> Expected:
+    def of(cls, parts: list[Part], dtype: torch.dtype) -> ExpectedGradients:
         budgets: dict[str, list[float]] = {}
         for name in NAMES:
             pairs = [(segments(part.values[name]), segments(part.same[name])) for part in parts]
@@ -95,15 +95,15 @@ class GradientGate:
             raise ValueError("dropout is checked of dense cases without groups alone")
         self.case, self.t = case, t
         self._said = ""
-        self._expected: Expected | None = None
+        self._expected: ExpectedGradients | None = None
         places = sample(case)
         if not case.dropout:
-            self._expected = Expected.of([_part(case, t, *place) for place in places], t.q.dtype)
+            self._expected = ExpectedGradients.of([_part(case, t, *place) for place in places], t.q.dtype)
         self.checked = f"{len(places)} of {case.batch * case.heads_k} sequences and key/value heads, every row and key"
 
     def error(self, contender: Contender) -> float:
         """The contender's error in the sample; NaN counts as infinite. Raises ValueError for another shape."""
-        assert isinstance(contender, Differentiated)
+        assert isinstance(contender, GradientContender)
         with contender.around():
             made = contender.run()
             again = contender.run() if contender.ordered else ()
@@ -122,7 +122,7 @@ class GradientGate:
         """Expect results under dropout's masks, (Sq, Sk) for each place of `sample`: of those whose mask is known."""
         places = sample(self.case)
         parts = [_part(self.case, self.t, *place, kept=mask) for place, mask in zip(places, masks, strict=True)]
-        self._expected = Expected.of(parts, self.t.q.dtype)
+        self._expected = ExpectedGradients.of(parts, self.t.q.dtype)
 
     def shares(self, results: Compared) -> tuple[float, float]:
         """Of results by NAMES, with dropout after `expect`: the largest error in parts of its budget, and the segments'
@@ -131,7 +131,7 @@ class GradientGate:
         assert self._expected is not None
         return self._shares(results, self._expected)
 
-    def _shares(self, results: Compared, expected: Expected) -> tuple[float, float]:
+    def _shares(self, results: Compared, expected: ExpectedGradients) -> tuple[float, float]:
         worst, total, count = 0.0, 0.0, 0
         self._said = ""
         for name in NAMES:
@@ -149,7 +149,7 @@ class GradientGate:
         """Why the contender that `error` was last asked about is not timed."""
         return f"{self._said}: not timed"
 
-    def _off(self, name: str, result: torch.Tensor, expected: Expected) -> list[tuple[float, float]]:
+    def _off(self, name: str, result: torch.Tensor, expected: ExpectedGradients) -> list[tuple[float, float]]:
         """Largest error of each segment of one result over all parts, and its budget."""
         worst = [0.0] * len(expected.budgets[name])
         for part in expected.parts:
@@ -159,18 +159,18 @@ class GradientGate:
             worst[: len(largest)] = [max(pair) for pair in zip(worst, largest, strict=False)]
         return list(zip(worst, expected.budgets[name], strict=True))
 
-    def _with_dropout(self, contender: Differentiated) -> Expected:
+    def _with_dropout(self, contender: GradientContender) -> ExpectedGradients:
         """What is expected under the mask that this contender has drawn."""
         places = sample(self.case)
         masks = kept_pairs(self.case, contender, places)
-        allowed = attended(self.case, 0, self.case.seq_q, self.t.q.device)
+        allowed = attention_mask(self.case, 0, self.case.seq_q, self.t.q.device)
         pairs = int(allowed.sum()) * len(places)
         share = sum(int((mask & allowed).sum()) for mask in masks) / pairs
         p = self.case.dropout
         if abs(share - (1 - p)) > KEPT_WITHIN + KEPT_SIGMA * math.sqrt(p * (1 - p) / pairs):
             raise ValueError(f"keeps {share:.4f} of the pairs, not {1 - p:.4f}")
         parts = [_part(self.case, self.t, *place, kept=mask) for place, mask in zip(places, masks, strict=True)]
-        return Expected.of(parts, self.t.q.dtype)
+        return ExpectedGradients.of(parts, self.t.q.dtype)
 
 
 def sample(case: Case) -> list[tuple[int, int]]:
@@ -182,7 +182,7 @@ def sample(case: Case) -> list[tuple[int, int]]:
     return [divmod(round(i * (total - 1) / max(count - 1, 1)), case.heads_k) for i in range(count)]
 
 
-def kept_pairs(case: Case, contender: Differentiated, places: list[tuple[int, int]]) -> list[torch.Tensor]:
+def kept_pairs(case: Case, contender: GradientContender, places: list[tuple[int, int]]) -> list[torch.Tensor]:
     """Which pairs dropout has kept, for each sequence and head a mask (Sq, Sk), from the contender's own gradients.
 
     Where only row i of column c of the result has a gradient, dv's column c is row i of the probabilities that out was
@@ -231,7 +231,7 @@ def cut_off(case: Case, values: Compared) -> Compared:
     """
     device = values["out"].device
     step = max(1, BLOCK_PAIRS // max(case.seq_k, 1))
-    seen = (attended(case, i, min(i + step, case.seq_q), device) for i in range(0, case.seq_q, step))
+    seen = (attention_mask(case, i, min(i + step, case.seq_q), device) for i in range(0, case.seq_q, step))
     counts = [(rows.sum(1), rows.sum(0)) for rows in seen]
     of_rows = torch.cat([rows for rows, _ in counts])[:, None]
     of_keys = torch.stack([keys for _, keys in counts]).sum(0)[:, None] * case.group
@@ -260,7 +260,7 @@ def gradients(case: Case, t: Tensors, dtype: torch.dtype, kept: torch.Tensor | N
     step = max(1, BLOCK_PAIRS // max(case.seq_k * case.group, 1))
     for first in range(0, case.seq_q, step):
         rows = slice(first, min(first + step, case.seq_q))
-        seen = attended(case, rows.start, rows.stop, q.device)
+        seen = attention_mask(case, rows.start, rows.stop, q.device)
         some = seen.any(dim=-1, keepdim=True)
         scores = low(low(q[:, :, rows] @ k.mT) * scale).masked_fill(~seen, float("-inf"))
         p = low(torch.softmax(scores, dim=-1).masked_fill(~some, 0.0))
@@ -278,7 +278,7 @@ def gradients(case: Case, t: Tensors, dtype: torch.dtype, kept: torch.Tensor | N
     return {name: x.to(dtype) for name, x in zip(NAMES, made, strict=True)}
 
 
-def attended(case: Case, first: int, end: int, device: torch.device) -> torch.Tensor:
+def attention_mask(case: Case, first: int, end: int, device: torch.device) -> torch.Tensor:
     """Which keys the query rows from `first` to `end` of one sequence attend: bool (rows, Sk)."""
     shift = 0 if case.causal == "top_left" else case.seq_k - case.seq_q
     rows = torch.arange(first, end, device=device)[:, None] + shift

@@ -28,11 +28,11 @@ import torch
 import portattn
 from portattn.api import dispatch
 from portattn.errors import CompileWarning
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.bench import peers
 from portattn.tools.bench.contenders import OURS, Contender, arguments
 from portattn.tools.bench.gate import FAILURES, reason
-from portattn.tools.bench.hostshapes import PARTS, WARM, Sizes, Workload, workloads
+from portattn.tools.bench.hostshapes import PARTS, WARM, CallSequence, CallSizes, workloads
 from portattn.tools.bench.peers.libraries import load
 from portattn.tools.bench.provenance import command
 from portattn.tools.bench.tensors import Tensors
@@ -162,7 +162,7 @@ def collected_once() -> Iterator[None]:
 
 
 def run(
-    device: str, seconds: float, sizes: Sizes, libraries: dict[str, str], calls: int = CALLS,
+    device: str, seconds: float, sizes: CallSizes, libraries: dict[str, str], calls: int = CALLS,
     warm: int = WARM, told: Callable[[str], None] = lambda line: None,
 ) -> HostRun:  # fmt: skip
     """All parts, within about so many seconds. A line gets its share of what is left; one that gets none is named.
@@ -188,12 +188,12 @@ def run(
         command=command(sys.argv).replace("portattn", "python -m portattn.tools.bench.hostcost", 1),
         commit=source_commit_text(Path(portattn.__file__).parent),
         chip=torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        torch=str(torch.__version__), toolchain=str(installed()), python=sys.version.split()[0],
+        torch=str(torch.__version__), toolchain=str(installed_toolchain()), python=sys.version.split()[0],
         seconds=round(time.monotonic() - begun, 1), libraries=libraries, lines=lines, left_out=left_out,
     )  # fmt: skip
 
 
-def _lines(made: Sequence[Workload]) -> Iterator[tuple[Workload, str]]:
+def _lines(made: Sequence[CallSequence]) -> Iterator[tuple[CallSequence, str]]:
     """Ours first in all parts: a run that is short of time leaves out peers."""
     for workload in made:
         yield workload, OURS
@@ -202,7 +202,7 @@ def _lines(made: Sequence[Workload]) -> Iterator[tuple[Workload, str]]:
             yield workload, name
 
 
-def _others(workload: Workload) -> list[str]:
+def _others(workload: CallSequence) -> list[str]:
     """Who else is timed: the same call by a handle, and the peers that are here; in part f those with gradients. Part e
     is about portattn alone."""
     case, t = workload.case(0), workload.tensors(0)
@@ -217,7 +217,7 @@ def _others(workload: Workload) -> list[str]:
     return ours + (names if workload.part in "ab" else [name for name in names if name == "sdpa" or "fa3" in name])
 
 
-def _line(workload: Workload, contender: str, calls: int, warm: int, seconds: float) -> HostCost:
+def _line(workload: CallSequence, contender: str, calls: int, warm: int, seconds: float) -> HostCost:
     """One contender's calls of a workload. A failure is its line's: the others are timed all the same."""
     begun = time.monotonic()
     around: Any = contextlib.nullcontext()
@@ -241,7 +241,7 @@ def _line(workload: Workload, contender: str, calls: int, warm: int, seconds: fl
         return HostCost(part=workload.part, name=workload.name, contender=contender, failed=reason(failure))
 
 
-def _ours(workload: Workload) -> Callable[[int], Callable[[], Any]]:
+def _ours(workload: CallSequence) -> Callable[[int], Callable[[], Any]]:
     """Calls as a user writes them. Nothing is planned for them before."""
 
     def prepare(index: int) -> Callable[[], Any]:
@@ -260,7 +260,7 @@ def _ours(workload: Workload) -> Callable[[int], Callable[[], Any]]:
     return prepare
 
 
-def _handle(workload: Workload) -> Callable[[int], Callable[[], Any]]:
+def _handle(workload: CallSequence) -> Callable[[int], Callable[[], Any]]:
     case, t = workload.case(0), workload.tensors(0)
     args, options = arguments(case, t)
     handle = portattn.prepare(case.op, *args, **options)
@@ -268,7 +268,7 @@ def _handle(workload: Workload) -> Callable[[int], Callable[[], Any]]:
     return lambda index: lambda: handle.run(*args, out=out, **options)
 
 
-def _peer(workload: Workload, contender: str) -> Callable[[int], Callable[[], Any]]:
+def _peer(workload: CallSequence, contender: str) -> Callable[[int], Callable[[], Any]]:
     if not workload.trains:
         return lambda index: _built(workload, contender, index).run
 
@@ -290,7 +290,7 @@ def _training(t: Tensors, forward: Callable[[], Any], like: torch.Tensor) -> Cal
     return call
 
 
-def _built(workload: Workload, contender: str, index: int) -> Contender:
+def _built(workload: CallSequence, contender: str, index: int) -> Contender:
     return peers.contenders(workload.case(index), workload.tensors(index), PEERS)[contender]()
 
 
@@ -328,7 +328,7 @@ def main(seconds: float, device: str, folder: Path | None, out: Path | None, tab
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_grad_enabled(False)
-    sizes = Sizes() if device == "cuda" else Sizes.small()
+    sizes = CallSizes() if device == "cuda" else CallSizes.small()
     found = run(device, seconds, sizes, load(folder), told=lambda line: click.echo(line, err=True))
     if out is not None:
         out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))

@@ -28,7 +28,7 @@ IN_TURN = (4, 8, 9, 64, 1000)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CallSizes:
     """Of the calls: batch, heads and width as models have them."""
 
     heads: tuple[int, int] = (32, 8)
@@ -41,13 +41,13 @@ class Sizes:
     turns: tuple[int, ...] = IN_TURN
 
     @classmethod
-    def small(cls) -> Sizes:
+    def small(cls) -> CallSizes:
         """Such that a CPU's reference computes them at once."""
         return cls(heads=(4, 2), width=16, prefill=64, keys=80, most=192, batch=2, turns=(4, 9))
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class CallSequence:
     """A sequence of calls. Those with a negative index come before the times; lengths of the others are none of theirs.
 
     case, tensors  of the call with an index
@@ -68,7 +68,7 @@ class Workload:
     trains: bool = False
 
 
-def workloads(device: str, sizes: Sizes) -> list[Workload]:
+def workloads(device: str, sizes: CallSizes) -> list[CallSequence]:
     """Of all parts."""
     made = Maker(device, sizes)
     found = [
@@ -102,10 +102,10 @@ def workloads(device: str, sizes: Sizes) -> list[Workload]:
     )  # fmt: skip
     for name, make, length in ones:
         one = _fixed(name, make, length)
-        found.append(Workload("e", name, one.case, one.tensors, most=60, forgets=True, warm_calls=3, needed=3))
+        found.append(CallSequence("e", name, one.case, one.tensors, most=60, forgets=True, warm_calls=3, needed=3))
     for name, make in (("attention", made.dense), ("varlen", made.packed)):
         one = _fixed(name, make, sizes.prefill)
-        found.append(Workload("f", name, one.case, one.tensors, trains=True))
+        found.append(CallSequence("f", name, one.case, one.tensors, trains=True))
     return found
 
 
@@ -113,31 +113,31 @@ Made = tuple[Case, Tensors]
 Make = Callable[[int], Made]
 
 
-def _workload(part: str, name: str, make: Make, length: Callable[[int], int], warm_calls: int = WARM) -> Workload:
+def _workload(part: str, name: str, make: Make, length: Callable[[int], int], warm_calls: int = WARM) -> CallSequence:
     @functools.lru_cache(maxsize=2)
     def made(index: int) -> Made:
         return make(length(index))
 
-    return Workload(part, name, lambda index: made(index)[0], lambda index: made(index)[1], warm_calls=warm_calls)
+    return CallSequence(part, name, lambda index: made(index)[0], lambda index: made(index)[1], warm_calls=warm_calls)
 
 
-def _fixed(name: str, make: Make, length: int) -> Workload:
+def _fixed(name: str, make: Make, length: int) -> CallSequence:
     one = functools.cache(lambda: make(length))
-    return Workload("a", name, lambda index: one()[0], lambda index: one()[1])
+    return CallSequence("a", name, lambda index: one()[0], lambda index: one()[1])
 
 
-def _lengths(part: str, name: str, make: Make, length: Callable[[int], int]) -> Workload:
+def _lengths(part: str, name: str, make: Make, length: Callable[[int], int]) -> CallSequence:
     return _workload(part, name, make, length)
 
 
-def _in_turn(name: str, make: Make, length: int, count: int) -> Workload:
+def _in_turn(name: str, make: Make, length: int, count: int) -> CallSequence:
     """All shapes are made once before the times: what is timed are calls that were made count calls ago."""
     made = functools.lru_cache(maxsize=None)(lambda place: make(length // 2 + place))
 
     def at(index: int) -> Made:
         return made(index % count)
 
-    return Workload(
+    return CallSequence(
         "c", name, lambda index: at(index)[0], lambda index: at(index)[1], warm_calls=max(count, WARM), needed=count
     )
 
@@ -162,7 +162,7 @@ def _alternating(short: int, long: int) -> Callable[[int], int]:
 class Maker:
     """Cases of a length and their tensors: views of memory that is there, or memory of their own."""
 
-    def __init__(self, device: str, sizes: Sizes) -> None:
+    def __init__(self, device: str, sizes: CallSizes) -> None:
         self.device, self.sizes = torch.device(device), sizes
         (hq, hk), s = sizes.heads, sizes
         self._rows = 2 * s.prefill + 8 * WARM

@@ -12,7 +12,7 @@ from portattn.tools.bench.results import Result
 from portattn.tools.bench.store import SAME
 
 
-def joined(parts: Mapping[Path, Result]) -> Result:
+def merge_results(parts: Mapping[Path, Result]) -> Result:
     """The runs, rows and first calls of all parts, in their order.
 
     The last run is said to have been asked for what all of them were, so that `left` names what no part has measured.

@@ -22,7 +22,7 @@ from portattn.tools.bench.tensors import Tensors
 from portattn.tools.pool import in_children
 
 
-class Primed(msgspec.Struct, frozen=True, kw_only=True):
+class PrecompileJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a child is to run, once each: portattn's own contenders of a case."""
 
     case: Case
@@ -31,7 +31,7 @@ class Primed(msgspec.Struct, frozen=True, kw_only=True):
     device: str
 
 
-def prime(asked: Primed) -> str:
+def prime(asked: PrecompileJob) -> str:
     """Run them; why one of them does not run, or an empty text. It is found again where the case is measured.
 
     The children share the device's memory: what does not fit now may fit when it is alone.
@@ -46,7 +46,7 @@ def prime(asked: Primed) -> str:
     return failed
 
 
-def _run(asked: Primed, device: torch.device) -> str:
+def _run(asked: PrecompileJob, device: torch.device) -> str:
     failed = ""
     t = Tensors.random(asked.case, device)
     for name, build in own_builds(asked.case, t, asked.backend, asked.core).items():
@@ -66,7 +66,7 @@ def prime_all(
     device: torch.device,
     processes: int,
     done: Callable[[Case, str], None],
-    work: Callable[[Primed], str] = prime,
+    work: Callable[[PrecompileJob], str] = prime,
     seconds: float = math.inf,
 ) -> bool:
     """Run every case in a child, for so many seconds; `done(case, failure)` is called here as each is finished.
@@ -74,7 +74,7 @@ def prime_all(
     Returns whether all were run; where a child dies, or time is over, the rest is compiled where it is measured.
     """
     # Neighbours often need the same kernel, which two children would compile at the same time.
-    asked = [Primed(case=case, backend=backend, core=core, device=str(device)) for case in spread(cases)]
+    asked = [PrecompileJob(case=case, backend=backend, core=core, device=str(device)) for case in spread(cases)]
     end = time.monotonic() + seconds
     return in_children(
         asked, work, processes, lambda one, failure: done(one.case, failure), lambda: time.monotonic() >= end

@@ -17,10 +17,10 @@ import torch
 import portattn
 from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.detect_target import this_target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.bench.clock import Ceilings
 from portattn.tools.bench.peers.availability import version
-from portattn.tools.bench.results import DeviceState, Run
+from portattn.tools.bench.results import BenchRun, DeviceState
 from portattn.tools.source_commit import source_commit_text
 
 # Distributions whose version is told where their peer is here.
@@ -35,7 +35,7 @@ def this_run(
     *, sets: tuple[str, ...], asked: tuple[tuple[str, str], ...], rounds: int, backend: str, core: bool,
     only_host: bool, peers: Mapping[str, str], libraries: Mapping[str, str], ceilings: Ceilings | None,
     commit: str = "",
-) -> Run:  # fmt: skip
+) -> BenchRun:  # fmt: skip
     """The Run of this process. commit: told by the caller; git's where that is empty."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     state, driver = DeviceProbe().read()
@@ -47,7 +47,7 @@ def this_run(
         "cudnn": str(torch.backends.cudnn.version() or ""),
         "driver": driver,
     } | {name: version(dist) for name, dist in _DISTRIBUTIONS.items() if peers.get(name) == "here"}
-    return Run(
+    return BenchRun(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command(sys.argv),
         commit=commit or source_commit_text(Path(portattn.__file__).parent),
@@ -55,7 +55,7 @@ def this_run(
         kernels=kernel_source_digest(),
         chip=torch.cuda.get_device_name(),
         target=str(this_target()),
-        toolchain=str(installed()),
+        toolchain=str(installed_toolchain()),
         device={
             "multi_processors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
@@ -110,10 +110,10 @@ class DeviceProbe:
         except subprocess.TimeoutExpired:
             self._child.kill()
             return torch_state(), ""
-        return parsed(text) or (torch_state(), "")
+        return parse_device_state(text) or (torch_state(), "")
 
 
-def parsed(text: str) -> tuple[DeviceState, str] | None:
+def parse_device_state(text: str) -> tuple[DeviceState, str] | None:
     """nvidia-smi's answer; a figure that the device does not tell is [N/A]."""
     lines = text.strip().splitlines()
     words = [word.strip() for word in lines[0].split(",")] if lines else []

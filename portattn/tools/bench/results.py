@@ -34,7 +34,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     temperature_c: float | None = None
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+class BenchRun(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """One process that measured: chip, toolchain, code, date and command, without which a figure means nothing.
 
     versions   of torch, cuDNN, CUDA or ROCm, the driver, Python and the peers that are installed
@@ -217,12 +217,12 @@ def row(
 class Result(msgspec.Struct, kw_only=True):
     """What is in rows.jsonl, in the order in which it was measured."""
 
-    runs: list[Run]
+    runs: list[BenchRun]
     rows: list[Row]
     first_calls: list[FirstCall] = msgspec.field(default_factory=list)
 
-    def add(self, item: Run | Row | FirstCall) -> None:
-        if isinstance(item, Run):
+    def add(self, item: BenchRun | Row | FirstCall) -> None:
+        if isinstance(item, BenchRun):
             self.runs.append(item)
         elif isinstance(item, Row):
             self.rows.append(item)

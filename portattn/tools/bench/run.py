@@ -12,11 +12,11 @@ import msgspec
 import torch
 
 from portattn.tools.bench import firstcall, peers, results, timing
-from portattn.tools.bench.backward import Differentiated, own_builds
+from portattn.tools.bench.backward import GradientContender, own_builds
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Ceilings, Clock
 from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, plan_of
-from portattn.tools.bench.gate import FAILURES, Admitted, DeviceLost, Say, admit, reason
+from portattn.tools.bench.gate import FAILURES, Admission, DeviceLost, Say, admit, reason
 from portattn.tools.bench.peers import PEERS, Peer
 from portattn.tools.bench.provenance import DeviceProbe
 from portattn.tools.bench.results import Figures, Row
@@ -28,7 +28,7 @@ GRAPH_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BenchOptions:
     """How to measure.
 
     wanted     names of the peers to time, where they are here; others: peers that files brought
@@ -45,8 +45,8 @@ class Options:
 
 
 def run_case(
-    set_: str, case: Case, index: int, device: torch.device, clock: Clock, limits: Ceilings | None, options: Options,
-    say: Say = lambda what: None,
+    set_: str, case: Case, index: int, device: torch.device, clock: Clock, limits: Ceilings | None,
+    options: BenchOptions, say: Say = lambda what: None,
 ) -> Row:  # fmt: skip
     """Gate and time one case. Who is wrong, or cannot run it, has a reason instead of a time.
 
@@ -67,29 +67,29 @@ def run_case(
     same = same_path(admitted)
     say("timing")
     timing_begun = time.monotonic()
-    measured, probe = timed(case, admitted, clock, options)
+    measured, probe = time_contenders(case, admitted, clock, options)
     timing_s = time.monotonic() - timing_begun
     if same:  # the plan takes the core anyway
         measured[CORE] = msgspec.structs.replace(measured[OURS], name=CORE, admit_s=admitted.admit_s.get(CORE))
-    plan = explained(case, t, admitted.contenders.get(OURS), options.backend)
+    plan = explain_plans(case, t, admitted.contenders.get(OURS), options.backend)
     return results.row(
         set_, case, index, limits, admitted.budget, measured, plan=plan, state=probe.read()[0],
         checked=admitted.checked, seconds=time.monotonic() - begun, reference_s=admitted.reference_s, timing_s=timing_s,
     )  # fmt: skip
 
 
-def explained(case: Case, t: Tensors, ours: Contender | None, backend: str) -> tuple[str, ...]:
+def explain_plans(case: Case, t: Tensors, ours: Contender | None, backend: str) -> tuple[str, ...]:
     """What portattn's plan says of itself; of a backward the forward's and, where it tells one, its own."""
     if ours is None:
         return ()
     with ours.around():
         plans = [plan_of(case, t.leaves() if case.backward else t, backend)]
-    if isinstance(ours, Differentiated) and ours.plan is not None:
+    if isinstance(ours, GradientContender) and ours.plan is not None:
         plans.append(ours.plan)
     return tuple(line for plan in plans for line in plan.explain().splitlines())
 
 
-def same_path(admitted: Admitted) -> bool:
+def same_path(admitted: Admission) -> bool:
     """Whether the core is what the plan chose; it is not timed twice then. A backward may not tell its path."""
     ours, core = (admitted.contenders.get(name) for name in (OURS, CORE))
     if ours is None or core is None or not ours.path or ours.path != core.path:
@@ -98,8 +98,8 @@ def same_path(admitted: Admitted) -> bool:
     return True
 
 
-def timed(
-    case: Case, admitted: Admitted, clock: Clock, options: Options, mine: Collection[str] = MINE
+def time_contenders(
+    case: Case, admitted: Admission, clock: Clock, options: BenchOptions, mine: Collection[str] = MINE
 ) -> tuple[dict[str, Figures], DeviceProbe]:
     """Everything that is measured of who was admitted, and why there is nothing of the others.
 
@@ -171,7 +171,7 @@ def run_cells(
     index: int,
     clock: Clock,
     limits: Ceilings | None,
-    options: Options,
+    options: BenchOptions,
     done: Callable[[Row | firstcall.FirstCall], None],
     budget: float | None = None,
     device: torch.device | None = None,

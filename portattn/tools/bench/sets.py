@@ -62,7 +62,7 @@ _INLINE: dict[str, dict[str, Any]] = {
 }
 
 
-def quantised(pages: Iterable[int] = (0,), inline_page: int = 16) -> list[Case]:
+def quantized_decode(pages: Iterable[int] = (0,), inline_page: int = 16) -> list[Case]:
     """The decode shapes in every format of _STORED, and over pages of `inline_page` tokens in those of _INLINE."""
     return [
         msgspec.structs.replace(case, name=f"{case.name} {ending}", **fields)
@@ -204,8 +204,8 @@ SETS: dict[str, list[Case]] = {
     "dense-beyond": sets_dense.beyond(),
     "decode": _timed("cold", decode()),
     "paged": _timed("cold", decode(PAGES)),
-    "decode-quantised": _timed("cold", quantised()),
-    "paged-quantised": _timed("cold", quantised(PAGES)),
+    "decode-quantised": _timed("cold", quantized_decode()),
+    "paged-quantised": _timed("cold", quantized_decode(PAGES)),
     "decode-nvfp4": _timed("cold", in_blocks()),
     "sparse": _timed("cold", sparse()),
     "mla": _timed("cold", latent()),

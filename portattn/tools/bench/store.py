@@ -10,13 +10,13 @@ from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.tools import run_log
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.results import SCHEMA, Result, Row, Run
-from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
+from portattn.tools.bench.results import SCHEMA, BenchRun, Result, Row
+from portattn.tools.run_log import UNREADABLE, RunLog, encode_record, lines
 
 ROWS = "rows.jsonl"
 # A run goes on with another's rows only where these agree: else the rows would not be of one thing.
 SAME = ("portattn", "kernels", "chip", "toolchain", "commit", "backend", "core", "only_host", "rounds")
-_lines = msgspec.json.Decoder(Run | Row | FirstCall)
+_lines = msgspec.json.Decoder(BenchRun | Row | FirstCall)
 
 
 class _Versioned(msgspec.Struct):
@@ -39,7 +39,7 @@ class Store(RunLog):
         self.path.touch()
         return kept
 
-    def resume(self, run: Run) -> Result:
+    def resume(self, run: BenchRun) -> Result:
         """What the folder's rows hold, to go on with. A line that was cut off is dropped.
 
         Raises ArgumentError when there are none, or they are another thing's: see SAME.
@@ -61,7 +61,7 @@ class Store(RunLog):
     def replace(self, result: Result) -> None:
         """Have these runs, rows and first calls and no others. The old file stays where the disk is full."""
         items = (*result.runs, *result.rows, *result.first_calls)
-        write_whole(self.path, b"".join(encoded(item) for item in items))
+        write_whole(self.path, b"".join(encode_record(item) for item in items))
 
 
 def read(path: Path, resumed: bool = False) -> Result:
@@ -82,7 +82,7 @@ def read(path: Path, resumed: bool = False) -> Result:
             item = _lines.decode(line)
         except UNREADABLE as error:
             raise DataError(path, number, f"not a line of bench results: {error}") from None
-        if isinstance(item, Run):
+        if isinstance(item, BenchRun):
             _check(path, number, item.schema)
         result.add(item)
     if not result.runs:

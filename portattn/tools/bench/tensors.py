@@ -32,7 +32,7 @@ def in_blocks(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return stored.view(PACKED), scale, blocks.view(BLOCK_SCALES)
 
 
-def quantised(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def quantize_kv(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys or values (…, width) in the case's format, and their scales: (…) for each token, (), or None.
 
     int4 is two numbers a byte, (…, width / 2). A scale lets the largest number that goes with it fill the format's
@@ -177,7 +177,7 @@ class Tensors:
             return replace(
                 self, k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_block_scale=k_blocks, v_block_scale=v_blocks
             )
-        (k, k_scale), (v, v_scale) = (quantised(case, x) for x in (self.k, self.v))
+        (k, k_scale), (v, v_scale) = (quantize_kv(case, x) for x in (self.k, self.v))
         return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def unquantised(self) -> Tensors:

@@ -55,10 +55,10 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
         counted = round_ - settling
         if counted == 0:
             begun = time.monotonic()
-        if counted >= least and (counted >= MORE * least or time.monotonic() - begun > MORE_S or known(turns.ms)):
+        if counted >= least and (counted >= MORE * least or time.monotonic() - begun > MORE_S or is_precise(turns.ms)):
             return turns
         heating = timing == "hot" and slowest > HEATING_MS
-        for name in ordered(names, round_):
+        for name in turn_order(names, round_):
             if name in out:
                 continue
             contender, guess = contenders[name], expected.get(name, 0.0)
@@ -90,7 +90,7 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
         round_ += 1
 
 
-def known(ms: Mapping[str, Sequence[float]]) -> bool:
+def is_precise(ms: Mapping[str, Sequence[float]]) -> bool:
     """Whether the ratios of who is about as fast as the fastest are known to KNOWN, as far as their own rounds can say
     (of few rounds that happen to agree, too much).
     """
@@ -108,15 +108,15 @@ def calls(timing: Timing, expected_ms: float) -> int:
     return max(1, min(MOST_CALLS[timing], round(TURN_MS[timing] / max(expected_ms, 1e-4))))
 
 
-def ordered(names: Sequence[str], round_: int) -> list[str]:
+def turn_order(names: Sequence[str], round_: int) -> list[str]:
     """Each round begins with another one, and every other one goes backwards: who comes after whom is not always the
     same, and a card that a light call has rested runs the next one faster.
     """
-    turned = rotated(names, round_ + round_ % 2)
+    turned = rotate_names(names, round_ + round_ % 2)
     return turned[::-1] if round_ % 2 else turned
 
 
-def rotated(names: Sequence[str], by: int) -> list[str]:
+def rotate_names(names: Sequence[str], by: int) -> list[str]:
     by %= max(len(names), 1)
     return [*names[by:], *names[:by]]
 

@@ -10,44 +10,44 @@ from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain, installed_for, is_installed
 from portattn.tools import lab
-from portattn.tools.ci.request import OP, Asked
+from portattn.tools.ci.request import OP, CiRequest
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import RED, Cell, Run
 from portattn.tools.matrix.run import Options, execute, planned_cell
-from portattn.tools.matrix.select import Spec
-from portattn.tools.matrix.snapshot import Entry, Snapshot
+from portattn.tools.matrix.select import CellSpec
+from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell
 from portattn.tools.upgrade.toolchain_pair import Side
 
 # Devices of this machine are left out: they run what the installed compiler made, and so one side alone.
 LEFT_OUT = ("older",)
 
 
-class Made(msgspec.Struct):
+class SideRun(msgspec.Struct):
     """One side's run, and its cells as they are finished."""
 
     run: Run
-    specs: Sequence[Spec]
+    specs: Sequence[CellSpec]
     registry: Registry
     cells: list[Cell]
 
 
-def begun(asked: Asked, sides: Sequence[Side], command: str, options: Options) -> Made:
+def begin_side_run(asked: CiRequest, sides: Sequence[Side], command: str, options: Options) -> SideRun:
     """A side before its cells are made."""
     specs = select.specs(asked.problems, [side.target for side in sides])
     registry = sides[0].registry
     run = provenance.this_run(
         specs, asked.which, command, (), seconds=options.seconds, left_out=options.left_out, registry=registry
     )
-    return Made(run=run, specs=specs, registry=registry, cells=[])
+    return SideRun(run=run, specs=specs, registry=registry, cells=[])
 
 
-def plan_all(made: Made) -> None:
+def plan_all(made: SideRun) -> None:
     """Plan every cell of a side."""
     keys = provenance.keys(made.specs, made.run.identity)
     made.cells += [_placed(planned_cell(spec, made.registry), made, keys) for spec in made.specs]
 
 
-def compile_all(made: Made, options: Options, done: Callable[[Cell], None]) -> None:
+def compile_all(made: SideRun, options: Options, done: Callable[[Cell], None]) -> None:
     """Make every cell of a side; `done` is called with each one. KeyboardInterrupt keeps those that are finished."""
     keys = provenance.keys(made.specs, made.run.identity)
 
@@ -59,7 +59,7 @@ def compile_all(made: Made, options: Options, done: Callable[[Cell], None]) -> N
     made.cells.sort(key=lambda cell: cell.index)
 
 
-def _placed(cell: Cell, made: Made, keys: dict[str, str]) -> Cell:
+def _placed(cell: Cell, made: SideRun, keys: dict[str, str]) -> Cell:
     return msgspec.structs.replace(cell, key=keys[cell.id], origin=made.run.identity.id)
 
 
@@ -68,7 +68,7 @@ def as_planned(kept: Snapshot) -> Snapshot:
     return msgspec.structs.replace(kept, entries=tuple(map(_as_planned, kept.entries)))
 
 
-def _as_planned(entry: Entry) -> Entry:
+def _as_planned(entry: SnapshotCell) -> SnapshotCell:
     status = "ERROR" if entry.status in RED and not entry.path else "NOT_RUN"
     return msgspec.structs.replace(
         entry, status=status, level="declared", label="", worse={}, looked=False, numbers="", reason=""

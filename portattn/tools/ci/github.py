@@ -11,7 +11,7 @@ from pathlib import Path
 
 from portattn.errors import DataError
 from portattn.tools.ci import summary
-from portattn.tools.ci.report import Report
+from portattn.tools.ci.report import CiReport
 
 ACTIONS = "GITHUB_ACTIONS"  # "true" on a runner
 SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that a step appends its summary to
@@ -23,7 +23,7 @@ def on_runner(environment: Mapping[str, str]) -> bool:
     return environment.get(ACTIONS) == "true"
 
 
-def append(path: Path, report: Report) -> bool:
+def append(path: Path, report: CiReport) -> bool:
     """Append the summary to the step's, within the limit of a step. False where the step's is full.
 
     Raises DataError where the file cannot be written.
@@ -40,7 +40,7 @@ def append(path: Path, report: Report) -> bool:
     return True
 
 
-def annotated(report: Report) -> Iterator[str]:
+def annotation_lines(report: CiReport) -> Iterator[str]:
     """A line for each loss, and for each note, as a runner reads them; of more than it shows, the last says so."""
     title = f"portattn ci: {report.before} to {report.after}"
     errors = []

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from portattn.tools.ci.cells import Made
-from portattn.tools.ci.request import Asked
+from portattn.tools.ci.cells import SideRun
+from portattn.tools.ci.request import CiRequest
 from portattn.tools.matrix.attribution import Cause
 from portattn.tools.matrix.diff import Change
-from portattn.tools.matrix.verdict import COMPLAINTS, Finding
+from portattn.tools.matrix.verdict import COMPLAINTS, RunFinding
 
 _Place = tuple[str, str, str]
 
@@ -35,15 +35,17 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     todo: str
 
 
-def together(findings: Sequence[Finding], changes: Sequence[Change], asked: Asked, after: Made) -> Iterator[Loss]:
+def together(
+    findings: Sequence[RunFinding], changes: Sequence[Change], asked: CiRequest, after: SideRun
+) -> Iterator[Loss]:
     """The findings, those of one kind and one cause as one loss, in the findings' order."""
     by_place: dict[_Place, Change] = {(one.target, one.toolchain, one.name): one for one in changes}
-    places: dict[_Place, list[Finding]] = {}
+    places: dict[_Place, list[RunFinding]] = {}
     for index, finding in enumerate(findings):
         # Findings about no cell stay apart.
         name = finding.name or f"\0{index}"
         places.setdefault((finding.target, finding.toolchain, name), []).append(finding)
-    groups: dict[tuple[tuple[str, ...], str, Cause | None], list[Finding]] = {}
+    groups: dict[tuple[tuple[str, ...], str, Cause | None], list[RunFinding]] = {}
     for place, found in places.items():
         change = by_place.get(place)
         cause = change.causes[0] if change is not None and change.causes else None
@@ -64,7 +66,7 @@ def together(findings: Sequence[Finding], changes: Sequence[Change], asked: Aske
         )
 
 
-def _quirk_of(cause: Cause | None, asked: Asked) -> str:
+def _quirk_of(cause: Cause | None, asked: CiRequest) -> str:
     """The id of the quirk that is the cause; of two that contradict each other the user's own."""
     if cause is None or cause.kind not in ("quirk", "conflict"):
         return ""
@@ -73,7 +75,7 @@ def _quirk_of(cause: Cause | None, asked: Asked) -> str:
 
 
 def _todo(
-    kinds: Sequence[str], what: str, cause: Cause | None, targets: Sequence[str], asked: Asked, after: Made
+    kinds: Sequence[str], what: str, cause: Cause | None, targets: Sequence[str], asked: CiRequest, after: SideRun
 ) -> str:
     """What helps against a loss; the commands are of its first target."""
     new = asked.new
@@ -106,7 +108,7 @@ def _todo(
     return f"`portattn matrix run --targets {','.join(targets[:1])} --toolchain {new}` shows the cells"
 
 
-def _about_conflict(cause: Cause, asked: Asked, after: Made) -> str:
+def _about_conflict(cause: Cause, asked: CiRequest, after: SideRun) -> str:
     """What helps where two quirks contradict each other: first the user's own entries, which can be changed."""
     names = cause.name.split()
     files = [str(after.registry.quirks[name].file) for name in names if name in asked.own]
@@ -115,7 +117,7 @@ def _about_conflict(cause: Cause, asked: Asked, after: Made) -> str:
     return f"two quirks contradict each other: narrow one, or `PORTATTN_QUIRKS=-{names[0]}` switches it off"
 
 
-def _about_quirk(cause: Cause, on: str, asked: Asked, after: Made) -> str:
+def _about_quirk(cause: Cause, on: str, asked: CiRequest, after: SideRun) -> str:
     name = cause.name
     if name in asked.own:
         return f"narrow `[when]` of {after.registry.quirks[name].file}, or take the entry out"

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import msgspec
 
 from portattn.tools.ci import regressions
-from portattn.tools.ci.cells import Made
+from portattn.tools.ci.cells import SideRun
 from portattn.tools.ci.regressions import Loss
-from portattn.tools.ci.request import Asked
+from portattn.tools.ci.request import CiRequest
 from portattn.tools.matrix import verdict
 from portattn.tools.matrix.diff import LOST, Change, Diff
-from portattn.tools.matrix.expected import Expected
-from portattn.tools.matrix.verdict import Finding
+from portattn.tools.matrix.expected import ExpectedFailure
+from portattn.tools.matrix.verdict import RunFinding
 from portattn.tools.upgrade.compare import Upgrade
 from portattn.tools.upgrade.compilers import cautions
 
@@ -28,7 +28,7 @@ FAIL_ON = (*verdict.FAIL_ON, *LESS_SURE)
 COMPILED = frozenset({"note", "not_run", "facts"})  # of these nothing is known where nothing is compiled
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class CiReport(msgspec.Struct, frozen=True, kw_only=True):
     """The answer.
 
     compiled  whether cells were compiled; else they are compared by their plans alone
@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...]
     compared: int
     red: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[RunFinding, ...]
     losses: tuple[Loss, ...]
     changes: tuple[Change, ...]
     upgrade: Upgrade
@@ -97,16 +97,16 @@ def alike(changes: Iterable[Change]) -> list[Alike]:
 
 
 def report(
-    asked: Asked,
+    asked: CiRequest,
     diff: Diff,
-    after: Made,
+    after: SideRun,
     upgrade: Upgrade,
     *,
     compiled: bool,
     fail_on: Collection[str] = (),
-    expected: Sequence[Expected] = (),
+    expected: Sequence[ExpectedFailure] = (),
     today: datetime.date | None = None,
-) -> Report:
+) -> CiReport:
     """The report on the new side.
 
     fail_on   what is red beside losses: names of FAIL_ON
@@ -118,7 +118,7 @@ def report(
     red = LOST | set(fail_on)
     idle = compiled and all(cell.status == "NOT_RUN" for cell in after.cells)
     findings = (*_lost(judged.findings, diff, "red" in fail_on), *_less_sure(upgrade, red))
-    return Report(
+    return CiReport(
         before=str(asked.old),
         after=str(asked.new),
         compiled=compiled,
@@ -137,7 +137,7 @@ def report(
     )
 
 
-def _lost(findings: Sequence[Finding], diff: Diff, every: bool) -> Iterator[Finding]:
+def _lost(findings: Sequence[RunFinding], diff: Diff, every: bool) -> Iterator[RunFinding]:
     """The findings but for red cells that were as red before: the change of compiler has not lost them.
 
     every  red cells count whatever they were before
@@ -150,7 +150,7 @@ def _lost(findings: Sequence[Finding], diff: Diff, every: bool) -> Iterator[Find
             yield finding
 
 
-def _less_sure(made: Upgrade, red: Collection[str]) -> Iterator[Finding]:
+def _less_sure(made: Upgrade, red: Collection[str]) -> Iterator[RunFinding]:
     """What is less sure with the new compiler, of the kinds that are red."""
     found: list[tuple[str, str, Sequence[str]]] = [
         *(
@@ -177,4 +177,4 @@ def _less_sure(made: Upgrade, red: Collection[str]) -> Iterator[Finding]:
     for kind, text, targets in found:
         if kind in red:
             for target in targets:
-                yield Finding(kind=kind, text=text, target=target, toolchain=made.after)
+                yield RunFinding(kind=kind, text=text, target=target, toolchain=made.after)

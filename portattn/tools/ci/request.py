@@ -17,16 +17,16 @@ from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain, installed_for
 from portattn.tools.matrix import reading, select
 from portattn.tools.matrix import request as matrix_asked
-from portattn.tools.matrix.problems import Named, SetName
-from portattn.tools.matrix.snapshot import Entry, Snapshot
-from portattn.tools.upgrade.compilers import parsed
+from portattn.tools.matrix.problems import NamedProblem, SetName
+from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell
+from portattn.tools.upgrade.compilers import parse_compiler
 from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 OP = "ci"
 ANY = "any"  # the folder of quirks of every backend
 
 
-class Asked(NamedTuple):
+class CiRequest(NamedTuple):
     """What is compared.
 
     old, new   the compilers
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     old: Toolchain
     new: Toolchain
     pairs: tuple[Pair, ...]
-    problems: tuple[Named, ...]
+    problems: tuple[NamedProblem, ...]
     which: SetName
     baseline: Snapshot | None = None
     own: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
         return [pair.new.target.name for pair in self.pairs]
 
 
-def asked(
+def read_request(
     before: str | None,
     after: str | None,
     targets: Sequence[str] = (),
@@ -58,7 +58,7 @@ def asked(
     which: SetName | None = None,
     baseline: Path | None = None,
     quirks: Path | None = None,
-) -> Asked:
+) -> CiRequest:
     """Read what was asked for.
 
     before    the compiler that is left; None: the baseline's, or the installed one
@@ -93,13 +93,13 @@ def asked(
         Pair(Side(registry.target(name, old), registry), Side(added.target(name, new), added)) for name in names
     )
     own = tuple(name for name in added.quirks if name not in registry.quirks)
-    what = Asked(old=old, new=new, pairs=pairs, problems=tuple(named), which=chosen, baseline=kept, own=own)
+    what = CiRequest(old=old, new=new, pairs=pairs, problems=tuple(named), which=chosen, baseline=kept, own=own)
     if kept is not None:
         matrix_asked.must_compare(OP, "--baseline", kept, counts(what, targets, problems))
     return what
 
 
-def counts(what: Asked, targets: Sequence[str], problems: Sequence[str]) -> Callable[[Entry], bool]:
+def counts(what: CiRequest, targets: Sequence[str], problems: Sequence[str]) -> Callable[[SnapshotCell], bool]:
     """Which cells of the old side are asked for by the texts of `asked`: also of a target or problem that is gone."""
     place = matrix_asked.places(what.targets, select.globs(targets))
     sets = what.baseline.set if what.baseline is not None else what.which
@@ -132,21 +132,21 @@ def with_quirks(registry: Registry, folder: Path) -> Registry:
 
 def _new(before: str | None, after: str | None, kept: Snapshot | None) -> Toolchain:
     if after is not None:
-        return parsed(OP, "--to", after)
+        return parse_compiler(OP, "--to", after)
     if before is None and kept is None:
         raise ArgumentError(OP, "--to", "", "must be named where neither --from nor --baseline is, as in triton==3.9.0")
-    there = [parsed(OP, "--from", before).distribution] if before is not None else _distributions(kept)
+    there = [parse_compiler(OP, "--from", before).distribution] if before is not None else _distributions(kept)
     return _installed("--to", there)
 
 
 def _old(before: str | None, new: Toolchain, kept: Snapshot | None, path: Path | None) -> Toolchain:
     """The compiler of the old side; of a baseline, one that it has."""
     if kept is None:
-        return parsed(OP, "--from", before) if before is not None else _installed("--from", [new.distribution])
+        return parse_compiler(OP, "--from", before) if before is not None else _installed("--from", [new.distribution])
     there = list(dict.fromkeys(entry.toolchain for entry in kept.entries))
     listed = ", ".join(there) or "none"
     if before is not None:
-        old = parsed(OP, "--from", before)
+        old = parse_compiler(OP, "--from", before)
         if str(old) not in there:
             raise ArgumentError(OP, "--from", before, f"must be a compiler of {path}, which has {listed}")
         return old
@@ -154,7 +154,7 @@ def _old(before: str | None, new: Toolchain, kept: Snapshot | None, path: Path |
     if len(of_new) != 1:
         limit = f"must name one compiler of {path}, which has {listed}"
         raise ArgumentError(OP, "--from", "", limit)
-    return parsed(OP, "--from", of_new[0])
+    return parse_compiler(OP, "--from", of_new[0])
 
 
 def _distributions(kept: Snapshot | None) -> list[str]:
@@ -168,7 +168,7 @@ def _installed(option: str, names: Sequence[str]) -> Toolchain:
     """
     here = str(installed_for(names))
     try:
-        return parsed(OP, option, here)
+        return parse_compiler(OP, option, here)
     except ArgumentError:
         raise ArgumentError(OP, option, "", f"must be named: this Python has {here}") from None
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from portattn.tools.ci.regressions import Loss
-from portattn.tools.ci.report import Alike, Report, alike
+from portattn.tools.ci.report import Alike, CiReport, alike
 from portattn.tools.quirks.markdown import table
 
 LIMIT = 1024 * 1024  # bytes. Source: GitHub's limit of a step's summary
@@ -16,12 +16,12 @@ NAMED = 3  # targets and problems that a row names; of more it gives the number
 _MARKS = re.compile(r"([\\`*\[\]~])")
 
 
-def render(report: Report, limit: int = LIMIT) -> str:
+def render(report: CiReport, limit: int = LIMIT) -> str:
     """The summary, of at most `limit` bytes as UTF-8."""
     return cut("".join(_parts(report)), limit)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: CiReport) -> str:
     """One sentence: what is lost, of how much, and how that was looked at."""
     how = "compiled and compared" if report.compiled else "compared"
     against = f" with {report.against}" if report.against else ""
@@ -55,7 +55,7 @@ def plain(text: str) -> str:
     return _MARKS.sub(r"\\\1", html.escape(text, quote=False))
 
 
-def _parts(report: Report) -> Iterator[str]:
+def _parts(report: CiReport) -> Iterator[str]:
     yield f"## portattn ci: {plain(report.before)} → {plain(report.after)}\n\n"
     yield f"**{plain(verdict(report))}.**\n"
     if report.losses:
@@ -71,7 +71,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield from _registry(report)
 
 
-def _registry(report: Report) -> Iterator[str]:
+def _registry(report: CiReport) -> Iterator[str]:
     made = report.upgrade
     quirks = [one for one in made.entries if one.change != "stays" or one.unprobed]
     yield from _folded(

@@ -12,7 +12,7 @@ from portattn.tools.lab.creating import create
 from portattn.tools.lab.folders import (
     Environment,
     LabError,
-    State,
+    ToolchainState,
     canonical,
     distributions,
     environments,
@@ -27,7 +27,7 @@ from portattn.tools.lab.workers import worker
 __all__ = [
     "Environment",
     "LabError",
-    "State",
+    "ToolchainState",
     "canonical",
     "create",
     "distributions",

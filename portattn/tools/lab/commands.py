@@ -16,7 +16,7 @@ LAST_LINES = 12  # of a failed program's output that its error keeps
 Say = Callable[[str], None]
 
 
-class CommandFailed(Exception):
+class CommandError(Exception):
     """A program could not be started or ended badly; `lines` are the last ones that it printed."""
 
     def __init__(self, program: str, why: str, lines: Sequence[str]) -> None:
@@ -43,14 +43,14 @@ class Commands:
         lines: list[str] = []
         with self._state:
             if self._stopped:
-                raise CommandFailed(program, "not started: interrupted", ())
+                raise CommandError(program, "not started: interrupted", ())
             try:
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                     errors="replace", env=environment, cwd=folder, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
-                raise CommandFailed(program, f"cannot be started: {error.strerror}", ()) from None
+                raise CommandError(program, f"cannot be started: {error.strerror}", ()) from None
             self._running.add(process)
         try:
             assert process.stdout is not None
@@ -69,7 +69,7 @@ class Commands:
                 process.stdout.close()
         if status:
             why = f"died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            raise CommandFailed(program, why, deque((line for line in lines if line.strip()), LAST_LINES))
+            raise CommandError(program, why, deque((line for line in lines if line.strip()), LAST_LINES))
         return lines
 
     def stop(self) -> None:

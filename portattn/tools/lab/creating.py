@@ -29,8 +29,8 @@ from portattn.files import write_whole
 from portattn.schema import compilers
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.lab import folders
-from portattn.tools.lab.commands import CommandFailed, Commands, Say, quiet
-from portattn.tools.lab.folders import Environment, LabError, Marker, State
+from portattn.tools.lab.commands import CommandError, Commands, Say, quiet
+from portattn.tools.lab.folders import Environment, LabError, Marker, ToolchainState
 from portattn.worker.client import Worker
 
 ON_PATH = ("python3.11", "python3.10", "python3.12", "python3.13", "python3.14", "python3")
@@ -121,7 +121,7 @@ def _chosen(name: str, path: str) -> Python:
     return found
 
 
-def _make(found: State, chosen: Python | None, say: Say, commands: Commands) -> None:
+def _make(found: ToolchainState, chosen: Python | None, say: Say, commands: Commands) -> None:
     """Build the environment under another name, and put it in its place."""
     name, final = found.toolchain, folders.folder_of(found.toolchain)
     making = final.with_name(f"{folders.MAKING}{final.name}-{uuid.uuid4().hex[:8]}")
@@ -157,7 +157,7 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
         try:
             commands.run([python.path, "-I", "-m", "venv", "--without-pip", str(making)], say)
             commands.run([*_pip(), *_into(making), name, *also], say, environment=_pip_environment())
-        except CommandFailed as error:
+        except CommandError as error:
             if not any("No matching distribution" in line for line in error.lines):
                 raise LabError(f"{name}: cannot be installed\n{error}") from None
             tried.append(python.version)
@@ -224,11 +224,11 @@ def _take_from_others(folder: Path) -> None:
 
 def _tried(name: str, making: Path) -> dict[str, str]:
     """Import the compiler in a worker; the versions found. Raises LabError when it is not what was asked for."""
-    from portattn.tools.lab.workers import isolated
+    from portattn.tools.lab.workers import isolation_variables
 
     distribution, _, version = name.partition("==")
     package = folders.recipes()[distribution].package
-    with Worker(python=str(folders.interpreter(making)), environment=isolated()) as worker:
+    with Worker(python=str(folders.interpreter(making)), environment=isolation_variables()) as worker:
         reply = worker.request("hello", TRY_SECONDS, packages=[package])
     if reply.outcome != "ok":
         raise LabError(

@@ -17,7 +17,7 @@ import msgspec
 
 from portattn.config import current
 from portattn.errors import ArgumentError, PortattnError, SettingError
-from portattn.files import Untrusted, cache_folder, check_owner, check_tree, trusted_folder
+from portattn.files import UntrustedPath, cache_folder, check_owner, check_tree, trusted_folder
 from portattn.schema import compilers
 from portattn.schema.compilers import TRITON, Compiler, Recipe
 from portattn.schema.toolchain import Toolchain
@@ -29,7 +29,7 @@ MAKING, REMOVING = ".making-", ".removing-"  # folders that are no environments,
 
 def recipes() -> dict[str, Compiler]:
     """The compilers that the lab can install, by name: those that have a recipe."""
-    return {name: one for name, one in compilers.known().items() if one.lab is not None}
+    return {name: one for name, one in compilers.all_compilers().items() if one.lab is not None}
 
 
 def distributions() -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class ToolchainState(msgspec.Struct, frozen=True, kw_only=True):
     """What there is of one toolchain: an environment, a broken one and why, or neither."""
 
     toolchain: str
@@ -149,33 +149,33 @@ def folder_of(toolchain: str) -> Path:
     return root() / toolchain.replace("==", "-")
 
 
-def state(toolchain: str) -> State:
+def state(toolchain: str) -> ToolchainState:
     """Return a canonical toolchain's state. Reads the owners of all files and starts nothing.
 
     An environment that another user owns or can change counts as broken: its Python must not run.
     """
     folder = folder_of(toolchain)
     if not folder.exists():
-        return State(toolchain=toolchain)
+        return ToolchainState(toolchain=toolchain)
     try:
         check_owner(os.stat(folder.parent), str(folder.parent), "folder", private_group=True)
         check_tree(folder)  # all of it is code, for a process that may be root's
         marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
-    except Untrusted as error:
-        return State(toolchain=toolchain, broken=f"not to be run: {error}")
+    except UntrustedPath as error:
+        return ToolchainState(toolchain=toolchain, broken=f"not to be run: {error}")
     except FileNotFoundError:
-        return State(toolchain=toolchain, broken=f"{MARKER} is missing")
+        return ToolchainState(toolchain=toolchain, broken=f"{MARKER} is missing")
     except OSError as error:
-        return State(toolchain=toolchain, broken=f"{MARKER} cannot be read: {error.strerror}")
+        return ToolchainState(toolchain=toolchain, broken=f"{MARKER} cannot be read: {error.strerror}")
     except msgspec.DecodeError as error:
-        return State(toolchain=toolchain, broken=f"{MARKER} cannot be understood: {error}")
+        return ToolchainState(toolchain=toolchain, broken=f"{MARKER} cannot be understood: {error}")
     wrong = _wrong(folder, marker, toolchain)
     if wrong:
-        return State(toolchain=toolchain, broken=wrong)
+        return ToolchainState(toolchain=toolchain, broken=wrong)
     try:
         beside = programs(toolchain)
     except LabError as error:  # its package's: the other environments are listed all the same
-        return State(toolchain=toolchain, broken=str(error))
+        return ToolchainState(toolchain=toolchain, broken=str(error))
     made = Environment(
         toolchain=toolchain,
         folder=folder,
@@ -186,7 +186,7 @@ def state(toolchain: str) -> State:
         python_version=marker.python,
         versions=marker.versions,
     )
-    return State(toolchain=toolchain, environment=made)
+    return ToolchainState(toolchain=toolchain, environment=made)
 
 
 def _wrong(folder: Path, marker: Marker, toolchain: str) -> str:
@@ -224,7 +224,7 @@ def need(toolchain: str) -> Environment:
     return found.environment
 
 
-def states() -> list[State]:
+def states() -> list[ToolchainState]:
     """Every toolchain of `toolchains`, made or not, then every other one that has a folder in the lab."""
     others, listed, installable = [], toolchains(), distributions()
     with contextlib.suppress(FileNotFoundError):
@@ -285,7 +285,7 @@ def lock(name: str, seconds: float) -> Iterator[None]:
     try:
         with trusted_folder(root().resolve(), make=True):
             held.acquire(timeout=seconds)
-    except Untrusted as error:
+    except UntrustedPath as error:
         raise LabError(f"{error}; PORTATTN_CACHE_DIR names another folder") from None
     except filelock.Timeout:
         raise LabError(f"{name}: another process is making or removing it now") from None

@@ -13,7 +13,7 @@ import subprocess
 import uuid
 from pathlib import Path
 
-from portattn.tools.lab.commands import CommandFailed, Commands, Say, quiet
+from portattn.tools.lab.commands import CommandError, Commands, Say, quiet
 
 LLVM = ("mlir-opt", "mlir-translate", "llc")
 ALL = (*LLVM, "cc")
@@ -74,7 +74,7 @@ def fetch(folder: Path, names: list[str], say: Say, commands: Commands) -> dict[
             say("unpacking")
             for package in sorted((work / "debs").glob("*.deb")):
                 commands.run(["dpkg-deb", "-x", str(package), str(work / "root")], quiet)
-        except CommandFailed as error:
+        except CommandError as error:
             raise NoTools(str(error)) from None
         versions = _arrange(work / "root", work / "made", names)
         shutil.rmtree(folder / FOLDER, ignore_errors=True)

@@ -21,9 +21,9 @@ def worker(toolchain: str | None = None, **options: Any) -> Worker:
         # The very Triton that this process would import, however it came to be on the path.
         path = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         return Worker(environment={**path, **own}, **options)
-    return Worker(python=folders.need(toolchain).python, environment={**isolated(), **own}, **options)
+    return Worker(python=folders.need(toolchain).python, environment={**isolation_variables(), **own}, **options)
 
 
-def isolated() -> dict[str, str | None]:
+def isolation_variables() -> dict[str, str | None]:
     """Variables that a lab's Python must not have: they bring this process's packages or another ptxas into it."""
     return dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"))

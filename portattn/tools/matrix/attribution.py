@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from portattn.tools.matrix.identity import Identity, digests_of
-from portattn.tools.matrix.snapshot import Entry, Snapshot
+from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell
 
 # What a digest's name means to people.
 DATA = {"quirks": "quirks of {}", "arches": "arches of {}", "tuning": "tuning of {}", "backends": "code of {}"}
@@ -33,7 +33,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         return self.text
 
 
-def causes(old: Snapshot, before: Entry, new: Snapshot, after: Entry) -> tuple[Cause, ...]:
+def causes(old: Snapshot, before: SnapshotCell, new: Snapshot, after: SnapshotCell) -> tuple[Cause, ...]:
     """What can have changed a cell, the nearest first.
 
     A quirk that joined the plan explains a change, and so does one that left it; what else differs is then the reason
@@ -57,7 +57,7 @@ def causes(old: Snapshot, before: Entry, new: Snapshot, after: Entry) -> tuple[C
     return tuple(found)
 
 
-def _contradicting(after: Entry) -> Iterator[Cause]:
+def _contradicting(after: SnapshotCell) -> Iterator[Cause]:
     """The two quirks that leave a cell without a plan."""
     found = _CONFLICT.search(after.reason) if not after.path else None
     if found:
@@ -65,7 +65,7 @@ def _contradicting(after: Entry) -> Iterator[Cause]:
         yield Cause(kind="conflict", name=f"{found[1]} {found[2]}", text=text)
 
 
-def _joined(before: Entry, after: Entry) -> Iterator[Cause]:
+def _joined(before: SnapshotCell, after: SnapshotCell) -> Iterator[Cause]:
     """Quirks that are new in the plan; those that rule out the path of before come first."""
     joined = [name for name in (*after.rejected, *after.quirks) if name not in (*before.rejected, *before.quirks)]
     why_not = after.why_not.get(before.path) if before.path != after.path else None
@@ -79,18 +79,18 @@ def _joined(before: Entry, after: Entry) -> Iterator[Cause]:
         yield Cause(kind="plan", name=before.path, text=f"the path {before.path} is not taken: {why_not}")
 
 
-def _left(before: Entry, after: Entry) -> Iterator[Cause]:
+def _left(before: SnapshotCell, after: SnapshotCell) -> Iterator[Cause]:
     """Quirks that are not in the plan any more."""
     for name in (*before.rejected, *before.quirks):
         if name not in (*after.rejected, *after.quirks):
             yield Cause(kind="quirk", name=name, text=f"quirk {name} is no more in the plan")
 
 
-def _ruled_out(before: Entry, after: Entry) -> str:
+def _ruled_out(before: SnapshotCell, after: SnapshotCell) -> str:
     return f"the path {before.path}" if before.path in after.why_not else "a path"
 
 
-def _differing(was: Identity, now: Identity, before: Entry, after: Entry) -> Iterator[Cause]:
+def _differing(was: Identity, now: Identity, before: SnapshotCell, after: SnapshotCell) -> Iterator[Cause]:
     """What of two identities differs, as far as the cell depends on it."""
     backend = after.target.partition(":")[0]
     differ = list(_changed(digests_of(was, backend), digests_of(now, backend)))

@@ -22,7 +22,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.quirk import Level
 from portattn.tools.matrix.cells import Status
 from portattn.tools.matrix.identity import Identity, Moment, digests_of
-from portattn.tools.matrix.snapshot import Entry, Snapshot, Tier, columns
+from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell, Tier, columns
 
 SCHEMA = 1  # raised when a reader of the version before would misread it
 SUFFIX = ".toml"
@@ -51,7 +51,7 @@ class _Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     origin: str = ""
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _BaselineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema: int
     set: str
     date: Moment
@@ -93,7 +93,7 @@ def read(path: Path) -> Snapshot:
     if version != SCHEMA:
         found = f"schema version {version}" if isinstance(version, int) else "no baseline: it has no `schema`"
         raise DataError(path, toml_reader.line_of(text, "schema"), f"{found}; this portattn reads version {SCHEMA}")
-    file = toml_reader.convert(data, _File, path, text)
+    file = toml_reader.convert(data, _BaselineFile, path, text)
     entries = [
         entry
         for name, cells in file.columns.items()
@@ -124,7 +124,7 @@ def _identities(made: Snapshot) -> Iterable[Identity]:
         yield msgspec.structs.replace(identity, digests=kept)
 
 
-def _entries(path: Path, text: str, column: str, cells: Mapping[str, Any], origin: str) -> Iterable[Entry]:
+def _entries(path: Path, text: str, column: str, cells: Mapping[str, Any], origin: str) -> Iterable[SnapshotCell]:
     target, apart, toolchain = column.partition(APART)
     if not apart:
         raise DataError(path, _line(text, column), f"key {column!r}: is not `target{APART}toolchain`")
@@ -136,7 +136,7 @@ def _entries(path: Path, text: str, column: str, cells: Mapping[str, Any], origi
         if cell.op not in ROWS:
             raise DataError(path, _line(text, column, name), f"key {name!r}: no operation is called {cell.op!r}")
         values = {field: getattr(cell, field) for field in _CELL} | {"origin": cell.origin or origin}
-        yield Entry(name=name, target=target, toolchain=toolchain, **values)
+        yield SnapshotCell(name=name, target=target, toolchain=toolchain, **values)
 
 
 def _line(text: str, column: str, name: str = "") -> int | None:
@@ -150,7 +150,7 @@ def _line(text: str, column: str, name: str = "") -> int | None:
     return 1 + (next(cells, begin) if name else begin)
 
 
-def _cell(entry: Entry, origin: str) -> dict[str, Any]:
+def _cell(entry: SnapshotCell, origin: str) -> dict[str, Any]:
     """A cell's line; origin: its column's, which is not repeated."""
     cell = _Cell(**{name: getattr(entry, name) for name in _CELL})
     if entry.origin == origin:

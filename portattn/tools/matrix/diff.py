@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from portattn.tools.matrix.attribution import Cause, causes
-from portattn.tools.matrix.snapshot import TIERS, Entry, Snapshot, columns, evidence, word
+from portattn.tools.matrix.snapshot import TIERS, Snapshot, SnapshotCell, columns, evidence, word
 
 # gone         the cell is not there any more
 # level        its evidence is less: a lower level, a status that is no PASS, a red one
@@ -62,7 +62,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     apart: int = 0
 
 
-def compare(old: Snapshot, new: Snapshot, asked: Callable[[Entry], bool] = lambda _: True) -> Diff:
+def compare(old: Snapshot, new: Snapshot, asked: Callable[[SnapshotCell], bool] = lambda _: True) -> Diff:
     """Compare two runs.
 
     asked  whether a cell of the old run counts: a run of some targets alone has not lost the others
@@ -109,8 +109,8 @@ def part_of(
     old: Snapshot,
     new: Snapshot,
     target: Callable[[str], bool] | None = None,
-    problem: Callable[[Entry], bool] | None = None,
-) -> Callable[[Entry], bool]:
+    problem: Callable[[SnapshotCell], bool] | None = None,
+) -> Callable[[SnapshotCell], bool]:
     """What is asked of an old run where the new one has a part of its cells: the targets and problems that it has, or
     those for which `target` and `problem` hold.
 
@@ -121,7 +121,7 @@ def part_of(
     targets = {where for where, _ in are}
     names = {entry.name for entry in new.entries}
 
-    def asked(entry: Entry) -> bool:
+    def asked(entry: SnapshotCell) -> bool:
         place = target(entry.target) if target else entry.target in targets
         named = problem(entry) if problem else entry.name in names
         return place and named and ((entry.target, entry.toolchain) in are or entry.target not in shared)
@@ -129,7 +129,7 @@ def part_of(
     return asked
 
 
-def places_now(old: Sequence[Entry], new: Sequence[Entry]) -> dict[Place, Place]:
+def places_now(old: Sequence[SnapshotCell], new: Sequence[SnapshotCell]) -> dict[Place, Place]:
     """The place of each cell of an old run -> the one in a new run that it is compared with, if that has it."""
     moved = _moved(old, new)
     return {
@@ -138,7 +138,7 @@ def places_now(old: Sequence[Entry], new: Sequence[Entry]) -> dict[Place, Place]
     }
 
 
-def _moved(old: Sequence[Entry], new: Sequence[Entry]) -> dict[tuple[str, str], str]:
+def _moved(old: Sequence[SnapshotCell], new: Sequence[SnapshotCell]) -> dict[tuple[str, str], str]:
     """(target, toolchain before) -> toolchain now, of compilers that were changed."""
     were, are = columns(old), columns(new)
     moved = {}
@@ -155,7 +155,7 @@ def _is(toolchain: str, compiler: str) -> bool:
     return toolchain.partition("==")[0] == compiler
 
 
-def _change(old: Snapshot, before: Entry, new: Snapshot, after: Entry) -> Change | None:
+def _change(old: Snapshot, before: SnapshotCell, new: Snapshot, after: SnapshotCell) -> Change | None:
     told: dict[Kind, str] = dict(_told(before, after))
     if not told:
         return None
@@ -174,13 +174,13 @@ def _change(old: Snapshot, before: Entry, new: Snapshot, after: Entry) -> Change
     )
 
 
-def _less(one: Entry, other: Entry) -> tuple[str, ...]:
+def _less(one: SnapshotCell, other: SnapshotCell) -> tuple[str, ...]:
     """Quirks of one plan that are not in the other."""
     mine, theirs = {*one.quirks, *one.rejected}, {*other.quirks, *other.rejected}
     return tuple(sorted(mine - theirs))
 
 
-def _told(before: Entry, after: Entry) -> Iterator[tuple[Kind, str]]:
+def _told(before: SnapshotCell, after: SnapshotCell) -> Iterator[tuple[Kind, str]]:
     """Each kind of change, with a clause about it."""
     better = []
     known = evidence(after) - evidence(before)
@@ -218,7 +218,7 @@ def _figures(before: dict[str, int], after: dict[str, int]) -> tuple[list[str], 
     return worse, better
 
 
-def _gone(before: Entry, new: Snapshot) -> tuple[Cause, ...]:
+def _gone(before: SnapshotCell, new: Snapshot) -> tuple[Cause, ...]:
     """Why a cell is not there: the run was interrupted, or has no such target, toolchain or problem."""
     if new.missing:
         text = f"{new.shown} was interrupted: {new.missing} of its cells are missing"

@@ -31,7 +31,7 @@ from portattn.tools.matrix.cells import Cell
 Failing = Literal["FAIL", "ERROR", "TIMEOUT", "CRASH", "NOTE", "NOT_RUN"]
 
 
-class Expected(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry. status: the one that the cells must have; any red one where it is empty.
 
     line  where it stands in its file
@@ -64,7 +64,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.fails(cell) and re.search(self.signature, failure(cell)) is not None
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ExpectationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the entries say of a run.
 
     explained   id of each cell that fails as expected -> its entry
@@ -72,16 +72,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     idle        entries that are about no cell of the run
     """
 
-    explained: dict[str, Expected]
+    explained: dict[str, ExpectedFailure]
     complaints: tuple[tuple[str, Cell, str], ...]
-    idle: tuple[Expected, ...]
+    idle: tuple[ExpectedFailure, ...]
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    expected: tuple[Expected, ...] = ()
+    expected: tuple[ExpectedFailure, ...] = ()
 
 
-def read(path: Path) -> tuple[Expected, ...]:
+def read(path: Path) -> tuple[ExpectedFailure, ...]:
     """Read a list of expected failures. Raises DataError (file, line, key) on whatever departs from its schema."""
     try:
         data, text = toml_reader.read(path)
@@ -111,9 +111,9 @@ def failure(cell: Cell) -> str:
     return "\n".join(filter(None, (cell.reason, cell.stage, cell.log)))
 
 
-def judge(cells: Sequence[Cell], entries: Iterable[Expected], today: datetime.date) -> Outcome:
+def judge(cells: Sequence[Cell], entries: Iterable[ExpectedFailure], today: datetime.date) -> ExpectationOutcome:
     """What expected failures say of the cells of a run on a day."""
-    explained: dict[str, Expected] = {}
+    explained: dict[str, ExpectedFailure] = {}
     complaints: list[tuple[str, Cell, str]] = []
     idle, entries = [], tuple(entries)
     for entry in entries:
@@ -137,4 +137,4 @@ def judge(cells: Sequence[Cell], entries: Iterable[Expected], today: datetime.da
             elif cell.status != "NOT_RUN":  # nobody looked: that says nothing
                 text = f"is {said}, and does not: {cell.status}; remove the entry"
                 complaints.append(("unexpected_pass", cell, text))
-    return Outcome(explained=explained, complaints=tuple(complaints), idle=tuple(idle))
+    return ExpectationOutcome(explained=explained, complaints=tuple(complaints), idle=tuple(idle))

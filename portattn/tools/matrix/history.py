@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import msgspec
 
 from portattn.tools.matrix.diff import compare
-from portattn.tools.matrix.snapshot import Entry, Snapshot, word
+from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell, word
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What one run made of a cell.
 
     changed  kinds of changes since the run before, with a clause about each; empty for the first
@@ -32,22 +32,22 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[str, ...] = ()
 
 
-def matches(entry: Entry, cell: str) -> bool:
+def matches(entry: SnapshotCell, cell: str) -> bool:
     """Whether a text means a cell: its problem's name, its target and name, or all three, as globs."""
     names = (entry.name, f"{entry.target} {entry.name}", f"{entry.target} {entry.toolchain} {entry.name}")
     return any(fnmatch.fnmatchcase(name, cell) for name in names)
 
 
-def history(runs: Sequence[Snapshot], cell: str) -> list[Seen]:
+def history(runs: Sequence[Snapshot], cell: str) -> list[HistoryEntry]:
     """What became of the cells that a text means, over runs in the order of their dates; a cell's lines together.
 
     A target's toolchain may change from run to run, as in `diff`.
     """
     runs = sorted(runs, key=lambda run: run.date)
-    found: dict[tuple[str, str], list[Seen]] = {}
+    found: dict[tuple[str, str], list[HistoryEntry]] = {}
     last: dict[tuple[str, str], Snapshot] = {}
     for run in runs:
-        mine: dict[tuple[str, str], list[Entry]] = {}
+        mine: dict[tuple[str, str], list[SnapshotCell]] = {}
         for entry in run.entries:
             if matches(entry, cell):
                 mine.setdefault((entry.target, entry.name), []).append(entry)
@@ -58,7 +58,7 @@ def history(runs: Sequence[Snapshot], cell: str) -> list[Seen]:
                 change = changes.get(entry.toolchain)
                 identity = run.identity(entry)
                 found.setdefault(key, []).append(
-                    Seen(
+                    HistoryEntry(
                         run=run.shown,
                         date=run.date,
                         target=entry.target,

@@ -72,7 +72,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"{self.commit[:10] or 'no commit'}{'+changes' if self.dirty else ''}"
 
 
-def identified(identity: Identity) -> Identity:
+def with_id(identity: Identity) -> Identity:
     """The identity with its id."""
     parts = msgspec.structs.asdict(identity)
     for name in ("id", "command", "date"):

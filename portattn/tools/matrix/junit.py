@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from portattn.tools.matrix.cells import Cell, Run
 from portattn.tools.matrix.snapshot import entry, word
-from portattn.tools.matrix.verdict import Finding, Verdict
+from portattn.tools.matrix.verdict import RunFinding, Verdict
 
 # What XML 1.0 cannot hold, escaped or not: a compiler's output may have it.
 _ILLEGAL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -18,7 +18,7 @@ WHOLE = "whole run"  # the suite of findings about no column
 
 def render(run: Run, cells: Sequence[Cell], verdict: Verdict) -> bytes:
     """The XML document. A case fails where the verdict has a finding about it; a NOTE or NOT_RUN is skipped."""
-    found: dict[tuple[str, str, str], list[Finding]] = {}
+    found: dict[tuple[str, str, str], list[RunFinding]] = {}
     for finding in verdict.findings:
         found.setdefault((finding.target, finding.toolchain, finding.name), []).append(finding)
     suites: dict[str, list[ElementTree.Element]] = {}
@@ -43,7 +43,7 @@ def render(run: Run, cells: Sequence[Cell], verdict: Verdict) -> bytes:
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
 
 
-def _case(cell: Cell, findings: list[Finding], verdict: Verdict) -> ElementTree.Element:
+def _case(cell: Cell, findings: list[RunFinding], verdict: Verdict) -> ElementTree.Element:
     seen = entry(cell)
     case = _element(
         "testcase", classname=f"{cell.target} {cell.toolchain}", name=cell.name, time=f"{cell.seconds:.3f}"
@@ -62,7 +62,7 @@ def _case(cell: Cell, findings: list[Finding], verdict: Verdict) -> ElementTree.
     return case
 
 
-def _failed(case: ElementTree.Element, kind: str, findings: Sequence[Finding], log: str) -> None:
+def _failed(case: ElementTree.Element, kind: str, findings: Sequence[RunFinding], log: str) -> None:
     first = findings[0]
     failed = ElementTree.SubElement(case, kind, {"type": first.kind, "message": _clean(first.text)})
     lines = [line for one in findings for line in (one.text, *(f"cause: {cause}" for cause in one.causes))]

@@ -49,14 +49,14 @@ def kind(cell: Cell) -> str:
     return REFERENCE if said_label(cell) and not cell.label else cell.level
 
 
-def said(kind: str) -> str:
+def kind_label(kind: str) -> str:
     """A kind as a cell and the legend write it."""
     return _WORDS.get(kind, kind)
 
 
 def word(cell: Cell) -> str:
     """What a cell says in large."""
-    return said(kind(cell))
+    return kind_label(kind(cell))
 
 
 def dot(cell: Cell) -> Numerics | None:

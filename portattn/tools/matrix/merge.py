@@ -27,7 +27,7 @@ class Conflict(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.target}  {self.toolchain}  {self.name}: {self.text}"
 
 
-class Merged(msgspec.Struct, frozen=True, kw_only=True):
+class MergedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run made of several."""
 
     run: Run
@@ -35,7 +35,7 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     conflicts: tuple[Conflict, ...]
 
 
-def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], command: str) -> Merged:
+def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], command: str) -> MergedRun:
     """Make one run of several. A merged run may be merged again: what it is made of counts, and nothing twice.
 
     shown  what each run is called in errors
@@ -76,7 +76,7 @@ def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], comm
         identities=tuple(identities.values()),
         date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
     )
-    return Merged(run=made, cells=chosen, conflicts=conflicts(chosen))
+    return MergedRun(run=made, cells=chosen, conflicts=conflicts(chosen))
 
 
 def conflicts(cells: Iterable[Cell]) -> tuple[Conflict, ...]:

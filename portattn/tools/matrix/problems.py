@@ -56,76 +56,76 @@ def each_feature(op: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-class Named(msgspec.Struct, frozen=True):
+class NamedProblem(msgspec.Struct, frozen=True):
     """A problem and the words for it in reports."""
 
     name: str
     problem: Problem
 
 
-def dense(words: str = "", **changes: Any) -> Named:
+def dense(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(DENSE | changes))
     return _named(problem, "dense", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
 
 
-def varlen(words: str = "", **changes: Any) -> Named:
+def varlen(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(VARLEN | changes))
     return _named(problem, "varlen", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
 
 
-def gradients(words: str = "", **changes: Any) -> Named:
+def gradients(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(GRADIENTS | changes))
     return _named(problem, "gradients", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
 
 
-def packed_gradients(words: str = "", **changes: Any) -> Named:
+def packed_gradients(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(PACKED_GRADIENTS | changes))
     return _named(problem, "packed gradients", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
 
 
-def decode(words: str = "", **changes: Any) -> Named:
+def decode(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(DECODE | changes))
     return _named(problem, "decode", problem.dtype, _width(problem), words)
 
 
-def paged(what: str, words: str = "", **changes: Any) -> Named:
+def paged(what: str, words: str = "", **changes: Any) -> NamedProblem:
     """`what` says what kind of queries there are. The capacity is whole pages."""
     size = changes["page_size"]
     problem = Problem(**({**PAGED, "seq_k": -(-PAGED["seq_k"] // size) * size} | changes))
     return _named(problem, "paged", what, problem.dtype, _width(problem), f"page {size}", words)
 
 
-def sparse(words: str = "", **changes: Any) -> Named:
+def sparse(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(SPARSE | changes))
     pages = f"page {problem.page_size}" if problem.page_size else ""
     return _named(problem, "sparse", problem.dtype, _width(problem), pages, words)
 
 
-def mla(words: str = "", **changes: Any) -> Named:
+def mla(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(MLA | changes))
     return _named(problem, "MLA", problem.dtype, _width(problem), words)
 
 
-def append(words: str = "", **changes: Any) -> Named:
+def append(words: str = "", **changes: Any) -> NamedProblem:
     problem = Problem(**(APPEND | changes))
     return _named(problem, "append", problem.dtype, _width(problem), words)
 
 
-def write(words: str = "", **changes: Any) -> Named:
+def write(words: str = "", **changes: Any) -> NamedProblem:
     size = changes.get("page_size", PAGES["page_size"])
     problem = Problem(**(PAGES | changes | {"seq_k": -(-PAGES["seq_k"] // size) * size}))
     return _named(problem, "write", problem.dtype, _width(problem), f"page {problem.page_size}", words)
 
 
-def _named(problem: Problem, *words: str) -> Named:
-    return Named(" ".join(filter(None, words)), problem)
+def _named(problem: Problem, *words: str) -> NamedProblem:
+    return NamedProblem(" ".join(filter(None, words)), problem)
 
 
 def _width(problem: Problem) -> str:
     return f"D={problem.head_dim}" + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
 
 
-def quick() -> list[Named]:
+def quick() -> list[NamedProblem]:
     """A handful that touches every op and kernel, every dtype and every kind of masking."""
     return [
         dense(dtype="fp16", head_dim=64, causal="bottom_right"),
@@ -145,12 +145,12 @@ def quick() -> list[Named]:
     ]  # fmt: skip
 
 
-def full() -> list[Named]:
+def full() -> list[NamedProblem]:
     """For each op every dtype × head_dim × mask or page size that it has kernels for, and each feature once or more."""
     return [*_dense(), *_varlen(), *_gradients(), *_decode(), *_paged(), *_sparse(), *_mla(), *_append(), *_write()]
 
 
-def _dense() -> list[Named]:
+def _dense() -> list[NamedProblem]:
     found = [
         dense(dtype=dtype, head_dim=dim, causal=causal)
         for dtype in DTYPES
@@ -201,7 +201,7 @@ def _operands() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _varlen() -> list[Named]:
+def _varlen() -> list[NamedProblem]:
     found = [
         varlen(dtype=dtype, head_dim=dim, causal="bottom_right") for dtype in DTYPES for dim in COMMON_DIMS
     ]  # fmt: skip
@@ -219,7 +219,7 @@ def _varlen() -> list[Named]:
     return found
 
 
-def _gradients() -> list[Named]:
+def _gradients() -> list[NamedProblem]:
     found = [
         gradients(dtype=dtype, head_dim=dim, causal=causal)
         for dtype in DTYPES
@@ -248,7 +248,7 @@ def _gradients() -> list[Named]:
     return found
 
 
-def _decode() -> list[Named]:
+def _decode() -> list[NamedProblem]:
     found = [decode("GQA", dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in HEAD_DIMS]
     for dtype in DTYPES:
         wide: dict[str, Any] = {"dtype": dtype, "head_dim": 128}
@@ -282,7 +282,7 @@ def _quantised(blocks: bool = False) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
-def _paged() -> list[Named]:
+def _paged() -> list[NamedProblem]:
     found = [paged("GQA", dtype="bf16", head_dim=128, page_size=size) for size in PAGE_SIZES]
     found += [
         paged("GQA", dtype=dtype, head_dim=dim, page_size=64)
@@ -321,7 +321,7 @@ def _paged() -> list[Named]:
     return found
 
 
-def _sparse() -> list[Named]:
+def _sparse() -> list[NamedProblem]:
     found = [sparse(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in COMMON_DIMS]
     wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
     for page in ({}, {"page_size": 16}):
@@ -351,7 +351,7 @@ def _sparse() -> list[Named]:
     return found
 
 
-def _mla() -> list[Named]:
+def _mla() -> list[NamedProblem]:
     found = [
         mla(
             words, dtype=dtype, head_dim=dim, head_dim_v=rank, seq_q=rows, causal="bottom_right" if rows > 1 else "none"
@@ -386,14 +386,14 @@ def _mla() -> list[Named]:
     return found
 
 
-def _append() -> list[Named]:
+def _append() -> list[NamedProblem]:
     return [
         *_new_rows(append),
         append("a prompt", dtype="bf16", head_dim=128, batch=1, seq_q=8192),
     ]
 
 
-def _write() -> list[Named]:
+def _write() -> list[NamedProblem]:
     wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
     return [
         *_new_rows(write),
@@ -404,7 +404,7 @@ def _write() -> list[Named]:
     ]
 
 
-def _new_rows(make: Callable[..., Named]) -> list[Named]:
+def _new_rows(make: Callable[..., NamedProblem]) -> list[NamedProblem]:
     """Every dtype and width, format and scales, and rotation of what writes a cache."""
     found = [make(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in (*HEAD_DIMS, 576)]
     wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}

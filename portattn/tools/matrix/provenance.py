@@ -21,13 +21,13 @@ from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed, is_installed
+from portattn.schema.toolchain import installed_toolchain, is_installed
 from portattn.testing.executor import executors
 from portattn.testing.numerics import interpreter_missing
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Run
-from portattn.tools.matrix.identity import Device, Host, Identity, cell_key, digest, identified
-from portattn.tools.matrix.select import Spec
+from portattn.tools.matrix.identity import Device, Host, Identity, cell_key, digest, with_id
+from portattn.tools.matrix.select import CellSpec
 from portattn.tools.source_commit import source_commit
 from portattn.version import __version__
 
@@ -101,7 +101,7 @@ PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")
 
 
 def this_run(
-    specs: Sequence[Spec],
+    specs: Sequence[CellSpec],
     problems: str,
     command: str,
     here: Sequence[Target],
@@ -142,7 +142,7 @@ def this_run(
         commit=commit,
         dirty=dirty,
         digests=digests(registry),
-        compiler=str(installed()),
+        compiler=str(installed_toolchain()),
         toolchains={name: _compiles(name, elsewhere, made) for name in toolchains},
         host=Host(
             system=f"{platform.system()} {platform.machine()}",
@@ -156,12 +156,12 @@ def this_run(
         command=command,
         date=now,
     )
-    identity = identified(identity)
+    identity = with_id(identity)
     return Run(
         portattn=__version__,
         kernels=identity.digests["kernels"],
         toolchains=toolchains,
-        compiler=str(installed()),
+        compiler=str(installed_toolchain()),
         machine=identity.host.system,
         devices=tuple(str(t) for t in here),
         versions=versions,
@@ -175,7 +175,7 @@ def this_run(
     )
 
 
-def keys(specs: Iterable[Spec], identity: Identity) -> dict[str, str]:
+def keys(specs: Iterable[CellSpec], identity: Identity) -> dict[str, str]:
     """The key of each cell as it would be made under an identity, by the cell's id."""
     return {
         spec.id: cell_key(
@@ -190,7 +190,7 @@ def _compiles(toolchain: str, elsewhere: Mapping[str, str], made: Sequence[lab.E
     if toolchain in elsewhere:
         return "another Python"
     if is_installed(toolchain):
-        return _listed("installed", dict(installed().components))
+        return _listed("installed", dict(installed_toolchain().components))
     found = next((e for e in made if e.toolchain == toolchain), None)
     return _listed(f"lab, Python {found.python_version}", found.versions) if found else ""
 
@@ -208,7 +208,7 @@ def _device(target: Target, registry: Registry) -> Device:
         # What torch raises for a device that it cannot ask: the title remains.
         with contextlib.suppress(RuntimeError, AssertionError):
             chip = str(module.get_device_name())
-    own = installed().components
+    own = installed_toolchain().components
     versions = {name: version for name, version in target.toolchain.components if (name, version) not in own}
     return Device(target=target.name, chip=chip, versions=versions)
 
@@ -222,7 +222,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _executors(specs: Sequence[Spec], here: Sequence[Target], left_out: Sequence[str]) -> dict[str, str]:
+def _executors(specs: Sequence[CellSpec], here: Sequence[Target], left_out: Sequence[str]) -> dict[str, str]:
     """What runs code where its chip is not, by "target executor" -> why it does not run; empty where it does."""
     found = {"any interpreter": interpreter_missing()}
     targets = {spec.target.name: spec.target for spec in specs}

@@ -13,13 +13,13 @@ from portattn.schema.target import Target
 from portattn.tools.matrix import reading
 from portattn.tools.matrix.diff import Diff, compare, part_of
 from portattn.tools.matrix.problems import SETS, SetName
-from portattn.tools.matrix.select import OP, Spec, wanted_name
-from portattn.tools.matrix.snapshot import Entry, Snapshot, columns
+from portattn.tools.matrix.select import OP, CellSpec, wanted_name
+from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell, columns
 
 NAMED = 3  # columns and problems of a run that an error names
 
 
-class Asked(NamedTuple):
+class MatrixRequest(NamedTuple):
     """What a run was asked for. globs and ops are empty where that is everything.
 
     where       its targets
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     which: SetName
     every_toolchain: bool = False
 
-    def counts(self, before: Snapshot, after: Snapshot) -> Callable[[Entry], bool]:
+    def counts(self, before: Snapshot, after: Snapshot) -> Callable[[SnapshotCell], bool]:
         """Whether a cell of an earlier run was asked for, also where it is of no target any more."""
         place = places({target.name for target in self.where}, self.globs)
         problem = problems(self.ops, self.which, before.set)
@@ -45,12 +45,12 @@ class Asked(NamedTuple):
         """A run compared with an earlier one: with what it was asked for of it."""
         return compare(before, after, self.counts(before, after))
 
-    def must_share(self, before: Snapshot, specs: Sequence[Spec]) -> None:
+    def must_share(self, before: Snapshot, specs: Sequence[CellSpec]) -> None:
         """Raise ArgumentError where an earlier run has nothing of what this one is asked for. specs: its cells."""
-        must_compare(OP, "--baseline", before, self.counts(before, planned(specs, self.which)))
+        must_compare(OP, "--baseline", before, self.counts(before, planned_snapshot(specs, self.which)))
 
 
-def planned(specs: Sequence[Spec], which: SetName) -> Snapshot:
+def planned_snapshot(specs: Sequence[CellSpec], which: SetName) -> Snapshot:
     """The snapshot of a run none of whose cells is made yet."""
     return Snapshot(
         shown="this run",
@@ -59,7 +59,7 @@ def planned(specs: Sequence[Spec], which: SetName) -> Snapshot:
         problems={},
         identities={},
         entries=tuple(
-            Entry(
+            SnapshotCell(
                 name=spec.named.name, op=spec.named.problem.op, target=spec.target.name,
                 toolchain=str(spec.target.toolchain), status="NOT_RUN", level="declared",
             )
@@ -68,7 +68,7 @@ def planned(specs: Sequence[Spec], which: SetName) -> Snapshot:
     )  # fmt: skip
 
 
-def must_compare(op: str, argument: str, before: Snapshot, counts: Callable[[Entry], bool]) -> None:
+def must_compare(op: str, argument: str, before: Snapshot, counts: Callable[[SnapshotCell], bool]) -> None:
     """Raise ArgumentError where no cell of an earlier run counts: a comparison of nothing would be green."""
     if any(map(counts, before.entries)):
         return
@@ -94,7 +94,7 @@ def places(names: Collection[str], globs: Sequence[str]) -> Callable[[str], bool
     return place
 
 
-def problems(globs: Sequence[str], which: SetName, sets: str) -> Callable[[Entry], bool]:
+def problems(globs: Sequence[str], which: SetName, sets: str) -> Callable[[SnapshotCell], bool]:
     """Whether a cell's problem was asked for by a set and globs, also one that is gone.
 
     sets  those that the earlier run is of: what another one of them has alone was not asked for
@@ -102,7 +102,7 @@ def problems(globs: Sequence[str], which: SetName, sets: str) -> Callable[[Entry
     names = {name: {named.name for named in made()} for name, made in SETS.items() if name in sets.split(", ")}
     others = set().union(*names.values()) - names.get(which, set())
 
-    def problem(entry: Entry) -> bool:
+    def problem(entry: SnapshotCell) -> bool:
         named = not globs or any(wanted_name(entry.op, entry.name, glob) for glob in globs)
         return named and entry.name not in others
 

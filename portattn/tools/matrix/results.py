@@ -17,14 +17,14 @@ from portattn.tools import run_log
 from portattn.tools.matrix.cells import SCHEMA, Cell, Run
 from portattn.tools.matrix.identity import Identity
 from portattn.tools.matrix.snapshot import WORSE
-from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
+from portattn.tools.run_log import UNREADABLE, RunLog, encode_record, lines
 
 NAME = "results.jsonl"
 Place = tuple[str, str, str]  # of a cell: target, toolchain, problem's name
 _decoder = msgspec.json.Decoder(Run | Cell)
 
 
-class Resumed(NamedTuple):
+class ResumedRun(NamedTuple):
     """A run that goes on. copy: where the file went as it was, where cells of it are stale."""
 
     run: Run
@@ -33,7 +33,7 @@ class Resumed(NamedTuple):
     copy: Path | None
 
 
-class _Versioned(msgspec.Struct):
+class _RunVersion(msgspec.Struct):
     schema: int
 
 
@@ -50,7 +50,7 @@ class Results(RunLog):
     def start(self, run: Run) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
         kept = self.rotate()
-        write_data(self.path, encoded(run))
+        write_data(self.path, encode_record(run))
         return kept
 
     def replace(self, run: Run, cells: list[Cell]) -> Path | None:
@@ -61,7 +61,7 @@ class Results(RunLog):
         self.finish(run, cells)
         return kept
 
-    def resume(self, run: Run, keys: Mapping[str, str] | None = None) -> Resumed:
+    def resume(self, run: Run, keys: Mapping[str, str] | None = None) -> ResumedRun:
         """Go on with the file's run: what of its cells is kept, and what is made again. A cut-off line is dropped.
 
         keys  the key of each cell as it would be made now: a cell of another key is stale, and so is one that ran into
@@ -94,12 +94,12 @@ class Results(RunLog):
                 begun, identities=identities, devices=run.devices, environments=run.environments, versions=run.versions
             )
         self.finish(begun, kept)
-        return Resumed(run=begun, cells=kept, stale=stale, copy=copy)
+        return ResumedRun(run=begun, cells=kept, stale=stale, copy=copy)
 
     def finish(self, run: Run, cells: list[Cell]) -> None:
         """Write run and cells anew, in order, as a whole file."""
         records = [run, *sorted(cells, key=lambda c: c.index)]
-        write_data(self.path, b"".join(map(encoded, records)))
+        write_data(self.path, b"".join(map(encode_record, records)))
 
 
 def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
@@ -117,7 +117,7 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
     met: dict[str | Place, int] = {}  # a cell's id, and its place -> the line
     for number, line in lines(path, data, resumed):
         try:
-            version = msgspec.json.decode(line, type=_Versioned).schema
+            version = msgspec.json.decode(line, type=_RunVersion).schema
             if version != SCHEMA:
                 raise DataError(path, number, f"schema version {version}; this portattn reads version {SCHEMA}")
             item = _decoder.decode(line)

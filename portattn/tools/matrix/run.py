@@ -22,7 +22,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import gates
 from portattn.testing.executor import Executor, executors
 from portattn.testing.findings import KernelFacts, Lint, Numerics
@@ -32,7 +32,7 @@ from portattn.tools.lab import worker as lab_worker
 from portattn.tools.matrix import variants
 from portattn.tools.matrix.cells import RED, Cell, footnote
 from portattn.tools.matrix.plan_summary import footnotes, summary
-from portattn.tools.matrix.select import Spec
+from portattn.tools.matrix.select import CellSpec
 from portattn.worker.client import Reply, Worker
 
 STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
@@ -108,14 +108,14 @@ class Checkers(NamedTuple):
     executors: Mapping[str, Mapping[str, Executor]]
 
     @classmethod
-    def of(cls, specs: Sequence[Spec], options: Options) -> Checkers:
+    def of(cls, specs: Sequence[CellSpec], options: Options) -> Checkers:
         """Those that the cells of a run need."""
         backends = dict.fromkeys(spec.target.backend for spec in specs)
         own = {backend: executors(backend, options.seconds, options.here) for backend in backends}
         return cls(Interpreter(options.seconds), own)
 
 
-def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
+def execute(specs: Sequence[CellSpec], options: Options, done: Callable[[Cell], None]) -> None:
     """Make every cell; `done` is called in this thread with each one as it is finished.
 
     Cells of one toolchain follow each other, whatever the order of the specs: a compiler is then loaded once.
@@ -126,7 +126,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
     local = threading.local()
     opened: list[Workers] = []
 
-    def make(spec: Spec) -> Cell:
+    def make(spec: CellSpec) -> Cell:
         if not hasattr(local, "workers"):
             local.workers = Workers(options)
             opened.append(local.workers)
@@ -153,7 +153,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
             workers.close()
 
 
-def make_cell(spec: Spec, options: Options, workers: Workers, checkers: Checkers) -> Cell:
+def make_cell(spec: CellSpec, options: Options, workers: Workers, checkers: Checkers) -> Cell:
     """Make one cell. What goes wrong in planning or compiling is what the cell says."""
     begun = time.monotonic()
     registry = options.registry or Registry.load()
@@ -167,7 +167,7 @@ def make_cell(spec: Spec, options: Options, workers: Workers, checkers: Checkers
     return _cell(spec, begun, fields)
 
 
-def planned_cell(spec: Spec, registry: Registry) -> Cell:
+def planned_cell(spec: CellSpec, registry: Registry) -> Cell:
     """A cell that is planned alone: nothing is compiled, and it says so."""
     begun = time.monotonic()
     fields, made, _ = _planned(spec, registry)
@@ -176,7 +176,7 @@ def planned_cell(spec: Spec, registry: Registry) -> Cell:
     return _cell(spec, begun, fields)
 
 
-def _planned(spec: Spec, registry: Registry) -> tuple[dict[str, Any], Plan | None, Plan | None]:
+def _planned(spec: CellSpec, registry: Registry) -> tuple[dict[str, Any], Plan | None, Plan | None]:
     """What planning says of a cell; the plan, and the core's beside it. Without a plan, the fields are all there is."""
     try:
         made = plan(spec.named.problem, spec.target, registry)
@@ -190,7 +190,7 @@ def _no_plan(error: PortattnError) -> dict[str, Any]:
     return {"status": "ERROR", "level": "declared", "reason": f"no plan: {error}", "stage": "plan"}
 
 
-def _cell(spec: Spec, begun: float, fields: dict[str, Any]) -> Cell:
+def _cell(spec: CellSpec, begun: float, fields: dict[str, Any]) -> Cell:
     return Cell(
         id=spec.id,
         index=spec.index,
@@ -272,8 +272,8 @@ def _variant(variant: Variant, made: Plan, target: Target, options: Options, wor
     """What a variant's kernels are: compiled where there is a compiler for them."""
     try:
         worker = workers.compiler(str(target.toolchain))
-        kernels, failed, function = variants.compiled(variant, made, target, worker, options.seconds)
-    except (LabError, variants.Undescribed) as error:
+        kernels, failed, function = variants.compile_variant(variant, made, target, worker, options.seconds)
+    except (LabError, variants.LaunchDescriptionError) as error:
         return {"status": "NOT_RUN", "level": "declared", "reason": f"not compiled here: {error}"}
     if failed is not None:
         return _failure(failed, function) | {"level": "declared", "kernels": kernels}
@@ -340,7 +340,10 @@ def _compiled(
     except LabError as error:
         return {"status": "NOT_RUN", "reason": f"not compiled here: {error}"}
     except ArgumentError:  # a compiler that the lab cannot install
-        return {"status": "NOT_RUN", "reason": f"not compiled here: this Python has {installed() or 'no Triton'}"}
+        return {
+            "status": "NOT_RUN",
+            "reason": f"not compiled here: this Python has {installed_toolchain() or 'no Triton'}",
+        }
     found: list[KernelFacts] = []
     lints: list[Lint] = []
     for launch in launches:
@@ -352,7 +355,7 @@ def _compiled(
         lints += fired
     kernels = tuple(found)
     if reader is not None:
-        seen = gates.explained(lints, made, target, registry)
+        seen = gates.explain_lints(lints, made, target, registry)
         red = "; ".join(str(lint) for lint in seen if lint.red)
         note = {"status": "NOTE", "reason": LOWERED.format(reader.lowers_to)}
         status = {"status": "FAIL", "reason": red} if red else note

@@ -17,22 +17,22 @@ from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed_for, is_installed
 from portattn.tools import lab
 from portattn.tools.matrix.cells import cell_id
-from portattn.tools.matrix.problems import SETS, Named, SetName
+from portattn.tools.matrix.problems import SETS, NamedProblem, SetName
 
 OP = "matrix run"
 ASK_SECONDS = 60.0
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class CellSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A cell before it is made."""
 
     id: str
     index: int
-    named: Named
+    named: NamedProblem
     target: Target
 
 
-def problems(which: SetName, ops: Sequence[str]) -> list[Named]:
+def problems(which: SetName, ops: Sequence[str]) -> list[NamedProblem]:
     """The problems of a set whose op or name matches a glob. Raises ArgumentError when a glob matches none."""
     found = SETS[which]()
     for glob in ops:
@@ -42,7 +42,7 @@ def problems(which: SetName, ops: Sequence[str]) -> list[Named]:
     return [named for named in found if not ops or any(_wanted(named, glob) for glob in ops)]
 
 
-def _wanted(named: Named, glob: str) -> bool:
+def _wanted(named: NamedProblem, glob: str) -> bool:
     return wanted_name(named.problem.op, named.name, glob)
 
 
@@ -132,11 +132,13 @@ def _matches(registry: Registry, name: str, glob: str) -> bool:
     return whole or registry.arch(name).matches(glob.removeprefix(f"{backend}:"))
 
 
-def specs(named: Sequence[Named], where: Sequence[Target]) -> list[Spec]:
+def specs(named: Sequence[NamedProblem], where: Sequence[Target]) -> list[CellSpec]:
     """The cells, target by target: neighbours in the run then ask for different specialisations."""
     pairs = [(target, problem) for target in where for problem in named]
     return [
-        Spec(id=cell_id(problem.problem, target.name, str(target.toolchain)), index=index, named=problem, target=target)
+        CellSpec(
+            id=cell_id(problem.problem, target.name, str(target.toolchain)), index=index, named=problem, target=target
+        )
         for index, (target, problem) in enumerate(pairs)
     ]
 

@@ -13,7 +13,7 @@ from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.tools.matrix import badge, labels
 from portattn.tools.matrix.cells import Cell, Run
-from portattn.tools.matrix.history import Seen
+from portattn.tools.matrix.history import HistoryEntry
 from portattn.tools.matrix.table import context, environment
 from portattn.tools.quirk_text import fields
 
@@ -22,7 +22,7 @@ GENERATOR, FORMAT = "portattn matrix site", 1
 MARKER = "site.json"  # says that a folder is a site, and which files are the site's
 FILTERS = ("target", "toolchain", "op", "status", "path", "quirk")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}")
-History = Mapping[tuple[str, str], Sequence[Seen]]  # (target, problem's name) -> what each run made of it
+History = Mapping[tuple[str, str], Sequence[HistoryEntry]]  # (target, problem's name) -> what each run made of it
 
 
 def pages(run: Run, cells: Sequence[Cell], history: History) -> Iterator[tuple[str, bytes]]:
@@ -123,7 +123,7 @@ def _options(cells: Sequence[Cell]) -> dict[str, list[tuple[str, str]]]:
         "quirk": sorted({note.id for cell in cells for note in cell.footnotes}),
     }
     found = {name: [(value, value) for value in dict.fromkeys(values)] for name, values in plain.items()}
-    found["status"] = [(kind, labels.said(kind)) for kind in labels.KINDS if kind in statuses]
+    found["status"] = [(kind, labels.kind_label(kind)) for kind in labels.KINDS if kind in statuses]
     return {name: found[name] for name in FILTERS}
 
 

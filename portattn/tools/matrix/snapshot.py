@@ -23,7 +23,7 @@ WORSE = ("spills", "serialized_wgmma", "deaths")
 CPU_NUMBERS = "reference numbers on this CPU, not a chip's"
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SnapshotCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One cell, as it is compared.
 
     tier      what kind of path is planned
@@ -83,10 +83,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     date: datetime.datetime
     problems: dict[str, str]
     identities: dict[str, Identity]
-    entries: tuple[Entry, ...]
+    entries: tuple[SnapshotCell, ...]
     missing: int = 0
 
-    def identity(self, entry: Entry) -> Identity | None:
+    def identity(self, entry: SnapshotCell) -> Identity | None:
         return self.identities.get(entry.origin)
 
 
@@ -103,9 +103,9 @@ def snapshot(run: Run, cells: Sequence[Cell], shown: str) -> Snapshot:
     )
 
 
-def entry(cell: Cell) -> Entry:
+def entry(cell: Cell) -> SnapshotCell:
     plan = cell.plan
-    return Entry(
+    return SnapshotCell(
         name=cell.name,
         op=cell.problem.op,
         target=cell.target,
@@ -126,7 +126,7 @@ def entry(cell: Cell) -> Entry:
     )
 
 
-def evidence(seen: Entry | Cell) -> int:
+def evidence(seen: SnapshotCell | Cell) -> int:
     """How much is known of a cell: the more the better. A red one knows that something is wrong: least of all.
 
     A NOTE is as much as `declared`: it was looked at, and no level was reached. A level of `runs` that rests on another
@@ -140,7 +140,7 @@ def evidence(seen: Entry | Cell) -> int:
     return 2 * (1 + level) - bool(seen.label)
 
 
-def word(one: Entry | Cell) -> str:
+def word(one: SnapshotCell | Cell) -> str:
     """`emulated`, `runs (sm_80 code on sm_90)`, `NOTE`."""
     if one.status != "PASS":
         return one.status
@@ -148,7 +148,7 @@ def word(one: Entry | Cell) -> str:
     return f"{one.level} ({label})" if label else one.level
 
 
-def said_label(one: Entry | Cell) -> str:
+def said_label(one: SnapshotCell | Cell) -> str:
     """What a level of `runs` rests on where that is not the chip itself; empty elsewhere.
 
     Results keep no label of a CPU's numbers: they are the reference wherever they are made.
@@ -206,9 +206,9 @@ def _tier(plan: PlanSummary | None, target: str) -> Tier:
     return "core" if plan.core_taken and plan.kernel else "vendor"
 
 
-def columns(entries: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
+def columns(entries: Iterable[SnapshotCell]) -> dict[tuple[str, str], list[SnapshotCell]]:
     """The entries of each target and toolchain."""
-    found: dict[tuple[str, str], list[Entry]] = {}
+    found: dict[tuple[str, str], list[SnapshotCell]] = {}
     for one in entries:
         found.setdefault((one.target, one.toolchain), []).append(one)
     return found

@@ -115,7 +115,7 @@ def link(text: str) -> str:
     return found.group() if found else ""
 
 
-def coded(text: str) -> Markup:
+def mark_code(text: str) -> Markup:
     """Text with its `names` as code; everything in it is escaped."""
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
 
@@ -131,8 +131,8 @@ def environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     made.filters |= {
-        "kind": labels.kind, "word": labels.word, "said": labels.said, "brief": labels.brief, "dot": labels.dot,
-        "label": said_label, "steps": steps, "figure": figure, "link": link, "sizes": sizes, "coded": coded,
+        "kind": labels.kind, "word": labels.word, "said": labels.kind_label, "brief": labels.brief, "dot": labels.dot,
+        "label": said_label, "steps": steps, "figure": figure, "link": link, "sizes": sizes, "coded": mark_code,
         "kernel_text": kernel_text,
     }  # fmt: skip
     return made

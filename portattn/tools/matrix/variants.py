@@ -19,7 +19,7 @@ from portattn.testing.gates import gate_of, limits, matrix_count
 from portattn.worker.client import Reply, Worker
 
 
-class Undescribed(Exception):
+class LaunchDescriptionError(Exception):
     """This Python's Triton cannot say what the launches of a variant are; the text says why."""
 
 
@@ -28,10 +28,12 @@ def launches(variant: Variant, problem: Problem) -> list[Signature]:
     try:
         return signatures(variant, meta_call(problem))
     except (ImportError, AttributeError, TypeError) as error:
-        raise Undescribed(f"this Python's Triton has not what {variant.name} is described by: {error}") from None
+        raise LaunchDescriptionError(
+            f"this Python's Triton has not what {variant.name} is described by: {error}"
+        ) from None
 
 
-def compiled(
+def compile_variant(
     variant: Variant, made: Plan, target: Target, worker: Worker, seconds: float
 ) -> tuple[tuple[KernelFacts, ...], Reply | None, str]:
     """Compile a variant's launches: (facts of each, the first answer that is a failure or None, its function).

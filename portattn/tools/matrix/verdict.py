@@ -11,14 +11,14 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.tools.matrix.cells import RED, Cell, Run
 from portattn.tools.matrix.diff import KINDS, LOST, Change, Diff
-from portattn.tools.matrix.expected import Expected, judge
+from portattn.tools.matrix.expected import ExpectedFailure, judge
 
 STATUSES = {"note": {"NOTE"}, "not_run": {"NOT_RUN"}, "red": RED}
 # What a list of expected failures can complain of, and a run that is not whole: always red.
 COMPLAINTS = ("unexpected_pass", "other_reason", "expired", "interrupted")
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing for which a run is not all right.
 
     kind  `red`, `note` or `not_run` for a cell's status; a kind of change (`diff.KINDS`); or one of COMPLAINTS
@@ -46,8 +46,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     notes     what deserves a look, and is no fault
     """
 
-    findings: tuple[Finding, ...]
-    expected: dict[str, Expected]
+    findings: tuple[RunFinding, ...]
+    expected: dict[str, ExpectedFailure]
     notes: tuple[str, ...] = ()
 
 
@@ -65,7 +65,7 @@ def of_run(
     cells: Sequence[Cell],
     *,
     fail_on: Collection[str] = (),
-    expected: Sequence[Expected] = (),
+    expected: Sequence[ExpectedFailure] = (),
     changes: Diff | None = None,
     today: datetime.date | None = None,
     whole: bool = True,
@@ -94,22 +94,22 @@ def of_run(
     missing = len(set(run.cells) - {cell.id for cell in cells})
     if whole and missing:
         text = f"the run was interrupted: {missing} of {len(run.cells)} cells are missing"
-        findings.append(Finding(kind="interrupted", text=text))
+        findings.append(RunFinding(kind="interrupted", text=text))
     idle = [f"the expected failure at line {entry.line} is about no cell of this run" for entry in outcome.idle]
     return Verdict(findings=tuple(findings), expected=outcome.explained, notes=tuple(idle))
 
 
-def _of_cell(kind: str, cell: Cell, text: str) -> Finding:
-    return Finding(kind=kind, text=text, target=cell.target, toolchain=cell.toolchain, name=cell.name, cell=cell.id)
+def _of_cell(kind: str, cell: Cell, text: str) -> RunFinding:
+    return RunFinding(kind=kind, text=text, target=cell.target, toolchain=cell.toolchain, name=cell.name, cell=cell.id)
 
 
-def _of_change(change: Change, cell: Cell | None, red: Collection[str], explained: Any) -> Iterator[Finding]:
+def _of_change(change: Change, cell: Cell | None, red: Collection[str], explained: Any) -> Iterator[RunFinding]:
     """The losses of one cell. A cell that fails as expected has lost its level as expected."""
     excused = {"level", "interpreter"} if cell is not None and cell.id in explained else set()
     for kind in change.kinds:
         if kind in red and kind not in excused:
             why = f": {change.reason}" if kind == "level" and change.reason else ""
-            yield Finding(
+            yield RunFinding(
                 kind=kind, text=change.told[kind] + why, target=change.target, toolchain=change.toolchain,
                 name=change.name, cell=cell.id if cell else "", causes=tuple(map(str, change.causes)),
             )  # fmt: skip

@@ -42,7 +42,7 @@ REVIEW_SOON = datetime.timedelta(days=30)
 SETTLE = "narrow [when] of one so that no plan meets both, or give both the same value"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that the audit has to say. `quirk`, `file` and `line` are empty or None where they are not known."""
 
     severity: Literal["error", "warning"]
@@ -56,7 +56,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return ": ".join(part for part in (where, self.severity, self.message) if part)
 
 
-def run(folder: Path | None = None, today: datetime.date | None = None) -> list[Finding]:
+def run(folder: Path | None = None, today: datetime.date | None = None) -> list[AuditFinding]:
     """Audit the quirk files of a folder (portattn's own and installed packages' when None) as of a day.
 
     Raises DataError only on a broken file of arches or tuning of portattn's own: what is wrong with quirks, and with
@@ -66,7 +66,7 @@ def run(folder: Path | None = None, today: datetime.date | None = None) -> list[
     return findings + audit(registry, today or datetime.date.today())
 
 
-def beside_shipped(folder: Path) -> list[Finding]:
+def beside_shipped(folder: Path) -> list[AuditFinding]:
     """What a folder's entries do to the registry that they are meant for: numbers that are taken, and contradictions.
 
     An entry of the registry that the folder has too counts as the folder's. Raises DataError as `run` does.
@@ -98,7 +98,7 @@ def beside_shipped(folder: Path) -> list[Finding]:
 
 def load_for_audit(
     folder: Path | None = None, backends: Mapping[str, Backend] | None = None
-) -> tuple[Registry, list[Finding]]:
+) -> tuple[Registry, list[AuditFinding]]:
     """The registry of every readable quirk under a folder, and a finding for each complaint about the others.
 
     Unlike Registry.read it goes on after a broken file. Raises DataError on a broken file of arches or tuning.
@@ -117,7 +117,7 @@ def load_for_audit(
     if not paths:
         where = folder or shipped_quirks()
         text = "holds no quirk files: they are looked for as <backend>/<id>.toml"
-        findings.append(Finding(severity="error", quirk="", file=str(where), line=None, message=text))
+        findings.append(AuditFinding(severity="error", quirk="", file=str(where), line=None, message=text))
     for path in paths:
         quirk, errors = check_file(path, names)
         findings += [_from_error(error, quirk) for error in errors]
@@ -139,7 +139,7 @@ def load_for_audit(
     return registry, findings
 
 
-def audit(registry: Registry, today: datetime.date) -> list[Finding]:
+def audit(registry: Registry, today: datetime.date) -> list[AuditFinding]:
     """Everything that is wrong with a registry's quirks on a given day; takes a few seconds for the shipped one."""
     quirks = list(registry.quirks.values())
     findings = [finding for quirk in quirks for finding in _stale(quirk, today)]
@@ -160,10 +160,10 @@ def _number(quirk_id: str) -> str:
     return "-".join(quirk_id.split("-")[:2])
 
 
-def _left_out(one: Broken) -> Iterator[Finding]:
+def _left_out(one: Broken) -> Iterator[AuditFinding]:
     """Everything that is wrong with an installed package, at its files where they are known."""
     for fault in one.faults:
-        yield Finding(
+        yield AuditFinding(
             severity="error",
             message=f"{one.kind} {one.package} is left out of every plan: {fault.text}",
             file=fault.file,
@@ -171,19 +171,21 @@ def _left_out(one: Broken) -> Iterator[Finding]:
         )
 
 
-def _from_error(error: DataError, quirk: Quirk | None) -> Finding:
+def _from_error(error: DataError, quirk: Quirk | None) -> AuditFinding:
     name = quirk.id if quirk else Path(error.path).stem
-    return Finding(severity="error", message=error.problem, quirk=name, file=error.path, line=error.line)
+    return AuditFinding(severity="error", message=error.problem, quirk=name, file=error.path, line=error.line)
 
 
-def _at(quirk: Quirk, keys: tuple[str, ...], message: str, severity: Literal["error", "warning"] = "error") -> Finding:
+def _at(
+    quirk: Quirk, keys: tuple[str, ...], message: str, severity: Literal["error", "warning"] = "error"
+) -> AuditFinding:
     """A finding at a key of the quirk's file."""
     path = Path(quirk.file)
     line = toml_reader.line_of(path.read_text(encoding="utf-8"), *keys) if quirk.file and path.exists() else None
-    return Finding(severity=severity, message=message, quirk=quirk.id, file=quirk.file, line=line)
+    return AuditFinding(severity=severity, message=message, quirk=quirk.id, file=quirk.file, line=line)
 
 
-def _stale(quirk: Quirk, today: datetime.date) -> Iterator[Finding]:
+def _stale(quirk: Quirk, today: datetime.date) -> Iterator[AuditFinding]:
     due = quirk.evidence.review_by
     if due is None:
         return
@@ -194,7 +196,7 @@ def _stale(quirk: Quirk, today: datetime.date) -> Iterator[Finding]:
         yield _at(quirk, key, f"{quirk.id} is due for review by {due}", "warning")
 
 
-def _probed(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+def _probed(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
     """What the entry's probe is, and what it saw, against what the entry says."""
     from portattn.tools.quirks.probe import plans, ranges, results, running
 
@@ -214,15 +216,15 @@ def _probed(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
         except PortattnError as error:
             yield _at(quirk, key, str(error))
             continue
-        verdict = results.recorded(quirk, seen, where)
+        verdict = results.recorded_outcome(quirk, seen, where)
         if verdict in results.RED:
-            diff = ranges.diff(quirk, where, verdict, running.affected(quirk))
+            diff = ranges.diff(quirk, where, verdict, running.affected_versions(quirk))
             saw = f": {seen.saw}" if seen.saw else ""
             message = f"{quirk.id} is {verdict} on {seen.toolchain} ({seen.target}, {seen.date}){saw}"
             yield _at(quirk, key, f"{message}\n{diff}" if diff else message)
 
 
-def _broad(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+def _broad(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
     """An entry that takes the core kernels from a whole backend, also with its newest compiler."""
     if quirk.effect.path not in breadth.TAKES:
         return
@@ -234,14 +236,14 @@ def _broad(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
         yield _at(quirk, ("effect", "path"), message, "warning")
 
 
-def _replaced(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+def _replaced(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
     """A tombstone that points at nothing."""
     other = quirk.retired.replaced_by if quirk.retired else ""
     if other and other not in registry.quirks and other not in registry.retired:
         yield _at(quirk, ("retired", "replaced_by"), f"no quirk has the id {other!r}")
 
 
-def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
     """Why the entry cannot change any plan, or a pattern of it cannot match."""
     when = quirk.when
     if when.backend is not None and when.backend not in registry.backends:
@@ -269,7 +271,7 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
         yield _at(quirk, ("when",), f"{quirk.id} can never apply: {error}")
 
 
-_Pairs = Iterator[tuple[frozenset[str], Finding]]
+_Pairs = Iterator[tuple[frozenset[str], AuditFinding]]
 
 
 def _conflicts_by_condition(quirks: list[Quirk], registry: Registry) -> _Pairs:

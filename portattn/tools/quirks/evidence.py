@@ -15,7 +15,7 @@ from portattn.planning.quirk_checks import seen_range
 from portattn.schema.quirk import Quirk
 from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks import examples
-from portattn.tools.quirks.trackers import moved
+from portattn.tools.quirks.trackers import new_location
 
 SIGNATURE = "fail:signature"
 # What compilers and their wrappers print of every failure. A signature that is found here tells nothing apart.
@@ -45,7 +45,7 @@ def lacks(quirk: Quirk) -> _Lacks:
     yield from _signature(quirk)
     for name, text in quirk.when.toolchain.items():
         yield from _range(quirk, name, text)
-    now = moved(quirk.evidence.upstream)
+    now = new_location(quirk.evidence.upstream)
     if now:
         yield ("evidence", "upstream"), f"{quirk.id}: {quirk.evidence.upstream} has moved; its project is at {now} now"
 

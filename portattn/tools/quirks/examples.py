@@ -230,7 +230,7 @@ def _machine(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, str]:
 
 def releases(name: str) -> tuple[str, ...]:
     """Released versions of a compiler that entries are tried on: of another package's compiler all that it says."""
-    return RELEASES.get(name) or compilers.released(name)
+    return RELEASES.get(name) or compilers.released_versions(name)
 
 
 def versions(name: str, ranges: Iterable[str]) -> list[str]:

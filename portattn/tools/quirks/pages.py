@@ -34,7 +34,7 @@ _SECTIONS = (
 COLUMNS = 118  # of a line
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DismissedReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A report that was looked at and is no entry, and why."""
 
     backend: str
@@ -45,16 +45,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class _LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    report: tuple[Report, ...]
+    report: tuple[DismissedReport, ...]
 
 
-def load_left_out(path: Path = LEFT_OUT) -> tuple[Report, ...]:
+def load_left_out(path: Path = LEFT_OUT) -> tuple[DismissedReport, ...]:
     """Read the reports that are no entries. Raises DataError (file, line, key) on anything outside their schema."""
     data, text = toml_reader.read(path)
     return toml_reader.convert(data, _LeftOut, path, text).report
 
 
-def render(quirks: Iterable[Quirk], left_out: Iterable[Report]) -> str:
+def render(quirks: Iterable[Quirk], left_out: Iterable[DismissedReport]) -> str:
     """The catalogue as Markdown: work-arounds, limits, then what is no entry and why."""
     entries = sorted(quirks, key=lambda quirk: quirk.id)
     kinds = [quirk.kind for quirk in entries]
@@ -82,7 +82,7 @@ def _entry(quirk: Quirk) -> str:
     return f"### `{quirk.id}`\n\n{title}\n\n{items}\n"
 
 
-def _left_out(report: Report) -> str:
+def _left_out(report: DismissedReport) -> str:
     return f"**{report.what}** ({report.where}). Source: {report.source}. Why not: {report.reason}"
 
 

@@ -29,6 +29,6 @@ def tracker_of(compiler: str) -> str:
     return TRACKERS.get(compiler, "") or (brought.tracker if brought else "")
 
 
-def moved(link: str) -> str:
+def new_location(link: str) -> str:
     """Where the project of a link is now; empty where the link is today's."""
     return next((now for before, now in MOVED.items() if link.lower().startswith(before.lower())), "")

@@ -7,9 +7,9 @@ from collections import Counter
 from packaging.version import Version
 
 from portattn.planning.registry import Registry
-from portattn.schema.quirk import Quirk, Verified
+from portattn.schema.quirk import ProbeRun, Quirk
 from portattn.tools.quirks.markdown import table
-from portattn.tools.quirks.probe.results import RED, recorded
+from portattn.tools.quirks.probe.results import RED, recorded_outcome
 from portattn.tools.quirks.probe.running import has_probe
 
 _HEAD = """\
@@ -55,9 +55,9 @@ def _reason(quirk: Quirk) -> str:
     return quirk.evidence.probe.partition(":")[2].strip()
 
 
-def verdict(quirk: Quirk, seen: Verified, registry: Registry) -> str:
+def verdict(quirk: Quirk, seen: ProbeRun, registry: Registry) -> str:
     """What a recorded probe says of the entry as it is now."""
-    return recorded(quirk, seen, registry.target(seen.target, seen.toolchain))
+    return recorded_outcome(quirk, seen, registry.target(seen.target, seen.toolchain))
 
 
 def on_both_sides(registry: Registry) -> list[str]:
@@ -85,7 +85,7 @@ def _section(compiler: str, quirks: list[Quirk], seen: dict[str, dict[tuple[str,
     return [f"## {compiler}\n\n" + table(columns, rows)]
 
 
-def _cell(word: str | None, seen: Verified | None) -> str:
+def _cell(word: str | None, seen: ProbeRun | None) -> str:
     if word is None or seen is None:
         return ""
     shown = f"**{word}**" if word in RED else word

@@ -7,10 +7,10 @@ import torch
 from portattn.schema.call import Call
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.gate import Gate
+from portattn.tools.bench.gate import OracleGate
 from portattn.tools.bench.tensors import Tensors, rows_of
 from portattn.tools.tune.gradients import WRITTEN, Shares
-from portattn.tools.tune.tunable import Built, Started
+from portattn.tools.tune.tunable import BuiltCandidate, RunnableCandidate
 
 
 class Errors:
@@ -27,7 +27,7 @@ class Errors:
         return not self.largest <= self.budget
 
 
-class Checker(Gate):
+class Checker(OracleGate):
     """Compares what a candidate fills with the float64 oracle."""
 
     def errors(self, out: torch.Tensor) -> Errors:
@@ -58,7 +58,7 @@ def checker(case: Case, t: Tensors, call: Call) -> Checker | GradientChecker:
     return GradientChecker(case, t, call) if case.backward else Checker(case, t)
 
 
-def start(built: Built, call: Call) -> Started:
+def start(built: BuiltCandidate, call: Call) -> RunnableCandidate:
     """The candidate with outputs that hold NaN: what it does not write shows."""
     for name in WRITTEN:
         memory = getattr(call, name)

@@ -76,7 +76,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return " ".join(words) or "defaults"
 
 
-def changed(base: Choice, settings: dict[str, Setting], lowering_names: tuple[str, ...]) -> Choice:
+def apply_settings(base: Choice, settings: dict[str, Setting], lowering_names: tuple[str, ...]) -> Choice:
     """The base with settings put in their places. None takes a compiler option away."""
     launch, lowering, occupancy = dict(base.launch), dict(base.lowering), base.occupancy
     for name, value in settings.items():

@@ -25,8 +25,8 @@ from portattn.schema.tuning import Entry, Provenance, Tuning
 from portattn.testing.executor import analyst
 from portattn.tools.tune import space
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.gradients import joined, swept
-from portattn.tools.tune.tunable import Built, Compiled, Facts, NotBuilt, Started
+from portattn.tools.tune.gradients import combine_sweeps, swept
+from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, Facts, NotBuilt, RunnableCandidate
 from portattn.worker.client import Worker
 
 
@@ -44,24 +44,24 @@ class CoreTunable:
     def today(self, problem: Problem, target: Target) -> Choice | None:
         return None
 
-    def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
-        made = planned(self.name, problem, choice, target)
+    def build(self, problem: Problem, choice: Choice, target: Target) -> BuiltCandidate:
+        made = plan_choice(self.name, problem, choice, target)
         launches, _, _ = kernel_calls(made, meta_call(problem), target.arch.cores)
         code = code_key(made, launches)
         # The split over keys is no part of the code, and so not of its key.
         told = f"{code} {made.specialised[1].splits} {[launch.grid for launch in launches]}"
 
-        def start(call: Call) -> Started:
+        def start(call: Call) -> RunnableCandidate:
             calls, out, _ = kernel_calls(made, call, target.arch.cores)
-            return Started(lambda: launch_all(calls, made, call.q), out)
+            return RunnableCandidate(lambda: launch_all(calls, made, call.q), out)
 
-        def compile_it(worker: Worker, seconds: float) -> Compiled:
-            return compiled(made, launches, target, worker, seconds)
+        def compile_it(worker: Worker, seconds: float) -> CompileResult:
+            return compile_plan(made, launches, target, worker, seconds)
 
-        return Built(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it)
+        return BuiltCandidate(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it)
 
 
-class BackwardTunable(CoreTunable):
+class CoreBackwardTunable(CoreTunable):
     """The gradients' kernels: those of keys and of rows are swept one after the other, and the best are joined."""
 
     def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
@@ -74,14 +74,14 @@ class BackwardTunable(CoreTunable):
 
     def joined(self, base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
         """The best of both sweeps together."""
-        return joined(base, ranked)
+        return combine_sweeps(base, ranked)
 
 
 def core_tunable(kernel: CoreKernel) -> CoreTunable:
-    return BackwardTunable(kernel) if kernel.of_rows else CoreTunable(kernel)
+    return CoreBackwardTunable(kernel) if kernel.of_rows else CoreTunable(kernel)
 
 
-def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Plan:
+def plan_choice(kernel: str, problem: Problem, choice: Choice, target: Target) -> Plan:
     """The core plan that this choice as a tuning entry would give, quirks and limits applied. Raises NotBuilt."""
     registry = Registry.load()
     entry = Entry(
@@ -102,14 +102,14 @@ def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Pl
         raise NotBuilt(error.rejected[0].reason if error.rejected else first_line(str(error))) from None
 
 
-def compiled(
+def compile_plan(
     made: Plan,
     launches: Sequence[KernelCall | Signature],
     target: Target,
     worker: Worker,
     seconds: float,
     working: tuple[str, ...] = (),
-) -> Compiled:
+) -> CompileResult:
     """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the launch that
     does the work: the first, and of gradients the most that either kernel with products has.
 
@@ -123,21 +123,23 @@ def compiled(
     for launch in launches:
         reply = compile_in(worker, launch, made, target, seconds, reader.asks if reader else "full")
         if reply.outcome != "ok":
-            return Compiled(f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found)
+            return CompileResult(
+                f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found
+            )
         facts: Facts = dict(reply.facts)
         if reader is not None and isinstance(launch, KernelCall):
             facts, lints = reader.analyze(reply, launch, target)
             red = "; ".join(str(lint) for lint in lints if lint.red)
             if red:
-                return Compiled(red, facts)
+                return CompileResult(red, facts)
         if working:
             found = _most(found, facts) if launch.function in working else found
         else:
             found = facts if found is None else found
         over = over_limit(reply, target)
         if over:
-            return Compiled(over, found)
-    return Compiled("", found)
+            return CompileResult(over, found)
+    return CompileResult("", found)
 
 
 def _most(one: Facts | None, other: Facts) -> Facts:

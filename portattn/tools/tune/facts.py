@@ -11,7 +11,7 @@ from portattn.schema.lowering import Launch
 from portattn.schema.target import Target
 from portattn.tools import lab
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.tunable import Built, Compiled, Facts
+from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, Facts
 from portattn.worker.client import Worker
 
 # A multiprocessor's registers are in so many parts, each of which holds whole warps. Source: NVIDIA's occupancy
@@ -32,7 +32,7 @@ def programs_a_core(facts: Facts, target: Target) -> int | None:
     return min(by_registers, by_memory, by_threads)
 
 
-def verdict(compiled: Compiled, choice: Choice, target: Target, most_spilled: int) -> str:
+def verdict(compiled: CompileResult, choice: Choice, target: Target, most_spilled: int) -> str:
     """Why a compiled candidate is ruled out; empty when it is not.
 
     most_spilled  bytes of spills that are allowed
@@ -58,12 +58,12 @@ def verdict(compiled: Compiled, choice: Choice, target: Target, most_spilled: in
 
 
 def compile_all(
-    jobs: Iterable[tuple[str, Built]],
+    jobs: Iterable[tuple[str, BuiltCandidate]],
     toolchain: str,
     workers: int,
     seconds: float,
-    done: Callable[[str, Compiled], None],
-    known: Mapping[str, Compiled],
+    done: Callable[[str, CompileResult], None],
+    known: Mapping[str, CompileResult],
     make: Callable[[str], Worker] | None = None,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -83,7 +83,7 @@ def compile_all(
     make = make or lab.worker
     first: list[Worker] = [make(toolchain)]  # an environment that is missing is said here, not in a thread
 
-    def compile_one(built: Built) -> Compiled:
+    def compile_one(built: BuiltCandidate) -> CompileResult:
         if closed.is_set():
             raise CancelledError("the run has ended")
         if not hasattr(local, "worker"):
@@ -97,7 +97,7 @@ def compile_all(
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tune")
     try:
-        running: dict[Future[Compiled], str] = {}
+        running: dict[Future[CompileResult], str] = {}
         waiting.reverse()
         while waiting or running:
             if out_of_time():

@@ -90,7 +90,7 @@ def swept(base: Choice) -> Choice:
     return Choice(launch=launch | rest, lowering=base.lowering, flags=base.flags)
 
 
-def joined(base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
+def combine_sweeps(base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
     """The best of both sweeps in one choice each, the most promising first. ranked: the fastest first."""
     of_base = _rows(swept(base))
     keys = [one for one in map(swept, ranked) if _rows(one) == of_base][:JOINED]

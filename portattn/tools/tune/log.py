@@ -14,8 +14,18 @@ import msgspec
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.tools import legend, run_log
-from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
-from portattn.tools.tune.records import QUIET, SCHEMA, Candidate, Code, Origin, Outcome, Record, Stopped, Trying
+from portattn.tools.run_log import UNREADABLE, RunLog, encode_record, lines
+from portattn.tools.tune.records import (
+    QUIET,
+    SCHEMA,
+    CandidateRecord,
+    CodeRecord,
+    Interruption,
+    Origin,
+    Outcome,
+    Record,
+    Trying,
+)
 
 OP = "tune"
 WIDTH = 240  # columns of the table for people
@@ -27,14 +37,14 @@ COLUMNS = (
 _SAME = ("target", "toolchain", "portattn", "kernels", "measured", "classes", "spills", "only")
 
 
-class _Versioned(msgspec.Struct):
+class _LogVersion(msgspec.Struct):
     schema: int | None = None
 
 
 _decoder = msgspec.json.Decoder(Record)
 
 
-class Log(RunLog):
+class TuneLog(RunLog):
     """One run's log. Use it as a context: it holds the file's lock.
 
     Raises ArgumentError when the file cannot be written, or another run writes it at this moment.
@@ -50,7 +60,7 @@ class Log(RunLog):
     def begin(self, origin: Origin) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
         kept = self.rotate()
-        write_whole(self.path, encoded(origin))
+        write_whole(self.path, encode_record(origin))
         return kept
 
     def resume(self, origin: Origin) -> list[Record]:
@@ -67,7 +77,7 @@ class Log(RunLog):
             if getattr(begun, name) != getattr(origin, name):
                 limit = f"it was begun with another {name} ({getattr(begun, name)}); run without --resume"
                 raise ArgumentError(OP, "--resume", str(self.path), limit)
-        write_whole(self.path, b"".join(map(encoded, records)))
+        write_whole(self.path, b"".join(map(encode_record, records)))
         return records
 
     def show(self, records: Sequence[Record]) -> None:
@@ -86,7 +96,7 @@ def read(path: Path, resumed: bool = False) -> list[Record]:
     records: list[Record] = []
     for number, line in lines(path, data, resumed):
         try:
-            version = msgspec.json.decode(line, type=_Versioned).schema
+            version = msgspec.json.decode(line, type=_LogVersion).schema
             if number == 1 and version not in (None, SCHEMA):
                 raise DataError(path, number, f"schema version {version}; this portattn reads version {SCHEMA}")
             records.append(_decoder.decode(line))
@@ -106,12 +116,12 @@ class History:
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self.codes: dict[str, Code] = {}
+        self.codes: dict[str, CodeRecord] = {}
         self.done: dict[str, Outcome] = {}
         self.fatal: set[tuple[str, str]] = set()
         trying: Trying | None = None
         for record in records:
-            if isinstance(record, Code):
+            if isinstance(record, CodeRecord):
                 self.codes[record.code] = record
                 continue
             if trying is not None and isinstance(record, Trying | Origin):
@@ -123,11 +133,11 @@ class History:
             self.fatal.add((trying.problem, trying.choice))
         # What was told to be at fault then is so now.
         for record in records:
-            if isinstance(record, Candidate) and record.verdict == "broke":
+            if isinstance(record, CandidateRecord) and record.verdict == "broke":
                 self.fatal.add((record.problem, record.choice.key))
 
 
-def row(record: Candidate) -> tuple[str, ...]:
+def row(record: CandidateRecord) -> tuple[str, ...]:
     """A candidate as a row under COLUMNS."""
 
     def number(value: float | None, form: str) -> str:
@@ -142,14 +152,14 @@ def row(record: Candidate) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def latest(records: Sequence[Record], name: str) -> list[Candidate]:
+def latest(records: Sequence[Record], name: str) -> list[CandidateRecord]:
     """The last word on each candidate of a class, problem by problem, the fastest first."""
-    found: dict[tuple[str, str], Candidate] = {}
+    found: dict[tuple[str, str], CandidateRecord] = {}
     for record in records:
-        if isinstance(record, Candidate) and record.name == name:
+        if isinstance(record, CandidateRecord) and record.name == name:
             found[record.problem, record.choice.key] = record
     problems = list(dict.fromkeys(problem for problem, _ in found))
-    by_time: Callable[[Candidate], tuple[int, float]] = lambda c: (  # noqa: E731
+    by_time: Callable[[CandidateRecord], tuple[int, float]] = lambda c: (  # noqa: E731
         problems.index(c.problem),
         c.times.median if c.times else float("inf"),
     )
@@ -211,4 +221,4 @@ def sentence(outcome: Outcome) -> str:
     return text if outcome.complete else f"{text}; the budget was spent before all candidates were looked at"
 
 
-__all__ = ["COLUMNS", "History", "Log", "Stopped", "latest", "read", "row", "sentence", "text"]
+__all__ = ["COLUMNS", "History", "Interruption", "TuneLog", "latest", "read", "row", "sentence", "text"]

@@ -33,7 +33,7 @@ TRIMMED = 5
 Run = Callable[[], Any]
 
 
-class Clock(Protocol):
+class SampleClock(Protocol):
     """How long calls take on a device."""
 
     def samples(self, run: Run, timing: Timing, thorough: bool) -> list[float]:
@@ -41,7 +41,7 @@ class Clock(Protocol):
         ...
 
 
-class DeviceClock:
+class DeviceSampleClock:
     """The clock of the benchmarks, on torch's current device: a sample is a turn of several calls.
 
     Short calls are replayed from a graph: a candidate is launched by way of its plan, which takes the host longer than
@@ -90,12 +90,12 @@ class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return cls(least=seen[0], median=statistics.median(seen), most=seen[-1], rounds=tuple(rounds))
 
 
-def abandoned(times: Times, best: float) -> bool:
+def should_abandon(times: Times, best: float) -> bool:
     """Whether a probed candidate is clearly slower than the best median."""
     return times.least > ABANDON * best
 
 
-def take_turns(runs: Mapping[str, Run], clock: Clock, timing: Timing, rounds: int) -> dict[str, Times]:
+def take_turns(runs: Mapping[str, Run], clock: SampleClock, timing: Timing, rounds: int) -> dict[str, Times]:
     """Time all of them in turn, `rounds` times and once before; each round goes the other way round."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     medians: dict[str, list[float]] = {name: [] for name in runs}

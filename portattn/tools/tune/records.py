@@ -59,7 +59,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="r
     only: dict[str, tuple[str, ...]] = {}
 
 
-class Code(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="code"):
+class CodeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="code"):
     """What compiling one code gave: see tunable.Compiled."""
 
     code: str
@@ -75,11 +75,11 @@ class Trying(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="t
     choice: str
 
 
-class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stopped"):
+class Interruption(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stopped"):
     """The run was interrupted, and knew of it: what was being tried is not to blame."""
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="candidate"):
+class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="candidate"):
     """What became of one candidate on one problem of a class.
 
     error, mean_error, budget  against float64: largest, mean, and what the largest may be
@@ -99,7 +99,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     scratchpad_bytes: int | None = None
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ProblemResult(msgspec.Struct, frozen=True, kw_only=True):
     """One problem's figures in the final round, microseconds (medians), by the role that a candidate has there."""
 
     problem: str
@@ -128,7 +128,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     runner_up: Choice | None = None
     ratio: float | None = None
     noise: float | None = None
-    results: tuple[Result, ...] = ()
+    results: tuple[ProblemResult, ...] = ()
     registers: int | None = None
     spills: int | None = None
     scratchpad_bytes: int | None = None
@@ -139,4 +139,4 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     timed_with: str = ""
 
 
-Record = Origin | Code | Trying | Stopped | Candidate | Outcome
+Record = Origin | CodeRecord | Trying | Interruption | CandidateRecord | Outcome

@@ -23,28 +23,28 @@ from portattn.tools.tune.classes import Class
 from portattn.tools.tune.facts import compile_all, verdict
 from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.log import History
-from portattn.tools.tune.race import Clock
-from portattn.tools.tune.records import Candidate, Outcome, Record, Result
+from portattn.tools.tune.race import SampleClock
+from portattn.tools.tune.records import CandidateRecord, Outcome, ProblemResult, Record
 from portattn.tools.tune.search import (
     Entrant,
     Field,
     Race,
     as_code,
-    compiled,
     compilers_error,
     facts_of,
     larger_tiles_first,
     of_code,
     proposals,
+    usable_entrants,
     witnesses,
 )
-from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Tunable
+from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, NotBuilt, Tunable
 from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import workload
 from portattn.worker.client import Worker
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class CandidateJob(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate to run: everything a child needs to build it. code: what its result is kept under."""
 
     code: str
@@ -55,7 +55,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     device: str
 
 
-def warm(asked: Asked) -> str:
+def warm(asked: CandidateJob) -> str:
     """Run a candidate once, in a child. Why it does not compile or fit; empty where it does, or fails otherwise.
 
     What else a device raises is found again, and said, where the candidate is checked.
@@ -72,11 +72,11 @@ def warm(asked: Asked) -> str:
 
 
 def warm_all(
-    jobs: Sequence[Asked],
+    jobs: Sequence[CandidateJob],
     processes: int,
     done: Callable[[str, str], None],
     out_of_time: Callable[[], bool],
-    work: Callable[[Asked], str] = warm,
+    work: Callable[[CandidateJob], str] = warm,
 ) -> None:
     """Run every candidate in a child; `done(code, failure)` is called in this thread. It is over when time is.
 
@@ -88,7 +88,7 @@ def warm_all(
 COMPILING_SHARE = 0.5  # of a budget, where something is to be timed as well
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class TuneOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a run is made.
 
     budget      seconds for all of it; None for as long as it takes
@@ -123,18 +123,18 @@ class Tuner:
         self,
         target: Target,
         tunables: Sequence[Tunable],
-        options: Options,
+        options: TuneOptions,
         note: Callable[[Record], None],
         history: History,
         device: torch.device | None = None,
-        clock: Clock | None = None,
+        clock: SampleClock | None = None,
         begin: Callable[[str, int], None] = lambda what, steps: None,
         make: Callable[[str], Worker] | None = None,
     ) -> None:
         self.target, self.options, self.note, self.begin, self.make = target, options, note, begin, make
         self.tunables = {tunable.name: tunable for tunable in tunables}
         self.history, self.device, self.clock = history, device, clock
-        self.codes: dict[str, Compiled] = {code: of_code(record) for code, record in history.codes.items()}
+        self.codes: dict[str, CompileResult] = {code: of_code(record) for code, record in history.codes.items()}
         self._begun = time.monotonic()
 
     def run(self, classes: Sequence[Class], done: Callable[[Class, Outcome], None]) -> list[Outcome]:
@@ -157,14 +157,14 @@ class Tuner:
             done(ground.of, outcome)
         return outcomes
 
-    def compile(self, codes: Sequence[Sequence[tuple[str, Built]]], share: float = 1.0) -> None:
+    def compile(self, codes: Sequence[Sequence[tuple[str, BuiltCandidate]]], share: float = 1.0) -> None:
         """Compile what is not compiled yet, as far as the budget goes. codes: those of each entrant."""
         jobs = [job for some in codes for job in some]
         new = {code for code, built in jobs if code not in self.codes and built.compile is not None}
         self.begin("compiling", len(new))
         end = self._end(share if self.device is not None else 1.0)
 
-        def done(code: str, made: Compiled) -> None:
+        def done(code: str, made: CompileResult) -> None:
             self.codes[code] = made
             self.note(as_code(code, made))
 
@@ -179,7 +179,7 @@ class Tuner:
         if self.device is None or self.device.type == "cpu":
             return
         asked = {
-            built.code or built.identity: Asked(
+            built.code or built.identity: CandidateJob(
                 code=built.code or built.identity, target=self.target.name, kernel=ground.of.kernel, case=load.case,
                 choice=entrant.choice, device=str(self.device),
             )
@@ -193,7 +193,7 @@ class Tuner:
         end = self._end(COMPILING_SHARE)
 
         def done(code: str, failure: str) -> None:
-            self.codes[code] = Compiled(failure)
+            self.codes[code] = CompileResult(failure)
             self.note(as_code(code, self.codes[code]))
 
         warm_all(jobs, self.options.jobs, done, lambda: time.monotonic() >= end)
@@ -203,7 +203,7 @@ class Tuner:
 
     def _one(self, ground: Field, classes_left: int) -> Outcome:
         begun = time.monotonic()
-        entrants = compiled(ground, self.codes, self.target, self._spills(ground))
+        entrants = usable_entrants(ground, self.codes, self.target, self._spills(ground))
         for record in ground.dropped:
             self.note(record)
         complete = not any(record.verdict == "not reached" for record in ground.dropped)
@@ -239,7 +239,7 @@ class Tuner:
 
     def serving(self, ground: Field, entrants: Sequence[Entrant]) -> list[Entrant]:
         """Those whose code also fits the chip where the call has what the problems of the class lack (LSE, lengths)."""
-        asked: dict[str, list[tuple[str, Built]]] = {}
+        asked: dict[str, list[tuple[str, BuiltCandidate]]] = {}
         for entrant in entrants:
             asked[entrant.choice.key] = []
             for problem in witnesses(ground.of):
@@ -261,7 +261,7 @@ class Tuner:
                 for load in ground.of.workloads:
                     known = facts_of(entrant.built[load.name], self.codes)
                     self.note(
-                        Candidate(
+                        CandidateRecord(
                             name=ground.of.name, problem=load.name, choice=entrant.choice, verdict="ruled out",
                             reason=f"with lengths and LSE: {why}", times=entrant.times.get(load.name), **known,
                         )
@@ -284,7 +284,7 @@ class Tuner:
             if choice.among(self.options.only):
                 ground.enter(choice, self.target, seen)
         self.compile([one.codes for one in ground.entrants])
-        entrants = compiled(ground, self.codes, self.target, most)
+        entrants = usable_entrants(ground, self.codes, self.target, most)
         ground.entrants = [*before, *ground.entrants]
         for record in ground.dropped[told:]:
             self.note(record)
@@ -317,7 +317,7 @@ class Tuner:
                     word = "ruled out" if one.incumbent and why else "compiles"
                 known = facts_of(one.built[load.name], self.codes)
                 self.note(
-                    Candidate(
+                    CandidateRecord(
                         name=of.name, problem=load.name, choice=one.choice, verdict=word,  # type: ignore[arg-type]
                         reason=why if one.incumbent else "", **known,
                     )
@@ -327,7 +327,7 @@ class Tuner:
         known = facts_of(chosen.built[of.workloads[0].name], self.codes)
         return Outcome(
             name=of.name, choice=chosen.choice, replaces=not chosen.incumbent, measured=False, incumbent=of.incumbent,
-            results=tuple(Result(problem=load.name) for load in of.workloads),
+            results=tuple(ProblemResult(problem=load.name) for load in of.workloads),
             counts=_counts(entrants, ground), reason=why, **known,
         )  # fmt: skip
 
@@ -358,7 +358,7 @@ class Tuner:
             if one not in (best, ranked[0]):
                 runs.say_all(one, "slower", "in the final")
         results = tuple(
-            Result(
+            ProblemResult(
                 problem=name, times=best.times[name], error=best.errors[name].largest, budget=best.errors[name].budget,
                 incumbent=own.times[name].median if own else None,
                 runner_up=other.times[name].median if other else None,
@@ -378,7 +378,7 @@ def _counts(entrants: Sequence[Entrant], ground: Field) -> dict[str, int]:
     return {"looked at": len(entrants)} | dict(Counter(record.verdict for record in ground.dropped))
 
 
-def interleaved(grounds: Sequence[Field]) -> list[list[tuple[str, Built]]]:
+def interleaved(grounds: Sequence[Field]) -> list[list[tuple[str, BuiltCandidate]]]:
     """Codes of all classes in turn, each class's nearest candidates first: what a short budget should compile."""
     rows = zip_longest(*([entrant.codes for entrant in ground.entrants] for ground in grounds), fillvalue=[])
     return [codes for row in rows for codes in row]
@@ -389,6 +389,6 @@ def red(records: Sequence[Record], outcomes: Mapping[str, Outcome]) -> list[str]
     found = [
         f"{record.verdict}: {record.choice} on {record.problem}: {record.reason}"
         for record in records
-        if isinstance(record, Candidate) and record.verdict in ("wrong", "broke")
+        if isinstance(record, CandidateRecord) and record.verdict in ("wrong", "broke")
     ]
     return found + [f"{name}: {one.reason}" for name, one in outcomes.items() if one.choice is None]

@@ -25,13 +25,13 @@ from portattn.tools.tune.choice import Choice, Only
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.facts import verdict
 from portattn.tools.tune.gradients import call_of
-from portattn.tools.tune.race import Clock, Times
-from portattn.tools.tune.records import Candidate, CandidateState, Code, Record, Trying
-from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started, Tunable
+from portattn.tools.tune.race import SampleClock, Times
+from portattn.tools.tune.records import CandidateRecord, CandidateState, CodeRecord, Record, Trying
+from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, NotBuilt, RunnableCandidate, Tunable
 from portattn.tools.tune.workloads import Workload
 
 
-class DeviceLost(PortattnError):
+class TuningDeviceLost(PortattnError):
     """A candidate left the device unusable for this process. The log is whole, and --resume goes on without it."""
 
 
@@ -40,13 +40,13 @@ class Entrant:
     """One candidate of a class. built: by problem; errors, times: of what has run so far, by problem."""
 
     choice: Choice
-    built: dict[str, Built]
+    built: dict[str, BuiltCandidate]
     incumbent: bool = False
     errors: dict[str, Errors] = field(default_factory=dict)
     times: dict[str, Times] = field(default_factory=dict)
 
     @property
-    def codes(self) -> list[tuple[str, Built]]:
+    def codes(self) -> list[tuple[str, BuiltCandidate]]:
         return [(built.code or built.identity, built) for built in self.built.values()]
 
 
@@ -57,14 +57,14 @@ class Field:
     of: Class
     tunable: Tunable
     entrants: list[Entrant] = field(default_factory=list)
-    dropped: list[Candidate] = field(default_factory=list)
+    dropped: list[CandidateRecord] = field(default_factory=list)
 
     def enter(self, choice: Choice, target: Target, seen: dict[tuple[str, ...], Choice], own: bool = False) -> bool:
         """Take a choice as an entrant, if it can be built for all problems and is no other's twin; else say why not.
 
         seen  by their launches, the choices that have entered; own: it is today's
         """
-        built: dict[str, Built] = {}
+        built: dict[str, BuiltCandidate] = {}
         for load in self.of.workloads:
             try:
                 built[load.name] = self.tunable.build(load.problem, choice, target)
@@ -113,7 +113,7 @@ def propose(of: Class, tunable: Tunable, target: Target, most: int, only: Only =
     return found
 
 
-def compiled(ground: Field, codes: dict[str, Compiled], target: Target, most_spilled: int) -> list[Entrant]:
+def usable_entrants(ground: Field, codes: dict[str, CompileResult], target: Target, most_spilled: int) -> list[Entrant]:
     """The entrants that compile, fit and do not spill; records of the others are added to `dropped`.
 
     The incumbent is never ruled out for its spills: it is what the others are compared with.
@@ -139,7 +139,7 @@ def compiled(ground: Field, codes: dict[str, Compiled], target: Target, most_spi
     return left
 
 
-def facts_of(built: Built, codes: dict[str, Compiled]) -> dict[str, Any]:
+def facts_of(built: BuiltCandidate, codes: dict[str, CompileResult]) -> dict[str, Any]:
     """Registers, spills and local memory of a candidate's code, as far as they are known."""
     code = codes.get(built.code or built.identity)
     facts = (code.facts if code else None) or {}
@@ -148,11 +148,11 @@ def facts_of(built: Built, codes: dict[str, Compiled]) -> dict[str, Any]:
 
 def _candidate(
     of: Class, load: Workload, choice: Choice, word: CandidateState, why: str = "", **known: Any
-) -> Candidate:
-    return Candidate(name=of.name, problem=load.name, choice=choice, verdict=word, reason=why, **known)
+) -> CandidateRecord:
+    return CandidateRecord(name=of.name, problem=load.name, choice=choice, verdict=word, reason=why, **known)
 
 
-class Stage:
+class PreparedWorkload:
     """One workload on a device: its inputs, its call, and what is right."""
 
     def __init__(self, load: Workload, device: torch.device) -> None:
@@ -161,7 +161,7 @@ class Stage:
         self.call: Call = call_of(load.case, tensors)
         self.checker = checker(load.case, tensors, self.call)
 
-    def first_run(self, built: Built) -> tuple[Started, Errors]:
+    def first_run(self, built: BuiltCandidate) -> tuple[RunnableCandidate, Errors]:
         """Run a candidate once into outputs that held NaN. Raises whatever compiler and device raise."""
         begun = start(built, self.call)
         begun.run()
@@ -179,9 +179,9 @@ class Race:
     def __init__(
         self,
         ground: Field,
-        codes: dict[str, Compiled],
+        codes: dict[str, CompileResult],
         device: torch.device,
-        clock: Clock,
+        clock: SampleClock,
         note: Callable[[Record], None],
         fatal: set[tuple[str, str]],
         out_of_time: Callable[[], bool],
@@ -189,13 +189,13 @@ class Race:
         self.ground, self.of, self.codes, self.device, self.clock = ground, ground.of, codes, device, clock
         self.note, self.fatal, self.out_of_time = note, fatal, out_of_time
         self.complete = True
-        self._stage: Stage | None = None
+        self._stage: PreparedWorkload | None = None
 
-    def stage(self, load: Workload) -> Stage:
+    def stage(self, load: Workload) -> PreparedWorkload:
         """The workload's stage; the last one is kept, so that a class of one problem has one."""
         if self._stage is None or self._stage.load is not load:
             self._stage = None  # frees its tensors first
-            self._stage = Stage(load, self.device)
+            self._stage = PreparedWorkload(load, self.device)
         return self._stage
 
     def probe(self, entrants: Sequence[Entrant]) -> list[Entrant]:
@@ -213,7 +213,7 @@ class Race:
                 if times is None:
                     continue
                 entrant.times[load.name] = times
-                if race.abandoned(times, best) and not entrant.incumbent:
+                if race.should_abandon(times, best) and not entrant.incumbent:
                     self._say(load, entrant, "abandoned", f"{times.median / best:.2f} times the best so far")
                     continue
                 best = min(best, times.median)
@@ -236,7 +236,7 @@ class Race:
         self._say(load, entrant, "slower", "probed")
         return times
 
-    def _begun(self, load: Workload, entrant: Entrant) -> Started | None:
+    def _begun(self, load: Workload, entrant: Entrant) -> RunnableCandidate | None:
         """Run a candidate for the first time and check it; None where that is its end."""
         stage = self.stage(load)
         self.note(Trying(name=self.of.name, problem=load.name, choice=entrant.choice.key))
@@ -256,7 +256,7 @@ class Race:
             return None
         return begun
 
-    def _spoiled(self, load: Workload, entrant: Entrant, begun: Started) -> bool:
+    def _spoiled(self, load: Workload, entrant: Entrant, begun: RunnableCandidate) -> bool:
         """Whether the result is wrong after many runs: what a race spoils now and then has had its chance."""
         entrant.errors[load.name] = self.stage(load).checker.errors(begun.out)
         if entrant.errors[load.name].wrong:
@@ -268,7 +268,7 @@ class Race:
         try:
             synchronize(self.device)
         except RuntimeError as error:
-            raise DeviceLost(f"tune: {entrant.choice} left the device unusable: {reason(error)}") from None
+            raise TuningDeviceLost(f"tune: {entrant.choice} left the device unusable: {reason(error)}") from None
 
     def ranked(self, entrants: Sequence[Entrant]) -> list[Entrant]:
         """Those that were probed, the fastest first by the mean over the problems."""
@@ -322,12 +322,12 @@ def compilers_error(error: Exception) -> bool:
     return own and is_compilers(error)
 
 
-def as_code(code: str, made: Compiled) -> Code:
-    return Code(code=code, failure=made.failure, facts=made.facts)
+def as_code(code: str, made: CompileResult) -> CodeRecord:
+    return CodeRecord(code=code, failure=made.failure, facts=made.facts)
 
 
-def of_code(record: Code) -> Compiled:
-    return Compiled(record.failure, record.facts)
+def of_code(record: CodeRecord) -> CompileResult:
+    return CompileResult(record.failure, record.facts)
 
 
 def witnesses(of: Class) -> list[Problem]:

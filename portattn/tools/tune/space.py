@@ -20,7 +20,7 @@ from portattn.schema.problem_limits import PAIRED
 from portattn.schema.symbolic_int import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
-from portattn.tools.tune.choice import Choice, Setting, changed
+from portattn.tools.tune.choice import Choice, Setting, apply_settings
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -263,7 +263,9 @@ def candidates(
     axes = [axis for axis in axes if axis.name not in without and (not among or axis.name in among)]
     found: dict[str, Choice] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
-        choice = changed(base, {axis.name: value for axis, value in zip(axes, values, strict=True)}, tuple(CHOICES))
+        choice = apply_settings(
+            base, {axis.name: value for axis, value in zip(axes, values, strict=True)}, tuple(CHOICES)
+        )
         found.setdefault(choice.key, choice)
     yield from sorted(found.values(), key=lambda choice: (choice.differs(base), str(choice)))
 

@@ -23,7 +23,7 @@ class NotBuilt(PortattnError):
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompileResult:
     """How compiling a candidate ended.
 
     failure  why there is no code for it, or why the code does not fit the chip; empty otherwise
@@ -35,7 +35,7 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class RunnableCandidate:
     """A candidate on a device: `run()` enqueues it on the current stream and fills `out` (B, Hq, Sq, Dv)."""
 
     run: Callable[[], object]
@@ -43,7 +43,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltCandidate:
     """One candidate for one problem.
 
     identity  candidates of equal identity are the same launches: one of them is enough
@@ -54,9 +54,9 @@ class Built:
     """
 
     identity: str
-    start: Callable[[Call], Started]
+    start: Callable[[Call], RunnableCandidate]
     code: str = ""
-    compile: Callable[[Worker, float], Compiled] | None = None
+    compile: Callable[[Worker, float], CompileResult] | None = None
 
 
 class Tunable(Protocol):
@@ -77,14 +77,14 @@ class Tunable(Protocol):
         """What runs where the tuning file has no entry; None where that is nothing but defaults."""
         ...
 
-    def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
+    def build(self, problem: Problem, choice: Choice, target: Target) -> BuiltCandidate:
         """The candidate for the problem. Raises NotBuilt where it cannot be."""
         ...
 
 
-def started(launch: Callable[[Mapping[str, torch.Tensor | None]], object], call: Call) -> Started:
+def bind_launcher(launch: Callable[[Mapping[str, torch.Tensor | None]], object], call: Call) -> RunnableCandidate:
     """What a variant's launcher makes of a call: outputs are allocated once, and filled by every run."""
     out = call.new_out()
     lse = call.new_lse() if call.problem.return_lse else None
     tensors = {name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse}
-    return Started(lambda: launch(tensors), out)
+    return RunnableCandidate(lambda: launch(tensors), out)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from portattn.tools.matrix.problems import Named
+from portattn.tools.matrix.problems import NamedProblem
 from portattn.tools.upgrade import plans as planning
-from portattn.tools.upgrade.entries import Entry, entries
-from portattn.tools.upgrade.plans import Moved
-from portattn.tools.upgrade.published_results import Figures, figures
-from portattn.tools.upgrade.schedules import Timed, timed
+from portattn.tools.upgrade.entries import QuirkChange, entries
+from portattn.tools.upgrade.plans import PlanChange
+from portattn.tools.upgrade.published_results import TargetFigures, figures
+from portattn.tools.upgrade.schedules import ScheduleTiming, schedule_timings
 from portattn.tools.upgrade.toolchain_pair import Pair, Plans
-from portattn.tools.upgrade.variants import Carried, carried
+from portattn.tools.upgrade.variants import VariantUpgrade, variant_upgrades
 
 
 class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,24 +22,26 @@ class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
     before: str
     after: str
     targets: tuple[str, ...]
-    entries: tuple[Entry, ...]
-    moved: tuple[Moved, ...]
+    entries: tuple[QuirkChange, ...]
+    moved: tuple[PlanChange, ...]
     plans: int
-    variants: tuple[Carried, ...]
-    schedules: tuple[Timed, ...]
-    figures: tuple[Figures, ...]
+    variants: tuple[VariantUpgrade, ...]
+    schedules: tuple[ScheduleTiming, ...]
+    figures: tuple[TargetFigures, ...]
 
     @property
     def lost(self) -> bool:
         return any(moved.lost for moved in self.moved)
 
 
-def compare(pairs: Sequence[Pair], problems: Sequence[Named], say: Callable[[str], None] = lambda _: None) -> Upgrade:
+def compare(
+    pairs: Sequence[Pair], problems: Sequence[NamedProblem], say: Callable[[str], None] = lambda _: None
+) -> Upgrade:
     """Compare the two sides of some targets, all of the same two compilers, by the plans of some problems."""
     plans, moved = Plans(), []
     for named in problems:
         say(f"planning {named.name}")
-        moved += [found for pair in pairs if (found := planning.moved(named, pair, plans))]
+        moved += [found for pair in pairs if (found := planning.plan_change(named, pair, plans))]
     return Upgrade(
         before=pairs[0].old.compiler,
         after=pairs[0].new.compiler,
@@ -47,7 +49,7 @@ def compare(pairs: Sequence[Pair], problems: Sequence[Named], say: Callable[[str
         entries=tuple(entries(pairs)),
         moved=tuple(planning.together(moved)),
         plans=len(problems) * len(pairs),
-        variants=tuple(carried(pairs, problems)),
-        schedules=tuple(timed(pairs, problems, plans)),
+        variants=tuple(variant_upgrades(pairs, problems)),
+        schedules=tuple(schedule_timings(pairs, problems, plans)),
         figures=tuple(figures(pairs)),
     )

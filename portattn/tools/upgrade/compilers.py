@@ -12,7 +12,7 @@ from portattn.schema.toolchain import Toolchain
 from portattn.tools import lab
 
 
-def parsed(op: str, option: str, text: str) -> Toolchain:
+def parse_compiler(op: str, option: str, text: str) -> Toolchain:
     """The compiler that an option names; a version that the lab knows is written as there: 3.9 is 3.9.0.
 
     Raises ArgumentError on anything that is no compiler with a version.

@@ -15,7 +15,7 @@ from portattn.tools.upgrade.toolchain_pair import Pair, Side
 Change = Literal["falls away", "stays", "newly applies"]
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class QuirkChange(msgspec.Struct, frozen=True, kw_only=True):
     """One quirk that holds on one of the two compilers or on both.
 
     targets   those that it concerns
@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.unverified and (self.change != "stays" or bool(self.verified_before))
 
 
-def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
+def entries(pairs: Sequence[Pair]) -> Iterator[QuirkChange]:
     """The quirks of both sides that concern the targets, in the registry's order."""
     known = {name: quirk for pair in pairs for side in pair for name, quirk in side.registry.quirks.items()}
     for quirk in known.values():
@@ -64,7 +64,7 @@ def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
             seen = dict(_verified(quirk, where))
             before = _verified(quirk, [pair.old.target for pair in concerned])
             names = tuple(target.name for target in where)
-            yield Entry(
+            yield QuirkChange(
                 id=quirk.id,
                 title=quirk.title,
                 symptom=quirk.symptom,

@@ -9,14 +9,14 @@ import msgspec
 
 from portattn.errors import PortattnError
 from portattn.schema.plan import Plan
-from portattn.tools.matrix.problems import Named
+from portattn.tools.matrix.problems import NamedProblem
 from portattn.tools.upgrade.toolchain_pair import Pair, Plans
 
 NO_PLAN = "no plan"
 _OF_PATHS = ("path", "kernel", "why")
 
 
-class Moved(msgspec.Struct, frozen=True, kw_only=True):
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that is not the same. lost: it leaves the core kernel, or there is none any more."""
 
     problem: str
@@ -27,7 +27,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     lost: bool
 
 
-def moved(named: Named, pair: Pair, plans: Plans) -> Moved | None:
+def plan_change(named: NamedProblem, pair: Pair, plans: Plans) -> PlanChange | None:
     """How the plan of a problem changes; None where it does not."""
     was, is_ = (_told(plans.of(named, side)) for side in pair)
     if was["path"] != is_["path"]:  # another kernel's choices and launch are no differences of one
@@ -38,7 +38,7 @@ def moved(named: Named, pair: Pair, plans: Plans) -> Moved | None:
     if not differs:
         return None
     cores = {backend.core_path for backend in pair.new.registry.backends.values() if backend.core_path}
-    return Moved(
+    return PlanChange(
         problem=named.name,
         targets=(pair.new.target.name,),
         before=str(was["path"]),
@@ -48,9 +48,9 @@ def moved(named: Named, pair: Pair, plans: Plans) -> Moved | None:
     )
 
 
-def together(found: Iterable[Moved]) -> Iterator[Moved]:
+def together(found: Iterable[PlanChange]) -> Iterator[PlanChange]:
     """Targets on which a problem's plan changes in the same way, in one line."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Moved]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[PlanChange]] = {}
     for one in found:
         groups.setdefault((one.problem, one.differs), []).append(one)
     for same in groups.values():

@@ -16,7 +16,7 @@ from portattn.tools.upgrade.toolchain_pair import Pair
 FILE = Path(__file__).parent / "figures.toml"
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PublishedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of one page of the documentation. A page that compares compilers has an entry for each.
 
     target     the chip's; toolchain: NAME==VERSION
@@ -29,7 +29,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     date: datetime.date
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class TargetFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a target of the upgrade: of one thing on one page, with each release that it has them of.
 
     releases  the compilers that they were measured with
@@ -54,7 +54,7 @@ class Page(NamedTuple):
 
     page: str
     target: str
-    figures: tuple[Figures, ...]
+    figures: tuple[TargetFigures, ...]
 
     @property
     def carries(self) -> bool:
@@ -67,27 +67,27 @@ class Page(NamedTuple):
         return any(one.carries for one in self.figures) and not self.carries
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    figures: tuple[Published, ...]
+class _PublishedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    figures: tuple[PublishedResult, ...]
 
 
 @functools.lru_cache(maxsize=1)
-def published() -> tuple[Published, ...]:
+def read_published_results() -> tuple[PublishedResult, ...]:
     """Every page's figures. Raises DataError (file, line, key) on a broken file."""
     data, text = toml_reader.read(FILE)
-    return toml_reader.convert(data, _File, FILE, text).figures
+    return toml_reader.convert(data, _PublishedFile, FILE, text).figures
 
 
-def figures(pairs: Collection[Pair]) -> Iterator[Figures]:
+def figures(pairs: Collection[Pair]) -> Iterator[TargetFigures]:
     """The published figures of the targets, and whether they hold for the new compiler."""
     measured: dict[tuple[str, str, str], list[str]] = {}
-    for one in published():
+    for one in read_published_results():
         measured.setdefault((one.page, one.what, one.target), []).append(one.toolchain)
     for (page, what, target), releases in measured.items():
         for old, new in pairs:
             if new.target.name == target:
                 carries = new.compiler in releases
-                yield Figures(
+                yield TargetFigures(
                     page=page,
                     what=what,
                     target=target,
@@ -97,9 +97,9 @@ def figures(pairs: Collection[Pair]) -> Iterator[Figures]:
                 )
 
 
-def pages(found: Iterable[Figures]) -> list[Page]:
+def pages(found: Iterable[TargetFigures]) -> list[Page]:
     """The figures by their pages, in order."""
-    together: dict[tuple[str, str], list[Figures]] = {}
+    together: dict[tuple[str, str], list[TargetFigures]] = {}
     for one in found:
         together.setdefault((one.page, one.target), []).append(one)
     return [Page(page, target, tuple(ones)) for (page, target), ones in together.items()]

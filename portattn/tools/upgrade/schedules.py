@@ -8,11 +8,11 @@ import msgspec
 
 from portattn.errors import PortattnError
 from portattn.schema.plan import Plan
-from portattn.tools.matrix.problems import Named
+from portattn.tools.matrix.problems import NamedProblem
 from portattn.tools.upgrade.toolchain_pair import Pair, Plans, Side
 
 
-class Timed(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduleTiming(msgspec.Struct, frozen=True, kw_only=True):
     """What plans with the new compiler take of one kernel on one target.
 
     kernel      the core kernel's or the variant's name
@@ -29,7 +29,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
     lost: bool
 
 
-def timed(pairs: Sequence[Pair], problems: Sequence[Named], plans: Plans) -> Iterator[Timed]:
+def schedule_timings(pairs: Sequence[Pair], problems: Sequence[NamedProblem], plans: Plans) -> Iterator[ScheduleTiming]:
     """The launches and schedules of the plans with the new compiler, one for each kernel and state."""
     for pair in pairs:
         found: dict[tuple[str, str, bool], list[str]] = {}
@@ -41,7 +41,7 @@ def timed(pairs: Sequence[Pair], problems: Sequence[Named], plans: Plans) -> Ite
             lost = before == pair.old.compiler and with_ != pair.new.compiler
             found.setdefault((kernel, with_, lost), []).append(named.name)
         for (kernel, with_, lost), names in found.items():
-            yield Timed(
+            yield ScheduleTiming(
                 target=pair.new.target.name,
                 kernel=kernel,
                 timed_with=with_,

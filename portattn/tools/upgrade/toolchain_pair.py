@@ -11,7 +11,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
-from portattn.tools.matrix.problems import Named
+from portattn.tools.matrix.problems import NamedProblem
 
 
 class Side(NamedTuple):
@@ -44,7 +44,7 @@ class Plans:
     def __init__(self) -> None:
         self._made: dict[tuple[int, str, str, str], Plan | PortattnError] = {}
 
-    def of(self, named: Named, side: Side) -> Plan | PortattnError:
+    def of(self, named: NamedProblem, side: Side) -> Plan | PortattnError:
         """The plan of a problem on a side, or why there is none."""
         key = (id(side.registry), side.target.name, side.compiler, named.name)
         if key not in self._made:

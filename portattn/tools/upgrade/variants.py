@@ -9,12 +9,12 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.planning import variant_path
-from portattn.planning.checks import Refused
+from portattn.planning.checks import PathRejected
 from portattn.planning.evidence import seen_to_run
 from portattn.schema.compile_record import NO_RECORDS
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS
-from portattn.tools.matrix.problems import Named
+from portattn.tools.matrix.problems import NamedProblem
 from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 # run      its tests are known to have passed on such a chip with such a compiler, for all problems that it takes
@@ -34,7 +34,7 @@ SAID = {
 LEFT = "leaves all that it took to the core"
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class CarryOverEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What a variant that carries over rests on: a run of its tests on such a chip (`verified.toml`)."""
 
     toolchain: str
@@ -45,7 +45,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.level} with {self.toolchain}: {self.what}"
 
 
-class Carried(msgspec.Struct, frozen=True, kw_only=True):
+class VariantUpgrade(msgspec.Struct, frozen=True, kw_only=True):
     """A variant on one target.
 
     takes    problems that it takes on the new compiler; those that it leaves to the core are not among them
@@ -63,7 +63,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     refuses: dict[str, str]
     leaves: dict[str, str] = {}
     unseen: tuple[str, ...] = ()
-    evidence: Evidence | None = None
+    evidence: CarryOverEvidence | None = None
 
     @property
     def said(self) -> str:
@@ -87,7 +87,7 @@ class _Not(NamedTuple):
     deferred: bool = False
 
 
-def carried(pairs: Sequence[Pair], problems: Sequence[Named]) -> Iterator[Carried]:
+def variant_upgrades(pairs: Sequence[Pair], problems: Sequence[NamedProblem]) -> Iterator[VariantUpgrade]:
     """What becomes of each variant that takes one of the problems on one of the two compilers."""
     for pair in pairs:
         target = pair.new.target
@@ -99,7 +99,7 @@ def carried(pairs: Sequence[Pair], problems: Sequence[Named]) -> Iterator[Carrie
                     yield found
 
 
-def _carried(name: str, pair: Pair, asked: Sequence[Named]) -> Carried:
+def _carried(name: str, pair: Pair, asked: Sequence[NamedProblem]) -> VariantUpgrade:
     """What becomes of one variant, by the problems of its operations."""
     was, now = ({named.name: _not(name, named.problem, side) for named in asked} for side in pair)
     no_more = {problem: no for problem, no in now.items() if no and not was[problem]}
@@ -108,7 +108,7 @@ def _carried(name: str, pair: Pair, asked: Sequence[Named]) -> Carried:
         if not was[named.name] and not now[named.name]
         and _has_run(pair.old, named.problem) and not _has_run(pair.new, named.problem)
     )  # fmt: skip
-    return Carried(
+    return VariantUpgrade(
         name=name,
         target=pair.new.target.name,
         before=_state(pair.old, asked, was),
@@ -121,13 +121,13 @@ def _carried(name: str, pair: Pair, asked: Sequence[Named]) -> Carried:
     )
 
 
-def _evidence(side: Side, taken: Sequence[Problem]) -> Evidence | None:
+def _evidence(side: Side, taken: Sequence[Problem]) -> CarryOverEvidence | None:
     """The run that the problems rest on; of several runs the one that says least."""
     runs = [seen for problem in taken if (seen := seen_to_run(side.target, side.registry, problem))]
     if not runs:
         return None
     least = min(runs, key=lambda seen: LEVELS.index(seen.level))
-    return Evidence(toolchain=least.toolchain, level=least.level, what=least.what)
+    return CarryOverEvidence(toolchain=least.toolchain, level=least.level, what=least.what)
 
 
 def _not(name: str, problem: Problem, side: Side) -> _Not | None:
@@ -141,14 +141,14 @@ def _not(name: str, problem: Problem, side: Side) -> _Not | None:
         return _Not(f"{side.target.backend} has no such variant")
     try:
         variant_path.choose(variant, problem, side.target, side.registry, NO_RECORDS, Settings())
-    except Refused as refused:
+    except PathRejected as refused:
         no = refused.rejection
         return _Not(f"{no.reason} [{no.quirk}]" if no.quirk else no.reason)
     left = variant.defers_to_core(problem)
     return _Not(left, deferred=True) if left else None
 
 
-def _state(side: Side, asked: Sequence[Named], found: Mapping[str, _Not | None]) -> State:
+def _state(side: Side, asked: Sequence[NamedProblem], found: Mapping[str, _Not | None]) -> State:
     taken = [named.problem for named in asked if not found[named.name]]
     if not taken:
         return "refused"

@@ -38,7 +38,7 @@ from portattn.planning.registry import parse_target
 from portattn.schema import toml_reader
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing.findings import KernelFacts
 from portattn.tools import lab
 from portattn.tools.matrix import variants
@@ -135,7 +135,7 @@ def measured(form: Form, target: Target, worker: Worker, known: Spills | None) -
     made = Plan(
         problem=form.problem, target=target.name, toolchain=str(target.toolchain), requested=name, path=name
     )  # fmt: skip
-    kernels, failed, function = variants.compiled(form.variant, made, target, worker, SECONDS)
+    kernels, failed, function = variants.compile_variant(form.variant, made, target, worker, SECONDS)
     facts, wrong = judged(form, target, kernels, known)
     if failed is not None:
         wrong.append(f"{function} does not compile: {(failed.message or failed.kind).splitlines()[0]}")
@@ -147,7 +147,7 @@ def run(
 ) -> list[Found]:
     """Compile forms in so many children; `say` gets each as it is done. Raises PortattnError where the lab has none."""
     target = parse_target("cuda:sm_90", release)
-    own = str(target.toolchain) == str(installed())
+    own = str(target.toolchain) == str(installed_toolchain())
     here, workers, lock = threading.local(), list[Worker](), threading.Lock()
 
     def one(form: Form) -> Found:
@@ -203,7 +203,7 @@ def lines(found: Sequence[Found]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--release", default=str(installed()), metavar="triton==VERSION")
+    parser.add_argument("--release", default=str(installed_toolchain()), metavar="triton==VERSION")
     parser.add_argument("--jobs", type=int, default=2, help="child processes")
     parser.add_argument("--only", default="", metavar="TEXT", help="only forms whose name holds this text")
     parser.add_argument("--write", action="store_true", help=f"put the spills into {BASELINE.name}")

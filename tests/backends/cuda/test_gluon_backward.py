@@ -20,7 +20,7 @@ from portattn import Problem
 from portattn.backends.cuda.gluon import TIMED_WITH
 from portattn.backends.cuda.hopper_backward import schedule
 from portattn.backends.cuda.hopper_backward.order import in_turns, tiles_of, together
-from portattn.backends.cuda.hopper_backward.schedule import WIDTHS, Schedule, choice
+from portattn.backends.cuda.hopper_backward.schedule import WIDTHS, BackwardSchedule, choice
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.compile.compile_check import compile_in
 from portattn.config import Settings
@@ -32,7 +32,7 @@ from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing.findings import KernelFacts
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.tools.matrix import variants
@@ -145,9 +145,9 @@ def test_heads_side_by_side(fields: dict[str, Any], expected: int) -> None:
 def test_schedules() -> None:
     summed = {dim: choice(problem(head_dim=dim, head_dim_v=dim), TIMED_WITH).schedule for dim in WIDTHS}
     assert summed == {
-        64: Schedule(keys=128, stages=2, messages=2, late=True, stagger=8),
-        128: Schedule(keys=128, stages=2, messages=4, stagger=8),
-        256: Schedule(keys=64, stages=2, messages=0),
+        64: BackwardSchedule(keys=128, stages=2, messages=2, late=True, stagger=8),
+        128: BackwardSchedule(keys=128, stages=2, messages=4, stagger=8),
+        256: BackwardSchedule(keys=64, stages=2, messages=0),
     }
     assert choice(problem(head_dim=64, head_dim_v=64, causal="bottom_right"), TIMED_WITH).schedule.stages == 3
     grouped = problem(head_dim=128, head_dim_v=128, causal="bottom_right", heads_q=8, heads_k=2)
@@ -155,19 +155,19 @@ def test_schedules() -> None:
     assert VARIANT.describe(problem(head_dim=72, head_dim_v=72))["messages"] == summed[128].messages > 0
     for dim in WIDTHS:  # sums in memory are added in any order
         repeatable = choice(problem(head_dim=dim, head_dim_v=dim, deterministic=True), TIMED_WITH).schedule
-        assert repeatable == Schedule(keys=summed[dim].keys, stages=2, messages=0)
+        assert repeatable == BackwardSchedule(keys=summed[dim].keys, stages=2, messages=0)
         large = choice(problem(LARGE, head_dim=dim, head_dim_v=dim, deterministic=True), TIMED_WITH)
         if summed[dim].messages:  # except in turns
             assert large.schedule == msgspec.structs.replace(summed[dim], stagger=0, turns=True)
         else:
             assert large.schedule == summed[dim]
     with pytest.raises(ValueError, match="late"):
-        Schedule(keys=128, stages=2, messages=0, late=True)
+        BackwardSchedule(keys=128, stages=2, messages=0, late=True)
     with pytest.raises(ValueError, match="128 keys"):
-        Schedule(keys=64, stages=2, messages=2)
+        BackwardSchedule(keys=64, stages=2, messages=2)
     for fields in ({"messages": 0}, {"messages": 2, "stagger": 8}):
         with pytest.raises(ValueError, match="turns are about dQ that is added"):
-            Schedule(keys=128, stages=2, turns=True, **fields)
+            BackwardSchedule(keys=128, stages=2, turns=True, **fields)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,9 @@ MOST_SPILLED = 128  # bytes a thread of all roles: a thread that only moves memo
 @pytest.mark.parametrize("form", FORMS)
 def test_it_compiles_clean(gluon_compiler: Worker, gluon_target: Target, form: str) -> None:
     p = FORMS[form]
-    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0)
+    kernels, failed, _ = variants.compile_variant(
+        VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0
+    )
     assert failed is None, failed
     assert len(kernels) == 3
     for kernel in kernels:
@@ -335,7 +337,7 @@ def test_a_left_operand_stays_until_its_product_has_ended(
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
-    if str(gluon_target.toolchain) != str(installed()):
+    if str(gluon_target.toolchain) != str(installed_toolchain()):
         pytest.skip("assembles with the installed Triton's ptxas, which --release does not choose")
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "nvdisasm").exists():

@@ -107,7 +107,9 @@ def test_it_compiles_clean(
         pytest.skip("one of many forms: --forms compiles it")
     p = problem(form, head_dim, causal)
     assert VARIANT.rejects(p, gluon_target) is None
-    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0)
+    kernels, failed, _ = variants.compile_variant(
+        VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0
+    )
     assert failed is None, failed
     main = kernels[0]
     assert main.function == "scheduled_forward"

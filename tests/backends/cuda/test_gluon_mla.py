@@ -144,7 +144,7 @@ def test_it_compiles_without_spills(gluon_compiler: Worker, gluon_target: Target
     p = problem(**FORMS[form])
     made = plan(p, gluon_target)
     assert made.path == VARIANT.name
-    kernels, failed, _ = variants.compiled(VARIANT, made, gluon_target, gluon_compiler, 120.0)
+    kernels, failed, _ = variants.compile_variant(VARIANT, made, gluon_target, gluon_compiler, 120.0)
     assert failed is None, failed
     assert kernels[0].function == "latent_decode"
     assert (len(kernels) == 2) is (FORMS[form]["num_splits"] > 1)  # and the one that merges

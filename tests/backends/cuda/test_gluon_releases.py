@@ -86,7 +86,7 @@ def test_a_release_compiles_them(release_compiler: Worker, release_target: Targe
     variant = VARIANTS[name]
     made = plan(problem, release_target, settings=ASKED.get(name, Settings()))
     assert made.path == name
-    kernels, failed, _ = variants.compiled(variant, made, release_target, release_compiler, 240.0)
+    kernels, failed, _ = variants.compile_variant(variant, made, release_target, release_compiler, 240.0)
     assert failed is None, failed
     assert tuple(kernel.function for kernel in kernels) == functions
     for kernel in kernels:

@@ -13,7 +13,7 @@ from test_gluon_forms import plan_of, problem
 
 from portattn.backends.cuda.hopper_forward import variant
 from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
-from portattn.backends.cuda.searched import Scheduled
+from portattn.backends.cuda.searched import ScheduledVariant
 from portattn.compile.compile_check import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
@@ -87,7 +87,7 @@ def test_a_warp_without_growth_leaves_its_accumulator_alone(
     chosen = variant.choice(p)
     assert chosen is not None
     schedule = msgspec.structs.replace(chosen.schedule, lazy=True, late=late)
-    signature, *_ = signatures(Scheduled(ForwardTunable(), schedule), meta_call(p))
+    signature, *_ = signatures(ScheduledVariant(ForwardTunable(), schedule), meta_call(p))
     assert signature.constants["LAZY"] is True
     reply = compile_in(gluon_compiler, signature, plan_of(p, gluon_target), gluon_target, 120.0, "text")
     assert reply.outcome == "ok", reply.message
@@ -116,7 +116,7 @@ def test_no_product_waits_for_the_branch(
     assert chosen is not None
     spilled = []
     for schedule in (chosen.schedule, msgspec.structs.replace(chosen.schedule, lazy=True, late=late)):
-        signature, *_ = signatures(Scheduled(ForwardTunable(), schedule), meta_call(p))
+        signature, *_ = signatures(ScheduledVariant(ForwardTunable(), schedule), meta_call(p))
         reply = compile_in(gluon_compiler, signature, plan_of(p, gluon_target), gluon_target, 120.0, "full")
         assert reply.outcome == "ok", reply.message
         assert "serialized_wgmma" not in reply.facts

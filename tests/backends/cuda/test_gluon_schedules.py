@@ -20,7 +20,7 @@ from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.tuning import Entry, Figures, Source, Tuning
+from portattn.schema.tuning import Entry, ProblemFigures, Source, Tuning
 from portattn.tools.tune.workloads import parse, workload
 
 NEWER = "triton==3.8.0"
@@ -37,7 +37,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries that 3.8.0 was timed with, in front of those of 3.6.0."""
     source = Source(
         chip="NVIDIA H200", toolchain=NEWER, date=datetime.date(2026, 11, 24), measured=True,
-        figures=(Figures(problem="made up for this test", us=1.0),),
+        figures=(ProblemFigures(problem="made up for this test", us=1.0),),
     )  # fmt: skip
     own = tuple(
         Entry(kernel=name, when=("widest<=128",), toolchain={"triton": ">=3.8"}, flags=flags, provenance=source)

@@ -16,7 +16,7 @@ from portattn.launch.described import signatures
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.worker.client import Worker
 
 VARIANT = ForwardVariant()
@@ -78,7 +78,7 @@ def test_a_left_operand_stays_until_its_product_has_ended(
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
-    if str(gluon_target.toolchain) != str(installed()):
+    if str(gluon_target.toolchain) != str(installed_toolchain()):
         pytest.skip("assembles with the installed Triton's ptxas, which --release does not choose")
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "nvdisasm").exists():

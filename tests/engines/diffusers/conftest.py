@@ -11,11 +11,11 @@ import support
 import torch
 
 if TYPE_CHECKING:
-    from portattn.integrations.diffusers import Registration
+    from portattn.integrations.diffusers import DiffusersRegistration
 
 
 @pytest.fixture
-def registered() -> Iterator[Registration]:
+def registered() -> Iterator[DiffusersRegistration]:
     from portattn.integrations.diffusers import register
 
     handle = register()
@@ -24,7 +24,7 @@ def registered() -> Iterator[Registration]:
 
 
 @pytest.fixture
-def kernels(device: support.Device) -> Iterator[Registration]:
+def kernels(device: support.Device) -> Iterator[DiffusersRegistration]:
     """By portattn's Triton kernels: on the accelerator, or under the interpreter."""
     from portattn.integrations.diffusers import register
 

@@ -23,9 +23,9 @@ from quick_interpreter import quick_interpreter
 from tiny_diffusers import flux, flux_inputs
 
 from portattn.errors import ArgumentError
-from portattn.integrations.diffusers import Registration, register
+from portattn.integrations.diffusers import DiffusersRegistration, register
 
-Case = Callable[[Registration, int, int], None]
+Case = Callable[[DiffusersRegistration, int, int], None]
 
 
 def parallel(world: int, device: str = "cpu", **degrees: Any) -> ParallelConfig:
@@ -51,7 +51,7 @@ def part(tensor: torch.Tensor, rank: int, world: int, uneven: int = 0) -> torch.
 
 
 def attention(
-    handle: Registration, rank: int, world: int, config: ParallelConfig, *, uneven: int = 0, lse: bool = False,
+    handle: DiffusersRegistration, rank: int, world: int, config: ParallelConfig, *, uneven: int = 0, lse: bool = False,
     mask: bool = False, gradients: bool = True, dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """Out, LSE and gradients of this process' rows, against those of all rows in one process."""
@@ -76,45 +76,45 @@ def attention(
             assert_right(mine_, part(same, rank, world, uneven), part(right, rank, world, uneven))
 
 
-def ring(handle: Registration, rank: int, world: int) -> None:
+def ring(handle: DiffusersRegistration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ring_degree=world))
 
 
-def ring_in_half(handle: Registration, rank: int, world: int) -> None:
+def ring_in_half(handle: DiffusersRegistration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ring_degree=world), dtype=torch.bfloat16)
 
 
-def ring_lse(handle: Registration, rank: int, world: int) -> None:
+def ring_lse(handle: DiffusersRegistration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ring_degree=world), lse=True, gradients=False)
 
 
-def ring_of_any_length(handle: Registration, rank: int, world: int) -> None:
+def ring_of_any_length(handle: DiffusersRegistration, rank: int, world: int) -> None:
     config = parallel(world, ring_degree=world, ring_anything=True)
     attention(handle, rank, world, config, uneven=3, gradients=False)
 
 
-def ulysses(handle: Registration, rank: int, world: int) -> None:
+def ulysses(handle: DiffusersRegistration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ulysses_degree=world))
 
 
-def ulysses_masked(handle: Registration, rank: int, world: int) -> None:
+def ulysses_masked(handle: DiffusersRegistration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ulysses_degree=world), mask=True)
 
 
-def ulysses_lse(handle: Registration, rank: int, world: int) -> None:
+def ulysses_lse(handle: DiffusersRegistration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ulysses_degree=world), lse=True, gradients=False)
 
 
-def ulysses_of_any_length(handle: Registration, rank: int, world: int) -> None:
+def ulysses_of_any_length(handle: DiffusersRegistration, rank: int, world: int) -> None:
     config = parallel(world, ulysses_degree=world, ulysses_anything=True)
     attention(handle, rank, world, config, uneven=3, gradients=False)
 
 
-def unified(handle: Registration, rank: int, world: int) -> None:
+def unified(handle: DiffusersRegistration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ring_degree=2, ulysses_degree=world // 2))
 
 
-def autocast(handle: Registration, rank: int, world: int) -> None:
+def autocast(handle: DiffusersRegistration, rank: int, world: int) -> None:
     """The result is that of tensors in autocast's dtype, and so are the gradients, in their leaves' dtype."""
     config = parallel(world, ring_degree=world)
     mine = [part(tensor, rank, world).detach().requires_grad_() for tensor in whole(24)]
@@ -127,7 +127,7 @@ def autocast(handle: Registration, rank: int, world: int) -> None:
     assert all(torch.equal(ours, right.float()) for ours, right in pairs)
 
 
-def autocast_masked(handle: Registration, rank: int, world: int) -> None:
+def autocast_masked(handle: DiffusersRegistration, rank: int, world: int) -> None:
     """An added mask in another half precision than autocast's, which the backward sees without autocast."""
     config = parallel(world, ulysses_degree=world)
     mine = [part(tensor, rank, world).detach().requires_grad_() for tensor in whole(24)]
@@ -141,7 +141,7 @@ def autocast_masked(handle: Registration, rank: int, world: int) -> None:
     assert all(torch.equal(ours, right.float()) for ours, right in pairs)
 
 
-def dropout(handle: Registration, rank: int, world: int) -> None:
+def dropout(handle: DiffusersRegistration, rank: int, world: int) -> None:
     """Gradients are those of the elements that the forward dropped: out is linear in value, and so known by them."""
     config = parallel(world, ulysses_degree=world)
     mine = [part(tensor, rank, world).detach().requires_grad_() for tensor in whole(24)]
@@ -154,7 +154,9 @@ def dropout(handle: Registration, rank: int, world: int) -> None:
     assert not torch.allclose(plain, out, atol=1e-3)
 
 
-def refused(handle: Registration, rank: int, world: int, argument: str, degrees: dict[str, int], **named: Any) -> None:
+def refused(
+    handle: DiffusersRegistration, rank: int, world: int, argument: str, degrees: dict[str, int], **named: Any
+) -> None:
     mine = [part(tensor, rank, world) for tensor in whole(24)]
     if named.pop("grad", False):
         mine = [tensor.detach().requires_grad_() for tensor in mine]
@@ -166,7 +168,7 @@ def refused(handle: Registration, rank: int, world: int, argument: str, degrees:
     print(f"refused {rank} {argument}: {raised.value}")
 
 
-def refusals(handle: Registration, rank: int, world: int) -> None:
+def refusals(handle: DiffusersRegistration, rank: int, world: int) -> None:
     rings, heads = {"ring_degree": world}, {"ulysses_degree": world}
     for degrees in (rings, heads):
         refused(handle, rank, world, "is_causal", degrees, is_causal=True)
@@ -179,7 +181,7 @@ def refusals(handle: Registration, rank: int, world: int) -> None:
     refused(handle, rank, world, "attn_mask.requires_grad", heads, attn_mask=mask)
 
 
-def model(build: Any, inputs: Any, handle: Registration, **degrees: int) -> None:
+def model(build: Any, inputs: Any, handle: DiffusersRegistration, **degrees: int) -> None:
     """A transformer whose hooks split and gather what comes and goes, against itself in one process in float64."""
     plain, ours = build(), build()
     plain.set_attention_backend("native")
@@ -195,11 +197,11 @@ def model(build: Any, inputs: Any, handle: Registration, **degrees: int) -> None
     assert_right(out, same, right)
 
 
-def flux_by_ring(handle: Registration, rank: int, world: int) -> None:
+def flux_by_ring(handle: DiffusersRegistration, rank: int, world: int) -> None:
     model(flux, lambda dtype=torch.float32: flux_inputs(dtype, text=6), handle, ring_degree=world)
 
 
-def flux_by_heads(handle: Registration, rank: int, world: int) -> None:
+def flux_by_heads(handle: DiffusersRegistration, rank: int, world: int) -> None:
     model(flux, lambda dtype=torch.float32: flux_inputs(dtype, text=6), handle, ulysses_degree=world)
 
 

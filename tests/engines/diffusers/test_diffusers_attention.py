@@ -15,7 +15,7 @@ import portattn
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from portattn.integrations.diffusers import Registration
+    from portattn.integrations.diffusers import DiffusersRegistration
 
 
 def check(
@@ -42,20 +42,20 @@ def check(
 
 @pytest.mark.engine_feature("attention in both directions, cross-attention")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_without_a_mask(kernels: Registration, device: support.Device, dtype: torch.dtype) -> None:
+def test_without_a_mask(kernels: DiffusersRegistration, device: support.Device, dtype: torch.dtype) -> None:
     check(kernels, qkv(dtype=dtype, device=device.name))
     check(kernels, qkv(rows=1, keys=40, width=24, dtype=dtype, device=device.name), scale=0.3)
 
 
 @pytest.mark.engine_feature("is_causal, aligned at the top left")
 @pytest.mark.parametrize(("rows", "keys"), [(19, 19), (7, 23), (23, 7)])
-def test_causal(kernels: Registration, device: support.Device, rows: int, keys: int) -> None:
+def test_causal(kernels: DiffusersRegistration, device: support.Device, rows: int, keys: int) -> None:
     check(kernels, qkv(rows=rows, keys=keys, device=device.name), is_causal=True)
 
 
 @pytest.mark.engine_feature("enable_gqa")
 @pytest.mark.parametrize("heads_k", [1, 2])
-def test_grouped_heads(kernels: Registration, device: support.Device, heads_k: int) -> None:
+def test_grouped_heads(kernels: DiffusersRegistration, device: support.Device, heads_k: int) -> None:
     check(kernels, qkv(heads_k=heads_k, device=device.name), enable_gqa=True)
 
 
@@ -67,14 +67,14 @@ SHAPES = {
 
 @pytest.mark.engine_feature("masks: boolean, of (B, Sk), (Sq, Sk) or four axes")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_boolean_masks(kernels: Registration, device: support.Device, shape: tuple[int, ...]) -> None:
+def test_boolean_masks(kernels: DiffusersRegistration, device: support.Device, shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape, device=device.name) > 0.4
     check(kernels, qkv(device=device.name), mask, mask[:, None, None] if shape == (2, 23) else mask)
 
 
 @pytest.mark.engine_feature("masks: added to the scores, in query's dtype or float32")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_added_masks(kernels: Registration, device: support.Device, shape: tuple[int, ...]) -> None:
+def test_added_masks(kernels: DiffusersRegistration, device: support.Device, shape: tuple[int, ...]) -> None:
     mask = torch.randn(shape, device=device.name)
     mask[..., 3] = -math.inf
     check(kernels, qkv(device=device.name), mask, mask[:, None, None] if shape == (2, 23) else mask)
@@ -83,7 +83,7 @@ def test_added_masks(kernels: Registration, device: support.Device, shape: tuple
 @pytest.mark.engine_feature("masks: added to the scores, in query's dtype or float32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_an_added_mask_beside_half_precision(
-    kernels: Registration, device: support.Device, dtype: torch.dtype
+    kernels: DiffusersRegistration, device: support.Device, dtype: torch.dtype
 ) -> None:  # fmt: skip
     mask = torch.randn(2, 1, 1, 23, device=device.name).to(dtype)
     tensors = qkv(dtype=torch.bfloat16, device=device.name)
@@ -95,7 +95,9 @@ def test_an_added_mask_beside_half_precision(
 @pytest.mark.engine_feature("keys that a mask hides may hold NaN")
 @pytest.mark.parametrize("poisoned", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize("added", [False, True], ids=["boolean", "added"])
-def test_hidden_keys_hold_nan(kernels: Registration, device: support.Device, poisoned: int, added: bool) -> None:
+def test_hidden_keys_hold_nan(
+    kernels: DiffusersRegistration, device: support.Device, poisoned: int, added: bool
+) -> None:
     """One row of the mask hides everything: it gives 0."""
     tensors = qkv(device=device.name)
     mask = torch.ones(2, 1, 19, 23, dtype=torch.bool, device=device.name)
@@ -111,7 +113,7 @@ def test_hidden_keys_hold_nan(kernels: Registration, device: support.Device, poi
 
 @pytest.mark.engine_feature("no queries, no keys, no batch")
 @pytest.mark.parametrize("sizes", [{"rows": 0}, {"keys": 0}, {"batch": 0}], ids=str)
-def test_nothing_to_do(registered: Registration, sizes: dict[str, int]) -> None:
+def test_nothing_to_do(registered: DiffusersRegistration, sizes: dict[str, int]) -> None:
     tensors = qkv(**sizes)  # type: ignore[arg-type]
     out, lse = dispatch(registered, *tensors, return_lse=True)
     assert out.shape == tensors[0].shape
@@ -121,14 +123,14 @@ def test_nothing_to_do(registered: Registration, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.engine_feature("new shapes each call")
-def test_new_shapes_each_call(kernels: Registration, device: support.Device) -> None:
+def test_new_shapes_each_call(kernels: DiffusersRegistration, device: support.Device) -> None:
     for rows in (3, 17, 40, 5):
         check(kernels, qkv(rows=rows, keys=2 * rows, batch=1 + rows % 2, device=device.name))
 
 
 @pytest.mark.engine_feature("gradients, of a mask too")
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "an added mask"])
-def test_gradients(kernels: Registration, device: support.Device, masked: bool) -> None:
+def test_gradients(kernels: DiffusersRegistration, device: support.Device, masked: bool) -> None:
     tensors = qkv(device=device.name, requires_grad=True)
     mask = torch.randn(2, 1, 19, 23, device=device.name, requires_grad=True) if masked else None
     leaves = [*tensors, *([mask] if mask is not None else [])]
@@ -146,7 +148,7 @@ def test_gradients(kernels: Registration, device: support.Device, masked: bool) 
 
 
 @pytest.mark.engine_feature("dropout_p")
-def test_dropout(kernels: Registration, device: support.Device) -> None:
+def test_dropout(kernels: DiffusersRegistration, device: support.Device) -> None:
     """What is dropped is portattn's own choice: the mean over many values is what it is without."""
     q, k, _ = qkv(keys=200, device=device.name)
     value = torch.ones(2, 200, 4, 16, device=device.name)
@@ -161,7 +163,7 @@ def test_dropout(kernels: Registration, device: support.Device) -> None:
 
 @pytest.mark.engine_feature("autocast")
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "an added mask"])
-def test_autocast(kernels: Registration, device: support.Device, masked: bool) -> None:
+def test_autocast(kernels: DiffusersRegistration, device: support.Device, masked: bool) -> None:
     tensors = qkv(device=device.name)
     mask = torch.randn(2, 1, 1, 23, device=device.name) if masked else None
     with torch.autocast(device.name, torch.bfloat16):
@@ -173,7 +175,7 @@ def test_autocast(kernels: Registration, device: support.Device, masked: bool) -
 
 @pytest.mark.engine_feature("torch.compile with fullgraph=True")
 @pytest.mark.parametrize("case", ["plain", "mask", "causal", "lse", "autocast"])
-def test_compiled(registered: Registration, case: str) -> None:
+def test_compiled(registered: DiffusersRegistration, case: str) -> None:
     tensors = qkv(heads_k=2)
     named: dict[str, Any] = {
         "mask": {"attn_mask": torch.rand(2, 23) > 0.4}, "causal": {"is_causal": True}, "lse": {"return_lse": True},
@@ -218,13 +220,17 @@ def refusals() -> list[Any]:
 
 @pytest.mark.parametrize(("sizes", "named", "says"), refusals())
 def test_what_is_refused(
-    registered: Registration, sizes: dict[str, Any], named: dict[str, Any], says: str, refusal: Callable[..., Any]
+    registered: DiffusersRegistration,
+    sizes: dict[str, Any],
+    named: dict[str, Any],
+    says: str,
+    refusal: Callable[..., Any],
 ) -> None:
     with refusal(ArgumentError, match=says):
         dispatch(registered, *qkv(**sizes), **named)
 
 
-def test_a_refusal_of_what_is_compiled(registered: Registration) -> None:
+def test_a_refusal_of_what_is_compiled(registered: DiffusersRegistration) -> None:
     """Without fullgraph the graph breaks where it is raised, and the error is the same."""
 
     def call(*tensors: torch.Tensor) -> Any:
@@ -234,13 +240,13 @@ def test_a_refusal_of_what_is_compiled(registered: Registration) -> None:
         torch.compile(call, backend="eager")(*qkv(heads_k=2))
 
 
-def test_a_tensor_of_three_axes(registered: Registration) -> None:
+def test_a_tensor_of_three_axes(registered: DiffusersRegistration) -> None:
     q, k, v = qkv()
     with pytest.raises(ArgumentError, match=r"query\.shape is \(2, 19, 64\), but must be \(B, S, H, D\)"):
         dispatch(registered, q.flatten(2), k, v)
 
 
-def test_diffusers_checks_may_be_on(registered: Registration, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diffusers_checks_may_be_on(registered: DiffusersRegistration, monkeypatch: pytest.MonkeyPatch) -> None:
     """DIFFUSERS_ATTN_CHECKS: no argument is reported as removed."""
     from diffusers.models import attention_dispatch
 

@@ -24,7 +24,7 @@ def test_names_of_other_devices(backend: str) -> None:
     integration.register("portattn_elsewhere", backend=backend).remove()
 
 
-def test_advice_names_what_the_call_has(registered: integration.Registration) -> None:
+def test_advice_names_what_the_call_has(registered: integration.DiffusersRegistration) -> None:
     """diffusers' call has no `layout`."""
     query, key = torch.randn(1, 4, 6, 16), torch.randn(1, 4, 9, 16)  # as (batch, heads, seq, head_dim)
     with pytest.raises(ArgumentError, match="heads_q is 6") as raised:

@@ -15,7 +15,7 @@ import portattn
 from portattn.integrations import sdpa
 
 if TYPE_CHECKING:
-    from portattn.integrations.diffusers import Registration
+    from portattn.integrations.diffusers import DiffusersRegistration
 
 FLUX, QWEN, UNET = "FluxTransformer2DModel", "QwenImageTransformer2DModel", "UNet2DConditionModel"
 MODELS = [
@@ -32,7 +32,7 @@ def on(device: str, given: Any) -> Any:
 @pytest.mark.parametrize(("build", "inputs"), MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_transformer(
-    build: Build, inputs: Inputs, dtype: torch.dtype, kernels: Registration, device: support.Device
+    build: Build, inputs: Inputs, dtype: torch.dtype, kernels: DiffusersRegistration, device: support.Device
 ) -> None:
     """By portattn's kernels. The second prompt of QwenImage is shorter, which its mask says."""
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_a_transformer(
 
 
 @pytest.mark.parametrize(("build", "inputs"), MODELS)
-def test_it_is_trained(build: Build, inputs: Inputs, kernels: Registration, device: support.Device) -> None:
+def test_it_is_trained(build: Build, inputs: Inputs, kernels: DiffusersRegistration, device: support.Device) -> None:
     grads: dict[str, Any] = {}
     for name in ("right", "same", "ours"):
         dtype = torch.float64 if name == "right" else torch.float32
@@ -67,7 +67,7 @@ def test_it_is_trained(build: Build, inputs: Inputs, kernels: Registration, devi
 
 @pytest.mark.engine_feature("torch.compile with fullgraph=True")
 @pytest.mark.parametrize(("build", "inputs"), MODELS)
-def test_it_is_compiled(build: Build, inputs: Inputs, registered: Registration) -> None:
+def test_it_is_compiled(build: Build, inputs: Inputs, registered: DiffusersRegistration) -> None:
     model = build()
     model.set_attention_backend("portattn")
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_it_is_compiled(build: Build, inputs: Inputs, registered: Registration) 
 
 
 @pytest.mark.engine_feature("torch.compile with fullgraph=True")
-def test_it_is_compiled_once_for_all_resolutions(registered: Registration) -> None:
+def test_it_is_compiled_once_for_all_resolutions(registered: DiffusersRegistration) -> None:
     model = flux()
     model.set_attention_backend("portattn")
     torch.compiler.reset()  # of other tests' models nothing is to be compiled again
@@ -90,7 +90,7 @@ def test_it_is_compiled_once_for_all_resolutions(registered: Registration) -> No
 
 @pytest.mark.engine_feature("autocast")
 @pytest.mark.parametrize(("build", "inputs"), MODELS)
-def test_autocast(build: Build, inputs: Inputs, registered: Registration) -> None:
+def test_autocast(build: Build, inputs: Inputs, registered: DiffusersRegistration) -> None:
     with torch.no_grad():
         right = build().double()(**inputs(torch.float64))[0]
     model = build()
@@ -122,7 +122,7 @@ def test_a_unet(device: support.Device) -> None:
     assert_right(out, same, right)
 
 
-def test_a_unet_is_not_reached_by_a_backend(registered: Registration) -> None:
+def test_a_unet_is_not_reached_by_a_backend(registered: DiffusersRegistration) -> None:
     """set_attention_backend succeeds and changes nothing there, for any backend: the page says so."""
     model = unet()
     model.set_attention_backend("portattn")

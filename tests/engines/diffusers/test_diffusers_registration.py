@@ -98,14 +98,14 @@ def test_nothing_is_left_of_an_interrupted_one(
 
 
 @pytest.mark.engine_feature(REGISTERED)
-def test_the_same_arguments_give_the_same_handle(registered: integration.Registration) -> None:
+def test_the_same_arguments_give_the_same_handle(registered: integration.DiffusersRegistration) -> None:
     assert integration.register() is registered
     with pytest.raises(ArgumentError, match=r"backend is 'reference', but 'portattn' is registered with None"):
         integration.register(backend="reference")
 
 
 @pytest.mark.engine_feature("set_attention_backend")
-def test_a_model_that_is_set_to_it(registered: integration.Registration) -> None:
+def test_a_model_that_is_set_to_it(registered: integration.DiffusersRegistration) -> None:
     model = flux()
     model.set_attention_backend("portattn")
     assert portattn.last_plan() is None
@@ -123,7 +123,7 @@ def test_a_model_that_is_set_to_it(registered: integration.Registration) -> None
 
 
 @pytest.mark.engine_feature("attention_backend, the context manager")
-def test_a_block(registered: integration.Registration) -> None:
+def test_a_block(registered: integration.DiffusersRegistration) -> None:
     model = flux()
     with attention_backend("portattn"), torch.no_grad():
         model(**flux_inputs())
@@ -203,7 +203,7 @@ def test_a_backend_that_is_no_string() -> None:
         integration.register(backend=3)  # type: ignore[arg-type]
 
 
-def test_every_argument_of_diffusers_own_backend_is_declared(registered: integration.Registration) -> None:
+def test_every_argument_of_diffusers_own_backend_is_declared(registered: integration.DiffusersRegistration) -> None:
     """Those that a signature lacks are dropped without a word."""
     names = _AttentionBackendRegistry._supported_arg_names
     assert names[AttentionBackendName("portattn")] >= names[AttentionBackendName.NATIVE]

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-from portattn.testing.tolerance import budget, largest, misplaced
+from portattn.testing.tolerance import budget, count_misplaced, largest
 
 RANK, ROPE = 32, 16  # of latent attention here
 
@@ -220,7 +220,7 @@ class Served:
         exact = self.expected(q, batch, before, new, layer, torch.float64, tree, sinks)
         same = self.expected(q, batch, before, new, layer, self.dtype, tree, sinks)
         assert (out.shape, out.dtype) == (exact.shape, self.dtype)
-        assert misplaced(out, exact) == 0
+        assert count_misplaced(out, exact) == 0
         assert largest(out.double() - exact) <= budget(self.dtype, exact, same)
 
 

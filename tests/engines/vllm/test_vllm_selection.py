@@ -160,14 +160,15 @@ def test_head_sizes_of_scales_in_the_cache() -> None:
 
 @feature("vLLM 0.34 and later, 0.30 and earlier", refused=True)
 def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert capabilities.untested() == "", vllm.__version__
+    assert capabilities.unsupported_version() == "", vllm.__version__
     for version in ("0.31.0", "0.32.1+cu130", "0.33.1.dev3+g1234"):
-        assert capabilities.untested(version) == ""
+        assert capabilities.unsupported_version(version) == ""
     for version in ("0.30.0", "0.34.0", "1.0", "dev"):
-        assert f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33" in capabilities.untested(
-            version
+        assert (
+            f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33"
+            in capabilities.unsupported_version(version)
         )
-    monkeypatch.setattr(capabilities, "untested", lambda: capabilities.untested("0.34.0"))
+    monkeypatch.setattr(capabilities, "unsupported_version", lambda: capabilities.unsupported_version("0.34.0"))
     with refusal(ValueError, match="vLLM 0.34.0 is not supported"):
         raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {reasons()}")
     assert "vLLM 0.34.0 is not supported" in reasons(mla.PortattnMLABackend, head_size=576, use_mla=True)[0]

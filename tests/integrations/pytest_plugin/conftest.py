@@ -17,7 +17,7 @@ from pytest_runs import Runner
 # twice.
 from portattn.backends.cuda import ptxas  # noqa: F401
 from portattn.integrations.pytest_plugin import conformance, quirk_marks, session, targets  # noqa: F401
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import numerics
 from portattn.tools.matrix import baseline, verdict  # noqa: F401
 
@@ -61,7 +61,7 @@ def inner(pytester: pytest.Pytester, entry_point: None) -> Runner:
 @pytest.fixture
 def planted_compiler(planted: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The installed toolchain is the compiler that fails as tests/planted.py says, and nothing is interpreted."""
-    options = functools.partial(session.Options, pythons={str(installed()): planted}, left_out=("emulated",))
+    options = functools.partial(session.Options, pythons={str(installed_toolchain()): planted}, left_out=("emulated",))
     monkeypatch.setattr(session, "Options", options)
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
     return planted

@@ -11,7 +11,7 @@ from handmade import make_cell, make_run
 from pytest_runs import Runner
 
 from portattn.integrations.pytest_plugin.conformance import slug
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.matrix import baseline, provenance, select
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.problems import SETS
@@ -19,7 +19,7 @@ from portattn.tools.matrix.results import Results
 from portattn.tools.matrix.run import Options, execute
 from portattn.tools.matrix.snapshot import snapshot
 
-HERE = str(installed())
+HERE = str(installed_toolchain())
 NAME = "dense causal fp16 D=64"
 CASE = f"{HERE}::dense_causal_fp16_D=64"
 SELECTED = f"--portattn-conformance={NAME}"

@@ -15,13 +15,13 @@ from pytest_runs import Runner
 
 from portattn.errors import ArgumentError
 from portattn.planning.registry import parse_target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools import lab
 from portattn.tools.own_kernels import CompileError, compile_for
 from portattn.worker.client import Worker
 
 TEAM = Path(__file__).parent / "team"
-HERE = str(installed())
+HERE = str(installed_toolchain())
 TYPES = {"x": "*fp16", "scale": "*fp32", "out": "*fp16", "columns": "i32"}
 GPU = "cuda:sm_90"
 

@@ -8,7 +8,7 @@ import msgspec
 
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Ceilings, Spread
-from portattn.tools.bench.results import Figures, Result, Row, Run, row
+from portattn.tools.bench.results import BenchRun, Figures, Result, Row, row
 from portattn.tools.bench.sets import SETS
 
 LIMITS = Ceilings(gemm_tflops=800.0, copy_tbs=4.0)
@@ -57,8 +57,8 @@ def made(set_: str, case: Case, *contenders: Figures, limits: Ceilings | None = 
     return row(set_, case, 0, limits, 1e-3, {f.name: f for f in contenders}, **others)
 
 
-def a_run(**fields: Any) -> Run:
-    base = Run(
+def a_run(**fields: Any) -> BenchRun:
+    base = BenchRun(
         date="2026-01-02T03:04:05+00:00", command="portattn bench", commit="abc", portattn="0", kernels="k",
         chip="a chip", target="cuda:sm_90", toolchain="triton==3.6.0", device={"multi_processors": 132},
         versions={"torch": "2.11"}, peers={"fa3": "here", "flex": "no package"}, libraries={"x.so": "loaded"},

@@ -20,7 +20,7 @@ import torch
 from benchfakes import FakeClock, a_run
 from tiny import shrunk
 
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.releases import child
 
@@ -60,16 +60,16 @@ class Session(child.Session):
             name: step.about[name] for name in ("sets", "asked", "rounds", "backend", "core", "only_host")
         }
         fields["cells"] = len(fields["asked"])
-        found = str(installed()) if FAULTS.get("asks") else f"triton=={FAULTS.get('is', NAME)}"
+        found = str(installed_toolchain()) if FAULTS.get("asks") else f"triton=={FAULTS.get('is', NAME)}"
         return a_run(toolchain=found, commit=step.about["commit"], ceilings=None, **fields)
 
-    def prepare(self, step: child.Prepare) -> child.Prepared:
+    def prepare(self, step: child.Prepare) -> child.PreparedCase:
         CLOCK.case = step.case.name
         case = shrunk(step.case)
         made = super().prepare(child.Prepare(case=case, backend=step.backend, core=step.core))
         if "wrong" not in FAULTS or FAULTS["wrong"] not in step.case.name:
             return made
-        return child.Prepared(budget=made.budget, refused={OURS: "error 1.0 is over the budget"})
+        return child.PreparedCase(budget=made.budget, refused={OURS: "error 1.0 is over the budget"})
 
     def compile(self, step: child.Compile) -> str:
         return super().compile(child.Compile(case=shrunk(step.case), backend=step.backend, core=step.core))
@@ -80,4 +80,4 @@ SESSION = Session(torch.device("cpu"), CLOCK)
 
 
 def answer(request: Any, enter: Any) -> dict[str, Any]:
-    return child.answered(SESSION, request, enter)
+    return child.answer_request(SESSION, request, enter)

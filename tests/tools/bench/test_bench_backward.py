@@ -12,7 +12,7 @@ from tiny import CASES, distinct
 
 import portattn
 from portattn.tools.bench import backward, gate, gradgate
-from portattn.tools.bench.backward import Differentiated, own_builds
+from portattn.tools.bench.backward import GradientContender, own_builds
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import OURS, UNORDERED, Contender, ours
 from portattn.tools.bench.sets import SETS
@@ -108,9 +108,9 @@ def test_blocks_of_rows_change_nothing(case, monkeypatch):
         torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12)
 
 
-def right(case: Case, tensors: Tensors) -> Differentiated:
+def right(case: Case, tensors: Tensors) -> GradientContender:
     made = own_builds(case, tensors)[OURS]()
-    assert isinstance(made, Differentiated)
+    assert isinstance(made, GradientContender)
     return made
 
 
@@ -318,7 +318,9 @@ def with_dropout(leaves: Tensors, case: Case, mask: torch.Tensor, of_backward: t
     """Attention that keeps the pairs of a mask, and in its backward those of another one if that is given."""
 
     def attend(q, k, v, kept):
-        scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~gradgate.attended(case, 0, case.seq_q, CPU), -torch.inf)
+        scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(
+            ~gradgate.attention_mask(case, 0, case.seq_q, CPU), -torch.inf
+        )
         return (scores.softmax(-1) * kept / (1 - case.dropout)) @ v
 
     class Masked(torch.autograd.Function):
@@ -352,7 +354,7 @@ def test_dropout_is_compared_under_the_contenders_own_mask():
     }
     contenders = backward.differentiated(leaves, builds, ordered=False)
     found = gradgate.kept_pairs(case, contenders["right"](), [(2, 1)])[0]
-    seen = gradgate.attended(case, 0, case.seq_q, CPU)
+    seen = gradgate.attention_mask(case, 0, case.seq_q, CPU)
     assert torch.equal(found & seen, one[2, 1] & seen)
     admitted = gate.admit(case, tensors, contenders)
     assert list(admitted.contenders) == ["right"]

@@ -16,7 +16,7 @@ from portattn.tools.bench.backward import own_builds
 from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
 from portattn.tools.bench.goals import GOALS, goal_results
 from portattn.tools.bench.peers import flash_packages, flex
-from portattn.tools.bench.run import Options, run_case
+from portattn.tools.bench.run import BenchOptions, run_case
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 
@@ -103,7 +103,7 @@ class OtherBytes(FakeClock):
 
 
 def test_rows_have_the_memory_beyond_the_gradients():
-    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(0.5), LIMITS, Options(rounds=2, wanted=("sdpa",)))
+    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(0.5), LIMITS, BenchOptions(rounds=2, wanted=("sdpa",)))
     assert {f.extra_bytes for f in row.contenders if not f.refused} == {1000}
     assert {f.name for f in row.contenders if not f.refused} == {OURS, "sdpa", "sdpa-flash"}
     mine = row.figures(OURS)
@@ -120,12 +120,12 @@ def test_rows_have_the_memory_beyond_the_gradients():
 
 def test_the_core_is_timed_where_paths_are_not_told(monkeypatch):
     monkeypatch.setattr("portattn.tools.bench.backward.CORE_PATH", "sdpa")
-    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(), LIMITS, Options(rounds=2, wanted=(), core=True))
+    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(), LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
     assert [f.name for f in row.contenders if not f.refused] == [OURS, CORE]
     plan = portattn.plan("attention", *(getattr(Tensors.random(DENSE, CPU), name) for name in GRADIENTS))
     monkeypatch.setattr(backward, "backward_plan", lambda pull: plan)
     clock = OtherBytes()
-    row = run_case("backward18", DENSE, 0, CPU, clock, LIMITS, Options(rounds=2, wanted=(), core=True))
+    row = run_case("backward18", DENSE, 0, CPU, clock, LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
     assert [f.name for f in row.contenders] == [OURS, CORE]
     assert len({run for run, _, _ in clock.turns}) == 1
 
@@ -168,5 +168,5 @@ def test_goals_of_the_backward():
 def test_a_child_compiles_backwards_too():
     from portattn.tools.bench import precompile
 
-    assert precompile.prime(precompile.Primed(case=PACKED, backend="auto", core=False, device="cpu")) == ""
+    assert precompile.prime(precompile.PrecompileJob(case=PACKED, backend="auto", core=False, device="cpu")) == ""
     assert run.own_builds is own_builds

@@ -338,10 +338,10 @@ def test_results_without_a_common_peer_are_not_compared(tmp_path):
 
 
 def test_an_answer_of_nvidia_smi():
-    state, driver = provenance.parsed("1980, 2619, 612.30, [N/A], 61, 570.86.15\n")
+    state, driver = provenance.parse_device_state("1980, 2619, 612.30, [N/A], 61, 570.86.15\n")
     assert (state.sm_mhz, state.power_w, state.power_limit_w, driver) == (1980.0, 612.3, None, "570.86.15")
-    assert provenance.parsed("No devices were found") is None
-    assert provenance.parsed("") is None
+    assert provenance.parse_device_state("No devices were found") is None
+    assert provenance.parse_device_state("") is None
 
 
 def test_commands_hold_no_places_of_files():

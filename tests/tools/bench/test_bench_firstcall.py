@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_what_a_child_times(small, warm):
-    found = firstcall.timed(small, "cpu", warm)
+    found = firstcall.time_calls(small, "cpu", warm)
     assert (found["warmup_s"] is not None) == warm
     assert 0 < found["second_s"] < 60
     assert found["first_s"] > 0

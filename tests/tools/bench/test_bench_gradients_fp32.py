@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import torch
 
-from portattn.testing.tolerance import FRACTION_BITS, rounded
+from portattn.testing.tolerance import FRACTION_BITS, round_fraction
 from portattn.tools.bench import gradgate
-from portattn.tools.bench.backward import Differentiated
+from portattn.tools.bench.backward import GradientContender
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.tensors import Tensors
 
@@ -31,14 +31,14 @@ def gate() -> gradgate.GradientGate:
     return gradgate.GradientGate(CASE, Tensors.random(CASE, CPU))
 
 
-def expected(of: gradgate.GradientGate) -> gradgate.Expected:
+def expected(of: gradgate.GradientGate) -> gradgate.ExpectedGradients:
     assert of._expected is not None
     return of._expected
 
 
 def added(a: torch.Tensor, b: torch.Tensor, precision: str, terms: int) -> torch.Tensor:
     """a @ b as tensor cores add it up: so many terms at a time, and towards 0 what float32 cannot hold."""
-    a, b = (rounded(x.contiguous(), FRACTION_BITS[precision]) for x in (a, b))
+    a, b = (round_fraction(x.contiguous(), FRACTION_BITS[precision]) for x in (a, b))
     total = torch.zeros(*a.shape[:-1], b.shape[-1])
     for first in range(0, a.shape[-1], terms):
         some = slice(first, first + terms)
@@ -48,7 +48,7 @@ def added(a: torch.Tensor, b: torch.Tensor, precision: str, terms: int) -> torch
     return total
 
 
-def simulated(low: str = "", terms: int = 8, hidden: int = 0, scale: float = CASE.head_dim**-0.5) -> Differentiated:
+def simulated(low: str = "", terms: int = 8, hidden: int = 0, scale: float = CASE.head_dim**-0.5) -> GradientContender:
     """The gradients by the formulas of FlashAttention-2. low: the product that is computed in TF32; hidden: keys that
     the mask hides too many; scale: of dq alone."""
     t = gate().t
@@ -58,7 +58,7 @@ def simulated(low: str = "", terms: int = 8, hidden: int = 0, scale: float = CAS
     def product(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return added(a, b, "tf32" if name == low else "tf32x3", terms)
 
-    seen = gradgate.attended(CASE, 0, CASE.seq_q, CPU).tril(-hidden)
+    seen = gradgate.attention_mask(CASE, 0, CASE.seq_q, CPU).tril(-hidden)
     seen[:, 0] = True
     scores = (product("scores", t.q, k.mT) * CASE.head_dim**-0.5).masked_fill(~seen, -torch.inf)
     p = torch.exp(scores - scores.logsumexp(-1, keepdim=True))
@@ -69,8 +69,8 @@ def simulated(low: str = "", terms: int = 8, hidden: int = 0, scale: float = CAS
     return made(out, dq, dk.sum(1, keepdim=True), dv.sum(1, keepdim=True))
 
 
-def made(out: torch.Tensor, *gradients: torch.Tensor) -> Differentiated:
-    return Differentiated(run=lambda: gradients, out=out, pull=lambda grad: gradients)  # type: ignore[arg-type,return-value]
+def made(out: torch.Tensor, *gradients: torch.Tensor) -> GradientContender:
+    return GradientContender(run=lambda: gradients, out=out, pull=lambda grad: gradients)  # type: ignore[arg-type,return-value]
 
 
 def test_torchs_own_gradients_are_within_it() -> None:
@@ -85,7 +85,7 @@ def test_sums_that_are_cut_off_are_within_it() -> None:
     found = simulated()
     assert gate().error(found) < 1.0
     whole = [gradgate.Part(p.sequence, p.head, p.values, p.same, {}) for p in expected(gate()).parts]
-    without = gradgate.Expected.of(whole, torch.float32)
+    without = gradgate.ExpectedGradients.of(whole, torch.float32)
     results = zip(gradgate.NAMES, (found.out, *found.run()), strict=True)
     assert any(off > allowed for name, one in results for off, allowed in gate()._off(name, one, without))
 

@@ -17,21 +17,21 @@ import portattn
 from portattn.errors import CompileWarning
 from portattn.tools.bench import hostcost, hostshapes
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.hostshapes import PARTS, WARM, Sizes, Workload
+from portattn.tools.bench.hostshapes import PARTS, WARM, CallSequence, CallSizes
 
 
 @pytest.fixture(scope="module")
-def large() -> list[Workload]:
+def large() -> list[CallSequence]:
     """As on a GPU, but for memory."""
-    return hostshapes.workloads("meta", Sizes())
+    return hostshapes.workloads("meta", CallSizes())
 
 
-def test_every_part_has_workloads_of_names_of_their_own(large: list[Workload]) -> None:
+def test_every_part_has_workloads_of_names_of_their_own(large: list[CallSequence]) -> None:
     assert {workload.part for workload in large} == set(PARTS)
     assert len({(workload.part, workload.name) for workload in large}) == len(large)
 
 
-def test_lengths_that_are_timed_were_never_seen(large: list[Workload]) -> None:
+def test_lengths_that_are_timed_were_never_seen(large: list[CallSequence]) -> None:
     new = [workload for workload in large if workload.part in "bd"]
     assert len(new) >= 8
     for workload in new:
@@ -42,7 +42,7 @@ def test_lengths_that_are_timed_were_never_seen(large: list[Workload]) -> None:
         assert len(set(lengths)) == len(lengths), workload.name
 
 
-def test_shapes_in_turn_were_all_made_before(large: list[Workload]) -> None:
+def test_shapes_in_turn_were_all_made_before(large: list[CallSequence]) -> None:
     for workload in large:
         if workload.part == "c":
             count = int(workload.name.split()[1])
@@ -54,7 +54,7 @@ def test_shapes_in_turn_were_all_made_before(large: list[Workload]) -> None:
             assert timed[:count] == timed[count:]
 
 
-def test_other_caches_have_other_strides(large: list[Workload]) -> None:
+def test_other_caches_have_other_strides(large: list[CallSequence]) -> None:
     by_name = {workload.name: workload for workload in large}
     view = by_name[f"decode, a view of a larger cache, {hostshapes.GROWING}"]
     anew = by_name[f"decode, caches of that length, {hostshapes.GROWING}"]
@@ -113,7 +113,7 @@ def test_plans_are_there_only_where_a_call_made_them(monkeypatch: pytest.MonkeyP
     from portattn.api import dispatch
 
     dispatch.forget_plans()
-    found = {workload.part: workload for workload in hostshapes.workloads("cpu", Sizes.small())}
+    found = {workload.part: workload for workload in hostshapes.workloads("cpu", CallSizes.small())}
     call = hostcost._ours(found["b"])(0)
     assert dispatch._planned.cache_info().currsize == 0
     call()
@@ -125,7 +125,7 @@ def test_plans_are_there_only_where_a_call_made_them(monkeypatch: pytest.MonkeyP
 @pytest.fixture(scope="module")
 def small_run() -> hostcost.HostRun:
     with torch.no_grad():
-        return hostcost.run("cpu", 300.0, dataclasses.replace(Sizes.small(), turns=(4,)), {}, calls=2, warm=0)
+        return hostcost.run("cpu", 300.0, dataclasses.replace(CallSizes.small(), turns=(4,)), {}, calls=2, warm=0)
 
 
 def test_a_run_on_the_cpu(small_run: hostcost.HostRun) -> None:
@@ -144,7 +144,7 @@ def test_a_run_on_the_cpu(small_run: hostcost.HostRun) -> None:
 
 def test_a_training_call_is_a_forward_and_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ours and of peers; the tensors of other parts stay without gradients, and nothing is added up."""
-    found = {w.name: w for w in hostshapes.workloads("cpu", Sizes.small()) if w.trains}
+    found = {w.name: w for w in hostshapes.workloads("cpu", CallSizes.small()) if w.trains}
     assert set(found) == {"attention", "varlen"}
     calls = []
     forward = portattn.attention
@@ -174,7 +174,7 @@ def test_gradients_are_recorded_in_training_calls_alone() -> None:
 
     with hostcost.collected_once(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(hostcost, "_ours", lambda workload: prepare)
-        for workload in hostshapes.workloads("cpu", dataclasses.replace(Sizes.small(), turns=(4,))):
+        for workload in hostshapes.workloads("cpu", dataclasses.replace(CallSizes.small(), turns=(4,))):
             seen.clear()
             hostcost._line(workload, OURS, 1, 0, 5.0)
             assert set(seen) == {workload.trains}
@@ -195,7 +195,7 @@ def test_the_table(small_run: hostcost.HostRun) -> None:
 
 
 def test_who_gets_no_time_is_named() -> None:
-    found = hostcost.run("cpu", 0.0, Sizes.small(), {})
+    found = hostcost.run("cpu", 0.0, CallSizes.small(), {})
     assert not found.lines
     assert any(name.startswith("b decode") for name in found.left_out)
     assert "No time was left for: a attention: portattn" in hostcost.markdown(found)

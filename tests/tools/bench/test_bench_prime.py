@@ -18,7 +18,7 @@ from portattn.tools.pool import in_children
 DECODE, PAGED = (shrunk(next(c for c in SETS["seed"] if name in c.name)) for name in ("seed decode", "seed paged"))
 
 
-def tell(asked: precompile.Primed) -> str:
+def tell(asked: precompile.PrecompileJob) -> str:
     return f"{asked.backend} {asked.core} {asked.device} {os.getpid()}"
 
 
@@ -33,7 +33,7 @@ def test_every_case_is_given_to_a_child():
         assert int(pid) != os.getpid()
 
 
-def stop(asked: precompile.Primed) -> str:
+def stop(asked: precompile.PrecompileJob) -> str:
     os._exit(1)
 
 
@@ -45,8 +45,8 @@ def test_a_child_that_dies_is_said():
 
 @pytest.mark.interpreter
 def test_what_a_child_does():
-    assert precompile.prime(precompile.Primed(case=DECODE, backend="auto", core=False, device="cpu")) == ""
-    failed = precompile.prime(precompile.Primed(case=DECODE, backend="gluon_forward", core=False, device="cpu"))
+    assert precompile.prime(precompile.PrecompileJob(case=DECODE, backend="auto", core=False, device="cpu")) == ""
+    failed = precompile.prime(precompile.PrecompileJob(case=DECODE, backend="gluon_forward", core=False, device="cpu"))
     assert failed.startswith("portattn prepared: ")
     assert "gluon_forward" in failed
 

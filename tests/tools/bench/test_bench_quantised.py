@@ -16,7 +16,7 @@ from portattn.tools.bench import gate, peers
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, ours, plan_of
 from portattn.tools.bench.goals import GOALS, goal_results
 from portattn.tools.bench.plots import panels
-from portattn.tools.bench.run import Options, run_case
+from portattn.tools.bench.run import BenchOptions, run_case
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tables import as_markdown
 from portattn.tools.bench.tensors import Tensors
@@ -137,7 +137,7 @@ def test_who_takes_part(case):
 
 
 def test_a_row_has_our_own_unquantised_and_the_share_of_the_copy_rate(case):
-    row = run_case("", case, 0, CPU, FakeClock(ms=2e-6), LIMITS, Options(rounds=1, wanted=("unquantised",)))
+    row = run_case("", case, 0, CPU, FakeClock(ms=2e-6), LIMITS, BenchOptions(rounds=1, wanted=("unquantised",)))
     assert not row.failed
     assert [f.name for f in row.contenders] == [OURS, PREPARED, "unquantised"]
     assert row.best_peer == "unquantised"

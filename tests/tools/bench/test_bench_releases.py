@@ -21,14 +21,14 @@ from test_bench_cli import device as device  # the fixture
 from tiny import shrunk
 
 from portattn.errors import ArgumentError
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.bench import firstcall, store
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.releases import compared, measure, named, prime, process, tables
 from portattn.tools.bench.sets import SETS
 
 HERE = Path(__file__).parent
-OWN = installed()
+OWN = installed_toolchain()
 TRITONS = triton_folders()
 SEED = ("--set", "seed", "--only", "decode", "--peer", "sdpa", "--rounds", "2")
 
@@ -142,7 +142,7 @@ def test_another_release_than_was_named_is_not_timed(copy, faults):
     (release,) = named.releases((copy,))
     faults["99.0.0"] = {"is": "98.0.0"}
     with process.ReleaseProcess(release) as asked:
-        with pytest.raises(process.ReleaseFailed, match=r"has triton==98\.0\.0, and not triton==99\.0\.0"):
+        with pytest.raises(process.ReleaseProcessError, match=r"has triton==98\.0\.0, and not triton==99\.0\.0"):
             asked.identify(ABOUT)
         assert asked.prepare(SETS["seed"][0], "auto", False)[0].contenders == {}
 
@@ -351,9 +351,9 @@ def test_a_release_that_keeps_dying_is_asked_no_more(copy, faults, monkeypatch):
     with process.ReleaseProcess(release) as asked:
         for _ in range(process.MOST_DEATHS):
             admitted, _ = asked.prepare(case, "auto", False)
-            with pytest.raises(process.ReleaseFailed, match="exit status 3"):
+            with pytest.raises(process.ReleaseProcessError, match="exit status 3"):
                 admitted.contenders["portattn"].run()
-            with pytest.raises(process.ReleaseFailed, match="ended"):
+            with pytest.raises(process.ReleaseProcessError, match="ended"):
                 admitted.contenders["portattn prepared"].run()
         admitted, _ = asked.prepare(case, "auto", False)
         assert "asked no more" in admitted.refused["portattn"]

@@ -15,10 +15,10 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Contender
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.results import DeviceState, Figures
-from portattn.tools.bench.run import Options, run_case, run_cells
+from portattn.tools.bench.run import BenchOptions, run_case, run_cells
 
 CPU = torch.device("cpu")
-ALONE = Options(rounds=3, wanted=())
+ALONE = BenchOptions(rounds=3, wanted=())
 # 4 GB of keys and values: 1 ms at 4 TB/s. 8 GFLOP: 10 µs at 800 TFLOP/s.
 DECODE = Case(
     name="decode", op="decode_attention", batch=1, heads_q=4, heads_k=4, seq_q=1, seq_k=7812500, head_dim=32,
@@ -103,7 +103,7 @@ def test_enqueue_times_alone(monkeypatch):
             return told, "580.1"
 
     monkeypatch.setattr(run, "DeviceProbe", Probe)
-    row = run_case("host", CASES["host decode"], 0, CPU, clock, None, Options(wanted=("sdpa",), only_host=True))
+    row = run_case("host", CASES["host decode"], 0, CPU, clock, None, BenchOptions(wanted=("sdpa",), only_host=True))
     assert [calls for _, _, calls in clock.turns] == [1] * len(clock.turns)  # one each, to know how many will do
     ours = row.figures("portattn")
     assert ours.host_us.median == row.figures("sdpa").host_us.median == 5.0
@@ -113,7 +113,7 @@ def test_enqueue_times_alone(monkeypatch):
 
 
 def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
-    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, Options(backend="triton", wanted=()))
+    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, BenchOptions(backend="triton", wanted=()))
     assert all(f.refused for f in row.contenders)
     assert row.failed
 
@@ -130,7 +130,9 @@ def test_the_core_is_not_timed_twice(monkeypatch):
     """On a machine whose plan takes the core, both names have the figures of one contender."""
     monkeypatch.setattr("portattn.tools.bench.contenders.CORE_PATH", "sdpa")
     clock = FakeClock(2.0)
-    row = run_case("seed", CASES["seed prefill causal"], 0, CPU, clock, LIMITS, Options(rounds=2, wanted=(), core=True))
+    row = run_case(
+        "seed", CASES["seed prefill causal"], 0, CPU, clock, LIMITS, BenchOptions(rounds=2, wanted=(), core=True)
+    )
     assert [f.name for f in row.contenders] == ["portattn", "portattn core"]
     assert row.figures("portattn core").rounds_ms == row.figures("portattn").rounds_ms == (2.0, 2.0)
     assert len({run for run, _, _ in clock.turns}) == 1
@@ -156,7 +158,7 @@ def test_a_peer_that_breaks_when_it_is_timed_is_refused():
             own = ours(case, t)
             return {"breaks": lambda: Contender(call)}
 
-    options = Options(rounds=2, wanted=(), others={"breaks": Breaks()})
+    options = BenchOptions(rounds=2, wanted=(), others={"breaks": Breaks()})
     row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, options)
     assert row.figures("breaks").refused == "failed when it was timed: out of workspace"
     assert row.figures("portattn").rounds_ms == (1.0, 1.0)

@@ -39,7 +39,7 @@ def test_each_round_begins_with_another(monkeypatch):
 def test_who_comes_after_whom_changes():
     names = list("abcde")
     for first in range(4):
-        one, other = (timing.ordered(names, first + more) for more in range(2))
+        one, other = (timing.turn_order(names, first + more) for more in range(2))
         assert sorted(one) == sorted(other) == names
         assert not set(itertools.pairwise(one)) & set(itertools.pairwise(other))
 
@@ -158,16 +158,16 @@ def test_a_confidence_interval():
 
 
 def test_when_a_ratio_is_known():
-    assert timing.known({})
-    assert timing.known({"a": [1.0, 1.0, 1.0]})
-    assert timing.known({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})
-    assert not timing.known({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]})
-    assert not timing.known({"a": [1.0], "b": [1.0]})
-    assert timing.known({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]})  # far enough behind
-    assert timing.known({"a": [1.0, 1.0, 1.0], "b": [1.1]})  # no longer there
+    assert timing.is_precise({})
+    assert timing.is_precise({"a": [1.0, 1.0, 1.0]})
+    assert timing.is_precise({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})
+    assert not timing.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]})
+    assert not timing.is_precise({"a": [1.0], "b": [1.0]})
+    assert timing.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]})  # far enough behind
+    assert timing.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.1]})  # no longer there
     ratios = [1.0, 1.02] * 8
-    assert timing.known({"a": [1.0] * 16, "b": ratios})
-    assert not timing.known({"a": [1.0] * 4, "b": ratios[:4]})
+    assert timing.is_precise({"a": [1.0] * 16, "b": ratios})
+    assert not timing.is_precise({"a": [1.0] * 4, "b": ratios[:4]})
 
 
 def test_who_is_far_behind_takes_part_in_one_round_that_counts():

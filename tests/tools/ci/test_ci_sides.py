@@ -9,11 +9,11 @@ from portattn.planning.registry import Registry
 from portattn.testing.findings import Numerics
 from portattn.tools.ci.cells import as_planned
 from portattn.tools.ci.report import _lost
-from portattn.tools.ci.request import Asked, counts
+from portattn.tools.ci.request import CiRequest, counts
 from portattn.tools.matrix.diff import Change, Diff, compare
 from portattn.tools.matrix.problems import quick
 from portattn.tools.matrix.snapshot import snapshot
-from portattn.tools.matrix.verdict import Finding
+from portattn.tools.matrix.verdict import RunFinding
 from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 
@@ -41,7 +41,7 @@ def test_of_a_baseline_the_cells_of_the_compiler_that_is_left_count():
     registry = Registry.load()
     pair = Pair(*(Side(registry.target("cuda:sm_90", f"triton=={v}"), registry) for v in ("3.6.0", "3.9.0")))
     kept = seen(make_cell(), make_cell(toolchain="triton==3.5.1"))
-    what = Asked(pair.old.target.toolchain, pair.new.target.toolchain, (pair,), tuple(quick()), "quick", kept)
+    what = CiRequest(pair.old.target.toolchain, pair.new.target.toolchain, (pair,), tuple(quick()), "quick", kept)
     assert [entry.toolchain for entry in filter(counts(what, (), ()), kept.entries)] == ["triton==3.6.0"]
 
 
@@ -59,5 +59,5 @@ def test_a_red_cell_is_told_once_and_where_the_compiler_has_lost_it(kinds, every
     place = {"target": "cuda:sm_90", "toolchain": "triton==3.9.0", "name": "dense"}
     change = Change(**place, op="attention", kinds=kinds, told=dict.fromkeys(kinds, "x"))
     diff = Diff(old="a", new="b", compared=1, changes=(change,) if kinds else ())
-    finding = Finding(kind="red", text="ERROR: refused", **place)
+    finding = RunFinding(kind="red", text="ERROR: refused", **place)
     assert list(_lost([finding], diff, every)) == ([finding] if told else [])

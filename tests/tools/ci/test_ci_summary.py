@@ -13,10 +13,10 @@ from portattn.errors import DataError
 from portattn.planning.registry import Registry
 from portattn.tools.ci import github, summary
 from portattn.tools.ci.regressions import Loss
-from portattn.tools.ci.report import Report, alike
+from portattn.tools.ci.report import CiReport, alike
 from portattn.tools.matrix.diff import Change
 from portattn.tools.matrix.problems import quick
-from portattn.tools.matrix.verdict import Finding
+from portattn.tools.matrix.verdict import RunFinding
 from portattn.tools.upgrade.compare import compare
 from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
@@ -42,11 +42,11 @@ def report():
     unseen = tuple(msgspec.structs.replace(one, unseen=one.takes[:1]) for one in made.variants)
     made = msgspec.structs.replace(made, variants=unseen)
 
-    def make(losses=(), changes=(), notes=()) -> Report:
+    def make(losses=(), changes=(), notes=()) -> CiReport:
         findings = [
-            Finding(kind=one.kinds[0], text=one.what, target="t", name=n) for one in losses for n in one.problems
+            RunFinding(kind=one.kinds[0], text=one.what, target="t", name=n) for one in losses for n in one.problems
         ]
-        return Report(
+        return CiReport(
             before="triton==3.6.0", after="triton==3.9.0", compiled=False, against="", targets=("cuda:sm_90",),
             problems=("dense",), compared=11, red=("core",), findings=tuple(findings), losses=tuple(losses),
             changes=tuple(changes), upgrade=made, expected=(), notes=tuple(notes),
@@ -138,13 +138,13 @@ def test_what_a_runner_reads_is_escaped():
 
 def test_more_annotations_than_a_step_shows_end_with_their_number(report):
     made = report([loss(what=f"number {n}") for n in range(github.SHOWN + 5)], notes=["one"])
-    lines = list(github.annotated(made))
+    lines = list(github.annotation_lines(made))
     errors = [line for line in lines if line.startswith("::error ")]
     assert len(errors) == github.SHOWN
     assert errors[-1].endswith("::6 more: the job's summary has them")
     assert [line for line in lines if line.startswith("::warning ")] == [lines[-1]]
     ten = report([loss(what=f"number {n}") for n in range(github.SHOWN)])
-    assert "more:" not in "".join(github.annotated(ten))
+    assert "more:" not in "".join(github.annotation_lines(ten))
 
 
 def test_a_summary_is_appended_within_the_steps_limit(report, tmp_path):

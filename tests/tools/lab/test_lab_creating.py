@@ -20,7 +20,7 @@ from portattn import config
 from portattn.errors import ArgumentError
 from portattn.tools import lab
 from portattn.tools.lab import LabError, creating, folders
-from portattn.tools.lab.commands import CommandFailed, Commands, quiet
+from portattn.tools.lab.commands import CommandError, Commands, quiet
 from portattn.tools.lab.creating import Python
 
 NAME = "triton==9.1.0"
@@ -338,12 +338,12 @@ def test_triton_ascend_takes_a_python_that_it_is_built_for(monkeypatch, tmp_path
 
 def test_a_command_is_ended_from_another_thread() -> None:
     commands = Commands()
-    failures: list[CommandFailed] = []
+    failures: list[CommandError] = []
 
     def sleep() -> None:
         try:
             commands.run(["sleep", "100"], quiet)
-        except CommandFailed as failure:
+        except CommandError as failure:
             failures.append(failure)
 
     thread = threading.Thread(target=sleep)
@@ -354,13 +354,13 @@ def test_a_command_is_ended_from_another_thread() -> None:
     commands.stop()
     thread.join(30)
     assert [str(failure) for failure in failures] == ["sleep: died of SIGKILL"]
-    with pytest.raises(CommandFailed, match="not started: interrupted"):
+    with pytest.raises(CommandError, match="not started: interrupted"):
         commands.run(["true"], quiet)
 
 
 def test_a_failed_command_says_its_last_lines() -> None:
-    with pytest.raises(CommandFailed, match="exit status 3") as failed:
+    with pytest.raises(CommandError, match="exit status 3") as failed:
         Commands().run(["sh", "-c", "seq 1 100; exit 3"], quiet)
     assert failed.value.lines == [str(n) for n in range(89, 101)]
-    with pytest.raises(CommandFailed, match="no-such-program: cannot be started"):
+    with pytest.raises(CommandError, match="no-such-program: cannot be started"):
         Commands().run(["/no-such-program"], quiet)

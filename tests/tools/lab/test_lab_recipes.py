@@ -32,7 +32,7 @@ programs = "{programs}"
 @pytest.fixture
 def bring(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Have the compiler of RECIPE brought by a package."""
-    compilers.known()
+    compilers.all_compilers()
     before = compilers._brought.compilers or {}
 
     def add(programs: str = "") -> None:

@@ -13,7 +13,7 @@ from planted import planted as planted
 from portattn.testing import numerics
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import Cell, Run
-from portattn.tools.matrix.problems import Named, decode, dense
+from portattn.tools.matrix.problems import NamedProblem, decode, dense
 from portattn.tools.matrix.snapshot import Snapshot, snapshot
 
 
@@ -24,7 +24,7 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small() -> list[Named]:
+def small() -> list[NamedProblem]:
     """Two problems that compile quickly."""
     return [dense(dtype="fp16", head_dim=64), decode("GQA", dtype="fp16", head_dim=64)]
 

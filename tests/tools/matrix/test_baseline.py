@@ -12,7 +12,7 @@ from portattn.testing.findings import KernelFacts, Numerics
 from portattn.tools.matrix import baseline
 from portattn.tools.matrix.cells import Footnote, PlanSummary
 from portattn.tools.matrix.diff import compare
-from portattn.tools.matrix.problems import Named, decode, dense
+from portattn.tools.matrix.problems import NamedProblem, decode, dense
 from portattn.tools.matrix.results import write_data
 
 NOTE = Footnote(id="cuda-0901-one", role="applied", sentence="x", upstream="none")
@@ -73,7 +73,7 @@ def test_cells_of_several_origins_keep_them(tmp_path, cells, seen):
 
 
 def test_names_may_hold_anything(tmp_path, cell, seen):
-    named = Named(name='a "b" \\ [c] = #d, é', problem=dense(dtype="fp16", head_dim=64).problem)
+    named = NamedProblem(name='a "b" \\ [c] = #d, é', problem=dense(dtype="fp16", head_dim=64).problem)
     made = seen([cell(named=named)])
     assert [e.name for e in baseline.read(kept(tmp_path, made)).entries] == [named.name]
 

@@ -12,7 +12,7 @@ from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.ops import ROWS
-from portattn.schema.tuning import TIMED_SPILLS, Figures, Source
+from portattn.schema.tuning import TIMED_SPILLS, ProblemFigures, Source
 from portattn.testing import gates
 from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix import variants
@@ -109,7 +109,7 @@ def test_a_timed_tile_may_spill_what_its_entry_says():
 
 
 def test_a_timed_tile_may_spill_what_tune_recorded_of_it():
-    figures = Figures(problem="a problem")
+    figures = ProblemFigures(problem="a problem")
     recorded = Source(chip="H200", toolchain="triton==3.6.0", date=datetime.date(2026, 11, 22), measured=True,
                       spills=488, figures=(figures,))  # fmt: skip
     spilled = planned(with_spills(Registry.load(), "*_forward", spills=0, provenance=recorded))

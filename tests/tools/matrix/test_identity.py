@@ -11,15 +11,15 @@ import torch
 from quirk_files import plant
 
 from portattn.planning.registry import Registry, find_backends
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.matrix import provenance, select
-from portattn.tools.matrix.identity import Device, Identity, cell_key, identified
+from portattn.tools.matrix.identity import Device, Identity, cell_key, with_id
 from portattn.tools.matrix.problems import dense
 
 NAMED = dense(dtype="fp16", head_dim=64)
 
 
-def specs(*targets: str) -> list[select.Spec]:
+def specs(*targets: str) -> list[select.CellSpec]:
     registry = Registry.load()
     return select.specs([NAMED], [registry.target(target, "triton==3.6.0") for target in targets])
 
@@ -114,10 +114,10 @@ def test_components_of_a_toolchain_count(made: Identity) -> None:
 
 def test_the_id_is_of_what_cells_depend_on(made: Identity) -> None:
     later = made.date + datetime.timedelta(days=1)
-    assert identified(msgspec.structs.replace(made, date=later, command="another")).id == made.id
-    assert identified(msgspec.structs.replace(made, commit="1" * 40)).id != made.id
+    assert with_id(msgspec.structs.replace(made, date=later, command="another")).id == made.id
+    assert with_id(msgspec.structs.replace(made, commit="1" * 40)).id != made.id
     renamed = msgspec.structs.replace(made, host=msgspec.structs.replace(made.host, name="lab-7"))
-    assert identified(renamed).id != made.id
+    assert with_id(renamed).id != made.id
 
 
 def test_variables_that_compilers_read_are_kept_and_places_are_not() -> None:
@@ -128,7 +128,8 @@ def test_variables_that_compilers_read_are_kept_and_places_are_not() -> None:
 def test_a_device_is_called_what_its_driver_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Registry.load().target("cuda:sm_90", "triton==3.6.0")
     known = msgspec.structs.replace(
-        target, toolchain=target.toolchain.with_components({"driver": "570.1", **dict(installed().components)})
+        target,
+        toolchain=target.toolchain.with_components({"driver": "570.1", **dict(installed_toolchain().components)}),
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     seen = provenance._device(known, Registry.load())

@@ -22,7 +22,7 @@ from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
 from portattn.schema.toolchain import Toolchain
 from portattn.testing import numerics, run_plan, tolerance
-from portattn.testing.numerics import Interpreter, on_device, request_of, scaled
+from portattn.testing.numerics import Interpreter, on_device, request_of, scale_down
 from portattn.tools.matrix.problems import PADDED, dense, full
 from portattn.tools.matrix.run import core_of
 from portattn.worker.client import Reply
@@ -35,7 +35,7 @@ GOOD = {"error": 0.1, "budget": 0.2, "wrong": 0}
 SM_80, SM_90 = "cuda:sm_80", "cuda:sm_90"
 
 
-@pytest.mark.parametrize("shrink", [lambda p, launch: scaled(p, launch), lambda p, launch: on_device(p, "cuda")])
+@pytest.mark.parametrize("shrink", [lambda p, launch: scale_down(p, launch), lambda p, launch: on_device(p, "cuda")])
 def test_scaling_down_keeps_what_decides_the_code(shrink):
     target = parse_target(SM_90, "triton==3.6.0")
     for named in full():
@@ -90,7 +90,7 @@ def test_both_tiles_of_gradients_are_filled():
     )
     for tiles in ({"block_m": 64, "block_n": 16, "rows_m": 128, "rows_n": 32}, {"block_m": 128, "rows_m": 16}):
         launch = Launch().changed(tiles)
-        small = scaled(made.problem, launch)
+        small = scale_down(made.problem, launch)
         assert small.seq_q > max(one.block_m for one in launch.kernels())
         assert small.seq_k > 2 * max(one.block_n for one in launch.kernels())
         # What only a compiler reads does not tell one specialisation from another.
@@ -133,7 +133,7 @@ def test_loads_that_this_triton_has_not_are_interpreted_by_pointers_and_that_is_
     monkeypatch, here, load, interpreted, said
 ):
     """The plan is another compiler's, whose quirks say nothing of the Triton that interprets."""
-    monkeypatch.setattr(numerics, "installed", lambda: Toolchain.parse(here))
+    monkeypatch.setattr(numerics, "installed_toolchain", lambda: Toolchain.parse(here))
     interpreter, worker = Interpreter(1.0), CountingWorker()
     interpreter.missing = ""
     worker.go.set()
@@ -268,7 +268,7 @@ def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():
     out, lse = tolerance.same_dtype(call)
     budgets = [tolerance.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
     assert budgets[0] <= budgets[1] < 10 * budgets[0] < budgets[2] / 10
-    assert tolerance.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
+    assert tolerance.round_fraction(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
         1,
         1,
         1 + 2**-9,

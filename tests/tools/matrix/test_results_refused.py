@@ -14,7 +14,7 @@ from portattn.tools.matrix.merge import merge
 from portattn.tools.matrix.problems import decode
 from portattn.tools.matrix.results import NAME, read
 from portattn.tools.matrix.snapshot import snapshot
-from portattn.tools.run_log import encoded
+from portattn.tools.run_log import encode_record
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def written(tmp_path):
     """written([record, …]): a file of these lines."""
 
     def write(records):
-        (tmp_path / NAME).write_bytes(b"".join(map(encoded, records)))
+        (tmp_path / NAME).write_bytes(b"".join(map(encode_record, records)))
         return tmp_path / NAME
 
     return write

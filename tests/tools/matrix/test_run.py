@@ -7,7 +7,7 @@ import time
 import pytest
 
 from portattn.planning.detect_target import devices
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.testing import numerics
 from portattn.tools.matrix import run, select
 from portattn.tools.matrix.cells import Cell
@@ -18,7 +18,7 @@ from portattn.worker.client import Reply
 pytestmark = pytest.mark.compiles  # plans need an installed Triton, also where the compiler is planted
 
 
-HERE = str(installed())  # what cells are compiled with where a test says nothing else
+HERE = str(installed_toolchain())  # what cells are compiled with where a test says nothing else
 ASCEND = "triton-ascend==3.2.0"
 
 

@@ -10,7 +10,7 @@ from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.schema.ops import ROWS
 from portattn.schema.problem_limits import OPS
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.tools import lab
 from portattn.tools.matrix import select
 from portattn.tools.matrix.problems import SETS, full, quick
@@ -111,7 +111,7 @@ def test_every_target_gets_the_compiler_that_compiles_for_it():
         if target.backend == "ascend":
             assert str(target.toolchain) == "triton-ascend==3.2.0"
         else:
-            assert str(target.toolchain) == str(installed())
+            assert str(target.toolchain) == str(installed_toolchain())
     assert str(select.targets(["ascend910b2"], [], ASCEND)[0].toolchain) == str(ASCEND)
 
 
@@ -136,10 +136,10 @@ def test_toolchains_are_written_as_the_lab_writes_them_and_taken_once():
 
 
 def test_environments_that_are_missing_are_those_that_the_cells_need():
-    named = select.toolchains(["triton==3.9.0", "triton==3.4.0", str(installed())])
+    named = select.toolchains(["triton==3.9.0", "triton==3.4.0", str(installed_toolchain())])
     where = select.targets(["sm_90", "ascend910b2"], named, None)
     needed = ["triton==3.9.0", "triton==3.4.0", "triton-ascend==3.2.0"]
-    assert select.missing(where, {}) == [name for name in needed if name != str(installed())]
+    assert select.missing(where, {}) == [name for name in needed if name != str(installed_toolchain())]
     assert select.missing(where, dict.fromkeys(needed[1:], "/a/python")) == needed[:1]
     assert select.missing(select.targets(["sm_90"], select.toolchains(["flagtree==0.3.0"]), None), {}) == []
 
@@ -169,7 +169,7 @@ def test_bad_input_names_the_option_the_value_and_the_limit(call, message):
 
 
 def test_a_python_without_triton_ascend_is_refused():
-    if installed().distribution == "triton-ascend":
+    if installed_toolchain().distribution == "triton-ascend":
         pytest.skip("this Python has triton-ascend")
     with pytest.raises(ArgumentError, match="with triton-ascend installed"):
         select.toolchain_of(sys.executable)

@@ -13,12 +13,12 @@ from portattn.testing.findings import KernelFacts, Numerics
 from portattn.tools.matrix import junit
 from portattn.tools.matrix.cells import PlanSummary
 from portattn.tools.matrix.diff import compare
-from portattn.tools.matrix.expected import Expected
+from portattn.tools.matrix.expected import ExpectedFailure
 from portattn.tools.matrix.history import history
 from portattn.tools.matrix.verdict import FAIL_ON, STATUSES, of_run, words
 
 TODAY = datetime.date(2026, 11, 23)
-EXPECTED = Expected(
+EXPECTED = ExpectedFailure(
     target="cuda:sm_80", problem="*", signature="refused", reason="known", owner="kernels", line=1,
     expires=datetime.date(2026, 11, 30),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from portattn.tools.quirks import audit
 TODAY = datetime.date(2026, 11, 21)
 
 
-def audited(folder: Path, today: datetime.date = TODAY) -> list[audit.Finding]:
+def audited(folder: Path, today: datetime.date = TODAY) -> list[audit.AuditFinding]:
     return audit.run(folder, today)
 
 

@@ -11,9 +11,9 @@ from quirk_files import plant
 
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
-from portattn.schema.quirk import Verified
+from portattn.schema.quirk import ProbeRun
 from portattn.tools.quirks import audit, evidence
-from portattn.tools.quirks.trackers import MOVED, TRACKERS, moved
+from portattn.tools.quirks.trackers import MOVED, TRACKERS, new_location
 
 TODAY = datetime.date(2026, 11, 21)
 OPEN = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01'
@@ -92,7 +92,7 @@ def test_a_probe_is_evidence() -> None:
     assert {keys for keys, _ in evidence.lacks(msgspec.structs.replace(quirk, verified=()))} == {
         ("evidence", "signature"), ("when", "toolchain", "triton"),
     }  # fmt: skip
-    passed = Verified(
+    passed = ProbeRun(
         toolchain="triton==3.4.0", target="rocm:gfx950", level="compiles", off="pass", on="not run", date=TODAY,
         saw="gfx950 only accepts kpack == 1",
     )  # fmt: skip
@@ -122,10 +122,10 @@ def test_alternatives(text: str, parts: list[str]) -> None:
 
 
 def test_trackers_are_todays(tmp_path) -> None:
-    assert not any(moved(link) for link in TRACKERS.values())
+    assert not any(new_location(link) for link in TRACKERS.values())
     assert not set(MOVED.values()) & set(MOVED)
     for quirk in Registry.load().quirks.values():
-        assert not moved(quirk.evidence.upstream), quirk.id
+        assert not new_location(quirk.evidence.upstream), quirk.id
     path = plant(
         tmp_path, "ascend-0901-x", 'note = "x"', evidence=OPEN.replace("triton==3.6.0", "triton-ascend==3.2.0")
     )

@@ -20,7 +20,7 @@ from portattn.schema.toolchain import Toolchain
 from portattn.tools.tune.classes import Class, classes
 from portattn.tools.tune.log import History
 from portattn.tools.tune.records import Origin, Outcome, Record
-from portattn.tools.tune.run import Options, Tuner
+from portattn.tools.tune.run import TuneOptions, Tuner
 from portattn.tools.tune.workloads import parse, workload
 
 
@@ -71,7 +71,7 @@ def search(target) -> Callable[..., tuple[Outcome, list[Record]]]:
     ) -> tuple[Outcome, list[Record]]:
         records: list[Record] = []
         tuner = Tuner(
-            target, [tunable], Options(**options), records.append, history or History([]),
+            target, [tunable], TuneOptions(**options), records.append, history or History([]),
             torch.device("cpu") if timed else None, (clock or FakeClock()) if timed else None,
             make=lambda name: NoWorker(),
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from portattn.reference import blockwise
 from portattn.schema.call import Call
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started
+from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, NotBuilt, RunnableCandidate
 
 SMALL = "attention q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
 OTHER = "attention q=2,2,20,16 kv=2,1,37,16 dtype=fp16 causal"
@@ -45,7 +45,7 @@ class FakeTunable:
     def today(self, problem, target) -> Choice | None:
         return None
 
-    def build(self, problem, choice, target) -> Built:
+    def build(self, problem, choice, target) -> BuiltCandidate:
         block_n = int(choice.launch["block_n"])
         if block_n not in self.made:
             raise NotBuilt(f"no tile of {block_n}")
@@ -54,15 +54,15 @@ class FakeTunable:
             raise NotBuilt("the planner says no")
         identity = f"{block_n} {problem.batch}" if one.behaviour != "twin" else f"twin {problem.batch}"
 
-        def start(call: Call) -> Started:
+        def start(call: Call) -> RunnableCandidate:
             self.started.append(block_n)
             return begun(call, one)
 
-        def compile_it(worker, seconds: float) -> Compiled:
+        def compile_it(worker, seconds: float) -> CompileResult:
             self.compiled.append(block_n)
-            return Compiled(one.failure, one.facts)
+            return CompileResult(one.failure, one.facts)
 
-        return Built(identity, start, compile=compile_it)
+        return BuiltCandidate(identity, start, compile=compile_it)
 
 
 def choice(block_n: int) -> Choice:
@@ -79,7 +79,7 @@ class Timed:
         return self.run()
 
 
-def begun(call: Call, one: Made) -> Started:
+def begun(call: Call, one: Made) -> RunnableCandidate:
     if one.behaviour == "raises":
         raise RuntimeError("no kernel image\nmore")
     if one.behaviour == "too large":
@@ -101,7 +101,7 @@ def begun(call: Call, one: Made) -> Started:
         if one.behaviour.startswith("wrong after") and len(runs) > int(one.behaviour.split()[-1]):
             out.add_(1.0)
 
-    return Started(Timed(one, run), out)
+    return RunnableCandidate(Timed(one, run), out)
 
 
 class FakeClock:

@@ -15,7 +15,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.tuning import Entry, Tuning
 from portattn.tools import lab
 from portattn.tools.tune.log import read
-from portattn.tools.tune.records import Candidate, Code, Outcome
+from portattn.tools.tune.records import CandidateRecord, CodeRecord, Outcome
 from portattn.worker.client import Worker
 
 WHERE = ("--target", "cuda:sm_90", "--toolchain", "triton==3.6.0")
@@ -95,7 +95,7 @@ def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here
 def device(monkeypatch: pytest.MonkeyPatch):
     """A device that is the CPU, a fake kernel and clock: returns the function that sets the kernel's candidates."""
     monkeypatch.setattr("portattn.cli.tune._device", lambda where: torch.device("cpu"))
-    monkeypatch.setattr("portattn.tools.tune.race.DeviceClock", FakeClock)
+    monkeypatch.setattr("portattn.tools.tune.race.DeviceSampleClock", FakeClock)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a chip")
     monkeypatch.setattr(lab, "worker", lambda name: NoWorker())
 
@@ -128,7 +128,7 @@ def test_a_timed_run_writes_toml_log_and_table(tmp_path, device):
     (entry,) = new(tuning)
     assert (entry.kernel, entry.launch["block_n"], entry.provenance.chip) == ("dense_forward", 32, "a chip")
     records = read(tmp_path / "made.jsonl")
-    assert {type(record) for record in records} >= {Code, Candidate, Outcome}
+    assert {type(record) for record in records} >= {CodeRecord, CandidateRecord, Outcome}
     assert "chosen, measured: 64×32" in (tmp_path / "made.txt").read_text()
     # The file that there is now is where the next run begins.
     tunable.made[64] = Made(10.0)

@@ -11,10 +11,10 @@ from portattn.schema.target import Target
 from portattn.tools import lab
 from portattn.tools.lab import LabError
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.core import planned
+from portattn.tools.tune.core import plan_choice
 from portattn.tools.tune.facts import compile_all, programs_a_core, verdict
-from portattn.tools.tune.search import Stage, facts_of
-from portattn.tools.tune.tunable import Compiled, NotBuilt
+from portattn.tools.tune.search import PreparedWorkload, facts_of
+from portattn.tools.tune.tunable import CompileResult, NotBuilt
 from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
@@ -28,7 +28,7 @@ def core(target: Target, name: str):
 def test_a_candidate_is_planned_as_its_entry_would_be(target):
     problem = workload(parse(WIDE)).problem
     asked = Choice(launch={"block_m": 128, "block_n": 32, "num_warps": 8}, lowering={"load": "descriptor"})
-    made = planned("dense_forward", problem, asked, target)
+    made = plan_choice("dense_forward", problem, asked, target)
     lowering, launch = made.specialised
     assert (made.path, launch.block_m, launch.block_n, launch.num_warps, lowering.load) == (
         "triton", 128, 32, 8, "descriptor",
@@ -58,7 +58,7 @@ def test_what_no_core_kernel_takes_is_not_built():
     refused = parse_target("cuda:sm_90", "triton-ascend==3.2.0")
     problem = workload(parse(WIDE)).problem
     with pytest.raises(NotBuilt, match="compiles nothing for cuda"):
-        planned("dense_forward", problem, Choice(), refused)
+        plan_choice("dense_forward", problem, Choice(), refused)
 
 
 def test_programs_a_core(target):
@@ -71,9 +71,9 @@ def test_programs_a_core(target):
     assert [programs_a_core(one_warp | {"registers": number}, target) for number in (178, 168)] == [8, 12]
     assert programs_a_core(facts, parse_target("rocm:gfx942", "triton==3.6.0")) is None
     asked = Choice(launch={"maxnreg": 168, "num_warps": 4})
-    assert verdict(Compiled("", facts), asked, target, 0) == ""
-    assert "maxnreg" in verdict(Compiled("", facts | {"scratchpad_bytes": 200_000}), asked, target, 0)
-    assert "4 programs" in verdict(Compiled("", facts), Choice(occupancy=4), target, 0)
+    assert verdict(CompileResult("", facts), asked, target, 0) == ""
+    assert "maxnreg" in verdict(CompileResult("", facts | {"scratchpad_bytes": 200_000}), asked, target, 0)
+    assert "4 programs" in verdict(CompileResult("", facts), Choice(occupancy=4), target, 0)
 
 
 @pytest.mark.compiles
@@ -84,14 +84,14 @@ def test_a_candidate_compiles_in_a_child(name):
     tunable = core(target, "dense_forward")
     chosen = Choice(launch={"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2})
     built = tunable.build(problem, chosen, target)
-    made: dict[str, Compiled] = {}
+    made: dict[str, CompileResult] = {}
     compile_all([(built.code, built)], str(target.toolchain), 1, 120.0, made.__setitem__, {})
     assert made[built.code].failure == ""
     known = facts_of(built, made)
     assert known["registers"] > 32
     assert 0 < known["scratchpad_bytes"] <= target.arch.scratchpad_bytes
     assert verdict(made[built.code], chosen, target, 0) == ""
-    again: dict[str, Compiled] = {}
+    again: dict[str, CompileResult] = {}
     compile_all([(built.code, built)], str(target.toolchain), 1, 120.0, again.__setitem__, made)
     assert again == {}
 
@@ -118,7 +118,7 @@ def test_a_candidate_runs_and_is_checked(name, text):
     """On the CPU the core kernels are interpreted: what starts, fills and checks a candidate is the device's."""
     target = parse_target("cpu:generic")
     load = workload(parse(text))
-    stage = Stage(load, torch.device("cpu"))
+    stage = PreparedWorkload(load, torch.device("cpu"))
     chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1})
     begun, errors = stage.first_run(core(target, name).build(load.problem, chosen, target))
     assert not errors.wrong

@@ -22,7 +22,7 @@ from portattn.tools.tune.core import CoreTunable
 from portattn.tools.tune.entries import TuningFile
 from portattn.tools.tune.log import sentence
 from portattn.tools.tune.race import Times
-from portattn.tools.tune.records import Outcome, Result
+from portattn.tools.tune.records import Outcome, ProblemResult
 from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
@@ -35,9 +35,9 @@ TRITON = Toolchain.parse("triton==3.6.0")
 
 def outcome(of, chosen=NEW, measured=True, **changes):
     results = tuple(
-        Result(problem=load.name, times=TIMES, incumbent=14.0, runner_up=13.0, error=1e-3, budget=2e-3)
+        ProblemResult(problem=load.name, times=TIMES, incumbent=14.0, runner_up=13.0, error=1e-3, budget=2e-3)
         if measured
-        else Result(problem=load.name)
+        else ProblemResult(problem=load.name)
         for load in of.workloads
     )  # fmt: skip
     fields = {"choice": chosen, "replaces": chosen != of.incumbent, "measured": measured, "results": results}

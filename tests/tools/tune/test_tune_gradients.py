@@ -14,9 +14,9 @@ from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
 from portattn.tools.tune.facts import compile_all, verdict
-from portattn.tools.tune.gradients import Shares, call_of, joined, swept
-from portattn.tools.tune.search import Stage, facts_of, witnesses
-from portattn.tools.tune.tunable import Built, Compiled, Started
+from portattn.tools.tune.gradients import Shares, call_of, combine_sweeps, swept
+from portattn.tools.tune.search import PreparedWorkload, facts_of, witnesses
+from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, RunnableCandidate
 from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import from_sets, parse, workload
 
@@ -94,10 +94,12 @@ def test_what_is_joined_is_the_best_of_both_sweeps() -> None:
     base = tile(64, 64)
     keys, slow_keys = tile(128, 32, 64, 64), tile(32, 16, 64, 64)
     rows, other_rows = tile(64, 64, 32, 32), tile(64, 64, 16, 16)
-    found = [Launch().changed(dict(one.launch)) for one in joined(base, [keys, rows, base, other_rows, slow_keys])]
+    found = [
+        Launch().changed(dict(one.launch)) for one in combine_sweeps(base, [keys, rows, base, other_rows, slow_keys])
+    ]
     tiles = [(one.block_m, one.block_n, one.rows_m, one.rows_n) for one in found]
     assert tiles == [(128, 32, 32, 32), (128, 32, 16, 16), (32, 16, 32, 32), (32, 16, 16, 16)]
-    assert list(joined(base, [keys, base])) == []
+    assert list(combine_sweeps(base, [keys, base])) == []
     assert swept(swept(base)) == swept(base)
 
 
@@ -121,18 +123,18 @@ class FakeBackward:
         yield from (Choice(launch=own | {"rows_m": m}) for m in self.rows)
 
     def joined(self, base, ranked):
-        return joined(base, ranked)
+        return combine_sweeps(base, ranked)
 
     def today(self, problem, target):
         return None
 
-    def build(self, problem, choice, target) -> Built:
+    def build(self, problem, choice, target) -> BuiltCandidate:
         launch = Launch().changed(dict(choice.launch))
         held = launch.block_m, launch.of_rows().block_m
         facts = {"registers": 128, "spills": self.spills.get(held[0], 0), "scratchpad_bytes": 1}
         one = Made(facts=facts, us=self.keys[held[0]] + self.rows[held[1]])
 
-        def start(call) -> Started:
+        def start(call) -> RunnableCandidate:
             delta = call.new_out()
 
             def run() -> None:
@@ -143,9 +145,11 @@ class FakeBackward:
                 if self.behaviour == "wrong" and held == (32, 64):
                     call.grad_k[..., -1, -1] += 0.5
 
-            return Started(Timed(one, run), delta)
+            return RunnableCandidate(Timed(one, run), delta)
 
-        return Built(f"{held} {problem.batch}", start, compile=lambda worker, seconds: Compiled("", dict(one.facts)))
+        return BuiltCandidate(
+            f"{held} {problem.batch}", start, compile=lambda worker, seconds: CompileResult("", dict(one.facts))
+        )
 
 
 KEYS, ROWS = {64: 70.0, 32: 50.0, 16: 90.0}, {64: 40.0, 32: 30.0, 16: 60.0}
@@ -188,7 +192,7 @@ def test_a_candidate_may_spill_what_todays_choice_does(class_of, search, as_toda
 def test_a_candidate_runs_and_is_checked(name: str, text: str) -> None:
     tunable, where = core(name, "cpu:generic", "")
     load = workload(parse(text))
-    stage = Stage(load, CPU)
+    stage = PreparedWorkload(load, CPU)
     chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1, "rows_m": 32, "rows_n": 16})
     begun, errors = stage.first_run(tunable.build(load.problem, chosen, where))
     assert not errors.wrong
@@ -207,7 +211,7 @@ def test_a_candidate_compiles_in_a_child_and_both_kernels_count() -> None:
     problem = workload(parse(WIDE)).problem
     chosen = Choice(launch={"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 1, "rows_m": 128, "rows_n": 64})
     built = tunable.build(problem, chosen, where)
-    made: dict[str, Compiled] = {}
+    made: dict[str, CompileResult] = {}
     compile_all([(built.code, built)], str(where.toolchain), 1, 120.0, made.__setitem__, {})
     assert made[built.code].failure == ""
     known = facts_of(built, made)

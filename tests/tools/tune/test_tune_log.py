@@ -8,25 +8,25 @@ from faketunable import choice
 
 from portattn.errors import ArgumentError, DataError
 from portattn.tools import legend
-from portattn.tools.tune.log import COLUMNS, History, Log, latest, read, text
+from portattn.tools.tune.log import COLUMNS, History, TuneLog, latest, read, text
 from portattn.tools.tune.race import Times
-from portattn.tools.tune.records import Candidate, Code, Outcome, Stopped, Trying
+from portattn.tools.tune.records import CandidateRecord, CodeRecord, Interruption, Outcome, Trying
 
 NAME = "dense_forward: causal"
 
 
 def candidate(block_n=64, verdict="slower", **fields):
-    return Candidate(name=NAME, problem="p", choice=choice(block_n), verdict=verdict, **fields)
+    return CandidateRecord(name=NAME, problem="p", choice=choice(block_n), verdict=verdict, **fields)
 
 
 def test_lines_come_back_and_a_cut_one_is_left_out(tmp_path, origin):
     path = tmp_path / "a" / "log.jsonl"
     records = [
-        Code(code="c", facts={"registers": 3}),
+        CodeRecord(code="c", facts={"registers": 3}),
         candidate(),
         Outcome(name=NAME, choice=choice(64), replaces=True, measured=True),
     ]
-    with Log(path) as log:
+    with TuneLog(path) as log:
         assert log.begin(origin(NAME)) is None
         for record in records:
             log.append(record)
@@ -34,7 +34,7 @@ def test_lines_come_back_and_a_cut_one_is_left_out(tmp_path, origin):
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     assert read(path) == [origin(NAME), *records[:-1]]
-    with Log(path) as log:
+    with TuneLog(path) as log:
         log.resume(origin(NAME))
         log.append(records[-1])
     assert path.read_bytes() == whole
@@ -43,7 +43,7 @@ def test_lines_come_back_and_a_cut_one_is_left_out(tmp_path, origin):
 def test_an_earlier_log_is_kept(tmp_path, origin):
     path, earlier = tmp_path / "log.jsonl", []
     for number in range(3):
-        with Log(path) as log:
+        with TuneLog(path) as log:
             kept = log.begin(origin(NAME, command=str(number)))
             assert (kept is None) == (number == 0)
             earlier += [] if kept is None else [kept]
@@ -56,7 +56,7 @@ def test_an_earlier_log_is_kept(tmp_path, origin):
 )
 def test_another_runs_log_is_not_gone_on_with(tmp_path, origin, changes):
     path = tmp_path / "log.jsonl"
-    with Log(path) as log:
+    with TuneLog(path) as log:
         with pytest.raises(ArgumentError, match="no such file"):
             log.resume(origin(NAME))
         log.begin(origin(NAME))
@@ -69,13 +69,13 @@ def test_another_runs_log_is_not_gone_on_with(tmp_path, origin, changes):
 
 
 def test_two_runs_do_not_write_one_log(tmp_path):
-    with Log(tmp_path / "log.jsonl"), pytest.raises(ArgumentError, match="another run is writing there"):
-        Log(tmp_path / "log.jsonl")
+    with TuneLog(tmp_path / "log.jsonl"), pytest.raises(ArgumentError, match="another run is writing there"):
+        TuneLog(tmp_path / "log.jsonl")
 
 
 def test_broken_lines_are_named(tmp_path, origin):
     path = tmp_path / "log.jsonl"
-    with Log(path) as log:
+    with TuneLog(path) as log:
         log.begin(origin(NAME))
     path.write_bytes(path.read_bytes() + b'{"kind": "candidate"}\n')
     with pytest.raises(DataError, match=r"log\.jsonl:2: not a line"):
@@ -93,7 +93,7 @@ def test_what_was_being_tried_when_the_process_ended_is_to_blame(origin):
     assert History([origin(NAME), trying]).fatal == {("p", "k")}
     assert History([origin(NAME), trying, trying]).fatal == {("p", "k")}
     assert History([origin(NAME), trying, candidate()]).fatal == set()
-    assert History([origin(NAME), trying, Stopped()]).fatal == set()
+    assert History([origin(NAME), trying, Interruption()]).fatal == set()
     broke = candidate(32, "broke")
     assert History([origin(NAME), broke]).fatal == {("p", choice(32).key)}
 

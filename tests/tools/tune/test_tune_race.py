@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.tools.tune.race import TRIMMED, DeviceClock, Times, against, replaces
-from portattn.tools.tune.run import Options
+from portattn.tools.tune.race import TRIMMED, DeviceSampleClock, Times, against, replaces
+from portattn.tools.tune.run import TuneOptions
 
 
 class SlowHost:
@@ -28,8 +28,8 @@ class SlowHost:
         return replay
 
 
-def clock_of(inner: SlowHost) -> DeviceClock:
-    clock = DeviceClock()
+def clock_of(inner: SlowHost) -> DeviceSampleClock:
+    clock = DeviceSampleClock()
     clock._clock = inner
     return clock
 
@@ -74,7 +74,7 @@ def test_one_disturbed_round_does_not_keep_todays_choice(rounds: tuple[float, ..
 
 
 def test_the_default_number_of_rounds_is_enough_to_leave_one_out() -> None:
-    assert Options().rounds >= TRIMMED
+    assert TuneOptions().rounds >= TRIMMED
 
 
 def test_the_noise_is_half_of_the_spread_without_the_farthest() -> None:

@@ -9,15 +9,15 @@ from faketunable import OTHER, SMALL, FakeClock, FakeTunable, Made, choice
 
 from portattn.tools.tune import race
 from portattn.tools.tune.log import History
-from portattn.tools.tune.records import Candidate, Code, Trying
+from portattn.tools.tune.records import CandidateRecord, CodeRecord, Trying
 from portattn.tools.tune.run import red
-from portattn.tools.tune.search import DeviceLost
+from portattn.tools.tune.search import TuningDeviceLost
 
 
 def verdicts(records) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for record in records:
-        if isinstance(record, Candidate):
+        if isinstance(record, CandidateRecord):
             found.setdefault(record.choice.launch["block_n"], []).append(record.verdict)
     return found
 
@@ -48,7 +48,7 @@ def test_what_is_wrong_is_never_timed_and_never_chosen(class_of, search, behavio
     outcome, records = search(tunable, class_of(tunable), clock=clock)
     assert outcome.choice == choice(128)
     assert verdicts(records)[32] == ["broke" if behaviour == "raises" else "wrong"]
-    (record,) = [r for r in records if isinstance(r, Candidate) and r.choice == choice(32)]
+    (record,) = [r for r in records if isinstance(r, CandidateRecord) and r.choice == choice(32)]
     assert record.times is None
     if behaviour == "wrong":
         assert record.error > record.budget > 0
@@ -211,7 +211,7 @@ def test_what_an_interrupted_run_compiled_is_not_compiled_again(class_of, search
     tunable = FakeTunable({64: Made(100.0), 32: Made(80.0)})
     of = class_of(tunable)
     first, records = search(tunable, of)
-    codes = [record for record in records if isinstance(record, Code)]
+    codes = [record for record in records if isinstance(record, CodeRecord)]
     assert Counter(tunable.compiled)[32] == len([c for c in codes if c.code.startswith("32")]) == 1
     tunable.compiled.clear()
     again, _ = search(tunable, of, history=History(codes))
@@ -243,7 +243,7 @@ def test_a_device_that_is_lost_ends_the_run(class_of, search, monkeypatch):
 
     tunable = FakeTunable({64: Made(100.0), 32: Made(1.0)})
     monkeypatch.setattr("portattn.tools.tune.search.synchronize", synchronize)
-    with pytest.raises(DeviceLost, match="left the device unusable: CUDA error"):
+    with pytest.raises(TuningDeviceLost, match="left the device unusable: CUDA error"):
         search(tunable, class_of(tunable))
 
 
@@ -264,7 +264,7 @@ class Stopwatch:
 
 @pytest.mark.parametrize(("ms", "from_graph", "calls"), [(0.01, True, 100), (2.0, False, 4), (30.0, False, 1)])
 def test_short_calls_are_replayed_from_a_graph(monkeypatch, ms, from_graph, calls):
-    watch, clock = Stopwatch(ms), race.DeviceClock()
+    watch, clock = Stopwatch(ms), race.DeviceSampleClock()
     monkeypatch.setattr(clock, "_clock", watch)
 
     def run():

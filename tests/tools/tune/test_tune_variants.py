@@ -8,7 +8,7 @@ import torch
 
 from portattn.backends.cuda import searched
 from portattn.backends.cuda.hopper_backward import variant as backward
-from portattn.backends.cuda.hopper_backward.schedule import Schedule as BackwardSchedule
+from portattn.backends.cuda.hopper_backward.schedule import BackwardSchedule as BackwardSchedule
 from portattn.backends.cuda.hopper_backward.tuning import BackwardTunable
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.backends.cuda.hopper_forward import variant as forward
@@ -86,7 +86,7 @@ def test_what_is_broadcast_is_copied_for_a_candidate(target, monkeypatch, name):
     problem = workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
     seen = []
     monkeypatch.setattr(backward, "steps_of", lambda call, schedule: lambda t: seen.append(t[name].stride()))
-    monkeypatch.setattr(searched, "started", lambda launch, call: launch)
+    monkeypatch.setattr(searched, "bind_launcher", lambda launch, call: launch)
     monkeypatch.setattr(searched, "described_by", lambda toolchain: False)
     call = meta_call(problem)
     whole = getattr(call, name)

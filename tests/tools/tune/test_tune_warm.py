@@ -9,16 +9,16 @@ from faketunable import SMALL, choice
 
 from portattn.tools.tune import run
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.run import Asked, warm_all
+from portattn.tools.tune.run import CandidateJob, warm_all
 from portattn.tools.tune.workloads import parse
 
 
-def asked(code: str, **changes) -> Asked:
+def asked(code: str, **changes) -> CandidateJob:
     fields = {"target": "cpu:generic", "kernel": "dense_forward", "case": parse(SMALL), "device": "cpu"}
-    return Asked(code=code, **(fields | {"choice": choice(16)} | changes))
+    return CandidateJob(code=code, **(fields | {"choice": choice(16)} | changes))
 
 
-def work(one: Asked) -> str:
+def work(one: CandidateJob) -> str:
     """What a child does: says its code, or dies."""
     if one.code == "dies":
         os._exit(3)

@@ -18,11 +18,11 @@ from portattn.planning.data_files import load_verified
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.matrix.problems import Named, dense, full, quick
+from portattn.tools.matrix.problems import NamedProblem, dense, full, quick
 from portattn.tools.upgrade import published_results, variants
 from portattn.tools.upgrade.compare import Upgrade, compare
-from portattn.tools.upgrade.compilers import cautions, parsed
-from portattn.tools.upgrade.published_results import pages, published
+from portattn.tools.upgrade.compilers import cautions, parse_compiler
+from portattn.tools.upgrade.published_results import pages, read_published_results
 from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 THREE = ("triton==3.6.0", "triton==3.8.0", "triton==3.9.0")
@@ -30,7 +30,7 @@ COMPARED = "docs/performance/releases.md"  # several compilers beside each other
 
 
 def upgraded(
-    before: str, after: str, *targets: str, new: Registry | None = None, problems: Sequence[Named] = ()
+    before: str, after: str, *targets: str, new: Registry | None = None, problems: Sequence[NamedProblem] = ()
 ) -> Upgrade:
     known = Registry.load()
     pairs = [Pair(Side(known.target(t, before), known), Side(known.target(t, after), new or known)) for t in targets]
@@ -170,9 +170,9 @@ def test_what_is_newly_left_to_the_core_is_said_and_no_refusal(monkeypatch):
     one = next(one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").variants)
     assert (one.name, one.leaves, one.refuses) == ("gluon_forward", {name: "planted"}, {})
     assert name not in one.takes
-    alone = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90", problems=[Named(name, problem)])
+    alone = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90", problems=[NamedProblem(name, problem)])
     assert [(one.said, one.after) for one in alone.variants] == [("leaves all that it took to the core", "refused")]
-    back = upgraded("triton==3.9.0", "triton==3.6.0", "cuda:sm_90", problems=[Named(name, problem)])
+    back = upgraded("triton==3.9.0", "triton==3.6.0", "cuda:sm_90", problems=[NamedProblem(name, problem)])
     assert [(one.before, one.after) for one in back.variants] == [("refused", "run")]
 
 
@@ -209,7 +209,7 @@ def test_a_schedule_is_lost_only_where_it_was_timed_with_the_old_compiler():
 
 def test_a_page_is_one_line_that_says_which_releases_it_has_figures_of():
     found = {one.page: one for one in pages(upgraded("triton==3.6.0", "triton==3.8.0", "cuda:sm_90").figures)}
-    assert len(found) == len({one.page for one in published()}), "one line a page"
+    assert len(found) == len({one.page for one in read_published_results()}), "one line a page"
     said = {page: page_line(one) for page, one in found.items()}
     assert said[COMPARED] == f"carries over: has figures of {', '.join(THREE)} on cuda:sm_90"
     small = f"of {', '.join(THREE)} for small problems of float32"
@@ -224,10 +224,10 @@ def test_a_page_is_one_line_that_says_which_releases_it_has_figures_of():
 
 def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch):
     """Also beside others of the same page that it has of both."""
-    known = published()
+    known = read_published_results()
     part = tuple(one for one in known if (one.what[:9], one.toolchain) != ("gradients", "triton==3.9.0"))
     assert len(part) == len(known) - 1
-    monkeypatch.setattr(published_results, "published", lambda: part)
+    monkeypatch.setattr(published_results, "read_published_results", lambda: part)
     both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
     assert {(one.what[:9], one.measured_with) for one in both if one.lost} == {
         ("gradients", "triton==3.6.0, triton==3.8.0")
@@ -259,7 +259,7 @@ def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
     named["docs/performance.md"] |= _releases_of_small()
     assert len(named) >= 5
     listed = {}
-    for one in published():
+    for one in read_published_results():
         listed.setdefault(one.page, set()).add(one.toolchain)
     assert named == listed
 
@@ -272,7 +272,7 @@ def _releases_of_small() -> set[str]:
 
 
 def test_figures_of_small_problems_are_listed_with_each_of_their_releases():
-    listed = {one.toolchain for one in published() if one.what == "small problems of float32"}
+    listed = {one.toolchain for one in read_published_results() if one.what == "small problems of float32"}
     assert listed == _releases_of_small() == set(THREE)
 
 
@@ -284,18 +284,18 @@ def test_figures_of_small_problems_are_listed_with_each_of_their_releases():
 def test_listed_figures_are_those_of_the_results(file, of):
     found = json.loads((DOCS / "performance" / file).read_text(encoding="utf-8"))
     runs = found.get("runs", [found])
-    mine = [one for one in published() if one.page in of and not one.what.startswith("small")]
+    mine = [one for one in read_published_results() if one.page in of and not one.what.startswith("small")]
     assert {one.page for one in mine} == of
     assert {one.toolchain for one in mine} == {run["toolchain"] for run in runs}
     assert {str(one.date) for one in mine} == {run["date"][:10] for run in runs}
 
 
 def test_versions_as_they_are_given():
-    assert str(parsed("ci", "--to", "triton==3.9")) == "triton==3.9.0", "as the lab and the records write it"
-    assert parsed("ci", "--to", "triton==3.9.0,ptxas==13.3.33").component("ptxas") == "13.3.33"
+    assert str(parse_compiler("ci", "--to", "triton==3.9")) == "triton==3.9.0", "as the lab and the records write it"
+    assert parse_compiler("ci", "--to", "triton==3.9.0,ptxas==13.3.33").component("ptxas") == "13.3.33"
     for text in ("triton", "none", "triton==three", "jax==1.0"):
         with pytest.raises(ArgumentError) as refused:
-            parsed("ci", "--to", text)
+            parse_compiler("ci", "--to", text)
         assert (refused.value.argument, refused.value.value) == ("--to", text)
 
 

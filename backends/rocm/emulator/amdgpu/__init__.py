@@ -73,9 +73,9 @@ class _Callable(types.ModuleType):
 
     def __call__(self, arch: str, **options: Any) -> Any:
         """Run Triton kernels for `arch` in the model: see triton_driver.emulated."""
-        from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulated
+        from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate
 
-        return emulated(arch, **options)
+        return emulate(arch, **options)
 
 
 sys.modules[__name__].__class__ = _Callable

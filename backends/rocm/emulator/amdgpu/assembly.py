@@ -17,7 +17,7 @@ from portattn.backends.rocm.emulator.amdgpu.errors import (
     UnknownOperand,
     WrongArch,
 )
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, Arch
+from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, AmdArch
 
 _TARGET = re.compile(r'^\s*\.amdgcn_target\s+"[^"]*--?(gfx\w+)(?::[^"]*)?"', re.MULTILINE)
 _LABEL = re.compile(r"^([.\w$]+):$")
@@ -104,7 +104,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Argument:
+class KernargSlot:
     """A kernel argument as the metadata gives it: bytes from the start of the kernarg segment, and what it is."""
 
     offset: int
@@ -122,11 +122,11 @@ class Assembly:
     threads     work-items of a work-group (.max_flat_workgroup_size); Triton compiles for exactly so many
     """
 
-    arch: Arch
+    arch: AmdArch
     name: str
     wave: int
     descriptor: dict[str, int]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernargSlot, ...]
     threads: int
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -192,14 +192,14 @@ def _metadata(text: str, name: str) -> str:
     raise TruncatedText(f"the metadata has no entry for {name}")
 
 
-def _arguments(metadata: str) -> tuple[Argument, ...]:
+def _arguments(metadata: str) -> tuple[KernargSlot, ...]:
     found = []
     listed = re.search(r"^(?:    )?\.args:[^\n]*\n((?:      .*\n)*)", metadata, re.MULTILINE)
     for block in re.split(r"^\s+- ", listed[1] if listed else "", flags=re.MULTILINE)[1:]:
         values = dict(re.findall(r"\.(\w+):\s+'?([^\s']+)'?", block))
         if "offset" in values and "value_kind" in values:
             kind = values["value_kind"]
-            found.append(Argument(int(values["offset"]), int(values["size"]), kind, values.get("name", "")))
+            found.append(KernargSlot(int(values["offset"]), int(values["size"]), kind, values.get("name", "")))
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ from portattn.backends.rocm.emulator.amdgpu.dpp import Dpp
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import VECTOR
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand, operand
-from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State, literal
+from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState, literal
 
 Read = Callable[[], Array]
 Write = Callable[[Array], None]
@@ -27,7 +27,7 @@ _SELECT = {"DWORD": (0, 32), "WORD_0": (0, 16), "WORD_1": (16, 16), **{f"BYTE_{n
 
 
 @dataclass(eq=False)
-class Bound:
+class BoundInstruction:
     """An instruction ready to run.
 
     run     executes it for the waves and lanes that are on; returns the index to go on from, None for the next
@@ -61,7 +61,7 @@ class Bound:
 class Binder:
     """Operands of one instruction on one State."""
 
-    def __init__(self, state: State, instruction: Instruction) -> None:
+    def __init__(self, state: WorkGroupState, instruction: Instruction) -> None:
         self.state, self.instruction = state, instruction
         self.operands = [operand(text) for text in instruction.operands]
         self.dpp = Dpp.of(instruction, state)
@@ -219,7 +219,7 @@ def _as_u32(value: Array) -> Array:
     return np.ascontiguousarray(value).view(np.uint16).astype(np.uint32)
 
 
-def _writer(state: State, target: Array, narrowed: Callable[[], Array] | None) -> Write:
+def _writer(state: WorkGroupState, target: Array, narrowed: Callable[[], Array] | None) -> Write:
     if narrowed is not None:
         return lambda value: np.copyto(target, value, where=narrowed())
 
@@ -288,5 +288,5 @@ def vector_plane(item: Operand) -> int:
     return item.index
 
 
-def unified(plane: int, count: int = 1) -> tuple[int, ...]:
+def unified_registers(plane: int, count: int = 1) -> tuple[int, ...]:
     return tuple(range(VECTOR + plane, VECTOR + plane + count))

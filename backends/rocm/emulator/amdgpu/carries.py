@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, Read
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, Read
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import VCC
-from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State
-from portattn.backends.rocm.emulator.amdgpu.vector_forms import DPP, SDWA, Bind, moved
+from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
+from portattn.backends.rocm.emulator.amdgpu.vector_forms import DPP, SDWA, Bind, dpp_flow
 
 if TYPE_CHECKING:
     from portattn.backends.rocm.emulator.amdgpu.definedness import Definedness
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _u32, _u64, _i64 = np.uint32, np.uint64, np.int64
 
 
-def mask_read(state: State, binder: Binder, index: int) -> tuple[Read, tuple[int, ...]]:
+def mask_read(state: WorkGroupState, binder: Binder, index: int) -> tuple[Read, tuple[int, ...]]:
     """A scalar operand as a bit a lane, and the registers it is in."""
     item = binder.operands[index]
     if item.kind == "s":
@@ -36,7 +36,7 @@ def mask_read(state: State, binder: Binder, index: int) -> tuple[Read, tuple[int
     raise UnknownOperand(f"{binder.instruction.operands[index]} as a mask")
 
 
-def mask_write(state: State, binder: Binder, index: int) -> tuple[Callable[[Array], None], tuple[int, ...]]:
+def mask_write(state: WorkGroupState, binder: Binder, index: int) -> tuple[Callable[[Array], None], tuple[int, ...]]:
     item = binder.operands[index]
     if item.kind == "null":
         return lambda bits: None, ()
@@ -50,7 +50,7 @@ def mask_write(state: State, binder: Binder, index: int) -> tuple[Callable[[Arra
 
 
 def cndmask(kind: str) -> Bind:
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow("op_sel", *DPP, *SDWA)
         binder.expect(3, 4)
@@ -70,7 +70,9 @@ def cndmask(kind: str) -> Bind:
             defined.selected(binder, mask(), masks)  # type: ignore[attr-defined]
 
         own = None if binder.dpp is not None else flow
-        return Bound(instruction, run, binder.registers(1, 2), masks, binder.registers(0), flow=own or moved(binder))
+        return BoundInstruction(
+            instruction, run, binder.registers(1, 2), masks, binder.registers(0), flow=own or dpp_flow(binder)
+        )
 
     return make
 
@@ -78,7 +80,7 @@ def cndmask(kind: str) -> Bind:
 def carry(minus: str, with_carry: bool) -> Bind:
     """Adds ("") and subtracts ("ab": a − b, "ba": b − a) with a carry out, and in where `with_carry`."""
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow(*DPP, *SDWA)
         binder.expect(5 if with_carry else 4)
@@ -93,7 +95,7 @@ def carry(minus: str, with_carry: bool) -> Bind:
             write((total & 0xFFFFFFFF).astype(_u32))
             carry_out((total < 0) | (total > 0xFFFFFFFF))
 
-        return Bound(instruction, run, binder.registers(2, 3), masks_in, binder.registers(0), masks_out)
+        return BoundInstruction(instruction, run, binder.registers(2, 3), masks_in, binder.registers(0), masks_out)
 
     return make
 
@@ -101,7 +103,7 @@ def carry(minus: str, with_carry: bool) -> Bind:
 def mad64(signed: bool) -> Bind:
     """64-bit sum of a 32×32-bit product and an addend, with the carry out."""
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow()
         binder.expect(5)
@@ -132,6 +134,6 @@ def mad64(signed: bool) -> Bind:
             defined.set_masks(masks_out, every & defined.state.mask)
 
         reads = (*factors, *addend_words)
-        return Bound(instruction, run, reads, (), (low, high), masks_out, flow=flow)
+        return BoundInstruction(instruction, run, reads, (), (low, high), masks_out, flow=flow)
 
     return make

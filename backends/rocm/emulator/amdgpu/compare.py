@@ -11,11 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, compute
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, compute
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, VCC
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
-from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
 from portattn.backends.rocm.emulator.amdgpu.vector_forms import DPP, SDWA, base_name
 
 _NAME = re.compile(r"cmp(x?)_(\w+)_(f16|f32|f64|i16|u16|i32|u32|i64|u64)")
@@ -60,7 +60,7 @@ def _class(kind: str) -> Callable[[Array, Array], Array]:
     return function
 
 
-def bind(state: State, instruction: Instruction) -> Bound:
+def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """Bind one comparison. Raises UnknownInstruction."""
     found = _NAME.fullmatch(base_name(instruction.mnemonic))
     if not found or (found[2] not in PREDICATES and found[2] != "class"):
@@ -92,9 +92,9 @@ def bind(state: State, instruction: Instruction) -> Bound:
 
     words = state.lanes // 32
     written = tuple(index + n for index in destinations for n in range(words))
-    return Bound(instruction, run, binder.registers(*binder_sources), (), mask_writes=written)
+    return BoundInstruction(instruction, run, binder.registers(*binder_sources), (), mask_writes=written)
 
 
-def known(name: str) -> bool:
+def is_modelled(name: str) -> bool:
     found = _NAME.fullmatch(name)
     return found is not None and (found[2] in PREDICATES or found[2] == "class")

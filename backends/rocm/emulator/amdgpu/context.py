@@ -15,8 +15,8 @@ from portattn.backends.rocm.emulator.amdgpu.group_races import GroupRaces
 from portattn.backends.rocm.emulator.amdgpu.lds import Lds
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
 from portattn.backends.rocm.emulator.amdgpu.scratch import Scratch
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
-from portattn.backends.rocm.emulator.amdgpu.waits import Entry, Waits
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
+from portattn.backends.rocm.emulator.amdgpu.waits import PendingAccess, Waits
 
 
 class Context(Protocol):
@@ -39,7 +39,7 @@ class Context(Protocol):
 
     program: Assembly
     checks: Checks
-    state: State
+    state: WorkGroupState
     lds: Lds
     scratch: Scratch
     has_scratch_descriptor: bool
@@ -61,7 +61,7 @@ class Context(Protocol):
         unordered: bool = False,
         writes_lds: bool = False,
         half: int | None = None,
-    ) -> Entry | None:
+    ) -> PendingAccess | None:
         """An access was issued: its registers (or one half of its register) are not to be touched before a wait."""
         ...
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import waits
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Bound
+from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCC, VCC
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 
 if TYPE_CHECKING:
     from portattn.backends.rocm.emulator.amdgpu.context import Context
@@ -37,7 +37,7 @@ _SETREG = re.compile(r"s_setreg(_imm32)?_b32")
 _FP16_OVERFLOW = (23, 1)
 
 
-def known(mnemonic: str) -> bool:
+def is_modelled(mnemonic: str) -> bool:
     return bool(
         _NO_EFFECT.fullmatch(mnemonic)
         or mnemonic in _BRANCHES
@@ -47,35 +47,35 @@ def known(mnemonic: str) -> bool:
     )
 
 
-def _any_lane(index: int) -> Callable[[State], Array]:
+def _any_lane(index: int) -> Callable[[WorkGroupState], Array]:
     return lambda state: np.asarray(state.read_mask(index).any(1))
 
 
-_BRANCHES: dict[str, tuple[Callable[[State], Array], bool, str]] = {
+_BRANCHES: dict[str, tuple[Callable[[WorkGroupState], Array], bool, str]] = {
     "s_cbranch_scc0": (lambda state: state.scc, False, "scc"), "s_cbranch_scc1": (lambda state: state.scc, True, "scc"),
     "s_cbranch_vccz": (_any_lane(VCC), False, "vcc"), "s_cbranch_vccnz": (_any_lane(VCC), True, "vcc"),
     "s_cbranch_execz": (_any_lane(EXEC), False, "exec"), "s_cbranch_execnz": (_any_lane(EXEC), True, "exec"),
 }  # fmt: skip
 
 
-def bind(machine: Context, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Bind one control instruction. Raises UnknownInstruction."""
     name = instruction.mnemonic
     if name == "s_endpgm":
-        return Bound(instruction, lambda: END)
+        return BoundInstruction(instruction, lambda: END)
     if name == "s_branch":
         target = machine.program.labels[instruction.operands[0]]
-        return Bound(instruction, lambda: target)
+        return BoundInstruction(instruction, lambda: target)
     if name in _BRANCHES:
         return _branch(machine, instruction)
     if name in ("s_barrier", "s_barrier_wait"):
-        return Bound(instruction, lambda: WAIT)
+        return BoundInstruction(instruction, lambda: WAIT)
     if name == "s_barrier_signal":
         if instruction.operands != ("-1",):
             raise UnknownOperand("only the work-group's own barrier (-1) is modelled")
-        return Bound(instruction, machine.signal)
+        return BoundInstruction(instruction, machine.signal)
     if _NO_EFFECT.fullmatch(name):
-        return Bound(instruction, lambda: None)
+        return BoundInstruction(instruction, lambda: None)
     if name.startswith(("s_waitcnt", "s_wait_")):
         return _wait(machine, instruction)
     if _SETREG.fullmatch(name):
@@ -83,7 +83,7 @@ def bind(machine: Context, instruction: Instruction) -> Bound:
     raise UnknownInstruction(f"{name} is not modelled")
 
 
-def _branch(machine: Context, instruction: Instruction) -> Bound:
+def _branch(machine: Context, instruction: Instruction) -> BoundInstruction:
     state = machine.state
     condition, wanted, register = _BRANCHES[instruction.mnemonic]
     target = machine.program.labels[instruction.operands[0]]
@@ -105,10 +105,10 @@ def _branch(machine: Context, instruction: Instruction) -> Bound:
 
     words = tuple(range(VCC, VCC + state.lanes // 32))
     uses = {"scc": (SCC,), "vcc": words, "exec": ()}[register]
-    return Bound(instruction, run, uses=uses)
+    return BoundInstruction(instruction, run, uses=uses)
 
 
-def _wait(machine: Context, instruction: Instruction) -> Bound:
+def _wait(machine: Context, instruction: Instruction) -> BoundInstruction:
     text = instruction.operands[0] if instruction.operands else ""
     limits = waits.limits(instruction.mnemonic, ", ".join(instruction.operands) or text)
     wanted = [(counter, limit) for counter, limit in limits.items() if limit < 63]
@@ -118,15 +118,15 @@ def _wait(machine: Context, instruction: Instruction) -> Bound:
             for counter, limit in wanted:
                 machine.waits.wait(counter, limit, machine.group_bits)
 
-    return Bound(instruction, run)
+    return BoundInstruction(instruction, run)
 
 
-def _set_mode(machine: Context, instruction: Instruction) -> Bound:
+def _set_mode(machine: Context, instruction: Instruction) -> BoundInstruction:
     found = re.fullmatch(r"hwreg\((\w+)(?:,\s*(\d+),\s*(\d+))?\),\s*(\w+)", instruction.operands[0])
     if not found:
         raise UnknownOperand(f"{instruction.operands[0]!r} is not known")
     if found[1] in ("HW_REG_SCHED_MODE", "HW_REG_WAVE_SCHED_MODE"):
-        return Bound(instruction, lambda: None)
+        return BoundInstruction(instruction, lambda: None)
     if found[1] not in ("HW_REG_MODE", "HW_REG_WAVE_MODE") or (int(found[2]), int(found[3])) != _FP16_OVERFLOW:
         raise UnknownOperand(f"setting {found[1]} bits {found[2]} to {found[3]} is not modelled")
     on = int(found[4], 0) != 0
@@ -134,4 +134,4 @@ def _set_mode(machine: Context, instruction: Instruction) -> Bound:
     def run() -> None:
         machine.state.saturate[machine.state.group] = on
 
-    return Bound(instruction, run)
+    return BoundInstruction(instruction, run)

@@ -20,7 +20,7 @@ from portattn.backends.rocm.emulator.amdgpu.decode import FAMILIES, family
 COLUMNS = 118  # of a line of docs/emulation.md
 
 
-def used(texts: Iterable[str]) -> dict[str, Counter[str]]:
+def count_mnemonics(texts: Iterable[str]) -> dict[str, Counter[str]]:
     """arch → mnemonic → how often it stands in the texts. Raises BadProgram on a text that is none."""
     found: dict[str, Counter[str]] = {}
     for text in texts:
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
         return 2
     files = sorted(path for path in Path(arguments[0]).rglob("*") if path.suffix in (".s", ".amdgcn"))
     tested = set(Path(arguments[1]).read_text().split()) if len(arguments) > 1 else set()
-    counts = used(path.read_text() for path in files)
+    counts = count_mnemonics(path.read_text() for path in files)
     print(table(counts, dict.fromkeys(counts, tested) if tested else {}))
     return int(any(family(m) is None for names in counts.values() for m in names))
 

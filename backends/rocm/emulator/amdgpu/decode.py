@@ -19,7 +19,7 @@ from portattn.backends.rocm.emulator.amdgpu import (
     vmem,
 )
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Bound
+from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.errors import EmulationError, UnknownInstruction
 
 if TYPE_CHECKING:
@@ -32,32 +32,32 @@ FAMILIES = ("control", "scalar", "scalar memory", "vector", "compare", "packed",
 def family(mnemonic: str) -> str | None:
     """Which family models a mnemonic; None where none does."""
     name = vector_forms.base_name(mnemonic)
-    if control.known(mnemonic):
+    if control.is_modelled(mnemonic):
         return "control"
     if lanes.table_name(mnemonic) in lanes.TABLE:
         return "lanes"
     if mnemonic.startswith("s_"):
-        if smem.known(mnemonic):
+        if smem.is_modelled(mnemonic):
             return "scalar memory"
-        return "scalar" if scalar.known(mnemonic[2:]) else None
+        return "scalar" if scalar.is_modelled(mnemonic[2:]) else None
     if mnemonic.startswith("ds_"):
-        return "LDS" if lds_ops.known(mnemonic) else None
+        return "LDS" if lds_ops.is_modelled(mnemonic) else None
     if mnemonic.startswith("scratch_"):
-        return "scratch" if scratch_ops.known(mnemonic) else None
+        return "scratch" if scratch_ops.is_modelled(mnemonic) else None
     if mnemonic.startswith(("buffer_", "global_", "flat_")):
-        return "vector memory" if vmem.known(mnemonic) else None
-    if matrix.known(mnemonic):
+        return "vector memory" if vmem.is_modelled(mnemonic) else None
+    if matrix.is_modelled(mnemonic):
         return "matrix"
-    if packed.known(mnemonic):
+    if packed.is_modelled(mnemonic):
         return "packed"
-    if compare.known(name):
+    if compare.is_modelled(name):
         return "compare"
     if mnemonic.startswith("v_s_"):
         return "scalar" if name[2:] in scalar.TRANSCENDENTAL else None
-    return "vector" if mnemonic.startswith("v_") and vector.known(name) else None
+    return "vector" if mnemonic.startswith("v_") and vector.is_modelled(name) else None
 
 
-def bind(machine: Context, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Bind an instruction to a machine. Raises UnknownInstruction and UnknownOperand, with the line."""
     try:
         if instruction.second is not None:
@@ -69,7 +69,7 @@ def bind(machine: Context, instruction: Instruction) -> Bound:
         raise error.at(instruction.place) from None
 
 
-def _bind_single(machine: Context, instruction: Instruction) -> Bound:
+def _bind_single(machine: Context, instruction: Instruction) -> BoundInstruction:
     kind = family(instruction.mnemonic)
     state = machine.state
     if kind is None:

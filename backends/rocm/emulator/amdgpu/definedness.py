@@ -16,11 +16,11 @@ import numpy as np
 from portattn.backends.rocm.emulator.amdgpu.errors import Uninitialised
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCALARS, SCC, VECTOR
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 from portattn.backends.rocm.emulator.amdgpu.waits import register_name
 
 if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound
+    from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction
     from portattn.backends.rocm.emulator.amdgpu.dpp import Dpp
 
 _WORD = np.uint32(0xFFFFFFFF)
@@ -34,7 +34,7 @@ class Definedness:
     report   called with (error type, problem); place() says which instruction is executed
     """
 
-    def __init__(self, state: State, report: Any, place: Any) -> None:
+    def __init__(self, state: WorkGroupState, report: Any, place: Any) -> None:
         self.state, self.report, self.place = state, report, place
         self.vectors: Array = np.zeros(state.V.shape, bool)
         self.scalars: Array = np.zeros(state.S.shape, np.uint32)
@@ -118,7 +118,7 @@ class Definedness:
 
     # ---- rules
 
-    def move(self, bound: Bound) -> None:
+    def move(self, bound: BoundInstruction) -> None:
         """Apply an instruction that touches an undefined register, before it runs."""
         self.require(bound.uses)
         if bound.flow is not None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import floats
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.carries import mask_write
 from portattn.backends.rocm.emulator.amdgpu.isa import VCC
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 
 _u32, _i64, _f32, _f64 = np.uint32, np.int64, np.float32, np.float64
 
@@ -28,7 +28,7 @@ def _denormal(x: Array) -> Array:
 _QUIET_NAN, _INVALID = _u32(0x400000), _u32(0xFFC00000)
 
 
-def div_scale(state: State, instruction: Instruction) -> Bound:
+def div_scale(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """V_DIV_SCALE_F32: scale a division's operand by 2^64, and say whether the quotient must be scaled back.
 
     "1 / S1 denormal" is read as of float32: the documents write float64, which the inverse of a float32 never is, and
@@ -62,10 +62,10 @@ def div_scale(state: State, instruction: Instruction) -> Bound:
         write(np.select([c for c, _, _ in cases], [v for _, v, _ in cases], s0))
         flag(np.select([c for c, _, _ in cases], [np.full(s0.shape, f) for _, _, f in cases], False))
 
-    return Bound(instruction, run, binder.registers(2, 3, 4), (), binder.registers(0), masks_out)
+    return BoundInstruction(instruction, run, binder.registers(2, 3, 4), (), binder.registers(0), masks_out)
 
 
-def div_fmas(state: State, instruction: Instruction) -> Bound:
+def div_fmas(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """V_DIV_FMAS_F32: a fused multiply-add whose result vcc scales by 2^±64."""
     binder = Binder(state, instruction)
     binder.allow()
@@ -83,10 +83,10 @@ def div_fmas(state: State, instruction: Instruction) -> Bound:
         write(np.where(state.read_mask(VCC), exact * scale, exact).astype(_f32))
 
     masks = tuple(range(VCC, VCC + state.lanes // 32))
-    return Bound(instruction, run, binder.registers(1, 2, 3), masks, binder.registers(0))
+    return BoundInstruction(instruction, run, binder.registers(1, 2, 3), masks, binder.registers(0))
 
 
-def div_fixup(state: State, instruction: Instruction) -> Bound:
+def div_fixup(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """V_DIV_FIXUP_F32: quotient, denominator, numerator → the quotient with IEEE's special cases put right."""
     binder = Binder(state, instruction)
     binder.allow()
@@ -115,4 +115,4 @@ def div_fixup(state: State, instruction: Instruction) -> Bound:
         own = np.where(np.isnan(numerator), bits[0] | _QUIET_NAN, own)
         write(np.where(nan, own.view(_f32), result))
 
-    return Bound(instruction, run, binder.registers(1, 2, 3), (), binder.registers(0))
+    return BoundInstruction(instruction, run, binder.registers(1, 2, 3), (), binder.registers(0))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 
 Pick = Callable[[Array, Array], Array]
 _UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -113,11 +113,11 @@ def _parts(name: str) -> tuple[str, str, bool] | None:
     return _MAXIMUM.get(word, word), _KINDS[kind], word in _MAXIMUM
 
 
-def known(name: str) -> bool:
+def is_modelled(name: str) -> bool:
     return _parts(name) is not None
 
 
-def entry(state: State, name: str) -> tuple[str, str, Callable[..., Array]]:
+def entry(state: WorkGroupState, name: str) -> tuple[str, str, Callable[..., Array]]:
     """(type written, types read, function) of an instruction that is `known`, in a state's chip and mode."""
     parts = _parts(name)
     assert parts is not None, name

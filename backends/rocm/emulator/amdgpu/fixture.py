@@ -20,6 +20,6 @@ def amdgpu() -> Callable[..., Any]:
     """`portattn.backends.rocm.emulator.amdgpu`, as a context manager of an arch."""
     pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulated
+    from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate
 
-    return emulated
+    return emulate

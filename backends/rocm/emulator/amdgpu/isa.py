@@ -24,7 +24,7 @@ ACCUMULATION = 256  # accumulation register i is vector plane ACCUMULATION + i
 
 
 @dataclass(frozen=True)
-class Arch:
+class AmdArch:
     """One architecture.
 
     wave        lanes of a wave that Triton compiles for; the text says which are in use
@@ -60,14 +60,14 @@ _MOST = {"vmcnt": 63, "vscnt": 63, "lgkmcnt": 63, "loadcnt": 63, "storecnt": 63,
 _MOST_OF = {9: _MOST | {"lgkmcnt": 15}, 11: _MOST, 12: _MOST}
 
 
-def _modelled() -> dict[str, Arch]:
+def _modelled() -> dict[str, AmdArch]:
     """The arches of backends/rocm/arches whose [executors.emulated] names an instruction set."""
     found = {}
     for name, arch in load_arches(Path(__file__).parents[2]).items():
         row = arch.executors[EXECUTOR]
         if "lacks" not in row:
             family = int(row["isa"])
-            found[name] = Arch(
+            found[name] = AmdArch(
                 name=name,
                 wave=arch.warp_size,
                 planes=arch.registers,

@@ -13,7 +13,7 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import scalar
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC
 from portattn.backends.rocm.emulator.amdgpu.state import Array
@@ -22,7 +22,7 @@ from portattn.backends.rocm.emulator.amdgpu.vector_forms import base_name
 if TYPE_CHECKING:
     from portattn.backends.rocm.emulator.amdgpu.context import Context
 
-Bind = Callable[["Context", Instruction], Bound]
+Bind = Callable[["Context", Instruction], BoundInstruction]
 
 
 def _first_lane(state: Any) -> Array:
@@ -30,7 +30,7 @@ def _first_lane(state: Any) -> Array:
     return np.argmax(state.read_mask(EXEC), axis=1)
 
 
-def _read_lane(machine: Context, instruction: Instruction) -> Bound:
+def _read_lane(machine: Context, instruction: Instruction) -> BoundInstruction:
     state = machine.state
     binder = Binder(state, instruction)
     binder.allow()
@@ -41,7 +41,7 @@ def _read_lane(machine: Context, instruction: Instruction) -> Bound:
     chosen = None if first else scalar.reader(state, binder.operands[2], "u")
     if source.kind != "v":  # the compiler sometimes reads "lane n" of a scalar
         value = scalar.reader(state, source, "u")
-        return Bound(
+        return BoundInstruction(
             instruction, lambda: state.set_scalar(target.index, value()), source.registers,
             scalar_writes=target.registers,
         )  # fmt: skip
@@ -57,10 +57,10 @@ def _read_lane(machine: Context, instruction: Instruction) -> Bound:
         defined.set_scalars(target.registers, defined.vectors[source.index][wave, lane()])
 
     uses = () if first else binder.registers(2)
-    return Bound(instruction, run, source.registers, scalar_writes=target.registers, uses=uses, flow=flow)
+    return BoundInstruction(instruction, run, source.registers, scalar_writes=target.registers, uses=uses, flow=flow)
 
 
-def _write_lane(machine: Context, instruction: Instruction) -> Bound:
+def _write_lane(machine: Context, instruction: Instruction) -> BoundInstruction:
     state = machine.state
     binder = Binder(state, instruction)
     binder.allow()
@@ -82,12 +82,14 @@ def _write_lane(machine: Context, instruction: Instruction) -> Bound:
             undefined |= defined.scalars[:, register] != 0
         defined.set_lanes(binder.registers(0), np.broadcast_to(undefined[:, None], state.mask.shape), where())
 
-    return Bound(instruction, run, binder.registers(1), (), binder.registers(0), uses=binder.registers(2), flow=flow)
+    return BoundInstruction(
+        instruction, run, binder.registers(1), (), binder.registers(0), uses=binder.registers(2), flow=flow
+    )
 
 
 def _gathered(
     machine: Context, binder: Binder, value: int, address: int | None, select: Callable[[], tuple[Array, Array | None]]
-) -> Bound:
+) -> BoundInstruction:
     """dst lane = source lane `select()[0]` of operand `value`, 0 (or kept: see callers) where select()[1] is False."""
     state = machine.state
     source, target = vector_plane(binder.operands[value]), vector_plane(binder.operands[0])
@@ -105,10 +107,12 @@ def _gathered(
         everywhere = np.ones(state.mask.shape, bool) if valid is None else valid
         defined.permuted(binder.registers(0), binder.registers(value), index, everywhere)
 
-    return Bound(binder.instruction, run, binder.registers(value), (), binder.registers(0), uses=uses, flow=flow)
+    return BoundInstruction(
+        binder.instruction, run, binder.registers(value), (), binder.registers(0), uses=uses, flow=flow
+    )
 
 
-def _bpermute(machine: Context, instruction: Instruction) -> Bound:
+def _bpermute(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Each lane takes the value of the lane that its address / 4 names; 0 from a lane that is off."""
     state = machine.state
     binder = Binder(state, instruction)
@@ -124,7 +128,7 @@ def _bpermute(machine: Context, instruction: Instruction) -> Bound:
     return _gathered(machine, binder, 2, 1, select)
 
 
-def _permute(machine: Context, instruction: Instruction) -> Bound:
+def _permute(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Each lane sends its value to the lane that its address / 4 names; the highest sender wins, 0 where none does."""
     state = machine.state
     binder = Binder(state, instruction)
@@ -166,7 +170,7 @@ def swizzle_pattern(text: str) -> int:
     raise UnknownOperand(f"swizzle {text!r} is not known")
 
 
-def _swizzle(machine: Context, instruction: Instruction) -> Bound:
+def _swizzle(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Within groups of 32 lanes: (lane & and) | or, xor; or within groups of four."""
     state = machine.state
     binder = Binder(state, instruction)
@@ -187,7 +191,7 @@ def _swizzle(machine: Context, instruction: Instruction) -> Bound:
     return _gathered(machine, binder, 1, None, select)
 
 
-def _permlane16(machine: Context, instruction: Instruction) -> Bound:
+def _permlane16(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Any lane of the same row (16), or of the other row of a pair (x16), by 4-bit selectors in two scalars.
 
     op_sel:[fi, bound_ctrl]: read lanes that are off; give 0 instead of leaving the destination alone. LLVM has the two
@@ -222,10 +226,10 @@ def _permlane16(machine: Context, instruction: Instruction) -> Bound:
         defined.set_lanes(binder.registers(0), np.where(valid, moved, kept))
 
     reads = binder.registers(0, 1) if not bound else binder.registers(1)
-    return Bound(instruction, run, reads, (), binder.registers(0), uses=binder.registers(2, 3), flow=flow)
+    return BoundInstruction(instruction, run, reads, (), binder.registers(0), uses=binder.registers(2, 3), flow=flow)
 
 
-def _permlane64(machine: Context, instruction: Instruction) -> Bound:
+def _permlane64(machine: Context, instruction: Instruction) -> BoundInstruction:
     state = machine.state
     binder = Binder(state, instruction)
     binder.allow()
@@ -237,7 +241,7 @@ def _permlane64(machine: Context, instruction: Instruction) -> Bound:
 def _permlane_swap(size: int) -> Bind:
     """The odd rows (of `size` lanes) of the first register change places with the even rows of the second."""
 
-    def make(machine: Context, instruction: Instruction) -> Bound:
+    def make(machine: Context, instruction: Instruction) -> BoundInstruction:
         state = machine.state
         binder = Binder(state, instruction)
         binder.allow("bound_ctrl", "fi")
@@ -263,7 +267,7 @@ def _permlane_swap(size: int) -> Bind:
             defined.set_lanes(binder.registers(1), b)
 
         both = binder.registers(0, 1)
-        return Bound(instruction, run, both, (), both, flow=flow)
+        return BoundInstruction(instruction, run, both, (), both, flow=flow)
 
     return make
 

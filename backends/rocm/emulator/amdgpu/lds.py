@@ -11,7 +11,7 @@ from portattn.backends.rocm.emulator.amdgpu.checks import Findings
 from portattn.backends.rocm.emulator.amdgpu.errors import LdsOutOfRange, LdsRace, MissingWait, Place
 from portattn.backends.rocm.emulator.amdgpu.memory import gather, scatter
 from portattn.backends.rocm.emulator.amdgpu.state import Array
-from portattn.backends.rocm.emulator.amdgpu.waits import Entry
+from portattn.backends.rocm.emulator.amdgpu.waits import PendingAccess
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Access:
     offsets: Array
     size: int
     data: Array | None
-    entry: Entry | None = None
+    entry: PendingAccess | None = None
     late: bool = False
     atomic: bool = False
 
@@ -76,8 +76,8 @@ class Lds:
         return data, unset.view(bool) if unset.any() else None
 
     def store(
-        self, offsets: Array, data: Array, waves: Array, place: Place, undefined: Array | None, entry: Entry | None,
-        dma: bool = False,
+        self, offsets: Array, data: Array, waves: Array, place: Place, undefined: Array | None,
+        entry: PendingAccess | None, dma: bool = False,
     ) -> None:  # fmt: skip
         """Write uint8 [n, size]. `undefined` [n, size or more] bool marks bytes that nothing has defined."""
         if self._record or dma:

@@ -12,7 +12,7 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import atomics
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, unified, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, unified_registers, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction
 from portattn.backends.rocm.emulator.amdgpu.lds import flat_waves
 from portattn.backends.rocm.emulator.amdgpu.state import Array
@@ -26,7 +26,7 @@ _TWO = re.compile(r"ds_(read|load|write|store)_?2(?:addr)?(st64|_stride64)?_(b32
 _TRANSPOSED = re.compile(r"ds_read_b64_tr_b(8|16)")
 
 
-def known(mnemonic: str) -> bool:
+def is_modelled(mnemonic: str) -> bool:
     return bool(
         _ONE.fullmatch(mnemonic)
         or _TWO.fullmatch(mnemonic)
@@ -40,7 +40,7 @@ def _atomic_name(mnemonic: str) -> str | None:
     return name if name in atomics.TABLE or name in atomics.COMPARE else None
 
 
-def bind(machine: Context, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Bind one LDS instruction. Raises UnknownInstruction."""
     one, two = _ONE.fullmatch(instruction.mnemonic), _TWO.fullmatch(instruction.mnemonic)
     transposed = _TRANSPOSED.fullmatch(instruction.mnemonic)
@@ -78,7 +78,7 @@ def _lanes(machine: Context, plane: int, offset: int) -> tuple[Array | None, Arr
     return mask, (chosen.astype(np.int64) + offset) & 0xFFFFFFFF, flat_waves(mask, state.waves, state.lanes)
 
 
-def _load(machine: Context, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> Bound:
+def _load(machine: Context, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> BoundInstruction:
     binder.expect(2)
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     plane, address = vector_plane(binder.operands[0]), vector_plane(binder.operands[1])
@@ -86,7 +86,7 @@ def _load(machine: Context, binder: Binder, kind: Element, places: list[tuple[in
     if half is not None:
         kind = Element(kind.size, kind.signed, half)
     count = kind.registers * len(places)
-    registers = unified(plane, count)
+    registers = unified_registers(plane, count)
 
     def run() -> None:
         results = []
@@ -106,10 +106,10 @@ def _load(machine: Context, binder: Binder, kind: Element, places: list[tuple[in
                 machine.mark(registers[first : first + kind.registers], mask, unset)
         machine.issue("lds", registers, half=kind.half)
 
-    return Bound(instruction, run, (), (), registers, uses=binder.registers(1), counter="lds")
+    return BoundInstruction(instruction, run, (), (), registers, uses=binder.registers(1), counter="lds")
 
 
-def _store(machine: Context, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> Bound:
+def _store(machine: Context, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> BoundInstruction:
     binder.expect(1 + len(places))
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     address = vector_plane(binder.operands[0])
@@ -123,18 +123,18 @@ def _store(machine: Context, binder: Binder, kind: Element, places: list[tuple[i
         for (offset, _), plane in zip(places, sources, strict=True):
             mask, offsets, waves = _lanes(machine, address, offset)
             data = get(state, plane, kind, mask)
-            undefined = machine.undefined(unified(plane, kind.registers), mask)
+            undefined = machine.undefined(unified_registers(plane, kind.registers), mask)
             inside = lds.inside(offsets, kind.size, instruction.place)
             if inside is not None:
                 offsets, data, waves = offsets[inside], data[inside], waves[inside]
                 undefined = None if undefined is None else undefined[inside]
             lds.store(offsets, data, waves, instruction.place, undefined, entry)
 
-    stored = tuple(n for plane in sources for n in unified(plane, kind.registers))
-    return Bound(instruction, run, stored, uses=binder.registers(0))
+    stored = tuple(n for plane in sources for n in unified_registers(plane, kind.registers))
+    return BoundInstruction(instruction, run, stored, uses=binder.registers(0))
 
 
-def _atomic(machine: Context, binder: Binder, name: str) -> Bound:
+def _atomic(machine: Context, binder: Binder, name: str) -> BoundInstruction:
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     returns = "_rtn" in instruction.mnemonic or "xchg" in name
     compares = name in atomics.COMPARE
@@ -160,10 +160,10 @@ def _atomic(machine: Context, binder: Binder, name: str) -> Bound:
         machine.issue("lds", written, writes_lds=True)
 
     used = tuple(n for item in items for n in item.registers)
-    return Bound(instruction, run, (), (), written, uses=used)
+    return BoundInstruction(instruction, run, (), (), written, uses=used)
 
 
-def _transposed(machine: Context, binder: Binder, bits: int) -> Bound:
+def _transposed(machine: Context, binder: Binder, bits: int) -> BoundInstruction:
     """DS_READ_B64_TR: 16 lanes read 64 bits each as rows of a matrix of 16 columns, and each gets one column."""
     binder.expect(2)
     state, instruction, lds = machine.state, binder.instruction, machine.lds
@@ -184,7 +184,7 @@ def _transposed(machine: Context, binder: Binder, bits: int) -> Bound:
         put(state, plane, kind, turned.view(np.uint8), mask)
         if unset is not None and machine.defined is not None:
             anywhere = np.repeat(unset.reshape(-1, 16 * 8).any(1), 16)[:, None].repeat(8, 1)
-            machine.mark(unified(plane, 2), mask, anywhere)
-        machine.issue("lds", unified(plane, 2))
+            machine.mark(unified_registers(plane, 2), mask, anywhere)
+        machine.issue("lds", unified_registers(plane, 2))
 
-    return Bound(instruction, run, (), (), unified(plane, 2), uses=binder.registers(1))
+    return BoundInstruction(instruction, run, (), (), unified_registers(plane, 2), uses=binder.registers(1))

@@ -13,7 +13,7 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import decode
 from portattn.backends.rocm.emulator.amdgpu.assembly import Assembly
-from portattn.backends.rocm.emulator.amdgpu.binder import Bound
+from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.checks import Findings
 from portattn.backends.rocm.emulator.amdgpu.control import END, SPLIT, WAIT
 from portattn.backends.rocm.emulator.amdgpu.definedness import Definedness
@@ -31,9 +31,9 @@ from portattn.backends.rocm.emulator.amdgpu.isa import TTMP, VECTOR
 from portattn.backends.rocm.emulator.amdgpu.lds import Lds
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
 from portattn.backends.rocm.emulator.amdgpu.scratch import MAGIC, Scratch
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 from portattn.backends.rocm.emulator.amdgpu.vmem import check_order
-from portattn.backends.rocm.emulator.amdgpu.waits import Entry, Waits, register_name
+from portattn.backends.rocm.emulator.amdgpu.waits import PendingAccess, Waits, register_name
 
 if TYPE_CHECKING:
     from portattn.backends.rocm.emulator.amdgpu.checks import Checks
@@ -54,7 +54,7 @@ class Machine:
         self.program, self.checks = program, checks
         self.memory, self.step_limit = Memory(), 0
         self.group_races: GroupRaces | None = None
-        self.state = State(program.arch, program.wave, waves)
+        self.state = WorkGroupState(program.arch, program.wave, waves)
         self.state.ieee = bool(program.descriptor.get("ieee_mode", self.state.ieee))
         self.findings = Findings(checks)
         self.lds = Lds(lds_bytes, waves, self.findings, checks.undefined)
@@ -63,7 +63,7 @@ class Machine:
         scratch_bytes = program.descriptor.get("private_segment_fixed_size", 0)
         self.scratch = Scratch(waves * program.wave, scratch_bytes)
         self.has_scratch_descriptor = bool(program.descriptor.get("user_sgpr_private_segment_buffer"))
-        self.code: list[Bound | None] = [None] * len(program.instructions)
+        self.code: list[BoundInstruction | None] = [None] * len(program.instructions)
         self.counts = [0] * len(program.instructions)
         self.steps = 0
         self.pc = 0
@@ -95,11 +95,11 @@ class Machine:
         unordered: bool = False,
         writes_lds: bool = False,
         half: int | None = None,
-    ) -> Entry | None:
+    ) -> PendingAccess | None:
         """An access was issued: its registers (or one half of its register) are not to be touched before a wait."""
         if self.waits is None:
             return None
-        entry = Entry(frozenset(registers), self.group_bits, self.place(), unordered, writes_lds, half)
+        entry = PendingAccess(frozenset(registers), self.group_bits, self.place(), unordered, writes_lds, half)
         self.waits.issue(kind, entry)
         return entry
 
@@ -281,7 +281,7 @@ class Machine:
 
     _tired = False
 
-    def _too_early(self, waits: Waits, bound: Bound) -> None:
+    def _too_early(self, waits: Waits, bound: BoundInstruction) -> None:
         found = waits.culprit(bound, self.group_bits)
         if found is not None:
             entry, register = found

@@ -24,10 +24,10 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import floats
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, unified, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, unified_registers, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State, literal
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState, literal
 
 _MFMA = re.compile(
     r"v_mfma_(f32|i32|f64)_(\d+)x(\d+)x(\d+)_?(?:(\d+)b_)?"
@@ -100,7 +100,7 @@ def wmma_layout(family: int) -> Layout:
     return Layout(16, 2, 8, row, np.broadcast_to(lanes % 16, row.shape))
 
 
-def known(mnemonic: str) -> bool:
+def is_modelled(mnemonic: str) -> bool:
     found = _MFMA.fullmatch(mnemonic)
     if found:
         kind = found[6].split("_")[0]
@@ -108,9 +108,9 @@ def known(mnemonic: str) -> bool:
     return bool(_WMMA.fullmatch(mnemonic))
 
 
-def bind(state: State, instruction: Instruction) -> Bound:
+def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """Bind one matrix instruction. Raises UnknownInstruction."""
-    if not known(instruction.mnemonic):
+    if not is_modelled(instruction.mnemonic):
         raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
     binder = Binder(state, instruction)
     binder.expect(4)
@@ -122,7 +122,7 @@ def bind(state: State, instruction: Instruction) -> Bound:
     return _bind_wmma(state, binder, found)
 
 
-def _bind_mfma(state: State, binder: Binder, found: re.Match[str]) -> Bound:
+def _bind_mfma(state: WorkGroupState, binder: Binder, found: re.Match[str]) -> BoundInstruction:
     instruction, size, depth = binder.instruction, int(found[2]), int(found[4])
     first, _, second = found[6].partition("_")
     second = second or first
@@ -141,7 +141,7 @@ def _bind_mfma(state: State, binder: Binder, found: re.Match[str]) -> Bound:
     return _product(state, binder, layout, (first, second), registers, result, lambda values: layout.operand(values))
 
 
-def _bind_wmma(state: State, binder: Binder, found: re.Match[str]) -> Bound:
+def _bind_wmma(state: WorkGroupState, binder: Binder, found: re.Match[str]) -> BoundInstruction:
     instruction, gfx12 = binder.instruction, state.arch.family == 12
     if state.lanes != 32:
         raise UnknownInstruction(f"{instruction.mnemonic} in waves of 64 is not modelled")
@@ -171,9 +171,9 @@ def _bind_wmma(state: State, binder: Binder, found: re.Match[str]) -> Bound:
 
 
 def _product(
-    state: State, binder: Binder, layout: Layout, kinds: tuple[str, str], registers: int, result: Any,
+    state: WorkGroupState, binder: Binder, layout: Layout, kinds: tuple[str, str], registers: int, result: Any,
     arrange: Callable[[Array], Array],
-) -> Bound:  # fmt: skip
+) -> BoundInstruction:  # fmt: skip
     planes, fnuz = state.planes["u"], state.arch.fnuz
     sources = [vector_plane(item) for item in binder.operands[1:3]]
     for item in binder.operands[1:3]:
@@ -206,16 +206,16 @@ def _product(
                 else:
                     np.copyto(plane, values[..., word], where=state.group[:, None])
 
-    written = unified(target, count)
+    written = unified_registers(target, count)
     reads = binder.registers(1, 2, 3)
 
     def flow(defined: Any) -> None:
         defined.whole_waves(written, reads, np.broadcast_to(state.group[:, None], state.mask.shape))
 
-    return Bound(binder.instruction, run, reads, (), written, flow=flow)
+    return BoundInstruction(binder.instruction, run, reads, (), written, flow=flow)
 
 
-def _addend(state: State, item: Operand, registers: int, words: int, result: Any) -> Callable[[], Array]:
+def _addend(state: WorkGroupState, item: Operand, registers: int, words: int, result: Any) -> Callable[[], Array]:
     """C as [waves, registers, lanes] float64, or a constant."""
     if item.kind == "literal":
         kind = {np.float32: "f", np.int32: "i", np.float64: "d"}[result]

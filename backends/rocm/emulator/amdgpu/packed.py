@@ -13,10 +13,16 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import extremes, floats
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, Read, unified, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.binder import (
+    Binder,
+    BoundInstruction,
+    Read,
+    unified_registers,
+    vector_plane,
+)
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
-from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
 
 _NAME = re.compile(r"v_pk_(\w+)_(f32|f16|u16|i16|b16|b32)(?:_e64)?")
 _FLOATS: dict[str, Callable[..., Array]] = {
@@ -36,22 +42,22 @@ _HALVES: dict[str, tuple[str, Callable[..., Array]]] = {
 _SINGLES: dict[str, Callable[..., Array]] = {**_FLOATS, "fma": floats.fma32}
 
 
-def known(mnemonic: str) -> bool:
+def is_modelled(mnemonic: str) -> bool:
     found = _NAME.fullmatch(mnemonic)
     if not found:
         return mnemonic in _DOTS
     if found[2] == "f32":
         return found[1] in _SINGLES
     name = f"{found[1]}_{found[2]}"
-    return name in _HALVES or (found[2] == "f16" and extremes.known(name)) or mnemonic.startswith("v_pk_mov_b32")
+    return name in _HALVES or (found[2] == "f16" and extremes.is_modelled(name)) or mnemonic.startswith("v_pk_mov_b32")
 
 
-def bind(state: State, instruction: Instruction) -> Bound:
+def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """Bind one packed instruction or byte dot product. Raises UnknownInstruction."""
     if instruction.mnemonic in _DOTS:
         return _dot(state, instruction, *_DOTS[instruction.mnemonic])
     found = _NAME.fullmatch(instruction.mnemonic)
-    if not found or not known(instruction.mnemonic):
+    if not found or not is_modelled(instruction.mnemonic):
         raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
     binder = Binder(state, instruction)
     binder.allow("op_sel", "op_sel_hi", "neg_lo", "neg_hi", "clamp")
@@ -73,7 +79,7 @@ def _selects(binder: Binder, count: int) -> tuple[list[int], list[int], list[int
     return numbers("op_sel", zero), numbers("op_sel_hi", [1] * count), numbers("neg_lo", zero), numbers("neg_hi", zero)
 
 
-def _half(binder: Binder, kind: str, function: Callable[..., Array]) -> Bound:
+def _half(binder: Binder, kind: str, function: Callable[..., Array]) -> BoundInstruction:
     state, count = binder.state, len(binder.operands) - 1
     low, high, negative_low, negative_high = _selects(binder, count)
     clamp = "clamp" in binder.instruction.modifiers
@@ -93,7 +99,7 @@ def _half(binder: Binder, kind: str, function: Callable[..., Array]) -> Bound:
             value = np.clip(np.nan_to_num(result, nan=0.0), 0, 1) if clamp else result
             np.copyto(target, value, where=state.mask)
 
-    return Bound(binder.instruction, run, _reads(binder), (), binder.registers(0))
+    return BoundInstruction(binder.instruction, run, _reads(binder), (), binder.registers(0))
 
 
 def _component(binder: Binder, item: Operand, kind: str, which: int, negative: int) -> Read:
@@ -127,7 +133,7 @@ def _single(binder: Binder, item: Operand, which: int, negative: int) -> Read:
     return (lambda: np.negative(plain)) if negative else (lambda: plain)
 
 
-def _pair(binder: Binder, function: Callable[..., Array]) -> Bound:
+def _pair(binder: Binder, function: Callable[..., Array]) -> BoundInstruction:
     state, count = binder.state, len(binder.operands) - 1
     low, high, negative_low, negative_high = _selects(binder, count)
     if "clamp" in binder.instruction.modifiers:
@@ -150,10 +156,10 @@ def _pair(binder: Binder, function: Callable[..., Array]) -> Bound:
     def flow(defined: Any) -> None:
         undefined = [defined.lanes(registers) for registers in used]
         for number, lanes in enumerate(undefined):
-            defined.set_lanes(unified(plane + number), lanes)
+            defined.set_lanes(unified_registers(plane + number), lanes)
 
     # A register that no select chooses is not read, whatever the text names.
-    return Bound(binder.instruction, run, used[0] + used[1], (), unified(plane, 2), flow=flow)
+    return BoundInstruction(binder.instruction, run, used[0] + used[1], (), unified_registers(plane, 2), flow=flow)
 
 
 def _chosen_registers(binder: Binder, select: list[int]) -> tuple[int, ...]:
@@ -161,7 +167,7 @@ def _chosen_registers(binder: Binder, select: list[int]) -> tuple[int, ...]:
     return tuple(item.registers[which] for item, which in pairs if len(item.registers) == 2)
 
 
-def _move(binder: Binder) -> Bound:
+def _move(binder: Binder) -> BoundInstruction:
     """V_PK_MOV_B32: the low result from source 0, the high one from source 1, each by its op_sel."""
     state = binder.state
     binder.expect(3)
@@ -186,9 +192,11 @@ def _move(binder: Binder) -> Bound:
     def flow(defined: Any) -> None:
         undefined = [defined.lanes(registers) for registers in sources]
         for number, lanes in enumerate(undefined):
-            defined.set_lanes(unified(plane + number), lanes)
+            defined.set_lanes(unified_registers(plane + number), lanes)
 
-    return Bound(binder.instruction, run, sources[0] + sources[1], (), unified(plane, 2), flow=flow)
+    return BoundInstruction(
+        binder.instruction, run, sources[0] + sources[1], (), unified_registers(plane, 2), flow=flow
+    )
 
 
 def _reads(binder: Binder) -> tuple[int, ...]:
@@ -203,7 +211,7 @@ _DOTS: dict[str, tuple[bool, bool, bool]] = {
 }  # fmt: skip
 
 
-def _dot(state: State, instruction: Instruction, chosen: bool, first: bool, second: bool) -> Bound:
+def _dot(state: WorkGroupState, instruction: Instruction, chosen: bool, first: bool, second: bool) -> BoundInstruction:
     """Sum of four products of bytes and a 32-bit addend. iu8: neg_lo says which source is signed."""
     binder = Binder(state, instruction)
     binder.allow("neg_lo", "op_sel_hi", "op_sel", "neg_hi", "clamp")
@@ -227,15 +235,17 @@ def _dot(state: State, instruction: Instruction, chosen: bool, first: bool, seco
         write((total & 0xFFFFFFFF).astype(np.uint32))
 
     reads = binder.registers(*range(0 if accumulates else 1, len(binder.operands)))
-    return Bound(instruction, run, reads, (), binder.registers(0))
+    return BoundInstruction(instruction, run, reads, (), binder.registers(0))
 
 
-def dual(first: Bound, second: Bound, state: State, instruction: Instruction) -> Bound:
+def dual(
+    first: BoundInstruction, second: BoundInstruction, state: WorkGroupState, instruction: Instruction
+) -> BoundInstruction:
     """Two halves of a dual-issue pair: both read their sources before either writes."""
     first_feeds_second = not set(first.writes).isdisjoint(second.reads + second.masks)
     second_feeds_first = not set(second.writes).isdisjoint(first.reads + first.masks)
     if not first_feeds_second:
-        order: tuple[Bound, ...] = (first, second)
+        order: tuple[BoundInstruction, ...] = (first, second)
     elif not second_feeds_first:
         order = (second, first)
     else:
@@ -272,7 +282,7 @@ def dual(first: Bound, second: Bound, state: State, instruction: Instruction) ->
         for register, value in zip(first.writes, after, strict=True):
             defined.set_lanes((register,), value, everywhere)
 
-    return Bound(
+    return BoundInstruction(
         instruction, in_order if order else crosswise, first.reads + second.reads, first.masks + second.masks,
         first.writes + second.writes, uses=first.uses + second.uses, flow=flow,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import decode
-from portattn.backends.rocm.emulator.amdgpu.assembly import Argument, Assembly, parse
+from portattn.backends.rocm.emulator.amdgpu.assembly import Assembly, KernargSlot, parse
 from portattn.backends.rocm.emulator.amdgpu.checks import Checks
 from portattn.backends.rocm.emulator.amdgpu.errors import BadLaunch, BadProgram, Finding, UnknownInstruction
 from portattn.backends.rocm.emulator.amdgpu.machine import Machine
@@ -72,7 +72,7 @@ class Program:
         return self.assembly.name
 
     @property
-    def arguments(self) -> tuple[Argument, ...]:
+    def arguments(self) -> tuple[KernargSlot, ...]:
         """The arguments that a caller gives; those that Triton's runtime adds for itself come after them."""
         # From 3.8 on some kernels list what a runtime fills in after them (hidden_block_count_x and its like), unread.
         return tuple(a for a in self.assembly.arguments if not a.kind.startswith("hidden_"))
@@ -191,7 +191,7 @@ def _every(extent: tuple[int, int, int]) -> Iterable[tuple[int, int, int]]:
     return ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
 
 
-def _encoded(value: int | float | None, argument: Argument, number: int) -> bytes:
+def _encoded(value: int | float | None, argument: KernargSlot, number: int) -> bytes:
     size, what = argument.size, f"argument {number}"
     if value is None and argument.kind == "global_buffer":
         return bytes(size)

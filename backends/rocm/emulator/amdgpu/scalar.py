@@ -14,11 +14,11 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import extremes, floats, vector_tables
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Bound
+from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCC
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand, operand
-from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
 
 _u32, _u64, _i32, _i64, _f32 = np.uint32, np.uint64, np.int32, np.int64, np.float32
 
@@ -196,7 +196,7 @@ _OTHERS = frozenset({
 TRANSCENDENTAL = frozenset({"exp_f32", "log_f32", "rcp_f32", "rsq_f32", "sqrt_f32"})
 
 
-def bind_transcendental(state: State, instruction: Instruction) -> Bound:
+def bind_transcendental(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """Bind v_s_rcp_f32 and its like. Raises UnknownInstruction."""
     items = [operand(text) for text in instruction.operands]
     if instruction.modifiers:
@@ -205,14 +205,14 @@ def bind_transcendental(state: State, instruction: Instruction) -> Bound:
     return _table(state, instruction, items, ("f", "f", KEEP, function))
 
 
-def known(name: str) -> bool:
+def is_modelled(name: str) -> bool:
     save = _SAVE.fullmatch(name)
     if save:
         return _SAVE_RENAMED.get(save[1], save[1]) in SAVE_EXEC
-    return name in TABLE or name in _OTHERS or extremes.known(name) or bool(_COMPARE.fullmatch(name))
+    return name in TABLE or name in _OTHERS or extremes.is_modelled(name) or bool(_COMPARE.fullmatch(name))
 
 
-def reader(state: State, item: Operand, kind: str) -> Callable[[], Array]:
+def reader(state: WorkGroupState, item: Operand, kind: str) -> Callable[[], Array]:
     """A scalar operand as [waves] values of a kind."""
     dtype, width, is_float = KINDS[kind]
     if item.negative or item.absolute:
@@ -237,7 +237,7 @@ def reader(state: State, item: Operand, kind: str) -> Callable[[], Array]:
     return lambda: view
 
 
-def _writer(state: State, item: Operand, kind: str) -> Callable[[Array], None]:
+def _writer(state: WorkGroupState, item: Operand, kind: str) -> Callable[[Array], None]:
     width = KINDS[kind][1]
     if item.kind == "null":
         return lambda value: None
@@ -265,7 +265,7 @@ def _short(item: Operand) -> Operand:
     return Operand("literal", value=value - 0x10000 if value & 0x8000 else value)
 
 
-def bind(state: State, instruction: Instruction) -> Bound:
+def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """Bind one scalar instruction. Raises UnknownInstruction."""
     name = instruction.mnemonic[2:]
     items = [operand(text) for text in instruction.operands]
@@ -276,7 +276,7 @@ def bind(state: State, instruction: Instruction) -> Bound:
         return _compare(state, instruction, items, compare, short=name.startswith("cmpk"))
     if save:
         return _save_exec(state, instruction, items, save)
-    if extremes.known(name):
+    if extremes.is_modelled(name):
         kind, kinds, function = extremes.entry(state, name)
         return _table(state, instruction, items, (kind, kinds, KEEP, function))
     if name in TABLE:
@@ -290,7 +290,7 @@ def _registers(*items: Operand) -> tuple[int, ...]:
     return tuple(n for item in items for n in item.registers) + ((SCC,) if any(i.kind == "scc" for i in items) else ())
 
 
-def _table(state: State, instruction: Instruction, items: list[Operand], entry: Entry) -> Bound:
+def _table(state: WorkGroupState, instruction: Instruction, items: list[Operand], entry: Entry) -> BoundInstruction:
     kind, kinds, scc, function = entry
     if len(items) != len(kinds) + 1:
         raise UnknownInstruction(f"{instruction.mnemonic} with {len(items)} operands is not modelled")
@@ -315,7 +315,7 @@ def _table(state: State, instruction: Instruction, items: list[Operand], entry: 
     written = _registers(items[0]) + (() if scc == KEEP else (SCC,))
     bitwise = instruction.mnemonic[2:].rsplit("_", 1)[0] in _BITWISE and len(items) <= 3
     flow = _bitwise_flow(instruction, items) if bitwise else None
-    return Bound(instruction, run, _registers(*items[1:]), scalar_writes=written, flow=flow)
+    return BoundInstruction(instruction, run, _registers(*items[1:]), scalar_writes=written, flow=flow)
 
 
 _BITWISE = frozenset({"and", "or", "xor", "andn2", "orn2", "not", "mov", "xnor", "and_not1", "or_not1", "nand", "nor"})
@@ -332,7 +332,9 @@ def _bitwise_flow(instruction: Instruction, items: list[Operand]) -> Callable[[A
     return flow
 
 
-def _compare(state: State, instruction: Instruction, items: list[Operand], found: re.Match[str], short: bool) -> Bound:
+def _compare(
+    state: WorkGroupState, instruction: Instruction, items: list[Operand], found: re.Match[str], short: bool
+) -> BoundInstruction:
     kind = {"i32": "i", "u32": "u", "u64": "U", "i64": "I", "f32": "f"}[found[2]]
     second = items[1]
     if short:
@@ -342,10 +344,12 @@ def _compare(state: State, instruction: Instruction, items: list[Operand], found
     def run() -> None:
         state.set_scc(predicate(a(), b()))
 
-    return Bound(instruction, run, _registers(items[0], second), scalar_writes=(SCC,))
+    return BoundInstruction(instruction, run, _registers(items[0], second), scalar_writes=(SCC,))
 
 
-def _save_exec(state: State, instruction: Instruction, items: list[Operand], found: re.Match[str]) -> Bound:
+def _save_exec(
+    state: WorkGroupState, instruction: Instruction, items: list[Operand], found: re.Match[str]
+) -> BoundInstruction:
     name = _SAVE_RENAMED.get(found[1], found[1])
     if name not in SAVE_EXEC:
         raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
@@ -368,10 +372,10 @@ def _save_exec(state: State, instruction: Instruction, items: list[Operand], fou
         defined.into_exec(items[1], width // 32, only_on=name in ("and", "andn1"))
         defined.clear_scalars(written)
 
-    return Bound(instruction, run, _registers(items[1]) + words, scalar_writes=written, flow=flow)
+    return BoundInstruction(instruction, run, _registers(items[1]) + words, scalar_writes=written, flow=flow)
 
 
-def _other(state: State, instruction: Instruction, items: list[Operand], name: str) -> Bound:
+def _other(state: WorkGroupState, instruction: Instruction, items: list[Operand], name: str) -> BoundInstruction:
     if name == "getpc_b64":
         raise UnknownInstruction("s_getpc_b64 is not modelled: code has no addresses here")
     wide = name.endswith("64")
@@ -384,7 +388,7 @@ def _other(state: State, instruction: Instruction, items: list[Operand], name: s
             one = (value().astype(_u64) >> (bit() & size).astype(_u64)) & _u64(1)
             state.set_scc((one == 1) == want)
 
-        return Bound(instruction, run, _registers(*items), scalar_writes=(SCC,))
+        return BoundInstruction(instruction, run, _registers(*items), scalar_writes=(SCC,))
     if name in ("fmac_f32", "fmaak_f32", "fmamk_f32"):
         sources = [*items[1:], items[0]] if name == "fmac_f32" else items[1:]
         reads, put = [reader(state, item, "f") for item in sources], _writer(state, items[0], "f")
@@ -392,7 +396,7 @@ def _other(state: State, instruction: Instruction, items: list[Operand], name: s
         def run() -> None:
             put(floats.fma32(*[np.ascontiguousarray(read()) for read in reads]))
 
-        return Bound(instruction, run, _registers(*sources), scalar_writes=_registers(items[0]))
+        return BoundInstruction(instruction, run, _registers(*sources), scalar_writes=_registers(items[0]))
     write, destination = _writer(state, items[0], kind), reader(state, items[0], kind)
     short = (
         [_short(items[1])] if name in ("cmovk_i32", "movk_i32", "addk_i32", "addk_co_i32", "mulk_i32") else items[1:]
@@ -428,4 +432,4 @@ def _other(state: State, instruction: Instruction, items: list[Operand], name: s
     write_dtype = KINDS[kind][0]
     used = _registers(*short) + (_registers(items[0]) if own else ()) + ((SCC,) if takes_scc else ())
     written = _registers(items[0]) + ((SCC,) if sets_scc else ())
-    return Bound(instruction, execute, used, scalar_writes=written)
+    return BoundInstruction(instruction, execute, used, scalar_writes=written)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, unified, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, unified_registers, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import OutOfBounds, UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
 from portattn.backends.rocm.emulator.amdgpu.scratch import MAGIC
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"scratch_(load|store)_(\w+)")
 
 
-def known(mnemonic: str) -> bool:
+def is_modelled(mnemonic: str) -> bool:
     found = _NAME.fullmatch(mnemonic)
     if not found:
         return False
@@ -44,7 +44,7 @@ def is_buffer_scratch(machine: Context, resource: Operand) -> bool:
     return bool((state.S[state.group, resource.index + 1] == MAGIC).all())
 
 
-def bind(machine: Context, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Bind one scratch_… instruction. Raises UnknownInstruction."""
     found = _NAME.fullmatch(instruction.mnemonic)
     if not found:
@@ -57,7 +57,7 @@ def bind(machine: Context, instruction: Instruction) -> Bound:
     return _bind(machine, binder, element(found[2]), found[1], data, vector, scalar)
 
 
-def bind_buffer(machine: Context, binder: Binder, kind: Element, action: str) -> Bound:
+def bind_buffer(machine: Context, binder: Binder, kind: Element, action: str) -> BoundInstruction:
     """Bind a buffer instruction whose descriptor is that of scratch."""
     data, vector, _, scalar = binder.operands
     offen = "offen" in binder.instruction.modifiers
@@ -66,13 +66,13 @@ def bind_buffer(machine: Context, binder: Binder, kind: Element, action: str) ->
 
 def _bind(
     machine: Context, binder: Binder, kind: Element, action: str, data: Operand, vector: Operand, scalar: Operand
-) -> Bound:
+) -> BoundInstruction:
     state, instruction, scratch = machine.state, binder.instruction, machine.scratch
     offset, plane = instruction.number("offset"), vector_plane(data)
     if vector.kind not in ("v", "off", "literal") or scalar.kind not in ("s", "off", "literal", "null"):
         raise UnknownOperand("this form of a scratch address is not modelled")
     fixed = offset + (scalar.bits(32) if scalar.kind == "literal" else 0)
-    registers = unified(plane, kind.registers)
+    registers = unified_registers(plane, kind.registers)
     planes = state.planes["u"][plane : plane + kind.registers]
 
     def row() -> int | None:
@@ -140,5 +140,5 @@ def _bind(
 
     uses = vector.registers + scalar.registers
     if action == "load":
-        return Bound(instruction, load, (), (), registers, uses=uses, counter="load")
-    return Bound(instruction, store, registers, uses=uses)
+        return BoundInstruction(instruction, load, (), (), registers, uses=uses, counter="load")
+    return BoundInstruction(instruction, store, registers, uses=uses)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Bound
+from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.errors import OutOfBounds, UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.memory import BASE, gather
 from portattn.backends.rocm.emulator.amdgpu.operands import operand
@@ -26,12 +26,12 @@ _WORDS = {"dword": 1, "dwordx2": 2, "dwordx3": 3, "dwordx4": 4, "dwordx8": 8, "d
 _NARROW = {"u8": np.uint8, "i8": np.int8, "u16": np.uint16, "i16": np.int16}
 
 
-def known(mnemonic: str) -> bool:
+def is_modelled(mnemonic: str) -> bool:
     found = _NAME.fullmatch(mnemonic)
     return found is not None and (found[2] in _WORDS or found[2] in _NARROW)
 
 
-def bind(machine: Context, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Bind one scalar load. Raises UnknownInstruction."""
     found = _NAME.fullmatch(instruction.mnemonic)
     if not found or (found[2] not in _WORDS and found[2] not in _NARROW):
@@ -80,4 +80,4 @@ def bind(machine: Context, instruction: Instruction) -> Bound:
 
     written = tuple(range(target.index, target.index + words))
     uses = base.registers + offset.registers
-    return Bound(instruction, run, scalar_writes=written, uses=uses)
+    return BoundInstruction(instruction, run, scalar_writes=written, uses=uses)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.isa import ACCUMULATION, EXEC, SCALARS, Arch
+from portattn.backends.rocm.emulator.amdgpu.isa import ACCUMULATION, EXEC, SCALARS, AmdArch
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[Any, int, bool]] = {
 }  # fmt: skip
 
 
-class State:
+class WorkGroupState:
     """Registers and masks of one work-group.
 
     V      [planes, waves, lanes] uint32 vector registers, then accumulation registers from ACCUMULATION
@@ -36,7 +36,7 @@ class State:
     ieee   MODE.IEEE: maxima and minima make signalling NaN quiet
     """
 
-    def __init__(self, arch: Arch, wave: int, waves: int) -> None:
+    def __init__(self, arch: AmdArch, wave: int, waves: int) -> None:
         self.arch, self.lanes, self.waves = arch, wave, waves
         planes = arch.planes if arch.planes > ACCUMULATION else ACCUMULATION
         self.V: Array = np.zeros((planes, waves, wave), np.uint32)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 
 # Names of sizes: gfx9's, then those of gfx11 and later. (bytes, sign-extended)
 _SIZES = {
@@ -46,7 +46,7 @@ def element(name: str) -> Element:
     return Element(*_SIZES[name], half)
 
 
-def put(state: State, plane: int, kind: Element, data: Array, lanes: Array | None) -> None:
+def put(state: WorkGroupState, plane: int, kind: Element, data: Array, lanes: Array | None) -> None:
     """Write uint8 [n, size] into registers from `plane` on. lanes: [waves, lanes] bool, None for all."""
     shape = (state.waves, state.lanes)
     if kind.size >= 4:
@@ -71,7 +71,7 @@ def put(state: State, plane: int, kind: Element, data: Array, lanes: Array | Non
         target[lanes] = wide
 
 
-def get(state: State, plane: int, kind: Element, lanes: Array | None) -> Array:
+def get(state: WorkGroupState, plane: int, kind: Element, lanes: Array | None) -> Array:
     """Registers from `plane` on as uint8 [n, size], of the lanes given (None for all)."""
     planes: Any = state.planes["u"]
     if kind.size >= 4:

@@ -27,7 +27,7 @@ from triton.runtime import driver
 
 from portattn.backends.rocm.emulator.amdgpu.checks import Checks
 from portattn.backends.rocm.emulator.amdgpu.errors import EmulationError, WrongArch
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, Arch
+from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, AmdArch
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
 from portattn.backends.rocm.emulator.amdgpu.program import STEP_LIMIT, Program, Report
 from portattn.backends.rocm.emulator.amdgpu.tensors import share, value_of
@@ -40,7 +40,7 @@ _blocks: list[int] = []  # threads that are inside a block, the innermost last
 
 
 @dataclass
-class Launch:
+class EmulatedLaunch:
     """One kernel launch that was emulated; `seconds` is the time that the model took, not the chip's."""
 
     name: str
@@ -60,11 +60,11 @@ class Emulation:
     arch: str
     checks: Checks = field(default_factory=Checks)
     step_limit: int = STEP_LIMIT
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[EmulatedLaunch] = field(default_factory=list)
 
 
 @contextmanager
-def emulated(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_LIMIT) -> Iterator[Emulation]:
+def emulate(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_LIMIT) -> Iterator[Emulation]:
     """Have Triton compile for `arch` and run kernels in the model, until the block ends.
 
     Blocks nest, and any thread may launch inside of one; Triton has one driver for all threads, so that only one thread
@@ -106,7 +106,7 @@ def emulated(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_
 class Driver:
     """The interface that triton.runtime expects of a backend's driver."""
 
-    def __init__(self, arch: Arch, emulation: Emulation) -> None:
+    def __init__(self, arch: AmdArch, emulation: Emulation) -> None:
         self.arch, self.emulation = arch, emulation
         self.utils = Utilities(arch)
 
@@ -153,7 +153,7 @@ class Driver:
 class Utilities:
     """Device properties, and loading: a "function" is a Program."""
 
-    def __init__(self, arch: Arch) -> None:
+    def __init__(self, arch: AmdArch) -> None:
         self.arch, self.loading = arch, threading.local()
         self._programs: dict[str, Program] = {}
 
@@ -197,7 +197,7 @@ class Launcher:
                 checks=emulation.checks, step_limit=emulation.step_limit,
             )  # fmt: skip
             seconds = time.perf_counter() - begin
-            emulation.launches.append(Launch(program.name, (x, y, z), report, seconds))
+            emulation.launches.append(EmulatedLaunch(program.name, (x, y, z), report, seconds))
 
 
 def _flatten(types: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

@@ -12,50 +12,57 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import extremes, floats
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, Read, compute, unified, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.binder import (
+    Binder,
+    BoundInstruction,
+    Read,
+    compute,
+    unified_registers,
+    vector_plane,
+)
 from portattn.backends.rocm.emulator.amdgpu.carries import carry, cndmask, mad64
 from portattn.backends.rocm.emulator.amdgpu.division import div_fixup, div_fmas, div_scale
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State
-from portattn.backends.rocm.emulator.amdgpu.vector_forms import DPP, SDWA, Bind, base_name, moved
+from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
+from portattn.backends.rocm.emulator.amdgpu.vector_forms import DPP, SDWA, Bind, base_name, dpp_flow
 from portattn.backends.rocm.emulator.amdgpu.vector_tables import ACCUMULATING, KEEPS_UPPER_HALF, TABLE, count_bits
 
 _u32, _u64, _i64, _f32 = np.uint32, np.uint64, np.int64, np.float32
 
 
-def bind(state: State, instruction: Instruction) -> Bound:
+def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     """Bind one vector instruction. Raises UnknownInstruction."""
     name = base_name(instruction.mnemonic)
     if name in SPECIAL:
         return SPECIAL[name](state, instruction)
-    if name in TABLE or name in ACCUMULATING or extremes.known(name):
+    if name in TABLE or name in ACCUMULATING or extremes.is_modelled(name):
         return _table(state, instruction, name)
     raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
 
 
-def known(name: str) -> bool:
-    return name in SPECIAL or name in TABLE or name in ACCUMULATING or extremes.known(name)
+def is_modelled(name: str) -> bool:
+    return name in SPECIAL or name in TABLE or name in ACCUMULATING or extremes.is_modelled(name)
 
 
-def _table(state: State, instruction: Instruction, name: str) -> Bound:
+def _table(state: WorkGroupState, instruction: Instruction, name: str) -> BoundInstruction:
     binder = Binder(state, instruction)
     accumulates = name in ACCUMULATING
-    entry = extremes.entry(state, name) if extremes.known(name) else TABLE[ACCUMULATING.get(name, name)]
+    entry = extremes.entry(state, name) if extremes.is_modelled(name) else TABLE[ACCUMULATING.get(name, name)]
     kind, kinds, function = entry
     binder.allow("clamp", "mul", "div", "op_sel", *DPP, *SDWA)
     binder.expect(len(kinds) + (0 if accumulates else 1))
     sources = [binder.array(i + 1, k, i) for i, k in enumerate(kinds) if not accumulates or i + 1 < len(kinds)]
     if accumulates:
         sources.append(binder.plain(binder.operands[0], kinds[-1]))
-    value = modified(instruction, kind, name, compute(function, sources))
+    value = apply_output_modifiers(instruction, kind, name, compute(function, sources))
     write = binder.write(0, kind, keeps=name in KEEPS_UPPER_HALF)
 
     def run() -> None:
         write(value())
 
     reads = binder.registers(*range(0 if accumulates else 1, len(binder.operands)))
-    flow = _word_by_word(binder) if name == "mov_b64" else moved(binder)
-    return Bound(instruction, run, reads, (), binder.registers(0), flow=flow)
+    flow = _word_by_word(binder) if name == "mov_b64" else dpp_flow(binder)
+    return BoundInstruction(instruction, run, reads, (), binder.registers(0), flow=flow)
 
 
 def _word_by_word(binder: Binder) -> Callable[..., None]:
@@ -70,7 +77,7 @@ def _word_by_word(binder: Binder) -> Callable[..., None]:
     return flow
 
 
-def modified(instruction: Instruction, kind: str, name: str, value: Read) -> Read:
+def apply_output_modifiers(instruction: Instruction, kind: str, name: str, value: Read) -> Read:
     """Output modifiers: mul:2, mul:4, div:2, then clamp."""
     dtype, _, is_float = KINDS[kind]
     modifiers = instruction.modifiers
@@ -108,7 +115,7 @@ def _add_sub(name: str) -> Bind:
     def saturated(a: Array, b: Array) -> Array:
         return np.clip(exact(a.astype(_i64), b.astype(_i64)), low, high).astype(dtype)
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         if "clamp" not in instruction.modifiers:
             return _table(state, instruction, name)
         binder = Binder(state, instruction)
@@ -119,7 +126,9 @@ def _add_sub(name: str) -> Bind:
         def run() -> None:
             write(value())
 
-        return Bound(instruction, run, binder.registers(1, 2), (), binder.registers(0), flow=moved(binder))
+        return BoundInstruction(
+            instruction, run, binder.registers(1, 2), (), binder.registers(0), flow=dpp_flow(binder)
+        )
 
     return make
 
@@ -130,7 +139,7 @@ def _add_sub(name: str) -> Bind:
 def _fma_mix(into: str) -> Bind:
     """V_FMA_MIX…: op_sel_hi chooses float16 sources (op_sel which half), else float32."""
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow("op_sel", "op_sel_hi", "clamp")
         binder.expect(4)
@@ -154,12 +163,12 @@ def _fma_mix(into: str) -> Bind:
             # Rounded twice, as the documents say: to float32 by the multiply-add, then to float16.
             return single if into == "f" else floats.to_half(single)
 
-        value = modified(instruction, "f" if into == "f" else "h", "fma_mix", exact)
+        value = apply_output_modifiers(instruction, "f" if into == "f" else "h", "fma_mix", exact)
 
         def run() -> None:
             write(value())
 
-        return Bound(instruction, run, binder.registers(1, 2, 3), (), binder.registers(0))
+        return BoundInstruction(instruction, run, binder.registers(1, 2, 3), (), binder.registers(0))
 
     return make
 
@@ -176,7 +185,7 @@ def _mixed(plain: Array | Read, negative: bool, absolute: bool) -> Read:
 def _bitop3(kind: str) -> Bind:
     """V_BITOP3: any boolean function of three inputs, as a truth table of 8 bits (index 4a + 2b + c)."""
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow("bitop3", "op_sel")
         binder.expect(4)
@@ -195,7 +204,7 @@ def _bitop3(kind: str) -> Bind:
         def run() -> None:
             write(value())
 
-        return Bound(instruction, run, binder.registers(1, 2, 3), (), binder.registers(0))
+        return BoundInstruction(instruction, run, binder.registers(1, 2, 3), (), binder.registers(0))
 
     return make
 
@@ -203,7 +212,7 @@ def _bitop3(kind: str) -> Bind:
 def _mbcnt(upper: bool) -> Bind:
     """V_MBCNT: set bits of the mask below this lane (of its low or upper 32 lanes), plus the second source."""
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow()
         binder.expect(3)
@@ -216,7 +225,7 @@ def _mbcnt(upper: bool) -> Bind:
         def run() -> None:
             write(value())
 
-        return Bound(instruction, run, binder.registers(1, 2), (), binder.registers(0))
+        return BoundInstruction(instruction, run, binder.registers(1, 2), (), binder.registers(0))
 
     return make
 
@@ -229,7 +238,7 @@ def _scale(bits: Array) -> Array:
 def _from_fp8(kind: str, into: str, both: bool = True, scaled: bool = False) -> Bind:
     """fp8 → float32 or packed float16: one byte, or the two of a half (op_sel picks the half or byte)."""
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow("op_sel", *SDWA, "byte_sel")
         binder.expect(3 if scaled else 2)
@@ -258,8 +267,8 @@ def _from_fp8(kind: str, into: str, both: bool = True, scaled: bool = False) -> 
             for j, value in enumerate(values):
                 state.whole(plane + j, value.view(_u32))
 
-        written = unified(plane, 2 if both and into == "f32" else 1)
-        return Bound(instruction, run, binder.registers(*range(1, len(binder.operands))), (), written)
+        written = unified_registers(plane, 2 if both and into == "f32" else 1)
+        return BoundInstruction(instruction, run, binder.registers(*range(1, len(binder.operands))), (), written)
 
     return make
 
@@ -267,7 +276,7 @@ def _from_fp8(kind: str, into: str, both: bool = True, scaled: bool = False) -> 
 def _to_fp8(kind: str, scaled: bool = False) -> Bind:
     """Two float32 → two fp8 in the low or high half of the destination, the other half kept."""
 
-    def make(state: State, instruction: Instruction) -> Bound:
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow("op_sel")
         binder.expect(4 if scaled else 3)
@@ -284,12 +293,12 @@ def _to_fp8(kind: str, scaled: bool = False) -> Bind:
             np.copyto(target, (code(a()) | code(b()) << _u32(8)).astype(np.uint16), where=state.mask)
 
         reads = binder.registers(*range(1, len(binder.operands)))
-        return Bound(instruction, run, reads, (), binder.registers(0))
+        return BoundInstruction(instruction, run, reads, (), binder.registers(0))
 
     return make
 
 
-def _swap(state: State, instruction: Instruction) -> Bound:
+def _swap(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
     binder = Binder(state, instruction)
     binder.allow()
     binder.expect(2)
@@ -301,11 +310,11 @@ def _swap(state: State, instruction: Instruction) -> Bound:
         state.whole(second, old)
 
     both = binder.registers(0, 1)
-    return Bound(instruction, run, both, (), both)
+    return BoundInstruction(instruction, run, both, (), both)
 
 
-def _nothing(state: State, instruction: Instruction) -> Bound:
-    return Bound(instruction, lambda: None)
+def _nothing(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
+    return BoundInstruction(instruction, lambda: None)
 
 
 SPECIAL: dict[str, Bind] = {

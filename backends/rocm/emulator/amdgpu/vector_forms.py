@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound
-from portattn.backends.rocm.emulator.amdgpu.state import State
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction
+from portattn.backends.rocm.emulator.amdgpu.state import WorkGroupState
 
-Bind = Callable[[State, Instruction], Bound]
+Bind = Callable[[WorkGroupState, Instruction], BoundInstruction]
 _SUFFIX = re.compile(r"_(e32|e64|dpp|dpp8|sdwa|e64_dpp|e32_dpp|e64_dpp8)$")
 DPP = ("quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror", "row_bcast", "row_newbcast",
         "row_share", "row_xmask", "wave_shr", "wave_shl", "wave_ror", "wave_rol", "row_mask", "bank_mask", "bound_ctrl",
@@ -22,7 +22,7 @@ def base_name(mnemonic: str) -> str:
     return _SUFFIX.sub("", _SUFFIX.sub("", mnemonic[2:])).removeprefix("dual_")
 
 
-def moved(binder: Binder) -> Callable[..., None] | None:
+def dpp_flow(binder: Binder) -> Callable[..., None] | None:
     """With DPP, undefinedness moves along with source 0."""
     dpp = binder.dpp
     if dpp is None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import atomics, scratch_ops
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, unified, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, unified_registers, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import MissingWait, OutOfBounds, UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import M0
 from portattn.backends.rocm.emulator.amdgpu.lds import flat_waves
@@ -38,7 +38,7 @@ Located = tuple[Array, Array | None]
 Address = Callable[[], Located]
 
 
-def known(mnemonic: str) -> bool:
+def is_modelled(mnemonic: str) -> bool:
     found = _NAME.fullmatch(mnemonic)
     if not found:
         return False
@@ -51,7 +51,7 @@ def known(mnemonic: str) -> bool:
     return True
 
 
-def bind(machine: Context, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> BoundInstruction:
     """Bind one vector memory instruction. Raises UnknownInstruction."""
     found = _NAME.fullmatch(instruction.mnemonic)
     if not found:
@@ -178,9 +178,11 @@ def _uses(items: list[Operand]) -> tuple[int, ...]:
     return tuple(register for item in items for register in item.registers)
 
 
-def _load(machine: Context, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]) -> Bound:
+def _load(
+    machine: Context, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]
+) -> BoundInstruction:
     state, instruction = machine.state, binder.instruction
-    registers = unified(plane, kind.registers)
+    registers = unified_registers(plane, kind.registers)
     marks = registers if kind.half is None else registers[:1]
 
     def run() -> None:
@@ -190,7 +192,7 @@ def _load(machine: Context, binder: Binder, kind: Element, plane: int, address: 
             machine.mark(marks, mask, unset)
         machine.issue("load", registers, half=kind.half)
 
-    return Bound(instruction, run, (), (), registers, uses=_uses(items), counter="load")
+    return BoundInstruction(instruction, run, (), (), registers, uses=_uses(items), counter="load")
 
 
 def fetch(machine: Context, address: Address, size: int) -> tuple[Array, Array | None, Array | None]:
@@ -231,9 +233,9 @@ def _fetch(machine: Context, located: Located, size: int) -> tuple[Array, Array 
 
 def _store(
     machine: Context, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]
-) -> Bound:
+) -> BoundInstruction:
     state, instruction = machine.state, binder.instruction
-    registers = unified(plane, kind.registers)
+    registers = unified_registers(plane, kind.registers)
 
     def run() -> None:
         pieces = _words(machine, address(), kind.size)
@@ -261,10 +263,12 @@ def _store(
             scatter(machine.memory.unset.view(np.uint8), offsets, np.zeros(data.shape, np.uint8))
         return offsets, mask if within is None else None
 
-    return Bound(instruction, run, registers, uses=_uses(items))
+    return BoundInstruction(instruction, run, registers, uses=_uses(items))
 
 
-def _load_to_lds(machine: Context, binder: Binder, kind: Element, address: Address, items: list[Operand]) -> Bound:
+def _load_to_lds(
+    machine: Context, binder: Binder, kind: Element, address: Address, items: list[Operand]
+) -> BoundInstruction:
     """Lane i of a wave writes LDS bytes m0 + immediate + i·size (4 bytes each on gfx90a and gfx942)."""
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     lane = np.arange(state.lanes, dtype=np.int64) * kind.size
@@ -285,10 +289,10 @@ def _load_to_lds(machine: Context, binder: Binder, kind: Element, address: Addre
         entry = machine.issue("load", (), writes_lds=True)
         lds.store(targets, data, waves, instruction.place, unset, entry, dma=True)
 
-    return Bound(instruction, run, uses=(*_uses(items), M0))
+    return BoundInstruction(instruction, run, uses=(*_uses(items), M0))
 
 
-def _atomic(machine: Context, binder: Binder, space: str, name: str) -> Bound:
+def _atomic(machine: Context, binder: Binder, space: str, name: str) -> BoundInstruction:
     """The old value comes back where sc0, glc or th:TH_ATOMIC_RETURN asks for it."""
     state, instruction = machine.state, binder.instruction
     compares = name in atomics.COMPARE
@@ -310,8 +314,8 @@ def _atomic(machine: Context, binder: Binder, space: str, name: str) -> Bound:
         result = vector_plane(destination) if destination else 0
     plane, kind = vector_plane(data), Element(size, False, None)
     address = _address(machine, binder, space, where, size)
-    stored = unified(plane, words * (2 if compares else 1))
-    written = unified(result, words) if returns else ()
+    stored = unified_registers(plane, words * (2 if compares else 1))
+    written = unified_registers(result, words) if returns else ()
 
     def run() -> None:
         mask, within, offsets, bad = _chosen(machine, address(), size)
@@ -339,7 +343,7 @@ def _atomic(machine: Context, binder: Binder, space: str, name: str) -> Bound:
         else:
             machine.issue_store(offsets, size, None)
 
-    return Bound(instruction, run, (), (), written, uses=_uses(where))
+    return BoundInstruction(instruction, run, (), (), written, uses=_uses(where))
 
 
 def check_order(machine: Context, offsets: Array, size: int) -> None:

@@ -20,7 +20,7 @@ from portattn.backends.rocm.emulator.amdgpu.operands import operand
 
 if TYPE_CHECKING:
     from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-    from portattn.backends.rocm.emulator.amdgpu.binder import Bound
+    from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 
 COUNTERS = ("vmcnt", "lgkmcnt", "vscnt", "loadcnt", "storecnt", "dscnt", "kmcnt")
 # Counted things that the model has none of: exports, image samples, ray tracing.
@@ -28,7 +28,7 @@ IGNORED = ("expcnt", "samplecnt", "bvhcnt", "xcnt")
 
 
 @dataclass(eq=False)
-class Entry:
+class PendingAccess:
     """One access on its way.
 
     registers  what it will write; empty for stores
@@ -56,7 +56,7 @@ class Waits:
 
     def __init__(self, counters: dict[str, str], most: dict[str, int]) -> None:
         self.names, self.most = counters, most
-        self.queues: dict[str, list[Entry]] = {name: [] for name in dict.fromkeys(counters.values())}
+        self.queues: dict[str, list[PendingAccess]] = {name: [] for name in dict.fromkeys(counters.values())}
         self.pending: dict[int, int] = {}  # register → how many accesses will write it
 
     def reset(self) -> None:
@@ -64,7 +64,7 @@ class Waits:
             queue.clear()
         self.pending.clear()
 
-    def issue(self, kind: str, entry: Entry) -> None:
+    def issue(self, kind: str, entry: PendingAccess) -> None:
         """An access of a kind ("load", "store", "atomic", "lds", "scalar") was issued."""
         counter = self.names[kind]
         queue = self.queues[counter]
@@ -90,7 +90,7 @@ class Waits:
                 self._arrived(entry)
         queue[:] = [entry for entry in queue if entry.waves]
 
-    def _arrived(self, entry: Entry) -> None:
+    def _arrived(self, entry: PendingAccess) -> None:
         pending = self.pending
         for register in entry.registers:
             if pending[register] == 1:
@@ -99,7 +99,7 @@ class Waits:
                 pending[register] -= 1
 
     @staticmethod
-    def _wait_for_all_but(queue: list[Entry], limit: int, waves: int) -> None:
+    def _wait_for_all_but(queue: list[PendingAccess], limit: int, waves: int) -> None:
         # Waves that took different ways have different accesses outstanding: each wave for itself, unless all agree.
         together = all(entry.waves & waves in (0, waves) for entry in queue)
         for bits in [waves] if together else [1 << i for i in range(waves.bit_length()) if waves >> i & 1]:
@@ -109,7 +109,7 @@ class Waits:
             for entry in own[: max(len(own) - limit, 0)]:
                 entry.waves &= ~bits
 
-    def culprit(self, bound: Bound, waves: int) -> tuple[Entry, int] | None:
+    def culprit(self, bound: BoundInstruction, waves: int) -> tuple[PendingAccess, int] | None:
         """An outstanding access whose result an instruction of these waves touches, and the register."""
         for counter, queue in self.queues.items():
             touches = bound.touches
@@ -123,7 +123,7 @@ class Waits:
                         return entry, min(touched)
         return None
 
-    def outstanding(self) -> list[Entry]:
+    def outstanding(self) -> list[PendingAccess]:
         return [entry for queue in self.queues.values() for entry in queue]
 
 

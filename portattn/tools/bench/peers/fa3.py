@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, Contender, as_is, swapped
+from portattn.tools.bench.contenders import Build, Contender, as_is, transpose_heads
 from portattn.tools.bench.peers.availability import has_op
 from portattn.tools.bench.tensors import Tensors
 
@@ -97,17 +97,17 @@ def call(case: Case, t: Tensors) -> tuple[dict[str, Any], Any]:
         used = torch.full((case.batch,), case.seq_k, dtype=torch.int32, device=t.q.device)
     given["seqused_k"] = used
     if not case.page_size:
-        given |= {"q": swapped(t.q), "k": swapped(t.k), "v": swapped(t.v)}
-        return given | ({} if t.seqlens_q is None else {"seqused_q": t.seqlens_q}), swapped
+        given |= {"q": transpose_heads(t.q), "k": transpose_heads(t.k), "v": transpose_heads(t.v)}
+        return given | ({} if t.seqlens_q is None else {"seqused_q": t.seqlens_q}), transpose_heads
     given |= {"page_table": t.page_table, "max_seqlen_k": max(case.keys)}
     if case.op == "mla_attention":
-        return given | _latent(case, t), lambda out: swapped(out.unflatten(0, (case.batch, case.seq_q)))
+        return given | _latent(case, t), lambda out: transpose_heads(out.unflatten(0, (case.batch, case.seq_q)))
     given |= {"k": t.k, "v": t.v}
     if case.packed:
         return given | {"q": t.q, "cu_seqlens_q": t.cu_seqlens_q, "max_seqlen_q": max(case.queries)}, as_is
     if case.seq_q == 1:
         return given | {"q": t.q[:, :, 0], **_beginnings(case, t)}, lambda out: out[:, :, None]
-    return given | {"q": swapped(t.q)}, swapped
+    return given | {"q": transpose_heads(t.q)}, transpose_heads
 
 
 def _beginnings(case: Case, t: Tensors) -> dict[str, Any]:

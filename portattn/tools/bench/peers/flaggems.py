@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, Contender, as_is, swapped
+from portattn.tools.bench.contenders import Build, Contender, as_is, transpose_heads
 from portattn.tools.bench.peers.availability import missing, module
 from portattn.tools.bench.tensors import Tensors
 
@@ -53,11 +53,11 @@ def _packed(case: Case, t: Tensors) -> Contender:
         options["cu_seqlens_k"] = t.cu_seqlens_k
     q, cu, shaped = t.q, t.cu_seqlens_q, as_is
     if not case.packed:
-        q = swapped(t.q).flatten(0, 1).contiguous()
+        q = transpose_heads(t.q).flatten(0, 1).contiguous()
         cu = torch.arange(case.batch + 1, dtype=torch.int32, device=q.device) * case.seq_q
 
         def shaped(out: torch.Tensor) -> torch.Tensor:
-            return swapped(out.unflatten(0, (case.batch, case.seq_q)))
+            return transpose_heads(out.unflatten(0, (case.batch, case.seq_q)))
 
     return Contender(lambda: _out(function(q, t.k, t.v, cu_seqlens_q=cu, **options)), shaped)
 
@@ -77,5 +77,5 @@ def _latent(case: Case, t: Tensors) -> Contender:
         case.head_dim, case.width_v, True,
     )  # fmt: skip
     return Contender(
-        lambda: function(*given), lambda out: swapped(out.reshape(case.batch, case.seq_q, -1, case.width_v))
+        lambda: function(*given), lambda out: transpose_heads(out.reshape(case.batch, case.seq_q, -1, case.width_v))
     )

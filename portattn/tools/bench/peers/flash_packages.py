@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, Contender, as_is, swapped
+from portattn.tools.bench.contenders import Build, Contender, as_is, transpose_heads
 from portattn.tools.bench.peers.availability import missing, module
 from portattn.tools.bench.tensors import Tensors
 
@@ -65,8 +65,8 @@ class Package:
             options["deterministic"] = True
         longest = max(case.queries), max(case.keys)
         if case.op == "attention":
-            given = tuple(swapped(x) for x in (t.q, t.k, t.v))
-            return Contender(lambda: _out(functions.flash_attn_func(*given, **options)), swapped)
+            given = tuple(transpose_heads(x) for x in (t.q, t.k, t.v))
+            return Contender(lambda: _out(functions.flash_attn_func(*given, **options)), transpose_heads)
         if case.op == "varlen_attention":
             packed = (t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, *longest)
             return Contender(lambda: _out(functions.flash_attn_varlen_func(*packed, **options)), as_is)
@@ -75,13 +75,13 @@ class Package:
             used = torch.full((case.batch,), case.seq_k, dtype=torch.int32, device=t.q.device)
         options["cache_seqlens"] = used
         if not case.page_size:
-            given = tuple(swapped(x) for x in (t.q, t.k, t.v))
-            return Contender(lambda: _out(functions.flash_attn_with_kvcache(*given, **options)), swapped)
+            given = tuple(transpose_heads(x) for x in (t.q, t.k, t.v))
+            return Contender(lambda: _out(functions.flash_attn_with_kvcache(*given, **options)), transpose_heads)
         options[self.pages] = t.page_table
         if case.packed:
             return self._packed_pages(functions, case, t, options)
-        cache = (swapped(t.q), t.k, t.v)
-        return Contender(lambda: _out(functions.flash_attn_with_kvcache(*cache, **options)), swapped)
+        cache = (transpose_heads(t.q), t.k, t.v)
+        return Contender(lambda: _out(functions.flash_attn_with_kvcache(*cache, **options)), transpose_heads)
 
     def _packed_pages(self, functions: Any, case: Case, t: Tensors, options: dict[str, Any]) -> Contender:
         """3 takes packed queries over pages as they are; 2 by its function of packed sequences, which reads as many

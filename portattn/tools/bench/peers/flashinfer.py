@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, Contender, as_is, swapped
+from portattn.tools.bench.contenders import Build, Contender, as_is, transpose_heads
 from portattn.tools.bench.peers.availability import missing, module
 from portattn.tools.bench.tensors import Tensors
 
@@ -76,14 +76,15 @@ def _packed(case: Case, t: Tensors) -> Contender:
     q, k, v = t.q, t.k, t.v
     full = case.op == "attention"
     if full:
-        q, k, v = (swapped(x).flatten(0, 1).contiguous() for x in (q, k, v))
+        q, k, v = (transpose_heads(x).flatten(0, 1).contiguous() for x in (q, k, v))
     wrapper = module(PACKAGE).BatchPrefillWithRaggedKVCacheWrapper(_workspace(t), "NHD")
     wrapper.plan(
         _sums(case.queries, t), _sums(case.keys, t), case.heads_q, case.heads_k, case.head_dim,
         head_dim_vo=case.width_v, causal=case.causal != "none", **_options(case, t),
     )  # fmt: skip
     return Contender(
-        lambda: wrapper.run(q, k, v), lambda out: swapped(out.unflatten(0, (case.batch, case.seq_q))) if full else out
+        lambda: wrapper.run(q, k, v),
+        lambda out: transpose_heads(out.unflatten(0, (case.batch, case.seq_q))) if full else out,
     )
 
 
@@ -104,9 +105,9 @@ def _pages(case: Case, t: Tensors) -> Contender:
     )  # fmt: skip
     if case.packed:
         return Contender(lambda: wrapper.run(t.q, (t.k, t.v)), as_is)
-    q = swapped(t.q).flatten(0, 1).contiguous()
+    q = transpose_heads(t.q).flatten(0, 1).contiguous()
     return Contender(
-        lambda: wrapper.run(q, (t.k, t.v)), lambda out: swapped(out.unflatten(0, (case.batch, case.seq_q)))
+        lambda: wrapper.run(q, (t.k, t.v)), lambda out: transpose_heads(out.unflatten(0, (case.batch, case.seq_q)))
     )
 
 
@@ -135,4 +136,6 @@ def _latent(case: Case, t: Tensors) -> Contender:
     )  # fmt: skip
     q = t.q.flatten(0, 1)
     given = (q[..., :rank], q[..., rank:], t.k[..., :rank], t.k[..., rank:])
-    return Contender(lambda: wrapper.run(*given), lambda out: swapped(out.unflatten(0, (case.batch, case.seq_q))))
+    return Contender(
+        lambda: wrapper.run(*given), lambda out: transpose_heads(out.unflatten(0, (case.batch, case.seq_q)))
+    )

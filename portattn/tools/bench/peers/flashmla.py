@@ -7,7 +7,7 @@ import functools
 import torch
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, Contender, swapped
+from portattn.tools.bench.contenders import Build, Contender, transpose_heads
 from portattn.tools.bench.peers.availability import has_op
 from portattn.tools.bench.tensors import Tensors
 
@@ -31,4 +31,4 @@ def _build(case: Case, t: Tensors) -> Contender:
     fixed = (t.q, t.k[:, :, None], RANK, t.seqlens_k, t.page_table, case.scale, case.causal != "none")
     # The first call makes its schedule; later ones take it, as a model's layers do.
     _, _, schedule, splits = op(*fixed, None, None, None)
-    return Contender(lambda: op(*fixed, schedule, splits, None)[0], swapped)
+    return Contender(lambda: op(*fixed, schedule, splits, None)[0], transpose_heads)

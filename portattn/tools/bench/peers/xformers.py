@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, Contender, swapped
+from portattn.tools.bench.contenders import Build, Contender, transpose_heads
 from portattn.tools.bench.peers.availability import missing, module
 from portattn.tools.bench.tensors import Tensors
 
@@ -38,10 +38,10 @@ def _build(case: Case, t: Tensors) -> Contender:
     if case.op == "varlen_attention":
         q, k, v = (x[None] for x in (t.q, t.k, t.v))
     elif case.page_size:
-        q = swapped(t.q).flatten(0, 1)[None]
+        q = transpose_heads(t.q).flatten(0, 1)[None]
         k, v = (x.flatten(0, 1)[None] for x in (t.k, t.v))
     else:
-        q, k, v = (swapped(x) for x in (t.q, t.k, t.v))
+        q, k, v = (transpose_heads(x) for x in (t.q, t.k, t.v))
     grouped = case.group > 1
     if grouped:
         q = q.unflatten(2, (case.heads_k, case.group))
@@ -51,7 +51,7 @@ def _build(case: Case, t: Tensors) -> Contender:
         out = out.flatten(2, 3) if grouped else out
         if case.op == "varlen_attention":
             return out[0]
-        return swapped(out[0].unflatten(0, (case.batch, case.seq_q)) if case.page_size else out)
+        return transpose_heads(out[0].unflatten(0, (case.batch, case.seq_q)) if case.page_size else out)
 
     return Contender(lambda: function(q, k, v, attn_bias=bias, scale=case.scale), shaped)
 

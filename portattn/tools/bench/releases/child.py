@@ -16,25 +16,25 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Clock, DeviceClock
 from portattn.tools.bench.contenders import OURS, Contender
 from portattn.tools.bench.gate import FAILURES, DeviceLost, admit, reason
-from portattn.tools.bench.precompile import Primed, prime
+from portattn.tools.bench.precompile import PrecompileJob, prime
 from portattn.tools.bench.provenance import this_run
-from portattn.tools.bench.results import Run
-from portattn.tools.bench.run import explained, same_path
+from portattn.tools.bench.results import BenchRun
+from portattn.tools.bench.run import explain_plans, same_path
 from portattn.tools.bench.tensors import Tensors
 from portattn.worker.stages import RUNS
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True, tag_field="step"):
+class StepRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="step"):
     """A request. Each step is one of its subclasses."""
 
 
-class Identify(Asked, frozen=True, kw_only=True, tag="identify"):
+class Identify(StepRequest, frozen=True, kw_only=True, tag="identify"):
     """What this process measures with. about: the fields of provenance.this_run that are not this process's own."""
 
     about: dict[str, Any]
 
 
-class Prepare(Asked, frozen=True, kw_only=True, tag="prepare"):
+class Prepare(StepRequest, frozen=True, kw_only=True, tag="prepare"):
     """Make a case's tensors and portattn's contenders, and check them. What was prepared before goes."""
 
     case: Case
@@ -42,7 +42,7 @@ class Prepare(Asked, frozen=True, kw_only=True, tag="prepare"):
     core: bool
 
 
-class Turn(Asked, frozen=True, kw_only=True, tag="turn"):
+class Turn(StepRequest, frozen=True, kw_only=True, tag="turn"):
     """A contender's calls in a row; of its graph where `graph` is set."""
 
     name: str
@@ -52,7 +52,7 @@ class Turn(Asked, frozen=True, kw_only=True, tag="turn"):
     expected_ms: float
 
 
-class Enqueue(Asked, frozen=True, kw_only=True, tag="enqueue"):
+class Enqueue(StepRequest, frozen=True, kw_only=True, tag="enqueue"):
     """The host's time of a contender's calls."""
 
     name: str
@@ -60,19 +60,19 @@ class Enqueue(Asked, frozen=True, kw_only=True, tag="enqueue"):
     expected_ms: float
 
 
-class Capture(Asked, frozen=True, kw_only=True, tag="capture"):
+class Capture(StepRequest, frozen=True, kw_only=True, tag="capture"):
     """Capture a contender's call in a graph."""
 
     name: str
 
 
-class Memory(Asked, frozen=True, kw_only=True, tag="memory"):
+class Memory(StepRequest, frozen=True, kw_only=True, tag="memory"):
     """What a contender's call allocates at its peak."""
 
     name: str
 
 
-class Compile(Asked, frozen=True, kw_only=True, tag="compile"):
+class Compile(StepRequest, frozen=True, kw_only=True, tag="compile"):
     """Run a case once, so that what it needs is compiled."""
 
     case: Case
@@ -80,14 +80,14 @@ class Compile(Asked, frozen=True, kw_only=True, tag="compile"):
     core: bool
 
 
-class Drop(Asked, frozen=True, kw_only=True, tag="drop"):
+class Drop(StepRequest, frozen=True, kw_only=True, tag="drop"):
     """Give back what the last case took of the device."""
 
 
 Step = Identify | Prepare | Turn | Enqueue | Capture | Memory | Compile | Drop
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedCase(msgspec.Struct, frozen=True, kw_only=True):
     """What came of preparing a case: of portattn's contenders, by name, what each one is, or why it is none.
 
     budget  what an error may be; None where the tensors found no room
@@ -109,7 +109,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 class Session:
     """The steps on one device. Tests bring a clock that needs none."""
 
-    def __init__(self, device: torch.device, clock: Clock, run: Callable[..., Run] = this_run) -> None:
+    def __init__(self, device: torch.device, clock: Clock, run: Callable[..., BenchRun] = this_run) -> None:
         self.device, self.clock, self._run = device, clock, run
         self._contenders: dict[str, Contender] = {}
         self._replays: dict[str, Callable[[], Any]] = {}
@@ -127,10 +127,10 @@ class Session:
             raise DeviceLost(OURS, RuntimeError(f"after {type(step).__name__.lower()}"), lost)
         return found
 
-    def identify(self, step: Identify) -> Run:
+    def identify(self, step: Identify) -> BenchRun:
         return self._run(**step.about, ceilings=None)
 
-    def prepare(self, step: Prepare) -> Prepared:
+    def prepare(self, step: Prepare) -> PreparedCase:
         self.drop(Drop())
         case = step.case
         try:
@@ -138,15 +138,15 @@ class Session:
             builds = own_builds(case, t, step.backend, step.core)
             admitted = admit(case, t, builds, self.clock.lost)
         except torch.OutOfMemoryError as failure:
-            return Prepared(refused={OURS: reason(failure)})
+            return PreparedCase(refused={OURS: reason(failure)})
         same = same_path(admitted)
         self._contenders = admitted.contenders
-        return Prepared(
+        return PreparedCase(
             budget=admitted.budget, errors=dict(admitted.errors), refused=admitted.refused,
             admitted=tuple(admitted.contenders), same=same,
             paths={name: one.path for name, one in admitted.contenders.items()},
             result_bytes={name: one.result_bytes for name, one in admitted.contenders.items()},
-            plan=explained(case, t, admitted.contenders.get(OURS), step.backend),
+            plan=explain_plans(case, t, admitted.contenders.get(OURS), step.backend),
         )  # fmt: skip
 
     def turn(self, step: Turn) -> float:
@@ -166,7 +166,7 @@ class Session:
             return self.clock.peak_extra_bytes(self._contenders[step.name].run)
 
     def compile(self, step: Compile) -> str:
-        return prime(Primed(case=step.case, backend=step.backend, core=step.core, device=str(self.device)))
+        return prime(PrecompileJob(case=step.case, backend=step.backend, core=step.core, device=str(self.device)))
 
     def drop(self, step: Drop) -> None:
         self._contenders, self._replays = {}, {}
@@ -184,10 +184,10 @@ def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str
     """A worker's task: carry out the request's `step` on the current device."""
     if not _session:
         _session.append(Session(torch.device("cuda", torch.cuda.current_device()), DeviceClock()))
-    return answered(_session[0], request, enter)
+    return answer_request(_session[0], request, enter)
 
 
-def answered(session: Session, request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+def answer_request(session: Session, request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """A task's answer by this session: `answer`, as JSON."""
     step = msgspec.json.decode(request["step"], type=Step)
     enter(RUNS)

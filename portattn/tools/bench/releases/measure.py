@@ -15,11 +15,11 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Ceilings, Clock
 from portattn.tools.bench.contenders import CORE, MINE, OURS
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.gate import Admitted, DeviceLost, admit, reason
-from portattn.tools.bench.releases.child import Prepared
+from portattn.tools.bench.gate import Admission, DeviceLost, admit, reason
+from portattn.tools.bench.releases.child import PreparedCase
 from portattn.tools.bench.releases.process import ReleaseProcess, TurnsClock
 from portattn.tools.bench.results import DeviceState, Figures, Row
-from portattn.tools.bench.run import Options, each_cell, timed
+from portattn.tools.bench.run import BenchOptions, each_cell, time_contenders
 from portattn.tools.bench.schedule import Cell
 from portattn.tools.bench.tensors import Tensors
 
@@ -29,7 +29,7 @@ Done = Callable[[Mapping[str, Item]], None]
 
 def run_cells(
     cells: Sequence[Cell], indices: Mapping[str, int], processes: Mapping[str, ReleaseProcess], clock: Clock,
-    limits: Ceilings | None, options: Options, done: Done, budget: float | None = None,
+    limits: Ceilings | None, options: BenchOptions, done: Done, budget: float | None = None,
     device: torch.device | None = None,
 ) -> int:  # fmt: skip
     """Measure cells with every release as long as run.each_cell does; how many were done.
@@ -64,7 +64,7 @@ def run_cells(
 
 def run_case(
     set_: str, case: Case, indices: Mapping[str, int], device: torch.device, clock: Clock, limits: Ceilings | None,
-    options: Options, processes: Mapping[str, ReleaseProcess],
+    options: BenchOptions, processes: Mapping[str, ReleaseProcess],
 ) -> dict[str, Row]:  # fmt: skip
     """One case's rows by release. Every row has the peers' figures, of the same rounds as its own.
 
@@ -72,7 +72,7 @@ def run_case(
     """
     begun = time.monotonic()
     everyone = _peers(case, device, clock, options)
-    prepared: dict[str, Prepared] = {}
+    prepared: dict[str, PreparedCase] = {}
     mine: dict[str, tuple[str, str]] = {}  # name among all -> release and name among its own
     budgets: dict[str, float] = {}
     for release, process in processes.items():
@@ -83,7 +83,7 @@ def run_case(
         everyone.contenders |= {_among_all(name, release): one for name, one in own.contenders.items()}
         everyone.errors |= {_among_all(name, release): error for name, error in own.errors.items()}
         everyone.refused |= {_among_all(name, release): why for name, why in own.refused.items()}
-    measured, probe = timed(case, everyone, TurnsClock(clock), options, mine)
+    measured, probe = time_contenders(case, everyone, TurnsClock(clock), options, mine)
     state, seconds = probe.read()[0], time.monotonic() - begun
     theirs = {name: figures for name, figures in measured.items() if name not in mine}
     rows = {}
@@ -104,7 +104,7 @@ def run_case(
 
 def _row(
     set_: str, case: Case, index: int, limits: Ceilings | None, budget: float, measured: dict[str, Figures],
-    prepared: Prepared, state: DeviceState | None, seconds: float,
+    prepared: PreparedCase, state: DeviceState | None, seconds: float,
 ) -> Row:  # fmt: skip
     known = budget if math.isfinite(budget) else None
     return results.row(set_, case, index, limits, known, measured, plan=prepared.plan, state=state, seconds=seconds)
@@ -114,15 +114,15 @@ def _among_all(name: str, release: str) -> str:
     return f"{name} @{release}"
 
 
-def _peers(case: Case, device: torch.device, clock: Clock, options: Options) -> Admitted:
+def _peers(case: Case, device: torch.device, clock: Clock, options: BenchOptions) -> Admission:
     """The peers that are right, of this process. Without any that is wanted there are no tensors here."""
     if not options.wanted and not options.others:
-        return Admitted(math.nan)
+        return Admission(math.nan)
     try:
         t = Tensors.random(case, device)
         return admit(case, t, peers.contenders(case, t, options.wanted, options.others), clock.lost)
     except torch.OutOfMemoryError as failure:
-        return Admitted(math.nan, refused={name: reason(failure) for name in options.wanted})
+        return Admission(math.nan, refused={name: reason(failure) for name in options.wanted})
 
 
 def _first_call(case: Case, index: int, process: ReleaseProcess) -> FirstCall:

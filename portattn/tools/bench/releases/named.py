@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from portattn.errors import ArgumentError
 from portattn.schema.compilers import TRITON
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.tools import lab
 
 OPTION = "--release"
@@ -68,7 +68,7 @@ def _release(text: str) -> Release:
 
 def _place(version: str, text: str) -> str:
     """The lab's folder of a release; empty where it is the installed one."""
-    own = installed()
+    own = installed_toolchain()
     if own.distribution == TRITON and own.within(TRITON, f"=={version}"):
         return ""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

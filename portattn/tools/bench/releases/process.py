@@ -13,7 +13,7 @@ from portattn.schema.toolchain import Toolchain
 from portattn.tools.bench.cases import Case, Timing
 from portattn.tools.bench.clock import Ceilings, Clock, Spread
 from portattn.tools.bench.contenders import OURS, Contender
-from portattn.tools.bench.gate import Admitted
+from portattn.tools.bench.gate import Admission
 from portattn.tools.bench.releases.child import (
     Capture,
     Compile,
@@ -22,12 +22,12 @@ from portattn.tools.bench.releases.child import (
     Identify,
     Memory,
     Prepare,
-    Prepared,
+    PreparedCase,
     Step,
     Turn,
 )
 from portattn.tools.bench.releases.named import Release
-from portattn.tools.bench.results import Run
+from portattn.tools.bench.results import BenchRun
 from portattn.worker.client import Worker
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MOST_DEATHS = 3  # in a row, after which a release is asked no more
 LOST = "DeviceLost"
 
 
-class ReleaseFailed(PortattnError):
+class ReleaseProcessError(PortattnError):
     """A step failed in a release's process, or the process did."""
 
 
@@ -72,44 +72,44 @@ class ReleaseProcess:
         """End the process; from any thread. A step under way fails."""
         self._worker.close()
 
-    def identify(self, about: dict[str, Any], seconds: float = PREPARE_S) -> Run:
+    def identify(self, about: dict[str, Any], seconds: float = PREPARE_S) -> BenchRun:
         """The Run of this release's process. Raises ReleaseFailed where it does not start or has another Triton."""
         try:
-            run: Run = self._ask(Identify(about=about), seconds, Run)
-        except ReleaseFailed as failure:
+            run: BenchRun = self._ask(Identify(about=about), seconds, BenchRun)
+        except ReleaseProcessError as failure:
             self.given_up = str(failure)
             raise
         version = self.release.version
         if not Toolchain.parse(run.toolchain).within("triton", f"=={version}"):
             self.given_up = f"its process has {run.toolchain}, and not triton=={version}"
-            raise ReleaseFailed(self.given_up)
+            raise ReleaseProcessError(self.given_up)
         return run
 
-    def prepare(self, case: Case, backend: str, core: bool) -> tuple[Admitted, Prepared]:
+    def prepare(self, case: Case, backend: str, core: bool) -> tuple[Admission, PreparedCase]:
         """The release's contenders of a case, and what else came of it. A failure is a refusal: nothing is raised."""
         self._next_case()
         try:
             if self.given_up:
-                raise ReleaseFailed(self.given_up)
-            made: Prepared = self._ask(Prepare(case=case, backend=backend, core=core), PREPARE_S, Prepared)
-        except ReleaseFailed as failure:
-            return Admitted(math.nan, refused={OURS: str(failure)}), Prepared()
+                raise ReleaseProcessError(self.given_up)
+            made: PreparedCase = self._ask(Prepare(case=case, backend=backend, core=core), PREPARE_S, PreparedCase)
+        except ReleaseProcessError as failure:
+            return Admission(math.nan, refused={OURS: str(failure)}), PreparedCase()
         contenders = {
             name: Contender(RemoteRun(self, name), path=made.paths[name], result_bytes=made.result_bytes[name])
             for name in made.admitted
         }
         errors = {name: math.inf if error is None else error for name, error in made.errors.items()}
         budget = math.nan if made.budget is None else made.budget
-        return Admitted(budget, contenders=contenders, errors=errors, refused=dict(made.refused)), made
+        return Admission(budget, contenders=contenders, errors=errors, refused=dict(made.refused)), made
 
     def compile(self, case: Case, backend: str, core: bool, seconds: float = PREPARE_S) -> str:
         """Run a case once; why it does not run, or an empty text."""
         self._next_case()
         try:
             if self.given_up:
-                raise ReleaseFailed(self.given_up)
+                raise ReleaseProcessError(self.given_up)
             said: str = self._ask(Compile(case=case, backend=backend, core=core), seconds, str)
-        except ReleaseFailed as failure:
+        except ReleaseProcessError as failure:
             return str(failure)
         return said
 
@@ -123,7 +123,7 @@ class ReleaseProcess:
         if not self._ended and not self.given_up:
             try:
                 self._ask(Drop(), self._turn_s, type(None))
-            except ReleaseFailed:
+            except ReleaseProcessError:
                 return  # its memory went with it; why it ended is in `_ended`, and the next case starts it anew
 
     def turn(self, step: Step, kind: Any) -> Any:
@@ -132,19 +132,19 @@ class ReleaseProcess:
 
     def _ask(self, step: Step, seconds: float, kind: Any) -> Any:
         if self._ended:
-            raise ReleaseFailed(self._ended)
+            raise ReleaseProcessError(self._ended)
         reply = self._worker.request(self._task, seconds, step=msgspec.json.encode(step).decode())
         if reply.outcome == "ok":
             return msgspec.json.decode(str(reply.facts["answer"]), type=kind)
         why = f"{reply.kind}: {reply.message}" if reply.message and reply.kind else reply.message or reply.kind
         if reply.outcome == "error" and not reply.unavailable and reply.kind != LOST:
-            raise ReleaseFailed(why)
+            raise ReleaseProcessError(why)
         self._worker.close()
         self._deaths += 1
         self._ended = f"the process of triton=={self.release.version} ended: {why}"
         if self._deaths >= MOST_DEATHS:
             self.given_up = f"{self._ended}; {MOST_DEATHS} times in a row, so that it is asked no more"
-        raise ReleaseFailed(self._ended)
+        raise ReleaseProcessError(self._ended)
 
 
 class RemoteRun:

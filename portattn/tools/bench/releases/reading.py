@@ -24,7 +24,7 @@ class _Kind(msgspec.Struct):
     runs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Versioned(msgspec.Struct):
+class _ComparisonVersion(msgspec.Struct):
     schema: int
 
 
@@ -51,7 +51,7 @@ def read(path: Path) -> Comparison:
     """
     data = run_log.read(path)
     try:
-        version = msgspec.json.decode(data, type=_Versioned).schema
+        version = msgspec.json.decode(data, type=_ComparisonVersion).schema
         if version != SCHEMA:
             raise DataError(path, None, f"schema version {version}; this portattn reads version {SCHEMA}")
         whole = msgspec.json.decode(data, type=Comparison)

@@ -25,7 +25,7 @@ OP = "quirks bisect"
 Seen = Literal["bad", "good", "other", "skipped", "recorded"]
 
 
-class Tested(msgspec.Struct, frozen=True, kw_only=True):
+class ToolchainResult(msgspec.Struct, frozen=True, kw_only=True):
     """One compiler. bad: fails with the signature; good: passes; other: fails otherwise, so that it is in no range;
     skipped: cannot run here; recorded: no result now, and a failure with the signature in the entry's file."""
 
@@ -34,7 +34,7 @@ class Tested(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Bisected(msgspec.Struct, frozen=True, kw_only=True):
+class Bisection(msgspec.Struct, frozen=True, kw_only=True):
     """The result.
 
     tested      in order of version; those that were not needed are not in it
@@ -47,7 +47,7 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     compiler: str
-    tested: tuple[Tested, ...]
+    tested: tuple[ToolchainResult, ...]
     monotone: bool
     last_good_before: str = ""
     first_bad: str = ""
@@ -90,8 +90,8 @@ def bisect(
     *,
     every: bool = False,
     target: str = "",
-    say: Callable[[Tested], None] = lambda tested: None,
-) -> Bisected:
+    say: Callable[[ToolchainResult], None] = lambda tested: None,
+) -> Bisection:
     """Find the ends among toolchains of one compiler, in order of version.
 
     off    runs the probe without the work-around (portattn.tools.quirks.probe.off). A PortattnError that
@@ -99,7 +99,7 @@ def bisect(
     every  test each of them, whatever the first ones say
     target the chip whose recorded failures count; empty for every chip's
     """
-    seen: dict[str, Tested] = {}
+    seen: dict[str, ToolchainResult] = {}
 
     def test(toolchain: str) -> Seen:
         if toolchain not in seen:
@@ -120,10 +120,10 @@ def bisect(
     if runs > 1:
         for toolchain in toolchains:
             test(toolchain)
-    return _result(quirk, toolchains, seen, recorded(quirk, target))
+    return _result(quirk, toolchains, seen, recorded_failures(quirk, target))
 
 
-def recorded(quirk: Quirk, target: str = "") -> dict[str, str]:
+def recorded_failures(quirk: Quirk, target: str = "") -> dict[str, str]:
     """Toolchain -> what the entry's file says of a failure there: of probes, and of reports that name a version."""
     compiler = compiler_of(quirk)
     found = {
@@ -179,22 +179,24 @@ def _search(side: list[str], test: Callable[[str], Seen], inside: Callable[[str]
             first_good -= 1
 
 
-def _test(quirk: Quirk, toolchain: str, off: Callable[[Quirk, str], Arm]) -> Tested:
+def _test(quirk: Quirk, toolchain: str, off: Callable[[Quirk, str], Arm]) -> ToolchainResult:
     try:
         arm = off(quirk, toolchain)
     except PortattnError as error:
-        return Tested(toolchain=toolchain, seen="skipped", detail=str(error))
+        return ToolchainResult(toolchain=toolchain, seen="skipped", detail=str(error))
     seen: Seen = {"pass": "good", "fail:signature": "bad", "not run": "skipped"}.get(arm.word, "other")  # type: ignore[assignment]
-    return Tested(toolchain=toolchain, seen=seen, detail="" if seen == "good" else saw(quirk, arm))
+    return ToolchainResult(toolchain=toolchain, seen=seen, detail="" if seen == "good" else saw(quirk, arm))
 
 
-def _runs(toolchains: Sequence[str], seen: dict[str, Tested]) -> int:
+def _runs(toolchains: Sequence[str], seen: dict[str, ToolchainResult]) -> int:
     """How often the bug comes, going by what was tested: more than once is not monotone."""
     words = [seen[t].seen for t in toolchains if t in seen and seen[t].seen in ("good", "bad")]
     return sum(word == "bad" and (i == 0 or words[i - 1] == "good") for i, word in enumerate(words))
 
 
-def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested], failures: dict[str, str]) -> Bisected:
+def _result(
+    quirk: Quirk, toolchains: Sequence[str], seen: dict[str, ToolchainResult], failures: dict[str, str]
+) -> Bisection:
     tested = _with_recorded([seen[t] for t in toolchains if t in seen], failures)
     contradicts = tuple(t.toolchain for t in tested if t.seen == "good" and t.toolchain in failures)
     words = {t.toolchain: "bad" if t.seen == "recorded" or t.toolchain in contradicts else t.seen for t in tested}
@@ -203,7 +205,7 @@ def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested], fa
     common = {"id": quirk.id, "compiler": compiler_of(quirk), "tested": tested, "contradicts": contradicts}
     if not bad:
         where = "nowhere" if told else "nowhere: none of them can be run here"
-        return Bisected(**common, monotone=True, says=f"seen {where}")  # type: ignore[arg-type]
+        return Bisection(**common, monotone=True, says=f"seen {where}")  # type: ignore[arg-type]
     first, last = bad[0], bad[-1]
     before = [t for t in told if _version(t) < _version(first)]
     after = [t for t in told if _version(t) > _version(last)]
@@ -233,7 +235,7 @@ def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested], fa
         says.append(f"fails otherwise, which is no part of the range: {', '.join(otherwise)}")
     if untested:
         says.append(f"not tested, and between these: {', '.join(untested)}")
-    return Bisected(
+    return Bisection(
         **common,  # type: ignore[arg-type]
         monotone=not good_inside,
         last_good_before=before[-1] if before else "",
@@ -246,12 +248,12 @@ def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested], fa
     )
 
 
-def _with_recorded(tested: list[Tested], failures: dict[str, str]) -> tuple[Tested, ...]:
+def _with_recorded(tested: list[ToolchainResult], failures: dict[str, str]) -> tuple[ToolchainResult, ...]:
     """In order of version, with the failures of the entry's file where nothing was learnt now."""
     learnt = {t.toolchain for t in tested if t.seen in ("good", "bad")}
     made = [t for t in tested if t.toolchain in learnt or t.toolchain not in failures]
     made += [
-        Tested(toolchain=toolchain, seen="recorded", detail=detail)
+        ToolchainResult(toolchain=toolchain, seen="recorded", detail=detail)
         for toolchain, detail in failures.items()
         if toolchain not in learnt
     ]
@@ -261,7 +263,7 @@ def _with_recorded(tested: list[Tested], failures: dict[str, str]) -> tuple[Test
 def _between(compiler: str, toolchains: Sequence[str], told: Sequence[str], low: str, high: str) -> Iterator[str]:
     """Releases from the one end to the other of which nothing is known: of the lab, and published ones."""
     known = {_version(toolchain) for toolchain in told}
-    releases = {*toolchains, *(f"{compiler}=={version}" for version in compilers.released(compiler))}
+    releases = {*toolchains, *(f"{compiler}=={version}" for version in compilers.released_versions(compiler))}
     for toolchain in sorted(releases, key=_version):
         if _version(low) < _version(toolchain) < _version(high) and _version(toolchain) not in known:
             yield toolchain

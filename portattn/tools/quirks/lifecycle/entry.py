@@ -13,7 +13,7 @@ from portattn.schema.features import FEATURES
 from portattn.schema.lowering import OF_ROWS, Launch
 from portattn.schema.quirk import STAGES
 from portattn.tools.quirks.lifecycle.failure_report import Facts
-from portattn.tools.quirks.lifecycle.specialised import Specialised
+from portattn.tools.quirks.lifecycle.specialised import Specialisation
 
 # A key of this kind is none of the schema's: "the table has the unknown key `FILL-IN-effect`", with file and line.
 MARK = "FILL-IN-"
@@ -180,7 +180,7 @@ def _conditions(facts: Facts) -> list[str]:
     ]
 
 
-def _launch(what: Specialised, facts: Facts) -> Launch:
+def _launch(what: Specialisation, facts: Facts) -> Launch:
     """The launch of the function that failed: an entry asks about the values of any one of a plan's kernels."""
     own = CORES[what.problem.op].of_rows
     return what.launch.of_rows() if own and facts.function == own else what.launch

@@ -73,7 +73,7 @@ _FUNCTIONS: tuple[str, ...] = (
 )
 
 
-class Told(msgspec.Struct, frozen=True):
+class LogValue(msgspec.Struct, frozen=True):
     """A value, and the words of the log that say so."""
 
     value: str
@@ -88,11 +88,11 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     kernels   portattn's names of the core kernels that `function` is the source of
     """
 
-    backend: Told | None = None
-    arch: Told | None = None
+    backend: LogValue | None = None
+    arch: LogValue | None = None
     chip: str = ""
-    versions: dict[str, Told] = {}
-    function: Told | None = None
+    versions: dict[str, LogValue] = {}
+    function: LogValue | None = None
     kernels: tuple[str, ...] = ()
 
     def completed(self, other: Surroundings) -> Surroundings:
@@ -142,7 +142,7 @@ _PREFIX = re.compile(r"^[a-z_]+")
 _VARIANT = re.compile(r"(?<=\d)[a-z]$")  # of a chip whose name for Triton is a number, as ptxas writes it: sm_90a
 
 
-def _chip(text: str, registry: Registry, owner: Told | None) -> tuple[Told | None, Told | None, str]:
+def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogValue | None, LogValue | None, str]:
     """(backend, arch, chip without an arch) by the first pattern that names a chip, or by its name alone.
 
     owner  the backend whose compiler the text tells of: of several names alone, its chips' count
@@ -161,15 +161,15 @@ def _chip(text: str, registry: Registry, owner: Told | None) -> tuple[Told | Non
             continue
         found = _arch_of(kind, chip, arches)
         if found:
-            return Told(found[0], words), Told(found[1], words), ""
-        return (Told(kinds[kind], words) if kind else None), None, _spelled(kind, chip, arches)
+            return LogValue(found[0], words), LogValue(found[1], words), ""
+        return (LogValue(kinds[kind], words) if kind else None), None, _spelled(kind, chip, arches)
     # No compiler's own words: a name alone counts where the log names one chip only, and does not ask for it.
     named = _named(_WANTED.sub("", text), registry)
     if len(named) > 1 and owner:
         named = {pair: words for pair, words in named.items() if pair[0] == owner.value}
     if len(named) == 1:
         [((found_in, name), words)] = named.items()
-        return Told(found_in, words), Told(name, words), ""
+        return LogValue(found_in, words), LogValue(name, words), ""
     return None, None, ""
 
 
@@ -179,7 +179,7 @@ def _named(text: str, registry: Registry) -> dict[tuple[str, str], str]:
     alone = re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", text) if prefixes else []
     own = {(backend, name): name for name in alone for backend, known in arches.items() if name in known}
     words = {backend: described.device_words for backend, described in registry.backends.items()}
-    return target_names.mentioned(text, arches, words) | own
+    return target_names.mentioned_chips(text, arches, words) | own
 
 
 def _prefixes(arches: _Arches) -> tuple[str, ...]:
@@ -230,19 +230,19 @@ def _spelled(kind: str, chip: str, arches: _Arches) -> str:
     return chip.lower()
 
 
-def _backend(text: str, family: str, registry: Registry) -> Told | None:
+def _backend(text: str, family: str, registry: Registry) -> LogValue | None:
     """The backend by the folder of its compiler, by words of it alone, or by whose wording the failure has."""
     for name, backend in registry.backends.items():
         for words in (*backend.compiler_folders, *backend.compiler_says):
             if words in text:
-                return Told(name, words)
+                return LogValue(name, words)
     owners = [name for name, backend in registry.backends.items() if family in backend.compiler_words]
-    return Told(owners[0], family) if owners else None
+    return LogValue(owners[0], family) if owners else None
 
 
 def _versions() -> dict[str, tuple[str, ...]]:
     """How tools print the versions of components, those of other packages' compilers included: as pip does."""
-    brought = {name: one for name, one in compilers.known().items() if name not in compilers.own()}
+    brought = {name: one for name, one in compilers.all_compilers().items() if name not in compilers.own()}
     spelt = {
         name: "|".join(re.escape(each).replace(r"\-", "[-_]") for each in (name, *one.aliases))
         for name, one in brought.items()
@@ -250,21 +250,21 @@ def _versions() -> dict[str, tuple[str, ...]]:
     return {**_VERSIONS, **{name: (rf"\b(?:{words})(?:==|[-: ]+v?){_NUMBER}",) for name, words in spelt.items()}}
 
 
-def _version(text: str, name: str) -> Told | None:
+def _version(text: str, name: str) -> LogValue | None:
     """The one version of a component that the text names; None where it names none, or several."""
-    found: dict[str, Told] = {}
+    found: dict[str, LogValue] = {}
     for match in _matches(text, _versions()[name]):
         try:
             version = str(Version(match["version"]))
         except ValueError:  # InvalidVersion, or a number of more digits than Python reads
             continue
-        found.setdefault(version, Told(version, " ".join(match.group().split())))
+        found.setdefault(version, LogValue(version, " ".join(match.group().split())))
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def _first(text: str, patterns: Iterable[str], group: str) -> Told | None:
+def _first(text: str, patterns: Iterable[str], group: str) -> LogValue | None:
     match = next(_matches(text, patterns), None)
-    return Told(match[group], " ".join(match.group().split())) if match else None
+    return LogValue(match[group], " ".join(match.group().split())) if match else None
 
 
 def _matches(text: str, patterns: Iterable[str]) -> Iterator[re.Match[str]]:

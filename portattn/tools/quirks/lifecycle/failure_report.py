@@ -24,12 +24,12 @@ from portattn.tools.quirks.lifecycle.normalise import Log, normalise
 from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, recognise, stage_of
 from portattn.tools.quirks.lifecycle.signature import generalise
 from portattn.tools.quirks.lifecycle.specialised import (
-    Specialised,
+    Specialisation,
     of_incident,
     permitted_env,
     permitted_signature,
 )
-from portattn.tools.quirks.lifecycle.split import Found, split
+from portattn.tools.quirks.lifecycle.split import LoggedFailure, split
 
 LARGEST = 4 * 2**20  # bytes of a file that is saved beside a draft
 # A module that MLIR printed: aliases, the module, and what a reproducer says about its passes.
@@ -149,7 +149,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     told: dict[str, str] = {}
     texts: tuple[Excerpt, ...] = ()
     signature: dict[str, Any] | None = None
-    specialised: Specialised | None = None
+    specialised: Specialisation | None = None
     env: dict[str, str] = {}
     left_out: tuple[str, ...] = ()
     command: str = ""
@@ -196,7 +196,9 @@ def from_log(
     return [_of_failure(found, log, len(failures) == 1, origin, registry, named) for found in failures]
 
 
-def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Registry, named: dict[str, Any]) -> Facts:
+def _of_failure(
+    found: LoggedFailure, log: Log, alone: bool, origin: str, registry: Registry, named: dict[str, Any]
+) -> Facts:
     """The facts of one failure of a log. What its own lines do not say of chip and compiler, its test's heading does,
     and then the rest of the log."""
     failure = found.failure

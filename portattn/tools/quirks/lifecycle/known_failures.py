@@ -29,7 +29,7 @@ _FRONT_END = {"parse", "ttir"}  # triton-ascend's worker names both so: from the
 _AMOUNTS = ("resource-limit", "slow")
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class KnownFailure(msgspec.Struct, frozen=True, kw_only=True):
     """An entry with the failure's signature.
 
     is_it     whether all that tells one bug from another is known to agree: the failure is the entry's
@@ -63,7 +63,7 @@ class _Compared(msgspec.Struct, frozen=True):
     said: str = ""
 
 
-def known(facts: Facts, registry: Registry) -> list[Known]:
+def find_known_failures(facts: Facts, registry: Registry) -> list[KnownFailure]:
     """Every entry whose signature the text matches: the failure's own first, then those that are nearest."""
     target = facts.target(registry)
     found: list[tuple[Quirk, bool, list[_Compared]]] = []
@@ -84,14 +84,14 @@ def known(facts: Facts, registry: Registry) -> list[Known]:
 
 def _known(
     quirk: Quirk, in_cause: bool, compared: list[_Compared], facts: Facts, target: Target | None, others: list[str]
-) -> Known:
+) -> KnownFailure:
     open_ = _open_conditions(quirk, facts)
     doubts = [part.said for part in compared if not part.agrees]
     if not doubts and open_ and (others or quirk.symptom in _AMOUNTS):
         also = f", as {', '.join(others)} would" if others else ""
         doubts = [f"it holds only where {', '.join(open_)}{also}, which the log does not tell"]
     same = [part.what for part in compared if part.agrees]
-    return Known(
+    return KnownFailure(
         id=quirk.id,
         title=quirk.title,
         is_it=not doubts,
@@ -184,7 +184,7 @@ def _conditions(quirk: Quirk, facts: Facts) -> Iterator[tuple[str, bool | None]]
     """Conditions on the problem and on choices, each with whether it holds; None where only a log is known."""
     what = facts.specialised
     features = what.problem.features() if what else None
-    for condition in conditions.parsed(quirk.when.features):
+    for condition in conditions.parse_all(quirk.when.features):
         holds = None if features is None or condition.name not in features else condition.holds(features)
         yield condition.text, holds
     for name, value in quirk.when.lowering.items():
@@ -223,7 +223,7 @@ def _advice(quirk: Quirk, compared: list[_Compared], target: Target | None, open
     return f"in range here{caution}: its work-around should have been applied{where}"
 
 
-def drafted(facts: Facts, out: Path) -> list[Known]:
+def find_drafts(facts: Facts, out: Path) -> list[KnownFailure]:
     """Drafts under a folder that are of this failure: the same signature on the same chips and compiler."""
     found = []
     for path in sorted((out / facts.backend).glob("*.toml")):
@@ -237,7 +237,7 @@ def drafted(facts: Facts, out: Path) -> list[Known]:
         )
         if same:
             says = f"drafted already, in {path}"
-            found.append(Known(id=path.stem, title=str(draft.get("title")), is_it=True, says=says))
+            found.append(KnownFailure(id=path.stem, title=str(draft.get("title")), is_it=True, says=says))
     return found
 
 

@@ -23,9 +23,9 @@ from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
 from portattn.tools.quirks.lifecycle import entry, issue, programs
 from portattn.tools.quirks.lifecycle.failure_report import OP, Facts
-from portattn.tools.quirks.lifecycle.known_failures import Known, drafted, known
+from portattn.tools.quirks.lifecycle.known_failures import KnownFailure, find_drafts, find_known_failures
 from portattn.tools.quirks.lifecycle.repro_command import plan_line
-from portattn.tools.quirks.lifecycle.specialised import Outcome, is_it
+from portattn.tools.quirks.lifecycle.specialised import CompileOutcome, is_it
 from portattn.worker.client import Worker
 
 LOCK_SECONDS = 30.0
@@ -108,7 +108,7 @@ LARGEST_TEXT = 2 * 2**20  # characters of IR that are saved beside a draft
 FRESH = {"TRITON_ALWAYS_COMPILE": "1"}
 
 
-class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """What running a draft's program gave.
 
     reproduced  whether it failed as the log did; None where it was not run
@@ -134,7 +134,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     title: str
     failure: dict[str, Any]
-    known: tuple[Known, ...] = ()
+    known: tuple[KnownFailure, ...] = ()
     streams: tuple[str, ...] = ()
     times: int = 1
     cut: bool = False
@@ -177,9 +177,9 @@ def make(
     out = (out or drafts_folder()).resolve()
     target = facts.target(registry)
     with numbering(out):
-        entries = known(facts, registry)
+        entries = find_known_failures(facts, registry)
         ids = {entry.id for entry in entries}
-        seen = (*entries, *(draft for draft in drafted(facts, out) if draft.id not in ids))
+        seen = (*entries, *(draft for draft in find_drafts(facts, out) if draft.id not in ids))
         if any(entry.is_it for entry in seen) and not force:
             return Draft(id="", known=seen, **told)
         number = next_number(facts.backend, out, registry)
@@ -190,7 +190,7 @@ def make(
         replayed = (
             _replay(facts, registry, target, text, beside, name, worker, say)
             if replay
-            else Replayed(reproduced=None, says="")
+            else ReplayResult(reproduced=None, says="")
         )
         if replayed.ttir and (not beside or programs.form_of(facts) == "specialisation"):
             beside = {f"{name}.ttir": replayed.ttir}
@@ -242,11 +242,11 @@ def _replay(
     name: str,
     worker: Worker | None,
     say: Callable[[str], None],
-) -> Replayed:
+) -> ReplayResult:
     """Run the program's failing arm under the compiler that failed, where that is here."""
     reason = _cannot_replay(facts, target, worker)
     if reason or target is None:
-        return Replayed(reproduced=None, says=f"Not reproduced here: {reason}")
+        return ReplayResult(reproduced=None, says=f"Not reproduced here: {reason}")
     say(f"running the draft's program with {facts.compiler}")
     with tempfile.TemporaryDirectory(prefix="portattn-draft-") as folder:
         for file, content in {**beside, f"{name}.py": text}.items():
@@ -266,11 +266,11 @@ def _replay(
             if worker is None:
                 child.close()
         ttir = _ttir(Path(folder) / "cache")
-    outcome = Outcome(reply=reply)
+    outcome = CompileOutcome(reply=reply)
     if is_it(outcome, facts.failure.symptom, facts.failure.signature):
-        return Replayed(reproduced=True, says=f"Reproduced here with {facts.compiler} on {target.name}", ttir=ttir)
+        return ReplayResult(reproduced=True, says=f"Reproduced here with {facts.compiler} on {target.name}", ttir=ttir)
     ended = "it compiles" if outcome.passed else f"it fails otherwise, by {reply.kind}: {reply.message[:200]}"
-    return Replayed(
+    return ReplayResult(
         reproduced=False, says=f"Not reproduced here with {facts.compiler} on {target.name}: {ended}", ttir=ttir
     )
 

@@ -186,7 +186,7 @@ class Log(msgspec.Struct, frozen=True, dict=True):
         return tuple(Stream(name, tuple(found[name])) for name in sorted(found, key=lambda name: name != ""))
 
 
-def decoded(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """A file's text: UTF-8, or what its first bytes say (PowerShell writes UTF-16)."""
     encoding = next((name for mark, name in _BOMS if data.startswith(mark)), "utf-8")
     return data.decode(encoding, errors="replace")

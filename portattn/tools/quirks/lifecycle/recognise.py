@@ -70,10 +70,10 @@ def recognise(text: str) -> Failure | None:
     if not found:
         return None
     row, match = next(((r, m) for r, m in found if not r.passes_on), found[0])
-    return described(row, match, text, also=(r.name for r, _ in found if r is not row))
+    return describe_failure(row, match, text, also=(r.name for r, _ in found if r is not row))
 
 
-def described(
+def describe_failure(
     row: Recogniser, match: re.Match[str], text: str, around: str = "", also: Iterable[str] = (), cut: bool = False
 ) -> Failure:
     """The failure that a row of the table found in a text.

@@ -25,8 +25,15 @@ from portattn.schema.target import Target
 from portattn.tools.quirks.editing import edit
 from portattn.tools.quirks.lifecycle.failure_report import failure_of
 from portattn.tools.quirks.lifecycle.repro_command import plan_line
-from portattn.tools.quirks.lifecycle.simplifications import OFFERS, Step, offered
-from portattn.tools.quirks.lifecycle.specialised import Outcome, Specialised, compile_all, is_it, of_incident, values_of
+from portattn.tools.quirks.lifecycle.simplifications import OFFERS, Simplification, changing_steps
+from portattn.tools.quirks.lifecycle.specialised import (
+    CompileOutcome,
+    Specialisation,
+    compile_all,
+    is_it,
+    of_incident,
+    values_of,
+)
 from portattn.tools.quirks.probe import plans
 from portattn.worker.client import Reply, Worker
 
@@ -44,14 +51,14 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    what: Specialised
+    what: Specialisation
     target: Target
     symptom: str
     signature: str
     off: tuple[str, ...] = ()
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class ReductionStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step. kept: it still fails in the same way; ended: how it ended otherwise."""
 
     step: str
@@ -59,7 +66,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     ended: str
 
 
-class Reduced(msgspec.Struct, frozen=True, kw_only=True):
+class Reduction(msgspec.Struct, frozen=True, kw_only=True):
     """The result.
 
     changed   what differs between before and after, "name: before -> after"
@@ -75,10 +82,10 @@ class Reduced(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     toolchain: str
     signature: str
-    before: Specialised
-    after: Specialised
+    before: Specialisation
+    after: Specialisation
     changed: tuple[str, ...]
-    tried: tuple[Tried, ...]
+    tried: tuple[ReductionStep, ...]
     compiles: int
     complete: bool
     probe: str
@@ -96,9 +103,9 @@ def of_quirk(quirk: Quirk, registry: Registry, toolchain: str | None) -> Subject
     target = registry.target(stated.target, toolchain)
     path = registry.backends[target.backend].core_path
     settings = Settings(quirks=f"-{quirk.id}", backend=path)
-    made = plan(stated.problem, target, plans.started(registry, stated, target), settings=settings)
+    made = plan(stated.problem, target, plans.with_start_values(registry, stated, target), settings=settings)
     lowering, launch = made.specialised
-    what = Specialised(problem=stated.problem, lowering=lowering, launch=launch, env=made.env)
+    what = Specialisation(problem=stated.problem, lowering=lowering, launch=launch, env=made.env)
     return Subject(
         id=quirk.id,
         what=what,
@@ -126,8 +133,8 @@ def reduce(
     *,
     seconds: float = SECONDS,
     most: int = MOST,
-    say: Callable[[Tried, int], None] = lambda tried, compiles: None,
-) -> Reduced:
+    say: Callable[[ReductionStep, int], None] = lambda tried, compiles: None,
+) -> Reduction:
     """Shrink while it fails in the same way. `say` gets each step and the number of compiles so far.
 
     Raises PortattnError when the specialisation does not fail here in the first place.
@@ -135,9 +142,9 @@ def reduce(
     if not subject.signature and subject.symptom != "hang":
         raise PortattnError(f"{subject.id}: a {subject.symptom} without a signature cannot be told by compiling")
     seen: dict[str, bool] = {}
-    compiles, last = 0, Outcome(reply=Reply(outcome="ok"))
+    compiles, last = 0, CompileOutcome(reply=Reply(outcome="ok"))
 
-    def fails(what: Specialised) -> tuple[bool, str]:
+    def fails(what: Specialisation) -> tuple[bool, str]:
         nonlocal compiles, last
         key = _key(what, subject.target, registry)
         if key in seen:
@@ -151,16 +158,16 @@ def reduce(
     same, ended = fails(subject.what)
     if not same:
         raise PortattnError(f"{subject.id} does not fail on {subject.target}: {ended}")
-    now, tried = subject.what, list[Tried]()
+    now, tried = subject.what, list[ReductionStep]()
 
-    def first_that_fails(offered: Iterable[Step]) -> Specialised | None:
+    def first_that_fails(offered: Iterable[Simplification]) -> Specialisation | None:
         for step in offered:
             if compiles >= most:
                 return None
             reason = step.result.cannot(subject.target)
             same, ended = (False, reason) if reason else fails(step.result)
             if same or ended != BEFORE:
-                tried.append(Tried(step=step.name, kept=same, ended=ended))
+                tried.append(ReductionStep(step=step.name, kept=same, ended=ended))
                 say(tried[-1], compiles)
             if same:
                 return step.result
@@ -170,9 +177,9 @@ def reduce(
     while progress:
         progress = False
         for offers in OFFERS:
-            while (simpler := first_that_fails(offered(offers, now))) is not None:
+            while (simpler := first_that_fails(changing_steps(offers, now))) is not None:
                 now, progress = simpler, True
-    return Reduced(
+    return Reduction(
         id=subject.id,
         target=subject.target.name,
         toolchain=str(subject.target.toolchain),
@@ -190,13 +197,13 @@ def reduce(
     )
 
 
-def _key(what: Specialised, target: Target, registry: Registry) -> str:
+def _key(what: Specialisation, target: Target, registry: Registry) -> str:
     """What the compiler sees: problems that differ in nothing else are one compile."""
     seen = [signature(launch) for launch in what.launches(target, registry)]
     return hashlib.sha256(msgspec.json.encode([seen, what.env], order="deterministic")).hexdigest()
 
 
-def _command(what: Specialised, function: str, target: Target, registry: Registry, python: str) -> str:
+def _command(what: Specialisation, function: str, target: Target, registry: Registry, python: str) -> str:
     """The request for the launch that fails, as a shell command."""
     launch = next(launch for launch in what.launches(target, registry) if launch.function == function)
     return reproducer(launch, what.plan(target, registry), target, python)
@@ -206,7 +213,7 @@ def _ended(passed: bool, kind: str, message: str) -> str:
     return "compiles" if passed else f"fails otherwise: {kind}: {first_line(message)[:120]}"
 
 
-def _changed(before: Specialised, after: Specialised) -> Iterator[str]:
+def _changed(before: Specialisation, after: Specialisation) -> Iterator[str]:
     for part in ("problem", "env"):
         old, new = (msgspec.to_builtins(getattr(what, part)) for what in (before, after))
         for name in {**old, **new}:
@@ -218,7 +225,7 @@ def _changed(before: Specialised, after: Specialised) -> Iterator[str]:
             yield f"{name}: {old.get(name)} -> {new.get(name)}"
 
 
-def incident_of(reduced: Reduced, original: Incident, registry: Registry) -> Incident:
+def incident_of(reduced: Reduction, original: Incident, registry: Registry) -> Incident:
     """The smallest one as an incident of its own, <id>-reduced, which `quirks new --from-incident` takes."""
     target = registry.target(reduced.target, reduced.toolchain)
     launch = next(i for i in reduced.after.launches(target, registry) if i.function == reduced.function)
@@ -236,7 +243,7 @@ def incident_of(reduced: Reduced, original: Incident, registry: Registry) -> Inc
     )
 
 
-def write_probe(reduced: Reduced, registry: Registry) -> str:
+def write_probe(reduced: Reduction, registry: Registry) -> str:
     """Put the smallest one into the quirk's `probe`; the file's name. Comments and layout are kept.
 
     Raises PortattnError where no "plan:" probe states it, and DataError where the file would no longer load.

@@ -16,7 +16,7 @@ from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import ASKED
 from portattn.schema.target import Target
-from portattn.tools.quirks.lifecycle.specialised import Specialised
+from portattn.tools.quirks.lifecycle.specialised import Specialisation
 from portattn.tools.quirks.probe import plans
 
 # Flags whose option has another name, or says more than yes.
@@ -59,7 +59,7 @@ def problem_options(problem: Problem) -> list[str]:
     return words
 
 
-def plan_line(what: Specialised, target: Target, registry: Registry, also: tuple[str, ...] = ()) -> str:
+def plan_line(what: Specialisation, target: Target, registry: Registry, also: tuple[str, ...] = ()) -> str:
     """A "plan:" probe that states this specialisation; empty where none does.
 
     `--start` names what a plan would not choose by itself. `also` are quirks that are off, the probe's own among them.
@@ -74,7 +74,9 @@ def plan_line(what: Specialised, target: Target, registry: Registry, also: tuple
             return ""
         for start in _starts(what, plan(what.problem, target, registry, settings=settings)):
             line = " ".join([bare, *(["--start", ",".join(start)] if start else [])])
-            made = plan(what.problem, target, plans.started(registry, plans.parse(line), target), settings=settings)
+            made = plan(
+                what.problem, target, plans.with_start_values(registry, plans.parse(line), target), settings=settings
+            )
             if _same(made, what):
                 return line
     except PortattnError:
@@ -82,7 +84,7 @@ def plan_line(what: Specialised, target: Target, registry: Registry, also: tuple
     return ""
 
 
-def _starts(what: Specialised, made: Plan) -> list[list[str]]:
+def _starts(what: Specialisation, made: Plan) -> list[list[str]]:
     """What to start from: nothing, what the plan does otherwise, everything."""
     choices = {name: getattr(what.lowering, name) for name in CORES[what.problem.op].choices}
     launch = what.launch.values()
@@ -103,7 +105,7 @@ def _written(name: str, value: object) -> str:
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _same(made: Plan, what: Specialised) -> bool:
+def _same(made: Plan, what: Specialisation) -> bool:
     """Whether a plan takes the same kernel in the same way."""
     if made.lowering is None or made.launch is None:
         return False

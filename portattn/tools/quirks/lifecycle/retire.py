@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
-from portattn.schema.quirk import Quirk, Verified
+from portattn.schema.quirk import ProbeRun, Quirk
 from portattn.schema.toolchain import nameable, parse_range, unknown_name
 from portattn.tools.quirks.editing import edit
 from portattn.tools.quirks.examples import releases
@@ -36,7 +36,7 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     still_in_range: tuple[str, ...]
 
 
-def confirming(quirk: Quirk) -> tuple[Verified, ...]:
+def confirming(quirk: Quirk) -> tuple[ProbeRun, ...]:
     """Probes by which the bug is alive on a compiler that is supported, or newer: without the work-around it failed.
 
     A file has one result for each compiler and chip, the latest.
@@ -51,7 +51,7 @@ def confirming(quirk: Quirk) -> tuple[Verified, ...]:
 def _before_supported(toolchain: str) -> bool:
     """Whether a compiler is older than every one that is supported."""
     name, _, version = toolchain.partition("==")
-    tried = compilers.tried(name)
+    tried = compilers.tried_range(name)
     if not tried:
         return False
     supported = [Version(known) for known in releases(name) if parse_range(tried).contains(known)]
@@ -106,7 +106,7 @@ def still_in_range(quirk: Quirk) -> tuple[str, ...]:
     """Supported releases that the entry's range has."""
     found = []
     for name, text in quirk.when.toolchain.items():
-        tried = compilers.tried(name)
+        tried = compilers.tried_range(name)
         for version in releases(name) if tried else ():
             if parse_range(tried).contains(version) and parse_range(text).contains(version):
                 found.append(f"{name}=={version}")

@@ -18,7 +18,7 @@ from portattn.schema.features import of_kinds
 from portattn.schema.lowering import OF_ROWS, Lowering
 from portattn.schema.ops import ROWS
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.tools.quirks.lifecycle.specialised import Specialised
+from portattn.tools.quirks.lifecycle.specialised import Specialisation
 
 _TILES = (16, 32, 64, 128, 256)
 _WIDTHS = (16, 32, 64, 128, 256, 512)
@@ -30,36 +30,36 @@ _FLAGS = (
 _DTYPES = ("fp16", "bf16", "fp32")
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Simplification(msgspec.Struct, frozen=True, kw_only=True):
     """One simplification that was offered: its name for people, and what comes out."""
 
     name: str
-    result: Specialised
+    result: Specialisation
 
 
-Offer = Callable[[Specialised], Iterator[Step]]
+Offer = Callable[[Specialisation], Iterator[Simplification]]
 
 
-def offered(offer: Offer, what: Specialised) -> Iterator[Step]:
+def changing_steps(offer: Offer, what: Specialisation) -> Iterator[Simplification]:
     """The steps of one simplification that change something, simplest first."""
     return (step for step in offer(what) if step.result != what)
 
 
-def _problem(what: Specialised, name: str, **changes: Any) -> Iterator[Step]:
+def _problem(what: Specialisation, name: str, **changes: Any) -> Iterator[Simplification]:
     """The step to a changed problem; nothing where no call can have it."""
     try:
         problem = msgspec.structs.replace(what.problem, **changes)
     except ArgumentError:
         return
-    yield Step(name=name, result=msgspec.structs.replace(what, problem=problem))
+    yield Simplification(name=name, result=msgspec.structs.replace(what, problem=problem))
 
 
-def _launch(what: Specialised, name: str, **changes: Any) -> Iterator[Step]:
-    yield Step(name=name, result=msgspec.structs.replace(what, launch=what.launch.changed(changes)))
+def _launch(what: Specialisation, name: str, **changes: Any) -> Iterator[Simplification]:
+    yield Simplification(name=name, result=msgspec.structs.replace(what, launch=what.launch.changed(changes)))
 
 
-def _flag_off(flag: str) -> Callable[[Specialised], Iterator[Step]]:
-    def offer(what: Specialised) -> Iterator[Step]:
+def _flag_off(flag: str) -> Callable[[Specialisation], Iterator[Simplification]]:
+    def offer(what: Specialisation) -> Iterator[Simplification]:
         if getattr(what.problem, flag) and not (flag == "seqlens_k" and ROWS[what.problem.op].always_lengths):
             by_key = {f"{flag}_by_key": False} if flag in _BY_KEY else {}
             yield from _problem(what, f"without {flag}", **{flag: False}, **by_key)
@@ -67,47 +67,47 @@ def _flag_off(flag: str) -> Callable[[Specialised], Iterator[Step]]:
     return offer
 
 
-def _no_window(what: Specialised) -> Iterator[Step]:
+def _no_window(what: Specialisation) -> Iterator[Simplification]:
     yield from _problem(what, "without window", window_left=UNLIMITED, window_right=UNLIMITED)
 
 
-def _no_chunk(what: Specialised) -> Iterator[Step]:
+def _no_chunk(what: Specialisation) -> Iterator[Simplification]:
     yield from _problem(what, "without chunk", chunk=0)
 
 
-def _not_causal(what: Specialised) -> Iterator[Step]:
+def _not_causal(what: Specialisation) -> Iterator[Simplification]:
     if what.problem.op != "varlen_attention" or not what.problem.window:
         yield from _problem(what, "not causal", causal="none")
 
 
-def _plain_memory(what: Specialised) -> Iterator[Step]:
+def _plain_memory(what: Specialisation) -> Iterator[Simplification]:
     yield from _problem(what, "aligned", aligned=True)
     yield from _problem(what, "layout bhsd", layout="bhsd")
 
 
-def _one_split(what: Specialised) -> Iterator[Step]:
+def _one_split(what: Specialisation) -> Iterator[Simplification]:
     if what.launch.splits > 1 or what.problem.num_splits > 1:
         for step in _problem(what, "one split", num_splits=1):
-            yield Step(name=step.name, result=_splits(step.result))
+            yield Simplification(name=step.name, result=_splits(step.result))
 
 
-def _splits(what: Specialised) -> Specialised:
+def _splits(what: Specialisation) -> Specialisation:
     return msgspec.structs.replace(what, launch=what.launch.changed({"splits": 1}))
 
 
-def _dtype(what: Specialised) -> Iterator[Step]:
+def _dtype(what: Specialisation) -> Iterator[Simplification]:
     for dtype in _DTYPES[: _DTYPES.index(what.problem.dtype)]:
         yield from _problem(what, f"dtype {dtype}", dtype=dtype)
 
 
-def _fewer_heads(what: Specialised) -> Iterator[Step]:
+def _fewer_heads(what: Specialisation) -> Iterator[Simplification]:
     p = what.problem
     yield from _problem(what, "one head", heads_q=1, heads_k=1)
     yield from _problem(what, "one head a group", heads_q=p.heads_k)
     yield from _problem(what, "one group", heads_q=p.heads_q // p.heads_k, heads_k=1)
 
 
-def _smaller(what: Specialised) -> Iterator[Step]:
+def _smaller(what: Specialisation) -> Iterator[Simplification]:
     """Sizes that the machine code does not depend on: small ones make the reproducer readable."""
     p, tile = what.problem, max(16, *(max(one.block_m, one.block_n) for one in what.launch.kernels()))
     sizes: dict[str, Any] = {"batch": 1}
@@ -123,7 +123,7 @@ def _smaller(what: Specialised) -> Iterator[Step]:
     yield from _problem(what, "one batch", batch=1)
 
 
-def _width(what: Specialised) -> Iterator[Step]:
+def _width(what: Specialisation) -> Iterator[Simplification]:
     p = what.problem
     if p.op == "mla_attention":
         for rank in (w for w in _WIDTHS if w < p.head_dim_v):
@@ -134,23 +134,23 @@ def _width(what: Specialised) -> Iterator[Step]:
     yield from _problem(what, f"head_dim_v {p.head_dim}", head_dim_v=p.head_dim)
 
 
-def _one_tile(what: Specialised) -> Iterator[Step]:
+def _one_tile(what: Specialisation) -> Iterator[Simplification]:
     """Of gradients: both kernels as the one of keys, or as the one of rows."""
     of_rows = what.launch.of_rows()
     yield from _launch(what, "rows as keys", **{name: what.launch.get(name) for name in OF_ROWS})
     yield from _launch(what, "keys as rows", **{name: of_rows.get(name) for name in OF_ROWS})
 
 
-def _tile(field: str) -> Callable[[Specialised], Iterator[Step]]:
-    def offer(what: Specialised) -> Iterator[Step]:
+def _tile(field: str) -> Callable[[Specialisation], Iterator[Simplification]]:
+    def offer(what: Specialisation) -> Iterator[Simplification]:
         for size in (tile for tile in _TILES if tile < getattr(what.launch, field)):
             yield from _launch(what, f"{field} {size}", **{field: size})
 
     return offer
 
 
-def _fewer(field: str) -> Callable[[Specialised], Iterator[Step]]:
-    def offer(what: Specialised) -> Iterator[Step]:
+def _fewer(field: str) -> Callable[[Specialisation], Iterator[Simplification]]:
+    def offer(what: Specialisation) -> Iterator[Simplification]:
         count = 1
         while count < getattr(what.launch, field):
             yield from _launch(what, f"{field} {count}", **{field: count})
@@ -159,26 +159,26 @@ def _fewer(field: str) -> Callable[[Specialised], Iterator[Step]]:
     return offer
 
 
-def _option_off(what: Specialised) -> Iterator[Step]:
+def _option_off(what: Specialisation) -> Iterator[Simplification]:
     for name, _ in what.launch.options:
         kept = tuple(pair for pair in what.launch.options if pair[0] != name)
         launch = msgspec.structs.replace(what.launch, options=kept)
-        yield Step(name=f"without option {name}", result=msgspec.structs.replace(what, launch=launch))
+        yield Simplification(name=f"without option {name}", result=msgspec.structs.replace(what, launch=launch))
 
 
-def _variable_off(what: Specialised) -> Iterator[Step]:
+def _variable_off(what: Specialisation) -> Iterator[Simplification]:
     for name in what.env:
         kept = {key: value for key, value in what.env.items() if key != name}
-        yield Step(name=f"without {name}", result=msgspec.structs.replace(what, env=kept))
+        yield Simplification(name=f"without {name}", result=msgspec.structs.replace(what, env=kept))
 
 
-def _usual_choice(what: Specialised) -> Iterator[Step]:
+def _usual_choice(what: Specialisation) -> Iterator[Simplification]:
     usual = Lowering()
     for name in CORES[what.problem.op].choices:
         value = getattr(usual, name)
         if getattr(what.lowering, name) != value:
             lowering = msgspec.structs.replace(what.lowering, **{name: value})
-            yield Step(name=f"{name} {value}", result=msgspec.structs.replace(what, lowering=lowering))
+            yield Simplification(name=f"{name} {value}", result=msgspec.structs.replace(what, lowering=lowering))
 
 
 # In the order in which they are tried.

@@ -103,7 +103,7 @@ def permitted_signature(given: Mapping[str, Any] | None, registry: Registry) -> 
     return found, left_out
 
 
-class Specialised(msgspec.Struct, frozen=True, kw_only=True):
+class Specialisation(msgspec.Struct, frozen=True, kw_only=True):
     """A problem, and exactly how the core kernel runs it. env: what the compiler sees beside its usual environment."""
 
     problem: Problem
@@ -139,7 +139,7 @@ class Specialised(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-def of_incident(incident: Incident, registry: Registry) -> Specialised | None:
+def of_incident(incident: Incident, registry: Registry) -> Specialisation | None:
     """Return what failed in an incident; None for one that an older release kept, without its problem.
 
     Its variables are those that `permitted_env` permits.
@@ -147,10 +147,10 @@ def of_incident(incident: Incident, registry: Registry) -> Specialised | None:
     if incident.problem is None or incident.lowering is None or incident.launch is None:
         return None
     env, _ = permitted_env(incident.environment_set, registry)
-    return Specialised(problem=incident.problem, lowering=incident.lowering, launch=incident.launch, env=env)
+    return Specialisation(problem=incident.problem, lowering=incident.lowering, launch=incident.launch, env=env)
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How compiling ended. text: what the compiler said, as probes match signatures against it."""
 
     reply: Reply
@@ -166,22 +166,24 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(part for part in (f"{reply.kind}: {reply.message}", reply.log) if part)
 
 
-def compile_all(what: Specialised, target: Target, registry: Registry, worker: Worker, seconds: float) -> Outcome:
+def compile_all(
+    what: Specialisation, target: Target, registry: Registry, worker: Worker, seconds: float
+) -> CompileOutcome:
     """Compile every launch until one fails. What does not fit the chip fails as well."""
     made = what.plan(target, registry)
-    last = Outcome(reply=Reply(outcome="ok"))
+    last = CompileOutcome(reply=Reply(outcome="ok"))
     for launch in what.launches(target, registry):
         reply = compile_in(worker, launch, made, target, seconds, "basic", again=False)
         over = over_limit(reply, target) if reply.outcome == "ok" else ""
         if over:
             reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=over)
-        last = Outcome(reply=reply, function=launch.function)
+        last = CompileOutcome(reply=reply, function=launch.function)
         if not last.passed:
             break
     return last
 
 
-def is_it(outcome: Outcome, symptom: str, signature: str) -> bool:
+def is_it(outcome: CompileOutcome, symptom: str, signature: str) -> bool:
     """Whether an outcome is the failure that is looked for: by its signature, or a hang by not ending."""
     if outcome.passed:
         return False
@@ -190,6 +192,6 @@ def is_it(outcome: Outcome, symptom: str, signature: str) -> bool:
     return bool(signature) and re.search(signature, outcome.text) is not None
 
 
-def values_of(what: Specialised) -> dict[str, Any]:
+def values_of(what: Specialisation) -> dict[str, Any]:
     """Launch values and the choices that the kernel reads, by name: for reports."""
     return {**what.launch.values(), **{name: getattr(what.lowering, name) for name in CORES[what.problem.op].choices}}

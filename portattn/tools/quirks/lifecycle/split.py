@@ -15,7 +15,7 @@ import msgspec
 from portattn.tools.quirks.lifecycle.formats.row import Recogniser
 from portattn.tools.quirks.lifecycle.formats.table import TABLE
 from portattn.tools.quirks.lifecycle.normalise import Line, Log, Stream
-from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, described, signature_of, the_stage_of
+from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, describe_failure, signature_of, the_stage_of
 
 # What ends a failure's words: the last line of a traceback, the end of Ascend's report, a death, a test's result.
 _ENDS = re.compile(
@@ -89,7 +89,7 @@ def _holding(at: int, spans: list[tuple[int, int]]) -> tuple[int, int] | None:
     return spans[index] if index >= 0 and at < spans[index][1] else None
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedFailure(msgspec.Struct, frozen=True, kw_only=True):
     """One failure of a log.
 
     failure  its line is that of the file
@@ -129,7 +129,7 @@ class _Hit(NamedTuple):
         return self.match.start("cause")
 
 
-def split(log: Log) -> list[Found]:
+def split(log: Log) -> list[LoggedFailure]:
     """Every failure, in the order of the lines on which they are first told; none where nothing is recognised."""
     streams = [Episodes(stream) for stream in log.streams]
     hits = [hit for episodes in streams for hit in _hits(episodes)]
@@ -175,7 +175,7 @@ def _first_of_each(roots: list[_Hit]) -> list[_Hit]:
     return list(best.values())
 
 
-def _found(group: list[_Hit], told: list[_Hit], hits: list[_Hit], streams: list[Episodes], log: Log) -> Found:
+def _found(group: list[_Hit], told: list[_Hit], hits: list[_Hit], streams: list[Episodes], log: Log) -> LoggedFailure:
     first = min(group, key=_number)
     stream, test = first.stream, first.episodes.heading(first.start)
     alone = len(told) == len(group) and not test
@@ -192,12 +192,12 @@ def _found(group: list[_Hit], told: list[_Hit], hits: list[_Hit], streams: list[
         if hit.row is not first.row and (alone or (hit.stream is stream and hit.episode == first.episode))
     ]
     cut = not log.ended and first.match.end("cause") >= len(text.rstrip("\n"))
-    failure = described(first.row, first.match, text, around, also, cut)
+    failure = describe_failure(first.row, first.match, text, around, also, cut)
     elsewhere = _of_other_tests(first, streams)
     own = set(map(id, group))
     others = [line for hit in told if id(hit) not in own for line in _lines(hit)]
     stage = failure.stage if failure.stage != UNKNOWN else the_stage_of(_without(log, [*elsewhere, *others]))
-    return Found(
+    return LoggedFailure(
         failure=msgspec.structs.replace(failure, line=_number(first), stage=stage),
         text=text if alone else around,
         test=test.rstrip("\n"),

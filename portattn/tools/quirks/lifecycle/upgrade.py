@@ -14,7 +14,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.matrix.problems import quick
 from portattn.tools.upgrade.compare import Upgrade, compare
-from portattn.tools.upgrade.compilers import parsed
+from portattn.tools.upgrade.compilers import parse_compiler
 from portattn.tools.upgrade.toolchain_pair import Pair, Side
 
 OP = "quirks upgrade"
@@ -31,7 +31,7 @@ def upgrade(
 
     Raises ArgumentError on a malformed toolchain, two compilers that have no target in common, and an unknown target.
     """
-    old, new = (parsed(OP, option, text) for option, text in (("--from", before), ("--to", after)))
+    old, new = (parse_compiler(OP, option, text) for option, text in (("--from", before), ("--to", after)))
     names = targets or tuple(_common(registry, old, new))
     if not names:
         raise ArgumentError(OP, "--to", after, f"must compile for a backend that {old} compiles for")

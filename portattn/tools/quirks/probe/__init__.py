@@ -9,7 +9,7 @@ ranges.py    the range that a verdict asks for, as a diff of the quirk's file
 record.py    [[verified]] tables written into the quirk's file
 """
 
-from portattn.tools.quirks.probe.results import RED, Arm, ProbeOutcome, Result, probe_outcome
+from portattn.tools.quirks.probe.results import RED, Arm, ProbeOutcome, ProbeResult, probe_outcome
 from portattn.tools.quirks.probe.running import ProbeError, off, place, run
 
-__all__ = ["RED", "Arm", "ProbeError", "ProbeOutcome", "Result", "off", "place", "probe_outcome", "run"]
+__all__ = ["RED", "Arm", "ProbeError", "ProbeOutcome", "ProbeResult", "off", "place", "probe_outcome", "run"]

@@ -10,10 +10,10 @@ import msgspec
 
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
-from portattn.schema.toolchain import installed, installed_beside, is_installed
+from portattn.schema.toolchain import installed_beside, installed_toolchain, is_installed
 from portattn.tools import lab
 from portattn.tools.quirks.probe import ranges, running
-from portattn.tools.quirks.probe.results import SIGNATURE, Result
+from portattn.tools.quirks.probe.results import SIGNATURE, ProbeResult
 from portattn.worker.client import Worker
 
 
@@ -27,7 +27,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def toolchains(registry: Registry) -> tuple[list[str], list[str]]:
     """(toolchains that can be probed here: installed, made, and stand-ins; those of the lab's list that cannot)."""
-    here = [str(one) for one in (installed(), *installed_beside()) if one]
+    here = [str(one) for one in (installed_toolchain(), *installed_beside()) if one]
     made = {environment.toolchain for environment in lab.environments()}
     there = [name for name in lab.toolchains() if name in made or name in here]
     named = {quirk.evidence.stand_in for quirk in registry.quirks.values()}
@@ -77,7 +77,7 @@ class _Children:
 
 
 def execute(
-    wanted: Sequence[Job], registry: Registry, seconds: float, parallel: int, done: Callable[[Job, Result], None]
+    wanted: Sequence[Job], registry: Registry, seconds: float, parallel: int, done: Callable[[Job, ProbeResult], None]
 ) -> None:
     """Run every job; `done` is called in this thread with each result as it comes.
 
@@ -86,7 +86,7 @@ def execute(
     local = threading.local()
     opened: list[_Children] = []
 
-    def one(job: Job) -> tuple[Job, Result]:
+    def one(job: Job) -> tuple[Job, ProbeResult]:
         if not hasattr(local, "children"):
             local.children = _Children()
             opened.append(local.children)
@@ -98,7 +98,7 @@ def execute(
     pool = ThreadPoolExecutor(parallel, thread_name_prefix="probe")
     try:
         # A few at a time: an interrupt then finds little under way.
-        waiting, under_way = list(reversed(wanted)), set[Future[tuple[Job, Result]]]()
+        waiting, under_way = list(reversed(wanted)), set[Future[tuple[Job, ProbeResult]]]()
         while waiting or under_way:
             while waiting and len(under_way) < parallel:
                 under_way.add(pool.submit(one, waiting.pop()))
@@ -113,7 +113,7 @@ def execute(
             children.close()
 
 
-def with_diffs(pairs: Sequence[tuple[Job, Result]], registry: Registry) -> list[Result]:
+def with_diffs(pairs: Sequence[tuple[Job, ProbeResult]], registry: Registry) -> list[ProbeResult]:
     """The results, each with the diff that it and the others of its quirk ask for."""
     found = []
     for job, result in pairs:
@@ -126,6 +126,6 @@ def with_diffs(pairs: Sequence[tuple[Job, Result]], registry: Registry) -> list[
             and other.toolchain.startswith(f"{name}==")
         ]
         where = registry.target(result.target, result.toolchain)
-        text = ranges.diff(job.quirk, where, result.verdict, [*running.affected(job.quirk), *others])
+        text = ranges.diff(job.quirk, where, result.verdict, [*running.affected_versions(job.quirk), *others])
         found.append(msgspec.structs.replace(result, diff=text))
     return found

@@ -38,7 +38,7 @@ from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix import variants
 from portattn.tools.problem_text import CausalCommand, problem_from, problem_options
 from portattn.tools.quirks import examples
-from portattn.tools.quirks.probe.results import MISSING, PASSED, SEEN, Arm, ArmName, Outcome, ended, matches
+from portattn.tools.quirks.probe.results import MISSING, PASSED, SEEN, Arm, ArmName, Outcome, arm_of_reply, matches
 from portattn.worker.client import Reply, Worker
 
 PREFIX = "plan:"
@@ -47,7 +47,7 @@ _CONTROL = Problem(op="decode_attention", batch=1, heads_q=8, heads_k=8, seq_q=1
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
 
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
+class PlanProbe(msgspec.Struct, frozen=True, kw_only=True):
     """What a "plan:" probe states. `start`: launch values, options and choices by name."""
 
     problem: Problem
@@ -64,7 +64,7 @@ def _options(**_: Any) -> None:
     """Never called: only its parser is of use."""
 
 
-def parse(text: str) -> Planned:
+def parse(text: str) -> PlanProbe:
     """Read a "plan:" probe. Raises ArgumentError naming what is wrong with it."""
     try:
         given = _options.make_context("plan", shlex.split(text.removeprefix(PREFIX))).params
@@ -80,7 +80,7 @@ def parse(text: str) -> Planned:
         check_launch_values(launch, target.partition(":")[0], rows=bool(CORES[op].of_rows))
     except ValueError as error:
         raise ArgumentError("probe", "--start", ", ".join(start), str(error)) from None
-    return Planned(problem=problem_from(op, **given), target=target, start=values)
+    return PlanProbe(problem=problem_from(op, **given), target=target, start=values)
 
 
 def _start(text: str) -> tuple[str, bool | int | str]:
@@ -103,12 +103,12 @@ def run_arm(
     stated = parse(quirk.evidence.probe)
     if arm == "control":
         return _control(quirk, target, registry, worker, seconds, passes)
-    begun = started(registry, stated, target)
+    begun = with_start_values(registry, stated, target)
     variant = variant_in(quirk, stated, registry)
     if variant is not None:
         return _of_variant(quirk, variant, arm, stated, target, begun, worker, seconds)
     try:
-        made = planned(quirk, arm, stated, target, begun)
+        made = plan_arm(quirk, arm, stated, target, begun)
     except PortattnError as error:
         return Arm(outcome="fail", kind="NoPlan", stage="plan", text=str(error))
     if quirk.effect.kind == "path" and arm == "on":
@@ -122,7 +122,7 @@ def run_arm(
     return _compiled(quirk, made, target, begun, worker, seconds, passes)
 
 
-def planned(quirk: Quirk, arm: ArmName, stated: Planned, target: Target, registry: Registry) -> Plan | None:
+def plan_arm(quirk: Quirk, arm: ArmName, stated: PlanProbe, target: Target, registry: Registry) -> Plan | None:
     """The core plan of an arm; None when the core path is not taken.
 
     Raises PortattnError where no plan can be made, and where the quirk leaves the plan of its own probe alone.
@@ -138,7 +138,7 @@ def planned(quirk: Quirk, arm: ArmName, stated: Planned, target: Target, registr
     return made if made.lowering is not None else None
 
 
-def variant_in(quirk: Quirk, stated: Planned, registry: Registry) -> Variant | None:
+def variant_in(quirk: Quirk, stated: PlanProbe, registry: Registry) -> Variant | None:
     """The variant that an entry is about: one that its patterns match, of the stated op; None for an entry about the
     core's kernels."""
     if examples.kernels_of(quirk):
@@ -152,7 +152,7 @@ def _of_variant(
     quirk: Quirk,
     variant: Variant,
     arm: ArmName,
-    stated: Planned,
+    stated: PlanProbe,
     target: Target,
     registry: Registry,
     worker: Worker,
@@ -173,11 +173,11 @@ def _of_variant(
         path=variant.name,
     )  # fmt: skip
     try:
-        kernels, failed, _ = variants.compiled(variant, made, target, worker, seconds)
-    except variants.Undescribed as error:
+        kernels, failed, _ = variants.compile_variant(variant, made, target, worker, seconds)
+    except variants.LaunchDescriptionError as error:
         return Arm(outcome="fail", kind=MISSING, stage="plan", text=f"{MISSING}: {error}")
     if failed is not None:
-        return ended(failed, quirk)
+        return arm_of_reply(failed, quirk)
     broken = variants.broken(variants.check(variant, stated.problem, target, kernels))
     text = "\n".join(broken)
     if not broken:
@@ -196,7 +196,7 @@ def _mentioned(made: Plan) -> set[str]:
     return {a.id for a in made.quirks} | {no.quirk for no in made.rejected}
 
 
-def started(registry: Registry, stated: Planned, target: Target) -> Registry:
+def with_start_values(registry: Registry, stated: PlanProbe, target: Target) -> Registry:
     """The registry with a tuning that makes a plan of the problem start from the stated values, if there are any."""
     if not stated.start:
         return registry
@@ -213,7 +213,7 @@ def _control(quirk: Quirk, target: Target, registry: Registry, worker: Worker, s
     bare = msgspec.structs.replace(registry, quirks={}, tunings={name: {} for name in registry.tunings})
     made = plan(_CONTROL, target, bare, settings=Settings(backend=bare.backends[target.backend].core_path))
     launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
-    return ended(_compile(worker, launches[-1], made, target, seconds, passes), quirk)
+    return arm_of_reply(_compile(worker, launches[-1], made, target, seconds, passes), quirk)
 
 
 def _compile(worker: Worker, launch: KernelCall, made: Plan, target: Target, seconds: float, passes: str) -> Reply:
@@ -259,7 +259,7 @@ def _compiled(
     for launch in launches:
         reply = _compile(worker, launch, made, target, seconds, passes)
         if reply.outcome != "ok":
-            return ended(reply, quirk)
+            return arm_of_reply(reply, quirk)
         found.append(KernelFacts(function=launch.function, facts=dict(reply.facts)))
         broken += [text for text in (over_limit(reply, target),) if text]
         if reply.facts.get("leftover_tt"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.tools.quirks.probe.results import Arm, ArmName, ended
+from portattn.tools.quirks.probe.results import Arm, ArmName, arm_of_reply
 from portattn.worker.client import Worker
 
 
@@ -35,4 +35,4 @@ def run_arm(
         path=os.pathsep.join(place for place in sys.path if place),
         adapter=backend.compile_adapter(),
     )
-    return ended(reply, quirk)
+    return arm_of_reply(reply, quirk)

@@ -21,7 +21,7 @@ def component(quirk: Quirk) -> str:
     return next((name for name in names if compilers.is_compiler(name)), names[0] if names else "")
 
 
-def narrowed(text: str, version: str, affected: Iterable[str]) -> str:
+def narrow_range(text: str, version: str, affected: Iterable[str]) -> str:
     """The range without a version on which nothing was wrong; `affected` are versions on which it was.
 
     The bound moves on the side on which no affected version is; between two of them the version is taken out. With
@@ -50,7 +50,7 @@ def _lower_of(text: str) -> list[str]:
     return [f">={s.version.removesuffix('.*')}" for s in parse_range(text) if s.operator in ("==", "~=")]
 
 
-def extended(text: str, version: str) -> str:
+def extend_range(text: str, version: str) -> str:
     """The range with one version more, on which the bug was seen."""
     kept = [s for s in parse_range(text) if not (s.operator == "!=" and s.contains(version) is False)]
     missing = [s for s in kept if not in_range(version, str(s))]
@@ -88,7 +88,7 @@ def diff(quirk: Quirk, target: Target, verdict: str, affected: Iterable[str]) ->
     if verdict not in ("stale", "too narrow") or version is None:
         return ""
     old, affected = quirk.when.toolchain[name], list(affected)
-    new = narrowed(old, version, affected) if verdict == "stale" else extended(old, version)
+    new = narrow_range(old, version, affected) if verdict == "stale" else extend_range(old, version)
     if not satisfiable(new):
         seen = f"{name}=={version} does not have it any more" if version in affected else f"nobody has seen it in {old}"
         return f"{seen}: retire {quirk.id}, or mend its probe"

@@ -9,18 +9,18 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 from portattn.errors import DataError
-from portattn.schema.quirk import Quirk, Verified
+from portattn.schema.quirk import ProbeRun, Quirk
 from portattn.tools.quirks import editing
-from portattn.tools.quirks.probe.results import Result, saw
+from portattn.tools.quirks.probe.results import ProbeResult, saw
 
 SAID_NOTHING = ("unverified", "broken", "inconclusive")  # verdicts of probes that saw nothing about their quirk
 
 
-def verified_of(quirk: Quirk, result: Result) -> Verified | None:
+def verified_of(quirk: Quirk, result: ProbeResult) -> ProbeRun | None:
     """The table for a result; None where nothing was seen that is worth keeping."""
     if result.verdict in SAID_NOTHING:
         return None
-    return Verified(
+    return ProbeRun(
         toolchain=result.toolchain,
         target=result.target,
         level=result.level,
@@ -32,7 +32,7 @@ def verified_of(quirk: Quirk, result: Result) -> Verified | None:
     )
 
 
-def record(quirk: Quirk, results: list[Result]) -> int:
+def record(quirk: Quirk, results: list[ProbeResult]) -> int:
     """Write the results of one quirk into its file, one table for each (toolchain, target); how many were written.
 
     A table of an earlier probe is replaced. The file is replaced whole or not at all; one that would break the schema
@@ -61,7 +61,7 @@ def record(quirk: Quirk, results: list[Result]) -> int:
     return len(seen)
 
 
-def _fill(table: Table, new: Verified) -> Table:
+def _fill(table: Table, new: ProbeRun) -> Table:
     """Set the table's keys; what is empty is left out."""
     for name in ("toolchain", "target", "stand_in", "level", "off", "on", "saw", "date"):
         value = getattr(new, name)

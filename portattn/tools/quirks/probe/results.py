@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from portattn.schema.quirk import Level, Quirk, Verified
+from portattn.schema.quirk import Level, ProbeRun, Quirk
 from portattn.schema.target import Target
 from portattn.worker.client import Reply
 
@@ -61,7 +61,7 @@ PASSED = Arm(outcome="pass")
 NOT_RUN = Arm(outcome="not run")
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What probing one quirk on one toolchain gave.
 
     in_range  whether the quirk's range has this toolchain
@@ -93,7 +93,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.off.level
 
 
-def ended(reply: Reply, quirk: Quirk) -> Arm:
+def arm_of_reply(reply: Reply, quirk: Quirk) -> Arm:
     """The arm that a worker's reply is."""
     level: Level = reply.facts.get("level", "compiles")  # type: ignore[assignment]
     if reply.outcome == "ok":
@@ -147,7 +147,7 @@ def probe_outcome(in_range: bool, control: str, off: str, on: str) -> ProbeOutco
     return "confirmed" if in_range else "too narrow"
 
 
-def recorded(quirk: Quirk, seen: Verified, target: Target) -> ProbeOutcome:
+def recorded_outcome(quirk: Quirk, seen: ProbeRun, target: Target) -> ProbeOutcome:
     """The verdict that a [[verified]] table has on the entry as it is now; `target` with the table's toolchain."""
     return probe_outcome(probed_range(quirk, target), "pass", seen.off, seen.on)
 

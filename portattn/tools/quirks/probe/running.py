@@ -21,7 +21,7 @@ from portattn.tools.quirks.probe.results import (
     SIGNATURE,
     Arm,
     ArmName,
-    Result,
+    ProbeResult,
     probe_outcome,
     probed_range,
     saw,
@@ -49,7 +49,7 @@ def run(
     seconds: float = SECONDS,
     worker: Worker | None = None,
     registry: Registry | None = None,
-) -> Result:
+) -> ProbeResult:
     """Probe a quirk on a toolchain: the installed one, or one of the lab. The arms run one after the other.
 
     target   BACKEND:ARCH; by default the probe's own, or the first arch that the entry names
@@ -65,7 +65,7 @@ def run(
     missing = cannot(quirk, where, worker)
     if missing:
         reason = f"{missing}; {_since(quirk, where)}"
-        return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
+        return ProbeResult(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
     arms: dict[ArmName, Arm] = {"control": NOT_RUN, "off": NOT_RUN, "on": NOT_RUN}
     with _child(quirk, where, worker) as child:
         arm = _runner(quirk, where, registry, child, seconds)
@@ -79,20 +79,20 @@ def run(
         name, ended = silent
         told = f"{name} arm: {saw(quirk, ended) or ended.kind}, which says nothing about the compiler"
         reason = f"{told}; {_since(quirk, where)}"
-        return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
+        return ProbeResult(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
     lacking = next((a.text for a in arms.values() if a.kind == MISSING), "")
     if lacking:
         reason = f"{lacking.splitlines()[0].removeprefix('Missing: ')}; {_since(quirk, where)}"
-        return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
+        return ProbeResult(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
     verdict = probe_outcome(in_range, *(arms[name].word for name in ("control", "off", "on")))
     told = {"broken": "control", "ineffective": "on"}.get(verdict, "off")
-    return Result(
+    return ProbeResult(
         **common,  # type: ignore[arg-type]
         **arms,  # type: ignore[arg-type]
         verdict=verdict,
         reason=saw(quirk, arms[told]),  # type: ignore[index]
         stand_in=STAND_INS[_name(where)][0] if _stands(quirk, where) else "",
-        diff=ranges.diff(quirk, where, verdict, affected(quirk)),
+        diff=ranges.diff(quirk, where, verdict, affected_versions(quirk)),
         seconds=round(time.monotonic() - begun, 3),
         date=datetime.date.today(),
     )
@@ -176,7 +176,7 @@ def has_probe(quirk: Quirk) -> bool:
     return bool(PROGRAM.match(probe)) or probe.startswith(plans.PREFIX)
 
 
-def affected(quirk: Quirk) -> list[str]:
+def affected_versions(quirk: Quirk) -> list[str]:
     """Versions of the range's component on which the bug was recorded."""
     name = ranges.component(quirk)
     pairs = [seen.toolchain.partition("==") for seen in quirk.verified if seen.off == SIGNATURE]

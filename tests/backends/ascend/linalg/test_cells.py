@@ -8,7 +8,7 @@ from portattn.backends.ascend.linalg.executor import LinalgExecutor
 from portattn.testing.findings import KernelFacts, Lint, Numerics
 from portattn.tools.matrix import run, select
 from portattn.tools.matrix.cells import Cell
-from portattn.tools.matrix.problems import Named, decode, dense
+from portattn.tools.matrix.problems import NamedProblem, decode, dense
 from portattn.tools.matrix.run import Checkers, Options, Workers, make_cell
 from portattn.worker.client import Reply
 
@@ -33,7 +33,7 @@ def numerics(outcome: str, reason: str = "") -> Numerics:
     return Numerics(outcome=outcome, where="here", error=0.001, budget=0.002, reason=reason)
 
 
-def cell_of(monkeypatch, named: Named, standing: Standing, reply: Reply | None = None) -> Cell:
+def cell_of(monkeypatch, named: NamedProblem, standing: Standing, reply: Reply | None = None) -> Cell:
     monkeypatch.setattr(run, "compile_in", lambda *_: reply or Reply(outcome="ok", facts={"linalg": "text"}))
     workers = Workers(Options())
     monkeypatch.setattr(workers, "compiler", lambda _: None)

@@ -239,7 +239,7 @@ def test_without_a_newer_gpu_or_switched_off_nothing_is_run(monkeypatch: pytest.
 # ---- verify, and the command lines
 
 
-def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options: Any) -> list[verify.Row]:
+def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options: Any) -> list[verify.VerificationRow]:
     monkeypatch.setattr(PtxExecutor, "check", lambda *_: seen)
     monkeypatch.setattr(verify, "devices", lambda: [target(name) for name in here])
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))

@@ -14,7 +14,7 @@ from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
 from portattn.planning.detect_target import devices
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import canary
 from portattn.testing.findings import Numerics
 from portattn.tools.matrix import problems
@@ -88,7 +88,7 @@ def without_assembler() -> str:
 
 
 def target(arch: str) -> Target:
-    return parse_target(f"cuda:{arch}", str(installed()))
+    return parse_target(f"cuda:{arch}", str(installed_toolchain()))
 
 
 def run(older: PtxExecutor, arch: str, problem: Problem, workers: Workers, scaled: bool = False) -> Numerics:

@@ -19,9 +19,9 @@ from portattn import kernels
 from portattn.backends.cuda.ptx_compat import execute as executing
 from portattn.backends.cuda.ptx_compat.execute import (
     BadPtx,
-    Code,
+    CudaDriver,
     CudaError,
-    Driver,
+    PtxCode,
     PtxTooNew,
     arguments,
     fits,
@@ -55,9 +55,9 @@ def text(target: str = "sm_80", parameters: tuple[str, ...] = PARAMETERS) -> str
     )
 
 
-def code(ptx: str, **changes: Any) -> Code:
+def code(ptx: str, **changes: Any) -> PtxCode:
     empty = signature(KernelCall("m", "f", (1,), {}, {}, Launch(block_m=16, block_n=16, num_warps=4, num_stages=1)))
-    return Code(**({"text": ptx, "shared": 0, "num_warps": 4, "scratch": 0, "signature": empty} | changes))
+    return PtxCode(**({"text": ptx, "shared": 0, "num_warps": 4, "scratch": 0, "signature": empty} | changes))
 
 
 def test_a_text_says_what_it_needs() -> None:
@@ -128,7 +128,7 @@ def test_parameters_that_do_not_match_are_refused(parameters: Any, types: dict[s
 
 def test_a_launch_reaches_the_driver_as_it_was_meant() -> None:
     cuda = FakeCuda()
-    function = Driver(cuda).load(text(), "entry")
+    function = CudaDriver(cuda).load(text(), "entry")
     function.launch((3, 2, 1), 128, 100_000, 77, arguments(read(text()), TYPES, VALUES))
     function.close()
     (seen,) = cuda.launches
@@ -140,7 +140,7 @@ def test_a_launch_reaches_the_driver_as_it_was_meant() -> None:
 
 def test_little_shared_memory_is_not_asked_for() -> None:
     cuda = FakeCuda()
-    function = Driver(cuda).load(text(parameters=()), "entry")
+    function = CudaDriver(cuda).load(text(parameters=()), "entry")
     function.launch((1, 1, 1), 32, 49_152, 0, [])
     assert cuda.asked == {}
     assert cuda.launches[0].values == []
@@ -160,7 +160,7 @@ def test_little_shared_memory_is_not_asked_for() -> None:
 )
 def test_a_text_that_the_driver_refuses(refuses: int, kind: type[CudaError], said: str) -> None:
     with pytest.raises(kind, match=said) as caught:
-        Driver(FakeCuda(refuses=refuses, log=b"line 7; no such thing")).load(text(), "entry")
+        CudaDriver(FakeCuda(refuses=refuses, log=b"line 7; no such thing")).load(text(), "entry")
     assert type(caught.value) is kind
     assert caught.value.code == refuses
 
@@ -168,12 +168,12 @@ def test_a_text_that_the_driver_refuses(refuses: int, kind: type[CudaError], sai
 def test_an_entry_that_is_not_there_leaves_nothing_loaded() -> None:
     cuda = FakeCuda()
     with pytest.raises(CudaError, match="cuModuleGetFunction: CUDA error 500"):
-        Driver(cuda).load(text(), "another")
+        CudaDriver(cuda).load(text(), "another")
     assert cuda.unloaded == 1
 
 
 def test_a_device_says_what_it_is() -> None:
-    driver = Driver(FakeCuda(capability=89, most=101_376, version=12_080))
+    driver = CudaDriver(FakeCuda(capability=89, most=101_376, version=12_080))
     assert (driver.capability(), driver.shared_memory(), driver.version()) == (89, 101_376, "12.8")
 
 
@@ -206,8 +206,8 @@ def test_code_that_cannot_be_run_here_is_refused(
     ptx: str, capability: int, device: dict[str, int], changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(BadPtx, match=said):
-        fits(read(ptx), code(ptx, **changes), Driver(FakeCuda(**device)), capability)
-    fits(read(text()), code(text()), Driver(FakeCuda()), 80)
+        fits(read(ptx), code(ptx, **changes), CudaDriver(FakeCuda(**device)), capability)
+    fits(read(text()), code(text()), CudaDriver(FakeCuda()), 80)
 
 
 # ---- what the installed Triton and those of the lab make of a real kernel
@@ -229,14 +229,14 @@ def names_of(module: str, interpreted: bool = False) -> Any:
     return SimpleNamespace(**{f.name: SimpleNamespace(arg_names=[one.arg for one in f.args.args]) for f in found})
 
 
-def compiled(worker: Worker, capability: int, launch: KernelCall) -> Code:
+def compiled(worker: Worker, capability: int, launch: KernelCall) -> PtxCode:
     made = signature(launch)
     reply = worker.request(
         "compile", 120.0, signature=msgspec.to_builtins(made), target=["cuda", capability, 32], env={}, facts="text"
     )
     assert reply.outcome == "ok", reply
     facts = reply.facts
-    return Code(
+    return PtxCode(
         text=str(facts["ptx"]), shared=int(facts["scratchpad_bytes"]), num_warps=int(facts["num_warps"]),
         scratch=int(facts["scratch"]), signature=made,
     )  # fmt: skip
@@ -262,7 +262,7 @@ def test_a_compiled_kernel_is_launched_with_its_arguments(
     monkeypatch.setattr(executing, "load_kernels", names_of)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     cuda = FakeCuda()
-    run(launch, made, Driver(cuda), capability, 5)
+    run(launch, made, CudaDriver(cuda), capability, 5)
     (seen,) = cuda.launches
     expected = [launch.arguments[name] for name in names.combine.arg_names if name in made.signature.types]
     given = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in expected]
@@ -309,14 +309,14 @@ def test_code_for_another_call_is_refused(compiler: Worker) -> None:
     made = compiled(compiler, 80, launch)
     launch.arguments["out"] = launch.arguments["out"].bfloat16()
     with pytest.raises(BadPtx, match=r"combine: compiled for .* and the call here is"):
-        run(launch, made, Driver(FakeCuda()), 80, 0)
+        run(launch, made, CudaDriver(FakeCuda()), 80, 0)
 
 
 @pytest.mark.compiles
 def test_code_of_sm_90_is_bound_to_it(compiler: Worker) -> None:
     made = compiled(compiler, 90, merge())
     with pytest.raises(BadPtx, match="sm_90a code runs on no other chip"):
-        fits(read(made.text), made, Driver(FakeCuda(capability=100)), 90)
+        fits(read(made.text), made, CudaDriver(FakeCuda(capability=100)), 90)
 
 
 @pytest.mark.compiles
@@ -334,4 +334,4 @@ def test_every_tritons_code_says_what_it_takes(toolchain: str) -> None:
     version = tuple(int(part) for part in toolchain.partition("==")[2].split(".")[:2])
     scratch = 0 if version < (3, 3) else 1 if version < (3, 5) else 2
     assert len(found) == len(types) + scratch
-    fits(ptx, made, Driver(FakeCuda()), 80)
+    fits(ptx, made, CudaDriver(FakeCuda()), 80)

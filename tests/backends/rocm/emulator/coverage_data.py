@@ -81,7 +81,7 @@ def compiled() -> dict[str, set[str]]:
     from portattn.backends.rocm.emulator.executor import EmulatorExecutor
     from portattn.launch import KernelCall
     from portattn.planning.planner import plan
-    from portattn.schema.toolchain import installed
+    from portattn.schema.toolchain import installed_toolchain
     from portattn.tools.matrix.problems import quick
     from portattn.worker.client import Reply, Worker
 
@@ -95,12 +95,12 @@ def compiled() -> dict[str, set[str]]:
 
     with Worker(runs="") as compiling, Worker(runs="kernels") as running:
         for arch in ARCH_NAMES:
-            where = parse_target(f"rocm:{arch}", str(installed()))
+            where = parse_target(f"rocm:{arch}", str(installed_toolchain()))
             for problem in (*SLICE.values(), *(named.problem for named in quick())):
                 seen = Recording(600.0).check(plan(problem, where), where, compiling, running)
                 assert seen.outcome == "pass", f"{arch}: {problem}: {seen.reason}"
                 print(f"{arch}: {problem}", file=sys.stderr)
-    return {arch: set(counts) for arch, counts in coverage.used(texts).items()}
+    return {arch: set(counts) for arch, counts in coverage.count_mnemonics(texts).items()}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from programs import NAN, flash
 
 from portattn.backends.rocm.emulator.amdgpu import ARCHES, EmulationError, Memory, Program
 from portattn.backends.rocm.emulator.amdgpu.tensors import address_of
-from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulated
+from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate
 
 S, KEYS, D, BLOCK, BATCH = 50, 75, 64, 32, 2
 CHANCE = 70
@@ -30,7 +30,7 @@ INSTRUCTION = re.compile(r"^\t(?!s_(nop|delay_alu|clause|endpgm|sendmsg)\b)[a-z]
 def compiled(arch: str) -> tuple[str, int, int]:
     """The kernel's text, its LDS and its waves."""
     q, k = torch.zeros(BATCH, S, D, dtype=torch.float16), torch.zeros(BATCH, KEYS, D, dtype=torch.float16)
-    with emulated(arch):
+    with emulate(arch):
         kernel = flash[(2, BATCH)](
             q, k, k, torch.empty_like(q), torch.empty(BATCH, S), D**-0.5, S, KEYS, D=D, BM=BLOCK, BN=BLOCK, num_warps=4,
             num_stages=2,

@@ -218,11 +218,11 @@ def programs(arch: str) -> dict[str, Callable[[], Result]]:
 
 def main(arch: str, names: list[str]) -> None:
     import portattn.backends.rocm.emulator
-    from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulated
+    from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate
 
     assert portattn.backends.rocm.emulator.amdgpu.Program
     torch.set_num_threads(1)
-    with emulated(arch) as gpu:
+    with emulate(arch) as gpu:
         for name, run in programs(arch).items():
             if names and name not in names:
                 continue

@@ -15,13 +15,13 @@ from emulated_slice import SLICE
 
 from portattn import Problem, Target
 from portattn.backends.rocm.emulator.amdgpu import ARCHES
-from portattn.backends.rocm.emulator.amdgpu.coverage import used
+from portattn.backends.rocm.emulator.amdgpu.coverage import count_mnemonics
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.launch import KernelCall
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.ops import ROWS
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import canary
 from portattn.testing.findings import Numerics
 from portattn.tools.matrix.problems import full
@@ -42,7 +42,7 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
 
 
 def target(arch: str) -> Target:
-    return parse_target(f"rocm:{arch}", str(installed()))
+    return parse_target(f"rocm:{arch}", str(installed_toolchain()))
 
 
 def emulated(
@@ -61,7 +61,7 @@ class Recording(EmulatorExecutor):
 
     def piece(self, launch: KernelCall, reply: Reply) -> Any:
         found = super().piece(launch, reply)
-        self.mnemonics |= set().union(*used([found["text"]]).values())
+        self.mnemonics |= set().union(*count_mnemonics([found["text"]]).values())
         return found
 
 

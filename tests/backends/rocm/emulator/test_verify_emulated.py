@@ -11,7 +11,7 @@ import support
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.config import Settings
 from portattn.planning.registry import parse_target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.verify import verify
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, r
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "gfx1201"])
 def test_a_canary_by_both_means(arch: str) -> None:
-    target = parse_target(f"rocm:{arch}", str(installed()))
+    target = parse_target(f"rocm:{arch}", str(installed_toolchain()))
     if lacks := EmulatorExecutor(60.0).lacks(target):
         pytest.skip(lacks)
     said: list[str] = []

@@ -16,14 +16,14 @@ from portattn.planning.registry import Registry
 from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks.lifecycle import failure_report
 from portattn.tools.quirks.lifecycle.failure_report import Facts
-from portattn.tools.quirks.lifecycle.normalise import decoded
+from portattn.tools.quirks.lifecycle.normalise import decode_text
 
 FOLDER = Path(__file__).parent / "logs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.log"))
 
 
 def read(name: str) -> str:
-    return decoded((FOLDER / f"{name}.log").read_bytes())
+    return decode_text((FOLDER / f"{name}.log").read_bytes())
 
 
 def told(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import quirk_files
 
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry, find_backends
-from portattn.schema.quirk import Verified
+from portattn.schema.quirk import ProbeRun
 from portattn.schema.toolchain import parse_range
 from portattn.tools import lab
 from portattn.tools.quirks import probe as probing
@@ -159,7 +159,7 @@ def recorded(tmp_path, range_: str, failures: str, target: str = "rocm:gfx942"):
     """An entry with the results of earlier probes."""
     quirk = planted(tmp_path, range_)
     blocks = [
-        Verified(
+        ProbeRun(
             toolchain=f"triton=={v}", target=target, level="compiles", off="fail:signature", on="pass",
             date=datetime.date(2026, 11, 20),
         )

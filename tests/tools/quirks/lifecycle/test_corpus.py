@@ -11,7 +11,7 @@ from lifecycle_logs import FOLDER, NAMES, read, told
 from portattn.errors import ArgumentError
 from portattn.tools.quirks.lifecycle import failure_report
 from portattn.tools.quirks.lifecycle.formats.table import TABLE
-from portattn.tools.quirks.lifecycle.known_failures import known
+from portattn.tools.quirks.lifecycle.known_failures import find_known_failures
 from portattn.tools.quirks.lifecycle.normalise import normalise
 from portattn.tools.quirks.lifecycle.split import split
 
@@ -73,7 +73,7 @@ def test_where_it_was_and_whose_it_is(name: str, registry) -> None:
     for one, wanted in zip(found, expected(name), strict=True):
         where = f"{one.backend}:{one.arches[0] if one.arches else one.chip}"
         assert (where, one.compiler, one.function) == (wanted["target"], wanted["compiler"], wanted["kernel"])
-        entries = [entry for entry in known(one, registry) if entry.in_cause]
+        entries = [entry for entry in find_known_failures(one, registry) if entry.in_cause]
         shown = [f"{'is' if entry.is_it else 'looks like'} {entry.id}" for entry in entries]
         assert shown == wanted["entries"]
         assert len([entry for entry in entries if entry.is_it]) <= 1, "one failure is no two entries"

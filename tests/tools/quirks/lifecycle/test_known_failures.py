@@ -11,19 +11,19 @@ from lifecycle_logs import facts_of, read
 from portattn.schema.compile_record import Incident
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.quirk import Retired
+from portattn.schema.quirk import Retirement
 from portattn.tools.quirks.lifecycle import failure_report
-from portattn.tools.quirks.lifecycle.known_failures import Known, known
+from portattn.tools.quirks.lifecycle.known_failures import KnownFailure, find_known_failures
 
 STAGES = {"toolchain": "triton==3.6.0", "kernel": "dense_forward"}
 
 
-def entry(found: list[Known], quirk_id: str) -> Known:
+def entry(found: list[KnownFailure], quirk_id: str) -> KnownFailure:
     return next(one for one in found if one.id == quirk_id)
 
 
 def test_a_failure_is_an_entrys_where_all_agrees(registry) -> None:
-    first, *others = known(facts_of("triton-3.6-gfx950-stages", registry, **STAGES), registry)
+    first, *others = find_known_failures(facts_of("triton-3.6-gfx950-stages", registry, **STAGES), registry)
     assert (first.id, first.is_it, first.in_range) == ("rocm-0001-four-stages", True, True)
     assert str(first).startswith("this is rocm-0001-four-stages: ")
     assert "its work-around should have been applied where num_stages = 4" in first.says
@@ -44,7 +44,9 @@ def test_a_failure_is_an_entrys_where_all_agrees(registry) -> None:
     ],
 )
 def test_what_differs_is_said(registry, named: dict[str, str], in_range: bool | None, but: str) -> None:
-    found = entry(known(facts_of("triton-3.6-gfx950-stages", registry, **named), registry), "rocm-0001-four-stages")
+    found = entry(
+        find_known_failures(facts_of("triton-3.6-gfx950-stages", registry, **named), registry), "rocm-0001-four-stages"
+    )
     assert not found.is_it
     assert found.in_range is in_range
     assert but in found.but
@@ -55,10 +57,10 @@ def test_what_differs_is_said(registry, named: dict[str, str], in_range: bool | 
 def test_another_stage_is_another_failure(registry) -> None:
     found = facts_of("triton-3.6-gfx950-stages", registry, **STAGES)
     later = msgspec.structs.replace(found, failure=msgspec.structs.replace(found.failure, stage="llir"))
-    one = entry(known(later, registry), "rocm-0001-four-stages")
+    one = entry(find_known_failures(later, registry), "rocm-0001-four-stages")
     assert (one.is_it, one.but) == (False, "its stage is ttgir, and this is llir")
     lost = msgspec.structs.replace(found, failure=msgspec.structs.replace(found.failure, stage="unknown"))
-    one = entry(known(lost, registry), "rocm-0001-four-stages")
+    one = entry(find_known_failures(lost, registry), "rocm-0001-four-stages")
     assert (one.is_it, one.but) == (False, "its stage is ttgir, and the log does not tell in which this was")
 
 
@@ -67,9 +69,9 @@ def test_an_entry_without_a_stage_is_only_looked_like(registry) -> None:
     silent = msgspec.structs.replace(quirk, evidence=msgspec.structs.replace(quirk.evidence, stage=""))
     now = msgspec.structs.replace(registry, quirks={quirk.id: silent})
     found = facts_of("triton-3.4-kpack", registry, toolchain="triton==3.4.0", kernel="decode_split")
-    [one] = known(found, now)
+    [one] = find_known_failures(found, now)
     assert (one.is_it, one.but) == (False, "its file does not say in which stage of the compiler it is seen")
-    [one] = known(found, registry)
+    [one] = find_known_failures(found, registry)
     assert one.is_it
 
 
@@ -77,24 +79,24 @@ def test_an_operation_that_is_not_legal_is_no_loop_over_pages(registry) -> None:
     """What MLIR says of every operation that a backend does not lower."""
     for kernel in ("paged_split", "mla_split"):
         found = facts_of("ascend-histogram", registry, toolchain="triton-ascend==3.1.0", kernel=kernel)
-        assert known(found, registry) == []
+        assert find_known_failures(found, registry) == []
 
 
 def test_an_adapter_that_dies_without_a_word_is_no_entrys(registry) -> None:
     found = facts_of("adapter-dies-wordless", registry, toolchain="triton-ascend==3.1.0", kernel="sparse_split")
-    assert known(found, registry) == []
+    assert find_known_failures(found, registry) == []
 
 
 def test_a_full_buffer_is_no_score_tiles(registry) -> None:
     for name in ("triton-ascend-302", "ascend-pytorch-102", "vllm-ascend-8037"):
         named = {"target": "ascend:ascend910b2", "toolchain": "triton-ascend==3.2.0", "kernel": "dense_forward"}
-        assert known(facts_of(name, registry, **named), registry) == []
+        assert find_known_failures(facts_of(name, registry, **named), registry) == []
 
 
 def test_a_pointer_that_an_if_selects_is_not_the_seeds_crash(registry) -> None:
     """triton-ascend says "AddPtrOp produced by unsupported operation" of both."""
     found = facts_of("ascend-3.2-pointer-if", registry, toolchain="triton-ascend==3.1.0", kernel="sparse_split")
-    assert known(found, registry) == []
+    assert find_known_failures(found, registry) == []
 
 
 @pytest.mark.parametrize(
@@ -105,20 +107,24 @@ def test_a_pointer_that_an_if_selects_is_not_the_seeds_crash(registry) -> None:
     ],
 )
 def test_the_seeds_ascend_logs_are_known(registry, log: str, quirk_id: str) -> None:
-    old, *others = known(facts_of(log, registry, toolchain="triton-ascend==3.1.0", kernel="sparse_split"), registry)
+    old, *others = find_known_failures(
+        facts_of(log, registry, toolchain="triton-ascend==3.1.0", kernel="sparse_split"), registry
+    )
     assert (old.id, old.is_it, old.in_range, others) == (quirk_id, True, True, [])
-    new, *_ = known(facts_of(log, registry, toolchain="triton-ascend==3.2.0", kernel="sparse_split"), registry)
+    new, *_ = find_known_failures(
+        facts_of(log, registry, toolchain="triton-ascend==3.2.0", kernel="sparse_split"), registry
+    )
     assert (new.is_it, new.in_range) == (False, False)
     assert "its range is triton-ascend <3.2.0, and this is 3.2.0" in new.but
     assert new.says.startswith("if it is, its range is too narrow")
-    unknown, *_ = known(facts_of(log, registry), registry)
+    unknown, *_ = find_known_failures(facts_of(log, registry), registry)
     assert (unknown.is_it, unknown.in_range) == (False, None)
 
 
 def test_amounts_are_told_apart_by_conditions_only(registry) -> None:
     """Every kernel that is too large has the words: four entries have them, and a log does not say which it is."""
     named = {"toolchain": "triton==3.6.0", "kernel": "dense_forward", "target": "cuda:sm_86"}
-    found = known(facts_of("out-of-resources", registry, **named), registry)
+    found = find_known_failures(facts_of("out-of-resources", registry, **named), registry)
     fitting = [one for one in found if one.in_range]
     assert len(fitting) > 1
     assert not any(one.is_it for one in found)
@@ -138,10 +144,10 @@ def incident(registry, num_stages: int, **changed) -> failure_report.Facts:
 
 
 def test_an_incident_knows_its_conditions(registry) -> None:
-    four = entry(known(incident(registry, 4), registry), "rocm-0001-four-stages")
+    four = entry(find_known_failures(incident(registry, 4), registry), "rocm-0001-four-stages")
     assert four.is_it
     assert "where num_stages" not in four.says, "it is known to be so"
-    five = entry(known(incident(registry, 5), registry), "rocm-0001-four-stages")
+    five = entry(find_known_failures(incident(registry, 5), registry), "rocm-0001-four-stages")
     assert (five.is_it, five.in_range) == (False, False)
     assert five.but == "it holds only where num_stages = 4, which is not so here"
 
@@ -149,7 +155,7 @@ def test_an_incident_knows_its_conditions(registry) -> None:
 def test_words_elsewhere_in_a_log_are_not_its_cause(registry) -> None:
     text = "rocm: gfx950 only accepts kpack == 1\n" + read("triton-3.6-gfx950-stages")
     [found] = failure_report.from_log(text, "log", registry, **STAGES)
-    one = entry(known(found, registry), "rocm-0015-kpack")
+    one = entry(find_known_failures(found, registry), "rocm-0015-kpack")
     assert (one.is_it, one.in_cause) == (False, False)
     assert "its signature is in the log, and not in what went wrong" in one.but
 
@@ -163,16 +169,16 @@ def test_an_exceptions_name_alone_says_nothing(registry, name: str, said: str) -
         stage="ttadapter", message=f"{name}: {said}",
         log=f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n{name}: {said}\n',
     )  # fmt: skip
-    assert known(found, registry) == []
+    assert find_known_failures(found, registry) == []
 
 
 def test_a_tombstone_is_looked_like(registry) -> None:
     old = registry.quirks["rocm-0015-kpack"]
     buried = msgspec.structs.replace(
-        old, retired=Retired(date=datetime.date(2026, 11, 1), reason="gone", fixed_in="triton==3.5.1")
+        old, retired=Retirement(date=datetime.date(2026, 11, 1), reason="gone", fixed_in="triton==3.5.1")
     )
     now = msgspec.structs.replace(registry, quirks={}, retired={old.id: buried})
-    [found] = known(facts_of("triton-3.4-kpack", registry, toolchain="triton==3.6.0"), now)
+    [found] = find_known_failures(facts_of("triton-3.4-kpack", registry, toolchain="triton==3.6.0"), now)
     assert (found.is_it, found.in_range) == (False, False)
     assert "it was retired on 2026-11-01, fixed in triton==3.5.1" in found.but
     assert found.says == "if it is, it is back: the draft logs it anew"

@@ -123,10 +123,10 @@ def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) 
     log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
     made = draft(log, registry, tmp_path, **on)
     found = facts_of(log, registry, **on)
-    assert [entry.id for entry in known_failures.drafted(found, tmp_path)] == [made.id]
+    assert [entry.id for entry in known_failures.find_drafts(found, tmp_path)] == [made.id]
     later = facts_of(log, registry, toolchain="triton==3.7.1")
     other = facts_of("triton-3.4-kpack", registry, **on)
-    assert known_failures.drafted(later, tmp_path) == known_failures.drafted(other, tmp_path) == []
+    assert known_failures.find_drafts(later, tmp_path) == known_failures.find_drafts(other, tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["half a line = ", "evidence = 3\nwhen = 1", "[when]\narch = 3", "\udcff"])
@@ -135,7 +135,7 @@ def test_a_draft_that_is_being_written_is_none(registry, tmp_path, text: str) ->
     (tmp_path / found.backend).mkdir()
     (tmp_path / found.backend / "a.toml").write_bytes(text.encode(errors="surrogateescape"))
     (tmp_path / found.backend / "gone.toml").symlink_to(tmp_path / "nowhere")
-    assert known_failures.drafted(found, tmp_path) == []
+    assert known_failures.find_drafts(found, tmp_path) == []
 
 
 def test_nothing_is_overwritten(tmp_path) -> None:
@@ -219,10 +219,10 @@ def test_a_home_folder_stays_private(registry, tmp_path, monkeypatch) -> None:
 @pytest.mark.compiles
 def test_a_real_log_fails_again_under_the_installed_compiler(registry, tmp_path) -> None:
     """The module of a log of Triton 3.6.0 for gfx950, and PTX of another, under that very compiler."""
-    from portattn.schema.toolchain import installed
+    from portattn.schema.toolchain import installed_toolchain
 
-    if str(installed()) != "triton==3.6.0":
-        pytest.skip(f"the logs are of triton==3.6.0, and this is {installed()}")
+    if str(installed_toolchain()) != "triton==3.6.0":
+        pytest.skip(f"the logs are of triton==3.6.0, and this is {installed_toolchain()}")
     for name in ("triton-3.6-gfx950-stages", "ptxas-registers"):
         found = facts_of(name, registry, toolchain="triton==3.6.0")
         made = new.make(found, registry, tmp_path, force=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portattn.tools.quirks.lifecycle.normalise import PREFIXES, decoded, normalise
+from portattn.tools.quirks.lifecycle.normalise import PREFIXES, decode_text, normalise
 
 ERROR = "k.py:1:1: error: 'tt.load' op is bad"
 PREFIXED = {
@@ -94,9 +94,9 @@ def test_a_line_that_a_collector_cut_is_whole_again() -> None:
 
 def test_windows_writes_utf_16() -> None:
     for encoding in ("utf-16", "utf-8-sig", "utf-8"):
-        assert decoded(f"{ERROR}\r\n".encode(encoding)) == f"{ERROR}\r\n"
-    assert decoded(b"\xff\xfeb\x00a\x00") == "ba"
-    assert "error" in decoded(b"error \xe4\xff\n"), "what is no text does not hide the rest"
+        assert decode_text(f"{ERROR}\r\n".encode(encoding)) == f"{ERROR}\r\n"
+    assert decode_text(b"\xff\xfeb\x00a\x00") == "ba"
+    assert "error" in decode_text(b"error \xe4\xff\n"), "what is no text does not hide the rest"
 
 
 def test_ranks_are_apart() -> None:

@@ -20,8 +20,8 @@ from portattn.planning.registry import Registry, find_backends
 from portattn.schema.problem import Problem
 from portattn.tools.matrix.problems import full
 from portattn.tools.quirks.lifecycle import failure_report, reduce
-from portattn.tools.quirks.lifecycle.simplifications import OFFERS, offered
-from portattn.tools.quirks.lifecycle.specialised import Specialised
+from portattn.tools.quirks.lifecycle.simplifications import OFFERS, changing_steps
+from portattn.tools.quirks.lifecycle.specialised import Specialisation
 from portattn.worker.client import Reply
 
 BIG = Problem(
@@ -53,7 +53,7 @@ def subject(
 ) -> reduce.Subject:
     target = registry.target("cuda:sm_90", "triton==3.6.0")
     lowering, chosen = plan(problem, target, registry, settings=Settings(backend="triton")).specialised
-    what = Specialised(problem=problem, lowering=lowering, launch=chosen.changed({"num_stages": 4} | launch))
+    what = Specialisation(problem=problem, lowering=lowering, launch=chosen.changed({"num_stages": 4} | launch))
     return reduce.Subject(id="it", what=what, target=target, symptom=symptom, signature=r"'tt\.load' op planted")
 
 
@@ -79,7 +79,7 @@ def test_only_what_the_failure_needs_is_left(registry) -> None:
     assert "num_stages: 4 -> 3" in made.changed
     # The result is where every step was tried and none was possible.
     for offer in OFFERS:
-        for step in offered(offer, after):
+        for step in changing_steps(offer, after):
             if step.result.cannot(made_target(registry)):
                 continue
             call = step.result.launches(made_target(registry), registry)[0]
@@ -155,9 +155,9 @@ def test_every_step_is_a_call_that_can_be_made(named, registry) -> None:
     """Steps of every kind of problem: each one that planning allows has launches, and changes something."""
     target = made_target(registry)
     made = plan(named.problem, target, registry, settings=Settings(backend="triton"))
-    what = Specialised(problem=named.problem, lowering=made.lowering, launch=made.launch)
+    what = Specialisation(problem=named.problem, lowering=made.lowering, launch=made.launch)
     for offer in OFFERS:
-        for step in offered(offer, what):
+        for step in changing_steps(offer, what):
             assert step.result != what
             if not step.result.cannot(target):
                 assert step.result.launches(target, registry)
@@ -246,15 +246,15 @@ def test_a_quirk_without_a_planned_probe_is_refused(registry) -> None:
 @pytest.mark.compiles
 def test_a_real_failure_is_reduced(registry) -> None:
     """Triton 3.6.0 fails on gfx950 at four stages with four loads in a loop: the bias is the fourth, and stays."""
-    from portattn.schema.toolchain import installed
+    from portattn.schema.toolchain import installed_toolchain
     from portattn.tools import lab
 
-    if str(installed()) != "triton==3.6.0":
-        pytest.skip(f"the bug is in triton==3.6.0, and this is {installed()}")
+    if str(installed_toolchain()) != "triton==3.6.0":
+        pytest.skip(f"the bug is in triton==3.6.0, and this is {installed_toolchain()}")
     target = registry.target("rocm:gfx950", "triton==3.6.0")
     small = Problem(batch=1, heads_q=1, heads_k=1, seq_q=16, seq_k=32, head_dim=16, bias=True, return_lse=True)
     lowering, launch = plan(small, target, registry, settings=Settings(backend="triton")).specialised
-    what = Specialised(
+    what = Specialisation(
         problem=small,
         lowering=lowering,
         launch=launch.changed({"num_stages": 4, "block_m": 16, "block_n": 16, "num_warps": 1}),

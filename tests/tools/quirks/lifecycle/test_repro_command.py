@@ -11,16 +11,16 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.tools.matrix.problems import full, quick
 from portattn.tools.quirks.lifecycle.repro_command import plan_line, problem_options
-from portattn.tools.quirks.lifecycle.specialised import Specialised
+from portattn.tools.quirks.lifecycle.specialised import Specialisation
 from portattn.tools.quirks.probe import plans
 
 TARGET = "rocm:gfx942"
 
 
-def specialised(problem, registry: Registry, **launch) -> Specialised:
+def specialised(problem, registry: Registry, **launch) -> Specialisation:
     target = registry.target(TARGET, "triton==3.6.0")
     lowering, chosen = plan(problem, target, registry, settings=Settings(backend="triton")).specialised
-    return Specialised(problem=problem, lowering=lowering, launch=chosen.changed(launch))
+    return Specialisation(problem=problem, lowering=lowering, launch=chosen.changed(launch))
 
 
 # What no option says: which gradients are asked for beside those of q, k and v, and dropout.
@@ -47,7 +47,9 @@ def test_a_line_leads_back_to_the_specialisation(named, registry) -> None:
     line = plan_line(changed, target, registry)
     assert f"num_stages={changed.launch.num_stages}" in line
     stated = plans.parse(line)
-    made = plan(stated.problem, target, plans.started(registry, stated, target), settings=Settings(backend="triton"))
+    made = plan(
+        stated.problem, target, plans.with_start_values(registry, stated, target), settings=Settings(backend="triton")
+    )
     assert made.launch == changed.launch
     assert made.lowering == changed.lowering
 
@@ -105,5 +107,7 @@ def test_a_line_states_the_values_of_both_kernels_of_gradients(registry) -> None
     assert "rows_m=64" in line
     assert "rows_n" not in line
     stated = plans.parse(line)
-    made = plan(stated.problem, target, plans.started(registry, stated, target), settings=Settings(backend="triton"))
+    made = plan(
+        stated.problem, target, plans.with_start_values(registry, stated, target), settings=Settings(backend="triton")
+    )
     assert made.launch == what.launch

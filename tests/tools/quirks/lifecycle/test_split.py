@@ -9,7 +9,7 @@ from lifecycle_logs import FOLDER, read
 
 from portattn.tools.quirks.lifecycle.failure_report import from_log
 from portattn.tools.quirks.lifecycle.normalise import normalise
-from portattn.tools.quirks.lifecycle.split import Found, split
+from portattn.tools.quirks.lifecycle.split import LoggedFailure, split
 
 PTXAS = "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"
 KPACK = "AssertionError: gfx950 only accepts kpack == 1"
@@ -21,7 +21,7 @@ Traceback (most recent call last):
 """
 
 
-def found(text: str) -> list[Found]:
+def found(text: str) -> list[LoggedFailure]:
     return split(normalise(text))
 
 

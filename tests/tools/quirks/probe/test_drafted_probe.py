@@ -9,7 +9,7 @@ import pytest
 from planted_probe import plant
 
 from portattn.planning.registry import Registry, find_backends
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.quirks import probe
 from portattn.tools.quirks.lifecycle import failure_report, new
 from portattn.tools.quirks.lifecycle.entry import MARK
@@ -42,8 +42,8 @@ EMPTY = "module {\n  tt.func public @nothing() attributes {noinline = false} {\n
 
 @pytest.fixture(autouse=True)
 def compiler() -> None:
-    if str(installed()) != COMPILER:
-        pytest.skip(f"the log is of {COMPILER}, and this is {installed()}")
+    if str(installed_toolchain()) != COMPILER:
+        pytest.skip(f"the log is of {COMPILER}, and this is {installed_toolchain()}")
 
 
 @pytest.mark.compiles

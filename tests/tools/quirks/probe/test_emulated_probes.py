@@ -14,7 +14,7 @@ from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing.findings import Numerics
 from portattn.tools.quirks import probe
 from portattn.tools.quirks.probe import executing, plans
@@ -46,7 +46,7 @@ def probe(arm, bench):
     if out != x:
         raise Seen(f"{{out[1]}} for {{x[1]}}")
 """
-compiles = pytest.mark.skipif(installed().distribution != "triton", reason="needs community Triton")
+compiles = pytest.mark.skipif(installed_toolchain().distribution != "triton", reason="needs community Triton")
 
 
 def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ()) -> Quirk:

@@ -11,7 +11,7 @@ from planted_probe import plant
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.quirks import probe as probing
 from portattn.tools.quirks.probe import plans
 from portattn.tools.quirks.probe.running import place
@@ -61,8 +61,8 @@ def test_arms_differ_by_the_quirk_alone() -> None:
     quirk = probing_with(FOUR_STAGES, PROBE)
     stated = plans.parse(PROBE)
     where = place(quirk, "triton==3.6.0", None, KNOWN)
-    started = plans.started(KNOWN, stated, where)
-    off, on = (plans.planned(quirk, arm, stated, where, started) for arm in ("off", "on"))  # type: ignore[arg-type]
+    started = plans.with_start_values(KNOWN, stated, where)
+    off, on = (plans.plan_arm(quirk, arm, stated, where, started) for arm in ("off", "on"))  # type: ignore[arg-type]
     assert off is not None
     assert on is not None
     assert (off.specialised[1].num_stages, on.specialised[1].num_stages) == (4, 3)
@@ -75,7 +75,7 @@ def test_another_entry_does_not_hide_the_bug() -> None:
     quirk = KNOWN.quirks["rocm-0021-rdna-tiles"]
     stated = plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.9.0", None, KNOWN)
-    off = plans.planned(quirk, "off", stated, where, plans.started(KNOWN, stated, where))
+    off = plans.plan_arm(quirk, "off", stated, where, plans.with_start_values(KNOWN, stated, where))
     assert off is not None
     assert (off.specialised[1].block_m, off.specialised[1].block_n) == (64, 64)
 
@@ -85,19 +85,19 @@ def test_a_probe_about_something_else(tmp_path: Path) -> None:
     probe = f"plan: attention --target rocm:gfx950 {SIZES} --start num_stages=2"
     quirk = probing_with(FOUR_STAGES, probe)
     where = place(quirk, "triton==3.6.0", None, KNOWN)
-    started = plans.started(KNOWN, plans.parse(probe), where)
+    started = plans.with_start_values(KNOWN, plans.parse(probe), where)
     other = msgspec.structs.replace(quirk, when=msgspec.structs.replace(quirk.when, kernels=("decode_split",)))
     bent = msgspec.structs.replace(started, quirks=started.quirks | {quirk.id: other})
     with pytest.raises(PortattnError, match="changes nothing in the plan of its probe"):
-        plans.planned(other, "on", plans.parse(probe), where, bent)
+        plans.plan_arm(other, "on", plans.parse(probe), where, bent)
 
 
 def test_path_effect_leaves_nothing_to_compile() -> None:
     quirk = probing_with(KNOWN.quirks["cuda-0007-blackwell"], f"plan: attention --target cuda:sm_100 {SIZES}")
     stated = plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.2.0", None, KNOWN)
-    assert plans.planned(quirk, "on", stated, where, KNOWN) is None
-    off = plans.planned(quirk, "off", stated, where, KNOWN)
+    assert plans.plan_arm(quirk, "on", stated, where, KNOWN) is None
+    off = plans.plan_arm(quirk, "off", stated, where, KNOWN)
     assert off is not None
     assert off.path == "triton"
 
@@ -111,9 +111,9 @@ def test_every_shipped_plan_is_about_its_quirk() -> None:
             continue
         stated = plans.parse(quirk.evidence.probe)
         where = place(quirk, affected, None, KNOWN)
-        started = plans.started(KNOWN, stated, where)
-        assert plans.planned(quirk, "off", stated, where, started) is not None, quirk.id
-        plans.planned(quirk, "on", stated, where, started)
+        started = plans.with_start_values(KNOWN, stated, where)
+        assert plans.plan_arm(quirk, "off", stated, where, started) is not None, quirk.id
+        plans.plan_arm(quirk, "on", stated, where, started)
         asked += 1
     assert asked >= 15
 
@@ -121,7 +121,7 @@ def test_every_shipped_plan_is_about_its_quirk() -> None:
 @pytest.mark.compiles
 def test_real_compiler() -> None:
     """A real compile with the installed Triton: a head of 256 in 64 x 64 tiles does not fit an A10's shared memory."""
-    if installed().distribution != "triton":
+    if installed_toolchain().distribution != "triton":
         pytest.skip("needs community Triton")
     sizes = "--q 1,1,128,256 --kv 1,1,128,256 --dtype bf16"
     probe = f"plan: attention --target cuda:sm_86 {sizes} --start block_m=64,block_n=64"

@@ -17,7 +17,7 @@ PATH, NOTE = 'path = "reference"', 'note = "mind"'
 
 def probed(
     folder: Path, range_: str, control: str, off: str, on: str, seconds: float = 60, **quirk: str
-) -> probe.Result:
+) -> probe.ProbeResult:
     with child(folder, control, off, on) as worker:
         return probe.run(plant(folder, range_=range_, **quirk), "triton==3.6.0", worker=worker, seconds=seconds)
 

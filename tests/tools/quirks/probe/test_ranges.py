@@ -25,7 +25,7 @@ from portattn.tools.quirks.probe import ranges
     ],
 )
 def test_narrowed(old: str, version: str, affected: list[str], new: str) -> None:
-    assert ranges.narrowed(old, version, affected) == new
+    assert ranges.narrow_range(old, version, affected) == new
     assert not parse_range(new).contains(version)
     assert all(parse_range(new).contains(v) for v in affected)
 
@@ -73,7 +73,7 @@ def test_satisfiable(text: str, some: bool) -> None:
     ],
 )
 def test_extended(old: str, version: str, new: str) -> None:
-    assert ranges.extended(old, version) == new
+    assert ranges.extend_range(old, version) == new
     assert parse_range(new).contains(version)
 
 

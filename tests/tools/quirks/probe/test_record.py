@@ -15,7 +15,7 @@ from portattn.tools.quirks import probe
 from portattn.tools.quirks.probe.record import record
 
 
-def result(folder: Path, quirk: Quirk, toolchain: str, **arms: str) -> probe.Result:
+def result(folder: Path, quirk: Quirk, toolchain: str, **arms: str) -> probe.ProbeResult:
     with child(folder, **arms) as worker:
         return probe.run(quirk, toolchain, worker=worker)
 

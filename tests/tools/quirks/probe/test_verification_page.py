@@ -7,7 +7,7 @@ import pytest
 from places import DOCS
 
 from portattn.planning.registry import Registry
-from portattn.schema.quirk import Verified
+from portattn.schema.quirk import ProbeRun
 from portattn.tools.quirks import pages, verification
 
 PAGE = DOCS / "quirk-verification.md"
@@ -35,7 +35,7 @@ def test_enough_is_verified_on_both_sides() -> None:
 
 def test_shows_what_turned_red() -> None:
     quirk = KNOWN.quirks["rocm-0015-kpack"]
-    seen = Verified(
+    seen = ProbeRun(
         toolchain="triton==3.4.0", target="rocm:gfx950", level="compiles", off="pass", on="not run",
         date=quirk.verified[0].date,
     )  # fmt: skip
