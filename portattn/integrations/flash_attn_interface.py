@@ -8,7 +8,6 @@ They have no dropout and no ALiBi. What sets how FlashAttention-3's own kernels 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
