@@ -156,7 +156,8 @@ def _parameters(
 def _signature(name: str, words: list[str], result: str) -> str:
     """Return a function's line, which _wrap breaks between parameters only."""
     shown, end = ", ".join(word.replace(" ", _GLUE) for word in words), f" -> {result}: ...".replace(" ", _GLUE)
-    return f"def {name}({shown}){end}"
+    between = " " if len(words[-1]) + len(end) > 112 else ""  # together they are too long for a line
+    return f"def {name}({shown}{between}){end}"
 
 
 def _annotated(parameter: ast.arg, source: Module, imports: set[tuple[str, str]]) -> str:

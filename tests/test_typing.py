@@ -70,7 +70,8 @@ def calls(tree: Path) -> tuple[Path, set[int]]:
     """Calls of every function with each kind of flag: the file, and its lines that a checker must refuse."""
     lines = ["from typing import assert_type", "import numpy", "from torch import Tensor", "import portattn"]
     lines += [
-        "import portattn.distributed, portattn.integrations.flash_attn, portattn.integrations.flash_attn_interface",
+        "import portattn.distributed, portattn.integrations.flash_attn.flash_attn_interface",
+        "import portattn.integrations.flash_attn_interface",
         "def run(q: Tensor, wanted: bool) -> None:",
     ]
     refused = set()

@@ -141,8 +141,8 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
     softmax_scale: Number | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0, softcap: Number = 0.0, rotary_interleaved: bool = True,
     scheduler_metadata: torch.Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    sm_margin: int = 0, return_softmax_lse: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
 def get_scheduler_metadata(batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
     headdim: int, cache_seqlens: torch.Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,

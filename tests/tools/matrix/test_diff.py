@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from portattn.schema.plan import Rejection
+from portattn.schema.problem import Problem
 from portattn.testing.findings import KernelFacts, Numerics
 from portattn.tools.matrix.cells import Footnote, PlanSummary
 from portattn.tools.matrix.diff import LOST, compare, part_of
@@ -157,10 +158,13 @@ def test_a_problem_that_is_another_one_is_said(rocm, seen):
 
 def test_the_digest_of_a_problem_is_of_what_it_asks_for(cell):
     problem = cell().problem
-    longer = msgspec.defstruct("Later", [("later", int, 0)], bases=(type(problem),), frozen=True, kw_only=True)
-    same = longer(**msgspec.structs.asdict(problem))
+
+    class Later(Problem, frozen=True, kw_only=True):
+        later: int = 0
+
+    same = Later(**msgspec.structs.asdict(problem))
     assert problem_digest(same) == problem_digest(problem)
-    assert problem_digest(longer(**msgspec.structs.asdict(problem), later=1)) != problem_digest(problem)
+    assert problem_digest(Later(**msgspec.structs.asdict(problem), later=1)) != problem_digest(problem)
     assert problem_digest(msgspec.structs.replace(problem, seq_q=64)) != problem_digest(problem)
 
 
