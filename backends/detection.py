@@ -10,10 +10,10 @@ from packaging.version import InvalidVersion, Version
 
 
 def torch_device_properties(runtime: Literal["cuda", "hip"], index: int | None) -> Any | None:
-    """torch.cuda's properties of device `index` (the current one when None); None where there is none.
+    """Return torch.cuda's properties of device `index` (the current device if None), or None without a device.
 
-    torch serves NVIDIA and AMD devices through the one name `torch.cuda`; `runtime` says which is asked for.
-    Nothing is initialised on a machine without a device.
+    torch serves NVIDIA and AMD devices through the one name `torch.cuda`; `runtime` selects the vendor.
+    A machine without a device initialises nothing.
     """
     import torch
 

@@ -163,12 +163,12 @@ def _attended(call: Call) -> torch.Tensor:
 
 
 def _attn_mask(call: Call, keep: torch.Tensor, idle: torch.Tensor) -> torch.Tensor:
-    """Bias and mask as SDPA takes them, their last dimension contiguous: bool, or what is added in the bias's dtype.
+    """Return bias and mask as SDPA takes them, contiguous in the last dimension: bool, or a term in bias's dtype.
 
-    What torch's kernels make of rows that attend nothing is not documented, so here such rows attend everything; `run`
-    sets them to 0, which makes their gradients 0.
+    torch does not document the results of rows that attend nothing, so such rows attend everything here; `run` sets
+    them to 0, which makes their gradients 0.
 
-    keep, idle  what is attended (…, Sk), and rows that attend nothing (…,)
+    keep, idle  attended keys (…, Sk), and rows that attend nothing (…,)
     """
     from portattn.schema.tensors import collapse_broadcast  # loads torch
 

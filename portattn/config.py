@@ -30,9 +30,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The settings of one call.
 
     backend      `auto`, or a path that every call must take (see `portattn.attention`)
-    fallback     what a planned or recorded fall-back does: `warn` once, raise an `error`, or stay `silent`
+    fallback     reaction to a planned or recorded fall-back: `warn` once, raise an `error`, or stay `silent`
     quirks       overrides, "+id,-id": + applies a quirk whose conditions do not hold, - switches one off
-    isolate      whether a first compile runs in a child process: `auto` does so for what nobody has verified
+    isolate      whether a first compile runs in a child process: `auto` does so for kernels without a compile record
     canary       whether a kernel family must first have given right numbers here: `auto` asks for that on chips and
                  toolchains where nobody has run the tests
     cache_dir    where records and incidents are kept; empty for the platform's cache directory. `~` is the home folder;
@@ -178,7 +178,7 @@ def current() -> Settings:
 
 @contextlib.contextmanager
 def using(chosen: Settings) -> Iterator[None]:
-    """Inside the block these are the settings: those of a call, where what belongs to it runs in another thread."""
+    """Use these settings inside the block: a call's, in another thread that works for it."""
     token = BLOCK.set(chosen)
     try:
         yield

@@ -280,7 +280,7 @@ def _place(path: Path) -> Path | int:
 def read_limited(path: Path, most: int, *, owned: bool = False) -> bytes:
     """Return a regular file's bytes.
 
-    owned  check the file's owner and mode first, those of the file that is read
+    owned  check the opened file's owner and mode first
 
     Raises OSError for anything else (a device, a pipe, which is not waited for) and for a longer file, and Untrusted.
     """
@@ -302,7 +302,7 @@ def read_open(handle: int, path: Path, most: int) -> bytes:
         kind = _KINDS.get(stat.S_IFMT(seen.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, and only regular files are read", str(path))
     parts, place, size = [], 0, seen.st_size
-    # Files that grow, and those of /proc, have more bytes than they say.
+    # Growing files, and files of /proc, have more bytes than they say.
     while size <= most and (part := os.pread(handle, min(most + 1, size + _ROOM) - place, place)):
         parts.append(part)
         place += len(part)

@@ -95,13 +95,13 @@ class Sight:
         return int(min(begin, count)), int(max(end, 0))
 
     def rows(self, rows: int, keys: int) -> tuple[int, int]:
-        """The rows [first, last) that see a key at all."""
+        """Return the rows [first, last) that see any key."""
         first = min(max(-self.shift - self.right, 0), rows)
         last = min(max(keys - self.shift + self.left, first), rows)
         return int(first), int(last)
 
     def hides(self, rows: int, keys: int) -> tuple[bool, bool]:
-        """Whether any key before what a row sees is hidden, and whether any key after it is."""
+        """Return whether any key before the rows' visible keys is hidden, and whether any key after them is."""
         return rows - 1 + self.shift - self.left > 0, self.shift + self.right < keys - 1
 
 
@@ -118,11 +118,11 @@ class Terms:
         return max(math.prod(collapse_broadcast(t).shape[:2]) for t in (self.bias, self.mask) if t is not None)
 
     def part(self, rows: slice, keys: slice) -> Terms:
-        """Those of some rows and keys."""
+        """Return the bias and mask of some rows and keys."""
         return Terms(*(None if t is None else t[:, :, rows, keys] for t in (self.bias, self.mask)))
 
     def added(self) -> torch.Tensor:
-        """What is added to the scores, float32, every dimension as long as it is held or as others of the two are."""
+        """Return the float32 term to add to the scores; a broadcast dimension stays 1 if bias and mask allow it."""
         if self.mask is None:
             assert self.bias is not None
             return collapse_broadcast(self.bias).float().expand(-1, -1, -1, self.bias.shape[3])

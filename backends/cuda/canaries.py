@@ -1,8 +1,8 @@
-"""Problems that the canaries of the variants run: small, and every form of their loops once.
+"""Small problems for the variants' canaries: each form of the kernels' loops once.
 
-Which form a problem takes depends on its lengths and on the release of Triton (tuning/sm_90.toml), so that some have
-lengths for no other reason. tests/backends/cuda/test_canary_forms.py compares the forms of these problems with those
-that the tuning data has, for each release that somebody has run and for one that nobody has.
+A problem's lengths and the release of Triton (tuning/sm_90.toml) decide its form; some problems have their lengths for
+no other reason. tests/backends/cuda/test_canary_forms.py compares the forms of these problems with the forms in the
+tuning data, for each release that was run on a chip and for one that was not.
 """
 
 from __future__ import annotations

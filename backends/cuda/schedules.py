@@ -1,8 +1,8 @@
 """Schedules of the Gluon variants: entries of tuning/sm_90.toml, each for all releases of Triton or a range of them.
 
-The first entry that holds is taken. One for a range, `toolchain = { triton = ">=3.8" }`, stands in front of those for
-all, and says in a provenance of its own which release it was timed with. Where the release that a plan is for is
-another one, the plan says so.
+The first entry that holds is taken. An entry for a range, `toolchain = { triton = ">=3.8" }`, stands in front of the
+entries for all releases, and its own provenance names the release that it was timed with. A plan for another release
+says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def tuning() -> Tuning:
-    """The file as portattn's registry has read it: to parse it once more took 7 ms of a process's first call."""
+    """Return the registry's copy of the file: parsing it once more took 7 ms of a process's first call."""
     from portattn.planning.registry import Registry  # which imports the backends
 
     return Registry.load().tunings["cuda"]["sm_90"]

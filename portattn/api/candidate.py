@@ -38,7 +38,7 @@ class Candidate(Protocol):
         ...
 
     def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
-        """Why its launches do not compile here, tried if nobody has; None when they do."""
+        """Return the record of a failed compile (compiling first if needed), or None."""
         ...
 
     def results(self) -> Results:

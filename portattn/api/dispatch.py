@@ -32,7 +32,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 
 _last = cache.last_plan
-# As _last, of the process's last backward pass: autograd runs those of a device in a thread of its own.
+# Like _last, for the process's last backward pass: autograd runs each device's backward in a thread of its own.
 _last_backward: Any = None
 _warned: set[tuple[str, str, str, str]] = set()
 # Keys of plans, under a canary setting, whose families gave right numbers here or need not show it.
@@ -195,13 +195,13 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
 
-    caching  keeps the launches of portattn's own kernels for calls of the same kind
+    caching  records the launches of portattn's own kernels for calls with the same call key
 
-    A compile that fails becomes an Incident, and the call is planned again without that path; where that was a variant,
-    the core runs, which is no fall-back. Nothing is kept where what failed may pass; what is kept after a time-out is
-    forgotten when that is over. An error while the kernel runs passes through: it is never retried elsewhere.
+    A failed compile becomes an Incident, and the call is planned again without that path; after a failed variant the
+    core runs, which is no fall-back. A passing failure caches nothing; a launch cached after a time-out is dropped when
+    the time-out's record expires. An error while a kernel runs passes through: it is never retried elsewhere.
 
-    Every path computes in the dtypes that it is given: autocast, which kernels do not see, is off for the others too.
+    Autocast is off: kernels do not see it, and the other paths must compute in the given dtypes too.
     """
     with _without_autocast(call.q):
         return _run(call, settings, caching)
@@ -239,14 +239,13 @@ def _run(call: Call, settings: Settings, caching: LaunchRecorder | None) -> tupl
 
 
 def _run_cached(first: CachedLaunch, call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Run a call by what is kept of it, without Triton's launchers, which would have to be made first."""
+    """Run a call by its cached launch: Triton's launchers would have to be built first."""
     inputs = [getattr(call, name) for name in first.given]
     first(inputs, [tensor.data_ptr() for tensor in inputs], first.sizes, out, lse)
 
 
 def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None, dict[str, CompileRecord]]:
-    """The plan of a call; what it runs of portattn's own, which compiles here as far as is known; and the records on
-    what does not."""
+    """Return a call's plan, its candidate (None for other paths) and the records of candidates that failed here."""
     device = call.q.device
     made = _planned(call.problem, device.type, device.index, settings)
     if made.path == "interpreter" and not may_interpret():
@@ -278,7 +277,7 @@ def _seconds(failed: Mapping[str, CompileRecord]) -> float:
 
 
 def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
-    """Why a candidate must not run this call here, tried if nobody has; None when it may, as under the interpreter."""
+    """Return the failure that forbids the candidate (compiling it if needed), or None, as under the interpreter."""
     if made.path == "interpreter":
         return None
     if call.dry:
@@ -290,7 +289,7 @@ def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: S
 
 
 def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
-    """The record that quarantines the plan's family here, its canaries run if nobody has; None when it may run."""
+    """Return the record that quarantines the plan's family here (running its canaries if needed), or None."""
     if settings.canary == "never" or (made.key, settings.canary) in _trusted:
         return None
     from portattn.testing import canary  # only where it may be needed: it brings the worker and the oracle

@@ -29,12 +29,12 @@ def _is_jagged(tensor: Any) -> bool:
 
 
 def packed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of varlen_attention for those of an attention call whose q, k and v are jagged.
+    """Return the arguments of varlen_attention for an attention call whose q, k and v are jagged.
 
-    The sequences are the ragged axis of q (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd". The longest is what
-    the tensors know of it; where they do not, their offsets are read back once.
+    The ragged axis of q is (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd". The longest length comes from the
+    tensors' metadata; without it their offsets are read back once.
 
-    Raises ArgumentError where one of them is ragged elsewhere, and for what packed rows cannot have.
+    Raises ArgumentError for a tensor that is ragged elsewhere and for an argument that packed rows cannot have.
     """
     bshd = given["layout"] == "bshd"
     axis = 1 if bshd else 2

@@ -1,4 +1,4 @@
-"""The backward pass of a call by kernels of portattn's own: the gradients' operation, of what the forward has kept."""
+"""Backward passes by portattn's kernels: the gradients' operation, called with the tensors that the forward saved."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ def gradients(
 
 
 class _Way:
-    """How the gradients' operation of a forward is called.
+    """The gradients' operation of a forward.
 
-    op      its name
-    count   its tensors
-    at      their places, by name
-    copied  (place, place among the forward's) of those that are the forward's own
-    qkv     (name, place among the forward's, place of its gradient) of those whose gradients it writes
-    summed  (name, what takes their gradient's parts) of those whose gradients are asked for one by one
-    source  places of the forward's tensors
-    unknown places among the forward's of tensors that it has none of: where one is given, it computes another gradient
+    op      name of the operation
+    count   number of its tensors
+    at      name -> place of its tensors
+    copied  (place, place in the forward) of tensors that are the forward's too
+    qkv     (name, place in the forward, place of the gradient) of q, k and v
+    summed  (name, name of the tensor that takes the gradient's parts) of optional gradients
+    source  name -> place of the forward's tensors
+    unknown places in the forward of tensors that the operation lacks: with one of them its gradient is wrong
     """
 
     def __init__(self, forward: str) -> None:
@@ -120,12 +120,12 @@ class _Way:
         self.summed = [(name, own) for name, own in summed if own in self.at]
         self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
         self._known: dict[Any, Any] = {}
-        self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of a key, and what was found for them
+        self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
 
     def values(
         self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None
     ) -> tuple[Any, ...] | None:
-        """Its values for those of the forward; without `otherwise` None where these name a path that has no kernel.
+        """Map the forward's values to the operation's; without `otherwise` None if they name a path without a kernel.
 
         settings  in force
         """

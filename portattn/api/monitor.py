@@ -121,7 +121,7 @@ Facts = dict[str, Any]
 
 
 def nearest(request: Request) -> list[str] | None:
-    """In what a call differs from the kept one of its operation that differs in least; None where there is none."""
+    """Return the differences between a call and the most similar cached call of its operation, or None."""
     if not request.cacheable():
         return None
     from portattn.api.request import CacheWriter

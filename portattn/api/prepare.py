@@ -79,7 +79,7 @@ class Prepared:
             return
         if not ours or not request.launched_by_address() or call.copied or not has_rows(self.plan):
             return
-        # What must not run here is planned past. A run of what is left then warns, as a plain call does.
+        # The plan skips candidates that failed here. A run by another path then warns, as a plain call does.
         caching = CacheWriter(request, only=True)
         self.plan, self._cached = dispatch.prepare_call(call, request.settings, caching)
         if self._cached is None:
@@ -199,7 +199,7 @@ class Prepared:
         if kind is None or (lse is not None and self.plan.problem.return_lse is False):
             return None
         row, settings = self._row, current()
-        if row.arguments:  # a PageTable, say: as tensors. A Request is made of what was given
+        if row.arguments:  # a PageTable, say: as tensors. A Request takes the original
             given = dict(given)
             row.load("arguments")(given)
         tensors = tuple([given[name] for name in row.parameters])

@@ -118,28 +118,28 @@ def quantize(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> Quantized:
-    """Queries, keys and values as narrow numbers with scales, for attention, or packed for varlen_attention.
+    """Quantise queries, keys and values, for attention, or packed for varlen_attention.
 
     q, k, v  (B, Hq, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv) in `layout`; with cu_seqlens packed, (Tq, Hq, D), (Tk, Hk,
-             D), (Tk, Hk, Dv). float16, bfloat16 or float32, all alike; with "sage" of 16 bits. All rows count for the
-             scales, those of padding too: they must be finite
+             D), (Tk, Hk, Dv). float16, bfloat16 or float32, all alike; with "sage" of 16 bits. Scales count all rows,
+             padding too: they must be finite
     method   "e4m3", "e5m2" or "e4m3fnuz": number = x / s rounded to float8, s = max|x| / largest(format), and one s for
              q, one for k, one for v (Shah et al., "FlashAttention-3", 2024, section 3.3; 448, 57344 and 240 are the
              formats' largest numbers).
              "sage": number = round(x / s) as int8, s = max|x| / 127 over a block of tokens, of q, and of k less its
              mean k̄ over each sequence's tokens; v stays as it is (Zhang et al., "SageAttention", 2024, section 4).
-             Softmax does not see what all scores of a row have in common, so results need no correction; the LSE does,
-             by scale·q·k̄ (`Quantized.corrected`)
+             A term common to all scores of a row cancels in softmax, so results need no correction; the LSE does, by
+             scale·q·k̄ (`Quantized.corrected`)
     scales   of float8: "head", a scale for each sequence and key/value head (its query heads together), or "tensor"
-    block    of "sage": tokens in a row that share a scale, from 1 on; those of packed rows may be of two sequences
-    smooth_k  of "sage": subtract k̄. Not where `softcap` or `sinks` are used: they do see what scores have in common
+    block    of "sage": tokens in a row that share a scale, from 1 on; a block of packed rows may span two sequences
+    smooth_k  of "sage": subtract k̄. Not with `softcap` or `sinks`: there the common term does not cancel
     layout   "bhsd" or "bshd", of tensors that are not packed
     cu_seqlens_q, cu_seqlens_k  (B + 1,) int32, as of varlen_attention; both or none
 
     Returns a Quantized: `arguments()` are the keyword arguments of the operation. Nothing is read back but on a CPU,
     and no gradient goes through it.
 
-    Raises ArgumentError where an argument is not as it must be, on a CPU also where q, k or v holds NaN or infinity.
+    Raises ArgumentError for a wrong argument, on a CPU also for NaN or infinity in q, k or v.
 
     >>> import torch, portattn
     >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.float16).unbind()

@@ -1,4 +1,4 @@
-"""Request: one call of a public operation before validation, and how it is carried out, planned or prepared."""
+"""Request: one call of a public operation before validation."""
 
 from __future__ import annotations
 
@@ -83,12 +83,11 @@ class Request:
         return tuple(self.tensors.values()), self.fixed_values, tuple(self.lengths.values())
 
     def cacheable(self) -> bool:
-        """Whether calls like it may be cached.
+        """Return whether the launch cache may hold calls like it.
 
-        Not those on a CPU, of what is no tensor, and of tensors that do not simply lie in memory: subclasses (fake
-        tensors have no memory at all) and views whose negation is still to be done. Nor calls that are validated each
-        time, have arguments of unusual types, or are made inside forward-mode differentiation or where a mode of
-        torch's sees every operator: no later call would be found to be like them.
+        Not on a CPU, nor with arguments that are no tensors, tensor subclasses (fake tensors have no storage) and
+        lazily negated views. Nor with validation at each call, arguments of unusual types, forward-mode differentiation
+        or an active torch mode: no later call would match.
         """
         return self._comparable() and self.launched_by_address()
 

@@ -32,7 +32,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """A tensor in words.
 
     shape    sizes, or the names of sizes that vary
-    strides  in elements; None for those of a contiguous tensor
+    strides  in elements; None for a contiguous tensor
     """
 
     shape: tuple[int | str, ...]
@@ -40,7 +40,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     dtype: torch.dtype
 
     def allocate(self, device: torch.device, sizes: Mapping[str, int], fill: float = 0.0) -> torch.Tensor:
-        """A tensor of one number on the device. Elements may share memory, as those of an expanded tensor do."""
+        """Return a tensor filled with one number. Its elements may share memory, as an expanded tensor's do."""
         shape = [sizes[size] if isinstance(size, str) else size for size in self.shape]
         strides = self.strides
         if device.type == "meta":  # nobody's memory
@@ -58,7 +58,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Spec:
-    """One spec: an operation and its arguments. Raises ArgumentError where it is none.
+    """One spec: an operation and its arguments. Raises ArgumentError for a malformed spec.
 
     place  among the specs
     """

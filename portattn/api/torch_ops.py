@@ -79,14 +79,14 @@ _READ: dict[str, Callable[[Any], Any]] = {
 class OperatorSignature:
     """The arguments of one operation's operator.
 
-    op, row    its name and its row
-    kept       places of a Request's tensors that are arguments: each parameter once
-    shared     for each of a Request's tensors the argument that it is
-    tensors    the arguments that are tensors
-    gradients  places of those that gradients can be asked for, in the order of what the backward operator returns
-    values     all others, in the order (fixed values, backend, validate, sizes)
-    write      places of arguments that an operator's schema has another form of, and what makes that of them
-    read       the same places, and what makes a Request's values of them again
+    op, row    name and row of the operation
+    kept       places of the Request's tensors that are arguments: each parameter once
+    shared     for each of the Request's tensors the place of its argument
+    tensors    names of tensor arguments
+    gradients  places of differentiable tensors, in the order of the backward operator's results
+    values     names of all other arguments: fixed values, backend, validate, sizes
+    write      (place, function) that converts an argument to the schema's form
+    read       (place, function) that converts it back to the Request's form
     """
 
     __slots__ = ("gradients", "kept", "op", "read", "row", "shared", "tensors", "values", "write")
@@ -110,17 +110,17 @@ class OperatorSignature:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The tensors that it writes to."""
+        """Names of written tensors."""
         return tuple(name for name in self.tensors if self.row.writes and name in _WRITTEN)
 
     def _tensor(self, name: str) -> str:
-        """The type of a tensor: of one that is written with a letter of its own, which says so."""
+        """Return a tensor's type in the schema: a written tensor has an alias letter of its own."""
         if name not in self.written:
             return "Tensor"
         return f"Tensor({'abcdefgh'[_WRITTEN.index(name)]}!)"
 
     def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """An operator's arguments as a Request has them: its tensors, its fixed values, its sizes."""
+        """Split an operator's arguments into a Request's tensors, fixed values and sizes."""
         found = list(arguments)
         for place, read in self.read:
             found[place] = read(found[place])
@@ -129,7 +129,7 @@ class OperatorSignature:
         return tensors, tuple(found[len(self.tensors) : end]), tuple(found[end:])
 
     def value(self, arguments: Sequence[Any], name: str) -> Any:
-        """One of the arguments that are no tensors, as the operator has it."""
+        """Return an argument that is no tensor, in the operator's form."""
         return arguments[len(self.tensors) + self.values.index(name)]
 
 
@@ -144,7 +144,7 @@ def arguments_of(
     op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any],
     signatures: Mapping[str, OperatorSignature] = SIGNATURES,
 ) -> list[Any]:  # fmt: skip
-    """The arguments of an operator, of what a Request has. Traced by dynamo: plain Python alone."""
+    """Return an operator's arguments from a Request's parts. Traced by dynamo: plain Python alone."""
     signature = signatures[op]
     found = [tensors[place] for place in signature.kept]
     found += values
@@ -169,8 +169,8 @@ def _define(signature: OperatorSignature) -> None:
     forward, backward = f"{NAMESPACE}::{op}", f"{NAMESPACE}::{op}_backward"
     tags = (torch.Tag.pt2_compliant_tag,)
     torch.library.define(forward, f"({schema}) -> (Tensor, Tensor)", tags=tags)
-    # Of what the forward gave, where kernels take it; of its arguments alone where it is computed anew.
-    # A gradient for each tensor that can have one; where it is not wanted, a tensor without elements.
+    # Kernels take the forward's results; other paths recompute them from the arguments.
+    # Returns a gradient for each differentiable tensor; an unwanted one is a tensor without elements.
     returned = ", ".join(["Tensor"] * len(signature.gradients))
     torch.library.define(
         backward,

@@ -70,8 +70,8 @@ def backward(
     wanted: Sequence[bool],
     *arguments: Any,
 ) -> Any:
-    """The gradients of the tensors that are wanted: by kernels of what the forward gave, or by a path that torch
-    differentiates, which computes the forward once more."""
+    """Return the wanted gradients: by kernels from the forward's results, or by a path that torch differentiates, which
+    recomputes the forward."""
     made = by_kernels(signature, grad_out, grad_lse, out, lse, wanted, arguments)
     names = [signature.tensors[place] for place in signature.gradients]
     if made is None:

@@ -80,7 +80,7 @@ def forget() -> None:
 
 
 def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained:
-    """(out, lse) of a call like one that was planned before; None where it is none, or nothing can be told of it."""
+    """Return (out, lse) of a call whose training key is cached; None for any other call."""
     if not _known or op not in _LSE or in_mode() or transformed_or_traced():
         return None
     if not _PLAIN.issuperset(map(type, tensors)) or True not in [t.requires_grad for t in tensors if t is not None]:

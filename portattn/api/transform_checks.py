@@ -73,9 +73,9 @@ def check_has_storage(op: str, tensors: Mapping[str, Any]) -> None:
 
 
 def refuse_what_no_kernel_sees(op: str, tensors: Mapping[str, Any]) -> None:
-    """Raise where a prepared call is recorded or transformed (TracingError), or a tensor lies nowhere (ArgumentError).
+    """Raise TracingError for a prepared call in a trace or transform, ArgumentError for a tensor without storage.
 
-    tensors  the call's, by name; what is no tensor is left to validation, and so are meta tensors and fake ones
+    tensors  the call's, by name; meta and fake tensors, and arguments that are no tensors, are left to validation
     """
     refuse_tracing(op, tensors.values())
     check_has_storage(op, tensors)

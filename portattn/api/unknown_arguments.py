@@ -127,7 +127,7 @@ def unknown_argument(op: str, names: Iterable[str], more: tuple[str, ...] = ()) 
 
     more  arguments that are taken beside the operation's own (`out` of a handle's run)
     """
-    if torch.compiler.is_dynamo_compiling():  # which can trace none of what follows
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace the lines below
         left_out["unknown"](op, list(names), more)
     for module in ("ops", "merge_states"):  # each operation of them is known then, whatever was imported before
         importlib.import_module(f"portattn.api.{module}")

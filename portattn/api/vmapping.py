@@ -9,8 +9,8 @@ import torch
 
 from portattn.api.torch_ops import OperatorSignature
 
-# Operations whose tensors have a batch axis that another one can become part of, and those of their tensors that may
-# lack it: theirs are made alike.
+# Operations whose batch axis a mapped axis can be folded into, and their batch-first tensors that may lack that axis:
+# they are expanded.
 _FOLDED = frozenset({"attention", "decode_attention"})
 _BATCH_FIRST = frozenset({
     "q", "k", "v", "k_cache", "v_cache", "k_block_scale", "v_block_scale", "seqlens_q", "seqlens_k", "leftpad_q",

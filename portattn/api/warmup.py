@@ -90,33 +90,31 @@ def warmup(
 
     specs   one mapping a call: "op", and the operation's own arguments by name. A tensor is given as itself, as a meta
             tensor, or described: "bf16[8,32,1,128]", with strides "bf16[8,32,1,128]:4096,128,128,1"; types are fp16,
-            bf16, fp32, i32, i64, bool, and formats of caches (e4m3, int8). Tensors given as themselves are used as they
-            are (nothing is written into them, by what fills a cache neither: no new token has a place then), so that a
-            cache of keys and values that fills the device need not be there twice; what is described is allocated for
-            the time of its own warm-up, holding zeros: sequences of no keys. Sizes of described tensors can be names,
-            for which "sizes" has a list, a range, or both ends of one: "k": "bf16[8,8,S,128]" with "sizes": {"S":
-            "1..65536"}. An argument that is a length can be such a name, too
-    device  where described tensors would be; None for the current accelerator, or the CPU where there is none
+            bf16, fp32, i32, i64, bool, and formats of caches (e4m3, int8). Given tensors are used, never written (an
+            operation that fills a cache gets no slot for its tokens), so that a cache that fills the device need not be
+            there twice. Described tensors are allocated during their own warm-up, holding zeros: sequences of no keys.
+            Their sizes can be names, for which "sizes" has a list, a range, or both ends of one: "k":
+            "bf16[8,8,S,128]" with "sizes": {"S": "1..65536"}. An argument that is a length can be such a name, too
+    device  of described tensors; None for the current accelerator, or else the CPU
     jobs    child processes that compile side by side; None for half of the cores, at most MOST_JOBS. They are used
-            where a first compile is isolated (the setting `isolate`); else this process compiles
-    say     is told what is being done
+            if a first compile is isolated (the setting `isolate`); else this process compiles
+    say     called with a line of text about each step
 
-    After it a call of the same kind (other arguments, types, alignment to 16 bytes, settings) neither compiles nor
-    waits for the device, and can be captured in a CUDA graph at its first time, where its sizes are of the same class
-    as a spec's: its own shapes and strides are, and so are others for which the same kernels are launched in the same
-    way (other lengths and batches mostly; not once keys are split, or strides lose a multiple of 16). Where `sizes` of
-    the report is not empty its own alone are. The monitor is armed: a later compile warns (`portattn.monitor`).
+    Afterwards a call with the same call key (arguments, types, alignment to 16 bytes, settings) and shape class neither
+    compiles nor waits for the device, and can be captured in a CUDA graph at its first time. A shape class has the
+    spec's shapes and strides and others that launch the same kernels in the same way (other lengths and batches mostly;
+    not once keys are split, or strides lose a multiple of 16), or the spec's alone if `sizes` of the report is not
+    empty. The monitor is armed: a later compile warns (`portattn.monitor`).
 
-    Each spec is run once here, and where sizes vary once for each class of them (up to MAX_CLASSES): the largest first,
-    then what no class that was run covers. Serving meets no class for the first time then, which would cost it
-    milliseconds, and seconds where another kernel is compiled. A spec that no path can run, or whose tensors do not fit
-    the device, is reported with `failed`, and warned about (CompileWarning); the others are warmed up.
+    Each spec is run once, or once for each of its shape classes (up to MAX_CLASSES), the largest sizes first. A class
+    first met in serving would cost milliseconds, and seconds if a kernel is compiled. A spec that no path can run, or
+    whose tensors do not fit the device, is reported with `failed`, with a CompileWarning; the others are warmed up.
 
-    Returns a Warmup: for each spec and class of sizes what was compiled, loaded and cached, and why not.
+    Returns a Warmup: for each spec and shape class the kernels compiled, loaded and cached, or the reason why not.
 
     Memory: described tensors of one spec at a time, at their largest sizes.
 
-    Raises ArgumentError on a spec that is none, before anything is compiled.
+    Raises ArgumentError on a malformed spec, before anything is compiled.
 
     >>> import portattn
     >>> tensors = {"q": "fp32[B,8,1,64]", "k_cache": "fp32[B,2,S,64]", "v_cache": "fp32[B,2,S,64]"}
@@ -174,7 +172,7 @@ class _Warming:
             raise ArgumentError("warmup", f"specs[{self.spec.place}]", sorted(arguments), str(error)) from None
 
     def plan(self) -> None:
-        """Find what it will run, and what must be compiled for that. Raises ArgumentError on a spec that is none."""
+        """Plan the call and describe its launches. Raises ArgumentError on a malformed spec."""
         with self._failures():
             request = self.request(self.device, self.sizes)
             call = request.build()
@@ -212,7 +210,7 @@ class _Warming:
         self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
 
     def needs_compile(self) -> bool:
-        """Whether nobody has compiled what it launches, and a child process is to do it first."""
+        """Return whether a child process must compile its launches first."""
         if not self.launches or self.made is None or self.settings is None:
             return False
         return compile_check.unseen(self.made, self.launches, self.settings)
@@ -251,7 +249,7 @@ class _Warming:
 
 
 def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
-    """Compile in child processes, side by side, what nobody has compiled; the seconds that it took."""
+    """Compile the missing kernels in child processes, side by side; return the seconds."""
     begun = time.perf_counter()
     wanted: dict[str, list[_Warming]] = {}
     for one in made:
@@ -327,7 +325,7 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 
 def _here() -> torch.device:
-    """The current accelerator, as torch sees it; the CPU where there is none."""
+    """Return torch's current accelerator, or else the CPU."""
     from portattn.planning.registry import Registry
 
     for kind in dict.fromkeys(b.device_type for b in Registry.load().backends.values() if b.device_type != "cpu"):

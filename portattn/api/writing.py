@@ -16,9 +16,9 @@ from portattn.schema.tensors import POINTER_ALIGNMENT
 
 
 def write(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    """Carry out a call: of a kind that is known by what is kept of it, any other by its plan.
+    """Run a call: from the launch cache if its shape class is cached, otherwise by planning it.
 
-    tensors, values  as the Request has them, in its order; `backend` and `validate` come last among values
+    tensors, values  in the Request's order; `backend` and `validate` come last among values
     arguments        all of them by the caller's names
     """
     if torch.compiler.is_dynamo_compiling():
@@ -31,7 +31,7 @@ def write(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], arguments:
 
 
 def carry_out(request: Request) -> None:
-    """Carry a request out by its plan, or what something records or transforms by the operator."""
+    """Run a request by its plan, a recorded or transformed one by the torch operator."""
     tensors, values, _ = request.parts
     if are_transformed(tensors) or are_dispatched(tensors) or torch._C._are_functorch_transforms_active():
         by_operator(request.op, tensors, values)
@@ -41,7 +41,7 @@ def carry_out(request: Request) -> None:
 
 
 def nowhere(request: Request) -> None:
-    """Let the request write nothing when it is carried out, and launch what it would: no new token has a place."""
+    """Make a request write nothing with the same launches: its tokens get no slot."""
     for name in ("slots", "seqlens_k"):
         tensor = request.tensors.get(name)
         if isinstance(tensor, torch.Tensor):
@@ -51,5 +51,5 @@ def nowhere(request: Request) -> None:
 
 
 def by_operator(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-    """Call the torch operator, as a graph has it. Traced by dynamo: plain Python alone."""
+    """Call the torch operator. Traced by dynamo: plain Python alone."""
     getattr(torch.ops.portattn, op)(*arguments_of(op, tensors, values, (), WRITING))

@@ -46,7 +46,7 @@ COMMANDS = {
     "tune": ("portattn.cli.tune:tune", "Search launch choices for a set of problems, and write them as tuning data."),
     "bench": ("portattn.cli.bench:bench", "Time the paths of this machine's device against each other."),
 }
-# What is asked for by other names, Python's and other tools'.
+# Names of commands that users type by habit, from Python or other tools -> ours.
 ELSEWHERE = {"explain": "plan", "why": "quirks why", "audit": "quirks audit", "benchmark": "bench", "info": "doctor"}
 
 

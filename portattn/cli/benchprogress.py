@@ -16,7 +16,7 @@ class BenchProgress(ProgressCounter):
         super().__init__(total, already, "bench")
 
     def doing(self, case: str, what: str) -> None:
-        """Say what is done of the cell under way; where there is no bar, only what takes long."""
+        """Show the current cell's step; without a bar, print the slow steps only."""
         why = SLOW.get(library(what))
         if self._bar:
             self._bar.update(self._task, description=f"{case}: {what}{f' ({why})' if why else ''}"[:100])

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class ReleaseOutcomes(msgspec.Struct, kw_only=True):
     """What came of the releases, by name.
 
-    results  of those that started: each with a run
-    earlier  of those that did not start, what --resume finds of them in --out
-    failed   why they did not start
+    results  of releases that started: each with a run
+    earlier  of releases that did not start: the results that --resume finds in --out
+    failed   why a release did not start
     """
 
     results: dict[str, Result] = msgspec.field(default_factory=dict)
@@ -46,7 +46,7 @@ def bench(
     releases: list[Release], chosen: dict[str, list[Case]], options: BenchOptions, libraries: Path | None,
     budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure, write and show. Exits as `portattn bench` does; with status 1 also where a release did not start."""
+    """Measure, write and show. Exit as `portattn bench` does; with status 1 also if a release did not start."""
     from portattn.tools.bench.releases import compared
 
     found = ReleaseOutcomes()

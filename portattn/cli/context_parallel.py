@@ -36,10 +36,10 @@ from portattn.tools.problem_text import shape
 def context_parallel(
     q: str, kv: str, dv: int | None, dtype: str, ranks: int, rate: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:  # fmt: skip
-    """What attention over several GPUs costs each of them.
+    """Print the cost of attention over several GPUs for each of them.
 
-    Operations and bytes are exact: those of portattn.distributed. Times are a model of the rates that it prints, whose
-    defaults were measured on an H200, but for the links'. Nothing is run, and no GPU is needed.
+    Operations and bytes are exactly portattn.distributed's. Times are a model of the rates that it prints, whose
+    defaults were measured on an H200, except the links' rates. The command runs nothing and needs no GPU.
 
     \b
     portattn context-parallel --q 1,32,131072,128 --kv 1,8,131072,128 --ranks 8 --causal

@@ -59,9 +59,9 @@ def command_line_error(error: Exception, ctx: click.Context) -> CommandLineError
 def require_some(count: int, done: str, reasons: Iterable[str]) -> None:
     """Exit with status 3 if a command has checked nothing, and print why on standard error.
 
-    count    of what was checked, green or red
-    done     past participle of what the command does: "verified"
-    reasons  why each thing was left out, repeated ones too; the first three different ones are printed
+    count    number of checks made, green or red
+    done     past participle of the command's verb: "verified"
+    reasons  why each check was left out, with repetitions; the first three different reasons are printed
     """
     if count:
         return

@@ -175,12 +175,12 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
 )
 @json_option
 def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
-    """Say what another compiler changes: entries that fall away, stay or newly apply, and plans that are not the same.
+    """List the changes that another compiler brings: entries that fall away, stay or newly apply, and changed plans.
 
-    It also says which variants carry over, are tried by their canaries or refuse, which schedules were timed with which
-    compiler, and which published figures were measured with the new one.
+    It also lists the variants that carry over, are tried by their canaries or refuse, the compiler that each schedule
+    was timed with, and the published figures that were measured with the new compiler.
 
-    The plans are those of `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan.
+    The plans are as in `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan.
     """
     from portattn.planning.registry import Registry
     from portattn.tools.quirks.lifecycle.upgrade import OP

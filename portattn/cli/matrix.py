@@ -208,9 +208,9 @@ def run(
 @matrix_verdict.fail_on_option("red, note, not_run")
 @json_option
 def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: bool) -> None:
-    """Write the page for the results in DIR, those of an interrupted run too.
+    """Write the page for the results in DIR, also of an interrupted run.
 
-    Exit status 0 whatever the cells say, unless --fail-on names what is red: `red`, `note`, `not_run`. 2 when the
+    Exit status 0 whatever the cells say, unless --fail-on names red kinds: `red`, `note`, `not_run`. 2 when the
     results cannot be read or are of another schema version.
     """
     from portattn.tools.matrix import results

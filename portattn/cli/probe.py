@@ -116,7 +116,7 @@ def probe(
 
 
 def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) -> tuple[list[str], list[str]]:
-    """(toolchains to probe on, those of the lab that are not here). Raises LabError for a named one that is not."""
+    """Return (toolchains to probe on, absent toolchains of the lab). Raises LabError if a named toolchain is absent."""
     from portattn.errors import PortattnError
     from portattn.schema.toolchain import installed_beside, installed_toolchain, is_installed
     from portattn.tools import lab

@@ -95,7 +95,7 @@ class FileProgress(ProgressCounter):
         super().__init__(total, 0, "files")
 
     def counted(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-        """The same files, each counted as it is asked for."""
+        """Yield the files, and count each."""
         for file in files:
             self.count += 1
             if self._bar is not None:

@@ -135,10 +135,10 @@ def show(quirk_id: str, as_json: bool) -> None:
 )
 @json_option
 def why(target: str, toolchain: str | None, as_json: bool) -> None:
-    """Say which quirks apply on TARGET: to which kernels, for which problems, and what they change.
+    """List the quirks that apply on TARGET, with their kernels, problems and effects.
 
-    TARGET is BACKEND:ARCH or a chip's name. The problems are those of `portattn matrix run --quick`. Quirks that
-    concern the target and apply to none of them are listed with the reason.
+    TARGET is BACKEND:ARCH or a chip's name. The problems are the quick set, as in `portattn matrix run --quick`. Quirks
+    that concern the target but apply to no problem are listed with the reason.
     """
     from portattn.cli.why import because
 

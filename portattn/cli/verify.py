@@ -56,10 +56,10 @@ def verify(
 ) -> None:
     """Run small adversarial problems of each OP (all by default) as they are planned for a target.
 
-    The same kernel, lowering and tile run under Triton's interpreter and, where the target is here, on the device; what
-    is compiled for an older NVIDIA GPU runs on a newer one ("sm_80 code on sm_90"); with --emulate also what the
-    compiler made of them, in a functional model of the chip. Each is compared with a float64 oracle. Where they do not
-    agree the row says what is to blame.
+    The same kernel, lowering and tile run under Triton's interpreter and, if the target is here, on the device; code
+    for an older NVIDIA GPU runs on a newer one ("sm_80 code on sm_90"); with --emulate the compiled code also runs in a
+    functional model of the chip. Each result is compared with a float64 oracle. If they disagree, the row says what is
+    to blame.
 
     Exit status 1: something differs. 3: nothing could be run or compiled here, so nothing was verified.
     """

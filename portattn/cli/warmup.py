@@ -18,16 +18,16 @@ from portattn.errors import DataError
 @click.option("--jobs", type=click.IntRange(1, 256), help="Child processes that compile side by side.")
 @json_option
 def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> None:
-    """Compile what the calls in SPECS.json need, run their canaries, and run each of them once.
+    """Compile the kernels of the calls in SPECS.json, run their canaries, and run each call once.
 
     SPECS.json is a list of calls: {"op": "attention", "q": "bf16[2,32,4096,128]", "k": "bf16[2,8,4096,128]", ...,
-    "causal": true}, with the operation's own arguments; a tensor is described by its type and shape, and where it is
-    not contiguous by its strides: "bf16[2,8,4096,128]:8388608,128,1024,1". Types: fp16, bf16, fp32, i32, bool.
+    "causal": true}, with the operation's own arguments; a tensor is described by its type and shape, and by its
+    strides if it is not contiguous: "bf16[2,8,4096,128]:8388608,128,1024,1". Types: fp16, bf16, fp32, i32, bool.
 
     A size that varies is a name: "k": "bf16[2,8,S,128]" with "sizes": {"S": "1..4096"}, or a list of sizes.
 
-    What is on disk (Triton's cache, compile records, canaries, the launcher in C) spares later processes the compiles;
-    what is kept in memory ends with this one: in the serving process, call portattn.warmup with the same specs.
+    Files on disk (Triton's cache, compile records, canaries, the launcher in C) spare later processes the compiles;
+    caches in memory end with this process: in the serving process, call portattn.warmup with the same specs.
 
     Exit status 1: a call could not be warmed up. 3: SPECS.json has no call.
     """

@@ -89,7 +89,7 @@ def because(target: Target) -> Because:
 
 
 def _applied(made: Plan) -> list[tuple[str, Applied]]:
-    """(kernel or variant, quirk) pairs of a plan, those of a core kernel that was passed over included."""
+    """Return the (kernel or variant, quirk) pairs of a plan, also of a core kernel that it passes over."""
     found = [(made.kernel or made.path, applied) for applied in made.quirks]
     for no in made.rejected:
         if no.choice is not None:

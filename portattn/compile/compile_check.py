@@ -1,4 +1,4 @@
-"""Making sure that a planned kernel compiles here, before it is launched: in a child process when nobody has seen it.
+"""Check that a planned kernel compiles here before it is launched: in a child process if no record says so.
 
 A compiler error, crash or hang becomes an Incident and a negative CompileRecord; the caller's process lives on.
 """

@@ -62,7 +62,7 @@ COMPILER_VARIABLES = ("TRITON_", "AMDGCN_", "ASCEND_", "MLIR_", "LLVM_")  # how 
 
 
 def standing(reply: Reply, *, room: bool = True) -> Standing:
-    """How long a failure counts, by what is known of it.
+    """Return how long a failure stands, by its reply.
 
     room  whether the disks had room when it happened (see `has_room`)
     """
@@ -80,7 +80,7 @@ def standing(reply: Reply, *, room: bool = True) -> Standing:
 
 
 def machines(reply: Reply) -> bool:
-    """Whether nothing was learnt of the compiler, or anything that was said or printed is the machine's failure."""
+    """Return whether the failure is the machine's: the worker was unavailable, or a text of the reply says so."""
     return reply.unavailable or _MACHINE.search(f"{reply.kind}\n{reply.message}\n{reply.log}") is not None
 
 

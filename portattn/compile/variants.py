@@ -44,7 +44,7 @@ def known_failure(variant: Variant, made: Plan, call: Call, target: Target, sett
 
 
 def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
-    """Why the launches of this call do not compile here, tried if nobody has; None when they do."""
+    """Return the record of a failed compile (compiling first if needed), or None."""
     load_kernels("portattn.kernels.combine", interpreted=False)  # says so where Triton interprets in this process
     launches = _seen_or_lacking(variant, made, call, target, settings)
     if isinstance(launches, CompileRecord):

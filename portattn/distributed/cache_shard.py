@@ -90,13 +90,13 @@ class CacheShard(NamedTuple):
         page_table: torch.Tensor | None = None,
         sequences: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Where new tokens go in this rank's part: the `slot_mapping` of portattn.write_pages.
+        """Return the slots of new tokens in this rank's part: the `slot_mapping` of portattn.write_pages.
 
-        positions   (B, S) int32 or int64: places of new tokens in their sequences, or (T,) with `sequences`. Nothing is
-                    written of a token whose place is negative
+        positions   (B, S) int32 or int64: places of new tokens in their sequences, or (T,) with `sequences`. A token
+                    with a negative place is not written
         page_size   tokens a page of this rank's; of a contiguous cache its rows a sequence
-        page_table  (B, pages a sequence) int32: this rank's pages of each sequence; None where sequence b's tokens lie
-                    in page b, as those of a contiguous cache do
+        page_table  (B, pages a sequence) int32: this rank's pages of each sequence; None if sequence b's tokens lie in
+                    page b, as in a contiguous cache
         sequences   (T,) int32 or int64: the row of page_table of each token; None for (B, S) positions
 
         Returns (B·S,) or (T,) int64: page·page_size + row in the page, and -1 for tokens of other ranks.

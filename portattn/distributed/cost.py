@@ -116,22 +116,21 @@ def decode_parallel_cost(
     dtype: str = "bf16",
     rates: Rates | None = None,
 ) -> Cost:
-    """What a call of `decode_parallel(…)` costs each rank, without running it.
+    """Return the cost of a call of `decode_parallel(…)` for each rank, without running it.
 
     q, kv   (B, Hq, Sq, D) and (B, Hk, S, D) of whole sequences of S keys
-    heads   what each rank gets, "all" or "shard"
-    dim_v   v's head_dim, where it is not D
+    heads   the heads that each rank gets, "all" or "shard"
+    dim_v   v's head_dim, if it is not D
     latent  whether values are a part of the keys (mla_attention): read once. One key head then, and dim_v at most D
     dtype   "bf16", "fp16" or "fp32", of queries and cache
     ranks   that share each sequence
     rates   of the machine; None for Rates()
 
-    In the model a rank reads its part of the cache at Rates.memory, and then
-    comes the collective, which nothing hides.
+    In the model a rank reads its part of the cache at Rates.memory; the collective follows and is not hidden.
 
     Returns a Cost.
 
-    Raises ArgumentError for what is out of its limits.
+    Raises ArgumentError for an argument out of its limits.
 
     >>> from portattn.distributed import decode_parallel_cost
     >>> found = decode_parallel_cost((1, 64, 1, 128), (1, 8, 1048576, 128), ranks=2)
@@ -181,7 +180,7 @@ def decode_parallel_cost(
 
 
 class _Run:
-    """One rank's steps: what it computes in each, and what goes over its links meanwhile."""
+    """One rank's steps: the computation and the bytes over its links in each."""
 
     def __init__(
         self, shape: _Shape, shards: Shards, mask: Mask, heads: HeadShards, place: int, rates: Rates

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine does in a second. The defaults are an H200's, and those of links are their makers' figures.
+    """A machine's rates per second. The defaults are an H200's; link rates are their makers' figures.
 
     forward   operations of attention, forward: docs/performance/results.json has 633 to 661 TFLOP/s at D = 128 and 64k
               to 128k tokens

@@ -29,17 +29,17 @@ def decode_parallel(
     mesh        a torch ProcessGroup, a DeviceMesh of one dimension, or None for all processes
     interleave  consecutive tokens of a sequence on one rank, as CacheShard says: 1 deals tokens out one by one, a page
                 size by pages; with the longest sequence divided by the number of ranks each has one stretch
-    heads       what each rank gets of a result: "all" heads, or with "shard" its own Hq / N, heads
+    heads       heads of a result that each rank gets: "all", or with "shard" its own Hq / N,
                 rank·Hq/N … (rank + 1)·Hq/N − 1, for which less is sent
-    validate    whether ranks tell each other before a collective what they call with; None: on the CPU only. Without it
-                nothing waits for the device, and a rank that calls with other shapes or lengths is not noticed
+    validate    whether ranks compare their arguments before a collective; None: on the CPU only. Without it no rank
+                waits for the device, and a rank that calls with other shapes or lengths is not noticed
 
     All ranks call the same method with the same queries and the same lengths; caches and page tables are each rank's
-    own. Ranks tell each other here that they agree on interleave and heads.
+    own. Ranks check here that they agree on interleave and heads.
 
     Returns a DecodeParallel.
 
-    Raises ArgumentError, on every rank: what is out of its limits, or differs between ranks.
+    Raises ArgumentError, on every rank, for an argument out of its limits or different between ranks.
 
     >>> import torch, portattn, torch.distributed as dist
     >>> from portattn.distributed import decode_parallel

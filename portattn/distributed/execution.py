@@ -231,14 +231,14 @@ def _let_messages_begin(memory: torch.Tensor) -> None:
 
 
 class _Home:
-    """Gradients of keys and values that go back to the rank that has these, one step at a time."""
+    """Return of gradients of keys and values to the ranks that hold these, one step at a time."""
 
     def __init__(self, ring: Ring, of_k: Sum, of_v: Sum) -> None:
         self._ring, self.of_k, self.of_v = ring, of_k, of_v
         self._moving: tuple[_Moving, RingStep] | None = None
 
     def send(self, distance: int, source: int, of_keys: torch.Tensor, of_values: torch.Tensor) -> None:
-        """Gradients of the block that came from `source`; those of what this rank had sent in that step come."""
+        """Send `source` its block's gradients; receive the gradients of the block that this rank sent in that step."""
         self.finish()
         ranks = self._ring.ranks
         user = (ranks.rank + distance) % ranks.size
@@ -250,7 +250,7 @@ class _Home:
         self._moving = _Moving(_move(ranks, source, [sent], user, into), (keys, values), sent), used
 
     def finish(self) -> None:
-        """Add what has come to this rank's own."""
+        """Add the received gradients to this rank's own."""
         if self._moving is None:
             return
         moving, used = self._moving

@@ -47,12 +47,12 @@ class Ranks:
 
 
 def dimensions(op: str, mesh: Any) -> tuple[Ranks, ...]:
-    """The dimensions of what a caller names as its ranks, outermost first.
+    """Return the dimensions of a caller's mesh, outermost first.
 
     mesh  a ProcessGroup, a DeviceMesh of any number of dimensions, or None for all processes
 
-    Raises ArgumentError where it is something else, torch.distributed is not there or not initialised, or this
-    process is not one of the ranks.
+    Raises ArgumentError for another type, if torch.distributed is absent or not initialised, or if this process is not
+    one of the ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(op, "mesh", mesh, "torch.distributed is not initialised: call init_process_group first")

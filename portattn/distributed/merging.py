@@ -73,8 +73,8 @@ class StateMerger:
         self._sizes, self._device, self._made = tuple(sizes), device, False
 
     def add(self, rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """One more part of the rows from rows[0] on, which is kept or overwritten. What it holds in rows that attended
-        nothing (-inf) does not matter, but for the first part, which has 0 there, as calls return it."""
+        """Merge a partial result of the rows from rows[0] on; `out` may be kept or overwritten. Its rows with an LSE of
+        -inf may hold anything, except in the first part, which must hold 0 there, as calls return it."""
         if not self._made and rows == (0, self._sizes[2]):
             self.out, self.lse, self._made = out.to(self._dtype), lse, True
             return
@@ -83,16 +83,16 @@ class StateMerger:
         merge(self.out[:, :, at], self.lse[:, :, at], out, lse)
 
     def finish(self) -> None:
-        """Rows of which there was no part yet give 0 and -inf."""
+        """Set rows without a part to 0 and -inf."""
         if not self._made:
             self.out = torch.zeros(self._sizes, dtype=self._dtype, device=self._device)
             self.lse = torch.full(self._sizes[:3], float("-inf"), dtype=torch.float32, device=self._device)
             self._made = True
 
     def count_sinks(self, sinks: torch.Tensor, real: Rows | None) -> None:
-        """A sink (Hq,) is one more score of each row, without a value: counted here once, whatever number of ranks.
+        """Count the sinks (Hq,), one more score of each row without a value: once, whatever number of ranks.
 
-        real  rows that attend at all, of packed rows with padding behind them; None for all
+        real  rows before the padding of packed rows; None for all
         """
         self.finish()
         at = slice(*real) if real is not None else slice(None)
@@ -104,8 +104,8 @@ class StateMerger:
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merge part (B, H, S, D) into out, in place, and their log-sum-exps (B, H, S) float32; any strides. What a part
-    has in rows at -inf does not matter, and may be overwritten."""
+    """Merge part (B, H, S, D) into out, in place, and their log-sum-exps (B, H, S) float32; any strides. A part's rows
+    at -inf may hold anything, and may be overwritten."""
     if not out.numel():
         return
     if can_fuse(out.device) and out.stride(3) == part.stride(3) == 1:

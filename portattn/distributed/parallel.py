@@ -166,14 +166,14 @@ class ContextParallel:
         return torch.cat([tensor.narrow(dim, a, b - a) for a, b in self._rows(tensor.shape[dim])], dim)
 
     def unshard(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
-        """The whole tensor of what each rank has of it: to look at results. Every rank must make this call.
+        """Return the whole tensor from the ranks' parts, to look at results. Every rank must make this call.
 
         tensor  this rank's, as out (B, H, S / ranks, D); without gradients: call it under torch.no_grad() or detach
         dim     the axis that the sequence's rows lie along
 
         Returns (…, S, …), contiguous, on every rank.
 
-        Raises ArgumentError where gradients are asked of it, or ranks disagree.
+        Raises ArgumentError if the tensor requires gradients or ranks disagree.
 
         >>> import torch, torch.distributed as dist
         >>> from portattn.distributed import context_parallel
@@ -249,13 +249,13 @@ class ContextParallel:
         layout      "bhsd", or "bshd": q, k, v and out are (B, S, H, D)
         chunk, bias, mask, seqlens_q, seqlens_k, dropout_p  refused
 
-        Gradients of q, k and v are those of the whole call. Of sinks and slopes each rank has the part of its own
-        rows or heads: they add up over the ranks, as those of any parameter that all ranks have.
+        Gradients of q, k and v equal the whole call's. Each rank has its own rows' or heads' part of the gradients of
+        sinks and slopes: sum them over the ranks, as for any replicated parameter.
 
         Returns out as q, (B, Hq, S, Dv) of q's dtype; with return_lse, (out, lse (B, Hq, S) float32).
 
-        Raises ArgumentError, on every rank where ranks disagree or one of them refuses its call; what
-        torch.distributed raises where a rank is gone or does not answer within the process group's time-out.
+        Raises ArgumentError, on every rank if ranks disagree or one of them refuses its call, and torch.distributed's
+        error if a rank is gone or does not answer within the process group's time-out.
 
         >>> import torch, torch.distributed as dist
         >>> from portattn.distributed import context_parallel

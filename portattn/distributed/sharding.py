@@ -96,7 +96,7 @@ class Documents:
         return isinstance(other, Documents) and self._hash == other._hash and self.cu == other.cu
 
     def inside(self, rows: Rows) -> list[tuple[int, Rows]]:
-        """(document, its rows) of those that have rows among these."""
+        """Return (document, its rows) for each document in these rows."""
         found = []
         for place in range(max(0, bisect.bisect_right(self.cu, rows[0]) - 1), len(self.cu) - 1):
             start, stop = max(rows[0], self.cu[place]), min(rows[1], self.cu[place + 1])
@@ -185,10 +185,10 @@ def step(
     """What shard `place` of the ring attends of the keys of shard `source`.
 
     length  rows of the whole sequence
-    join    whether calls whose positions are not in one piece may become one: not where scores depend on distances
+    join    whether calls with positions in several pieces may become one: not if scores depend on distances
     """
     if join and documents is None and place == source and mask == CAUSAL:
-        # Rows and keys are the same, in the sequence's order: what is causal of it is so of its places in the shard.
+        # Rows and keys are the same, in the sequence's order: causal by position is causal by place in the shard.
         mine = (0, sum(stop - start for start, stop in shards.pieces(length, place)))
         return RingStep((mine,), (Span(mine, mine, None, 0),) if mine[1] else ())
     spans: list[Span] = []

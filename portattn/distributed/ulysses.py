@@ -77,7 +77,7 @@ class Ulysses:
         return slice(heads[0], heads[-1] + 1) if heads else slice(0, 0)
 
     def like_heads(self, *tensors: torch.Tensor, of: Sequence[tuple[Heads, ...]]) -> tuple[torch.Tensor, ...]:
-        """Memory of what `to_heads` makes of these tensors. Nothing is sent."""
+        """Allocate the results of `to_heads` without sending anything."""
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         mine = [heads[self.ranks.rank] for heads in of]
         return tuple(

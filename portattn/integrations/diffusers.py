@@ -146,7 +146,7 @@ def _function(dispatch: Any, backend: str | None) -> Callable[..., Any]:
 
 
 def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any) -> Any:
-    """attention of (B, S, H, D); what it says of `layout`, which diffusers' call does not have, it says of tensors."""
+    """Run attention of (B, S, H, D). Its errors about `layout`, which diffusers' call does not have, name tensors."""
     if torch.compiler.is_dynamo_compiling():  # errors come out of the compiler then, in its own words
         return ops.attention(query, key, value, layout="bshd", **named)
     try:

@@ -71,7 +71,7 @@ class Parallel:
         attn_mask: torch.Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool,
         return_lse: bool, _save_ctx: bool = True, _parallel_config: Any = None,
     ) -> Any:  # fmt: skip
-        """Attention of what lies here: (B, Sq, H, D) -> (B, Sq, H, Dv), and the LSE (B, Sq, H) where it is asked for.
+        """Run attention of this rank's tensors: (B, Sq, H, D) -> (B, Sq, H, Dv), and the LSE (B, Sq, H) if asked for.
 
         is_causal and enable_gqa are False: `check`. The template calls it without recording gradients.
         """
@@ -95,9 +95,9 @@ class Parallel:
         key: torch.Tensor | None = None, value: torch.Tensor | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Gradients of query, key and value, (B, S, H, D) each.
+        """Return the gradients of query, key and value, (B, S, H, D) each.
 
-        query, key, value  a part of the keys, in the place of what `forward` was given first
+        query, key, value  a part of the keys, in place of the tensors that `forward` took
         out, lse           of all keys together, (B, Sq, H, Dv) and (B, Sq, H)
         """
         own_q, own_k, own_v, attn_mask, seed, own_out, own_lse = ctx.saved_tensors
@@ -135,7 +135,7 @@ def _waited(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def _gradients(
     qkv: list[torch.Tensor], named: dict[str, Any], out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Of keys and values that are some of those of which out and lse are: kernels compute it of these two alone."""
+    """Return gradients for a part of the keys, given out and lse of all keys: all that kernels need."""
     leaves = q, k, v = [tensor.detach().requires_grad_() for tensor in qkv]
     request = request_of("attention", {**_DEFAULTS, **named, **dict(zip(_QKV, leaves, strict=True))})
     if training.planned(request):
@@ -144,9 +144,9 @@ def _gradients(
             made = kernels.gradients("attention", *given, asked=_QKV)
         if made is not None:
             return tuple(made[name] for name in _QKV)
-    # Torch differentiates attention over these keys alone, whose softmax is another one: a row's probabilities here
-    # are `share` of those there. The gradient of the scores, P·(dP − Σ dO·out), has the sum of the output of all keys;
-    # what it differs by goes in as a gradient of the LSE.
+    # Torch differentiates attention over these keys alone, with another softmax: the whole's probabilities are `share`
+    # times this part's. The gradient of the scores, P·(dP − Σ dO·out), has the output of all keys in its sum; the
+    # difference goes in as a gradient of the LSE.
     with torch.enable_grad():
         found: Any = ops.attention(q, k, v, layout="bshd", return_lse=True, **named)
     own, own_lse = found

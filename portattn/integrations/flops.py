@@ -63,7 +63,7 @@ def sizes(signature: OperatorSignature, arguments: Any) -> tuple[int, int, int]:
 
 
 def _keys(given: dict[str, Any], op: str, batch: int, bshd: bool, heads: int) -> list[Any]:
-    """Keys of each sequence; of chosen tokens, those of a head in the mean."""
+    """Return the keys of each sequence; with chosen tokens, the mean over heads."""
     if op == "sparse_attention":
         counts = given["counts"]
         room = [given["indices"].shape[-1]] * batch

@@ -76,7 +76,7 @@ class Activation:
         forwards = {name: forward for name, forward in forwards.items() if hasattr(torch.ops.aten, name)}
         self.own = {name: _kernel(name, key) for name in (*forwards, *backwards)}
         self._library: Any = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():  # torch warns that its kernels are overridden, which is what was asked for
+        with warnings.catch_warnings():  # torch warns that its kernels are overridden, as intended
             warnings.simplefilter("ignore")
             for name, forward in forwards.items():
                 self._put(name, functools.partial(self._forward, name, forward), key)

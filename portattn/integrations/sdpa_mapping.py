@@ -156,8 +156,8 @@ def _marker(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
 
 
 def _check_plain(**tensors: torch.Tensor | None) -> None:
-    """Dense tensors, and those of torch's own classes that have rules for portattn's operators. Other subclasses know
-    themselves what SDPA is for them."""
+    """Check for dense tensors and torch's own classes that have rules for portattn's operators. Other subclasses define
+    SDPA themselves."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue

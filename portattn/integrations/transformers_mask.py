@@ -39,22 +39,22 @@ def refuse(feature: str, value: object, reason: str) -> ArgumentError:
 class CompactMask:
     """The mask of one forward: which keys each query sees.
 
-    batch, q_length, kv_length   what the mask was made for; kv_length is the rows that the cache hands to the op
-    kv_used      the first rows of those, which hold anything; less than kv_length in a static cache
+    batch, q_length, kv_length   the mask's sizes; kv_length is the rows that the cache hands to the op
+    kv_used      number of first rows that are filled; less than kv_length in a static cache
     left, right  keys that a query sees before and after its own position; None for all. A right of 0 is a causal mask.
-                 Where either is given, a sequence's last query and last key are of one position
-    chunk        keys of a chunk, of which a query sees its own, counted from the first valid key; None for no chunks
+                 If either is given, a sequence's last query and last key have one position
+    chunk        keys of a chunk, counted from the first valid key; a query sees its own chunk. None for no chunks
     seqlens_q/k  (B,) int32: valid rows; None for all (of kv_used)
     leftpad_q/k  (B,) int32: padding rows before the first valid one; None for none
-    mask         bool, broadcast to (B, 1, Sq, kv_used): what is hidden beyond that; None for nothing
+    mask         bool, broadcast to (B, 1, Sq, kv_used): hides further keys; None for none
     packed       (B, Sq): a query sees keys of its own number only. None for one sequence a row; never beside `mask`
-    flaw         (B, 1, 1, 1) float32: NaN where a row of the 2-D mask turned out not to be one run of ones, else 0.
-                 The first layer adds it to its output. None where the mask has been read back
-    written_out  `mask` is the whole mask; left and right say what is known of it, for speed
-    windowed     it was made with a window, which `left` and `right` leave out where it hides nothing
+    flaw         (B, 1, 1, 1) float32: NaN if a row of the 2-D mask turned out not to be one run of ones, else 0.
+                 The first layer adds it to its output. None if the mask has been read back
+    written_out  `mask` is the whole mask; left and right repeat known bounds of it, for speed
+    windowed     the mask was made with a window, which `left` and `right` omit if it hides nothing
 
     Models, generate() and accelerate treat a mask as a 4-D tensor that is already prepared: they ask for ndim and
-    shape, and call to() and contiguous(). Nothing else is offered: a model that computes with its mask is refused.
+    shape, and call to() and contiguous(). The class has nothing else: a model that computes with its mask is refused.
     """
 
     batch: int
@@ -245,7 +245,7 @@ def compact_mask(
 
 
 def _are_first(begins: torch.Tensor, valid: torch.Tensor | None) -> bool:
-    """Whether positions (B,) are those of the first valid tokens, and no row has holes behind its own."""
+    """Return whether positions (B,) point at the first valid tokens, and no row has holes behind its own."""
     if valid is None:
         return not bool(begins.any())
     first, _, sound = _runs(valid)

@@ -29,7 +29,7 @@ HINT = "not with sequences that ranks share"
 class _ShardMask(CompactMask):
     """The mask of one forward over a rank's rows: causality and a window, by positions in the whole sequence.
 
-    checked  whether this forward's position_ids are known to be those of the rank's rows
+    checked  whether this forward's position_ids are known to match the rank's rows
     """
 
     checked = False
@@ -41,7 +41,7 @@ def register_parallel(
     """Make `shared` an attention implementation of transformers: `attn_implementation="portattn_parallel"`.
 
     shared   what portattn.distributed.context_parallel returned
-    name     under which models find it; none of transformers' own names, nor a part of one
+    name     its name in transformers; not transformers' own, nor a part of one
     backend  as in portattn.attention: a path that every local call must take, or None for the setting
 
     Each rank calls its model with its own rows and their places, as shard_batch makes them. Causal models, windows,
@@ -49,8 +49,8 @@ def register_parallel(
 
     Returns a Registration, a handle with remove().
 
-    Raises ArgumentError for a name that is taken. In a forward it is raised, on every rank, for what is not done, and
-    where position_ids are not those of the rank's rows (read back once a forward).
+    Raises ArgumentError for a name that is taken. A forward raises it, on every rank, for an unsupported feature and
+    for position_ids that do not match the rank's rows (read back once a forward).
     """
     if not isinstance(shared, ContextParallel):
         limit = "must be what portattn.distributed.context_parallel returns"

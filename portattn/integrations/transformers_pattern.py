@@ -113,8 +113,8 @@ class _Condition:
 
 
 class _Position:
-    """query, key, plus: so many times the query's position and the key's, and a number. The operators are those of
-    masking_utils; what cannot be said so is None."""
+    """query · the query's position + key · the key's + plus. The operators are masking_utils'; a result of another form
+    has query None."""
 
     def __init__(self, query: int | None, key: int, plus: int = 0) -> None:
         self.query, self.key, self.plus = query, key, plus

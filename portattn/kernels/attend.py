@@ -111,8 +111,8 @@ def qk(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, stride_pag
 
 @triton.jit
 def drop_out(p, key, turn, row, start, threshold, DROPS: tl.constexpr):
-    """Probabilities [BLOCK_M, BLOCK_N] of the rows from `row` and the keys from `start` on, 0 where they are dropped.
-    What is kept is scaled once, at the end; the row's sum is of all of them. The rest is as kept_tile has it."""
+    """Zero the dropped probabilities [BLOCK_M, BLOCK_N] of the rows from `row` and the keys from `start` on. Kept ones
+    are scaled once, at the end; the row's sum counts all. Other arguments are kept_tile's."""
     return tl.where(kept_tile(key, turn, start, row, threshold, p.shape[1], p.shape[0], False, DROPS), p, 0.0)
 
 
@@ -216,25 +216,25 @@ def attend(
 
     Tiles [full_begin, full_end) are attended whole by every row; the others are masked: row i attends the keys
     before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end`, which no row attends, is read
-    (but by descriptors over pages): it may hold NaN. Features that are not asked for are None.
+    (but by descriptors over pages): it may hold NaN. Absent features are None.
 
-    row_valid: which rows are real. The others, which fill a tile up, have a query of 0, a bias of -inf and a mask of
-    False. Where it is decided over a tile's rows which values count, none of them attends a key that no real row does;
-    what they hold at the end is anything.
+    row_valid: which rows are real. The others fill a tile up, with a query of 0, a bias of -inf and a mask of False.
+    They attend no key that no real row attends, where the unused values of a tile are decided over its rows; their
+    results may be anything.
 
-    dropout_seed: None, or what kernels/dropout.py drops probabilities by. drop_row is the tile's first row by its
-    position in the sequence, drop_origin is what keys' positions count from.
+    dropout_seed: None, or the seed of kernels/dropout.py. drop_row is the position of the tile's first row in the
+    sequence, drop_origin the origin of keys' positions.
 
     KV_FORMAT: how keys and values are stored (kernels/dequantize.py). k_scales, v_scales: None, or a scale for each
     token, read as keys are, from the key/value head's base pointer on; of nvfp4 a row of scales for each, as long as
     the token's row has blocks.
 
-    Q_FORMAT: how queries are stored: as_q, or as keys are, with V_FORMAT for the values, row_scales for each query's
-    scale [BLOCK_M] or None, OPERANDS for the operands of Q·Kᵀ, P_TERMS for those of each probability
-    (kernels/quantized_qk.py). The values' products are then of float16, in which each number of every format is exact.
+    Q_FORMAT: the storage format of queries: as_q, or the keys', with V_FORMAT for the values, row_scales for each
+    query's scale [BLOCK_M] or None, OPERANDS for the operands of Q·Kᵀ, P_TERMS for the terms of each probability
+    (kernels/quantized_qk.py). The values' products are then float16, which holds each number of every format exactly.
 
-    tree_low, tree_high, tree_first: None, or each row's tree mask and the key that its first bit is of (tiles.py,
-    in_tree). No key from there on lies in a tile that is attended whole.
+    tree_low, tree_high, tree_first: None, or each row's tree mask and the key of its first bit (tiles.py, in_tree). No
+    key from there on lies in a tile that is attended whole.
 
     NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
 
@@ -255,7 +255,7 @@ def attend(
     if dropout_seed is not None:
         drop_word, drop_turn = head_words(dropout_seed, drop_head, DROPS)
     if PIPELINE == "single":
-        # Without a loop there is half as much code, and registers are those of one step.
+        # Without a loop there is half as much code, and one step's registers.
         PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
         values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V // PER,
                            BLOCK_N, BLOCK_DV // PER, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
@@ -398,10 +398,10 @@ def in_chunk(start, end, position, origin, chunk):
 
 @triton.jit
 def kv_tile_range(near, far, low_near, low_far, origin, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Which key tiles some row attends, [first, last), and which every row attends whole, [full_begin, full_end).
+    """Return the key tiles that some row attends, [first, last), and every row whole, [full_begin, full_end).
 
-    near, far          end of the keys of the row that sees least far, and of the one that sees furthest
-    low_near, low_far  with WINDOW: first key of the row whose window begins first, and of the one whose begins last
+    near, far          least and greatest end of a row's keys
+    low_near, low_far  with WINDOW: least and greatest first key of a row's window
     """
     last = tl.maximum(far - origin + BLOCK_N - 1, 0) // BLOCK_N
     full_end = tl.maximum(tl.minimum(near, far) - origin, 0) // BLOCK_N

@@ -42,10 +42,10 @@ def largest_finite(tile):
 def load_places(q_pointers, row_valid, q_stride_d, COLS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
                 NEGATED: tl.constexpr, PLACES: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
                 ABOVE: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
-    """Queries [BLOCK_M, WIDE] of each of the PLACES that a word has, of two places the first two twice.
+    """Load queries [BLOCK_M, WIDE] for each of a word's PLACES; with two places the two are returned twice.
 
-    SCALED: they are float16, divided by their row's `unit`, a power of two, and those of the first and the third place
-    times ABOVE. BITS: what a product with keys' bits is multiplied by.
+    SCALED: queries become float16, divided by their row's `unit`, a power of two; the first and the third place are
+    multiplied by ABOVE. BITS: factor on a product with keys' bits.
 
     Returns the four, unit [BLOCK_M], and with ZEROS a row's sum, divided by BITS; else unit again.
     """
@@ -78,11 +78,11 @@ def load_places(q_pointers, row_valid, q_stride_d, COLS: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """Logarithms of values' scales, up to 0.09 too low in base 2, in the base of `exponential`.
+    """Return logarithms of values' scales, up to 0.09 too low in base 2, in the base of `exponential`.
 
-    The bits of a float32 are its logarithm, with a straight line between powers of two. That of a tiny scale is raised:
-    probabilities, which are divided by its power, must stay finite. Of what is no positive number, as keys that are
-    masked may have, it is some number.
+    The bits of a float32 are its logarithm, with a straight line between powers of two. A tiny scale's logarithm is
+    raised: probabilities, which are divided by its power, must stay finite. A scale that is not positive, as masked
+    keys may have, gives some number.
     """
     logs = tl.maximum(scales.to(tl.int32, bitcast=True).to(tl.float32) * STEP_OF_LOGS - BIAS_OF_LOGS, LEAST_LOG)
     if EXP != "exp2" or NATURAL:

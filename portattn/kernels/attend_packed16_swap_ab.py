@@ -182,9 +182,9 @@ def attend_packed16_swap_ab(
                 if TOKENS:
                     middle = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[None, :]
                 v_1, v_2, v_3, v_4 = four_places(values, UNPACK)
-                # What stands for 0, in units of the first numbers, is a product of its own, the same in all rows. It
-                # is subtracted before the step's numbers are added: sums of a step alone cancel, as what they are of
-                # has both signs. Over all steps they would have lost the result's last bits.
+                # The codes for 0, in units of the first numbers, have a product of their own, the same in all rows. It
+                # is subtracted before the step's numbers are added: within a step sums cancel, as their terms have
+                # both signs. Over all steps they would have lost the result's last bits.
                 if UNPACK == "ptx":
                     zeros = middle.to(tl.float16, bitcast=True)
                 else:

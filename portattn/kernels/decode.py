@@ -89,9 +89,9 @@ def decode_split(
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     PER: tl.constexpr = 2 if KV_FORMAT == "int4" or KV_FORMAT == "nvfp4" else 1  # numbers of a byte
     # Words of at most 8 rows and nothing but lengths: keys are the rows of products
-    # (kernels/attend_packed16_swap_ab.py). Of int4 rows of 40 numbers in tiles of 16 keys that loop gave wrong results
-    # on an H200 (Triton 3.6.0, 2026-11-26), which nobody has explained: it takes what was seen to be right, whole tiles
-    # of columns and at least 32 keys. Triton 3.2 takes two conditions at a time.
+    # (kernels/attend_packed16_swap_ab.py). For int4 rows of 40 numbers in tiles of 16 keys that loop gave wrong results
+    # on an H200 (Triton 3.6.0, 2026-11-26; cause unknown): it takes only the cases seen to be right, whole tiles of
+    # columns and at least 32 keys. Triton 3.2 takes two conditions at a time.
     WHOLE: tl.constexpr = (BLOCK_M < 16 and BLOCK_N >= 32) and (HEAD_DIM % 64 == 0 and HEAD_DIM_V % 64 == 0)
     LENGTHS: tl.constexpr = (not WINDOW and not SOFTCAP) and (alibi_slopes is None and bias is None)
     ALL: tl.constexpr = (mask is None and tree_mask is None) and (UNPACK != "bytes" and KV_FORMAT != "nvfp4")
@@ -154,7 +154,7 @@ def decode_split(
         first_step, full_begin, full_end, last_step = kv_tile_range(
             near, far, low_near, low_far, k_first, BLOCK_N, WINDOW
         )
-        # Whole key tiles a share, so that only the ends of what is attended are ragged.
+        # Whole key tiles a share, so that only the ends of the attended range are ragged.
         share = tl.cdiv(last_step - first_step, splits)
         first_step = tl.minimum(first_step + split * share, last_step)
         last_step = tl.minimum(first_step + share, last_step)

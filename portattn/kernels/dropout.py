@@ -49,11 +49,11 @@ def philox_by_halves(seed, c0, c1, c2, c3):
 
 @triton.jit
 def head_words(seed, head, DROPS: tl.constexpr):
-    """(key, turn) of a head, uint32 and int32: of its scores the generator's key, and what turns rows' numbers.
+    """Return (key, turn) of a head, uint32 and int32: the generator's key for its scores, the turn of row numbers.
 
     seed   pointer to one int64
-    head   number of the query head among those of all sequences
-    DROPS  `halves` where a product's high half is made of products of 16-bit halves
+    head   number of the query head, counted over all sequences
+    DROPS  `halves`: a product's high half is computed from products of 16-bit halves
     """
     nothing = head - head
     if DROPS == "halves":

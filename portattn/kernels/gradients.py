@@ -54,7 +54,7 @@ def load_row_numbers(lse, delta, rows, valid):
 
 @triton.jit
 def score_tile(values, batch, head, rows, keys, there, other, stride_b, stride_h, stride_q, stride_k):
-    """A tile of what is given for every score, and `other` where nothing is (`there`)."""
+    """Load a tile of a tensor with a value for each score; `other` outside `there`."""
     base = values + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     return tl.load(base + rows.to(tl.int64) * stride_q + keys * stride_k, mask=there, other=other)
 

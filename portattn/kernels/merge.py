@@ -1,4 +1,4 @@
-"""Merging partial results of one set of rows by their log-sum-exps: of two, and of those that several ranks sent."""
+"""Merge partial results of one set of rows by their log-sum-exps: two of them, or the results of several ranks."""
 
 import triton
 import triton.language as tl

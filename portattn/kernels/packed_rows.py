@@ -1,7 +1,7 @@
 """Rows of 16-bit numbers with a scale for each token, two numbers an instruction: `unpack = ptx` of write_cache.
 
-Each row's largest number is found, and infinities are held to it, while numbers are 16 bits wide. What is left for each
-number by itself is the division.
+Each row's largest number is found, and infinities are held to it, while numbers are 16 bits wide. Only the division is
+done number by number.
 """
 
 import triton
@@ -24,7 +24,7 @@ def halves(tile, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def larger_finite(first, second):
-    """Of two tiles' numbers the one of the larger size, of either sign, of those that are finite; NaN where neither is.
+    """Elementwise: the finite value of larger magnitude; NaN if neither is finite.
 
     A number times 0 and itself again is itself, or NaN where it is infinite; max takes the number beside a NaN.
     """

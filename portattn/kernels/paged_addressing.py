@@ -1,7 +1,6 @@
-"""Where the keys of a tile are, in one tensor or in pages of a cache, and loads of what is there.
+"""Addresses of a tile's keys, in one tensor or in pages of a cache, and loads from them.
 
-attend_words (words.py) looks a tile's pages up once, for all that it reads of a key: words of keys and of values, and
-their scales.
+attend_packed16 looks a tile's pages up once, for the words of its keys and values and their scales.
 """
 
 import triton
@@ -87,11 +86,11 @@ def key_pointers(source, start, page, row, stride_page, stride_row, PAGE_SIZE: t
 @triton.jit
 def load_words(rows, there, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
                ALIGNED: tl.constexpr):  # fmt: skip
-    """Tile [BLOCK_N, BLOCK_COLS] of the 16-bit words of keys' rows; of those that are not there 0 when BOUNDED.
+    """Load a tile [BLOCK_N, BLOCK_COLS] of the 16-bit words of keys' rows; with BOUNDED absent keys give 0.
 
     rows     a byte pointer for each key [BLOCK_N]
     COLS     words of a row
-    ALIGNED  what rows' addresses are multiples of, in bytes
+    ALIGNED  alignment of rows' addresses, in bytes
     """
     c = tl.arange(0, BLOCK_COLS)
     firsts = tl.multiple_of(rows[:, None].to(tl.pointer_type(tl.int16)), [ALIGNED, ALIGNED])

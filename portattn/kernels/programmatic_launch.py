@@ -22,8 +22,8 @@ if gdc_wait is not None:
 
     @triton.jit
     def let_next_kernel_begin():
-        """The next kernel, if its launch is dependent, may begin when all programs have come here. What it waits for
-        (wait_for_kernel_before) is this kernel's end all the same."""
+        """Let the next kernel, if its launch is dependent, begin when all programs have come here. It still waits for
+        this kernel's end (wait_for_kernel_before)."""
         gdc_launch_dependents()
 
 else:

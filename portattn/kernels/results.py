@@ -12,10 +12,10 @@ def store_rows(
     o_stride_p, o_stride_b, o_stride_h, o_stride_s,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr, EXP: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """Store what is valid of [BLOCK_M, BLOCK_DV] rows, from the state of their softmax.
+    """Store the valid part of [BLOCK_M, BLOCK_DV] rows, from the state of their softmax.
 
     SPLIT: `out` is (splits, slots, Hq, Sq, Dv) and `lse` (splits, slots, Hq, Sq, 2), the states of `split`'s keys.
-    Otherwise `out` is (slots, Hq, Sq, Dv) and `lse` (slots, Hq, Sq). lse: None where nobody asked for it.
+    Otherwise `out` is (slots, Hq, Sq, Dv) and `lse` (slots, Hq, Sq). lse: None if it is not asked for.
     slot, slots: the row's sequence and how many there are; 0 and 1 of packed queries.
     head, q_row: [BLOCK_M] the head and the row in Sq; q_row is int64.
     """

@@ -274,10 +274,10 @@ def apply_softcap(x, softcap):
 
 @triton.jit
 def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr, CLAMPED: tl.constexpr):
-    """A tile of what is given for every score, [BLOCK_M, BLOCK_N], from rows' pointers; `other` where there is none.
+    """Load a tile of values for each score, [BLOCK_M, BLOCK_N], from rows' pointers; `other` outside.
 
-    BY_KEY: it is the same for all rows, of which `rows` is the one pointer, and the tile is [1, BLOCK_N].
-    CLAMPED: what is masked out may be read all the same, so it is looked up at a key that exists.
+    BY_KEY: the values are the same for all rows, `rows` is one pointer, and the tile is [1, BLOCK_N].
+    CLAMPED: masked loads may read all the same, so they read at a key that exists.
     """
     if BY_KEY:
         tile = tl.load(rows + keys * stride, mask=keys < end, other=other)[None, :]

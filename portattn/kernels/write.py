@@ -51,8 +51,8 @@ def quotient(numbers, factor, UNPACK: tl.constexpr):
 
 @triton.jit
 def as_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr, UNPACK: tl.constexpr):
-    """As to_eight_bits; `ptx`: by the chip's conversions where it has the format. They round alike, keep -0, make the
-    largest number of what is larger, and 0x7f of NaN (PTX ISA, cvt with .satfinite, from sm_89 on)."""
+    """Like to_eight_bits; `ptx`: by the chip's conversions if it has the format. They round alike, keep -0, clamp to
+    the largest number and turn NaN into 0x7f (PTX ISA, cvt with .satfinite, from sm_89 on)."""
     if UNPACK == "ptx" and KV_FORMAT == "e4m3":
         code = tl.inline_asm_elementwise(
             """{ .reg .b16 low, high;

@@ -49,7 +49,7 @@ def numbers(call: Call) -> dict[str, float]:
 
 @functools.cache
 def _tensors(launches: str) -> tuple[str, ...]:
-    """Features whose tensors a kernel takes: those of any op that it serves (schema/ops.py)."""
+    """Return the features whose tensors a kernel takes, of any op that it serves (schema/ops.py)."""
     rows = [row for row in ROWS.values() if row.launches == launches]
     return tuple(name for name in COMMON if any(name in row.tensors for row in rows))
 
@@ -65,7 +65,7 @@ def tree_stride(call: Call) -> dict[str, int | None]:
 
 
 def block_strides(call: Call) -> dict[str, int | None]:
-    """Strides of a map of blocks. None where there is none: no argument is passed at a launch."""
+    """Return strides of block_mask; without one they are None, and a launch passes no argument."""
     given = (None,) * 3 if call.block_mask is None else call.block_mask.stride()[:3]
     return {f"block_mask_stride_{axis}": stride for axis, stride in zip("bhq", given, strict=True)}
 

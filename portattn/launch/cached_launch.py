@@ -27,7 +27,7 @@ from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 _STORED = frozenset({"q", "k", "v", "k_block_scale", "v_block_scale"})  # tensors that a caller may have in float8
 _MEMORY_ALIGNMENT = 256  # bytes: of each buffer in the memory that a call allocates for all of them
-# Whether calls are launched directly where they can be, and by native.c; what is kept already stays as it is.
+# Whether calls are launched directly if possible, and by native.c; existing cache entries stay as they are.
 DIRECT = NATIVE = True
 Launch = Callable[[Mapping[str, Any]], None]
 Planner = Callable[[bytes], Plan]
@@ -80,16 +80,16 @@ class CachedLaunch:
         steps: Sequence[Step], sized: ShapeClass, planner: Planner, descriptors: bool = False,
         each: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
-        """Keep a call.
+        """Cache a call's launches.
 
-        launch   launches by Triton's own way, given tensors by name (those of `given`, None where absent, out, lse and
-                 the buffers), and under SIZES the numbers of the program
-        steps    what `launch` launches, to be launched directly where that can be done. Their roles: names of `given`,
-                 "out", "lse", those of the buffers and those of `each`
+        launch   launches through Triton, given tensors by name (`given`, None if absent, out, lse and the buffers), and
+                 under SIZES the numbers of the program
+        steps    the kernel steps of `launch`, launched directly if possible. Their roles: names of `given`, "out",
+                 "lse" and names of the buffers and of `each`
         sized    the same steps made of Sizes
-        planner  the plan of other sizes, given as int64
-        descriptors  kernels build descriptors for themselves, in memory that they must be given
-        each     functions that give a tensor for one launch, by name
+        planner  returns the plan of other sizes, given as int64
+        descriptors  kernels build descriptors themselves, in memory that the launch must provide
+        each     functions that return a tensor for one launch, by name
         """
         self.plan, self.settings, self.given, self.planner = plan, settings, tuple(given), planner
         self._device, self._index, self._runtime = device, device.index, runtime(device.type)
@@ -195,7 +195,7 @@ class CachedLaunch:
         return tuple(sizes[place] for place in places[:rank]), tuple(sizes[place] for place in places[rank:])
 
     def native(self) -> Any:
-        """native.c's Sized: the same class of sizes, with launches of its own; None where there is none."""
+        """Return native.c's Sized for the same shape class; None without one."""
         direct = self.direct
         if direct is None or direct.native is None:
             return None

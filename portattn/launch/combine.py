@@ -53,7 +53,7 @@ class Outputs:
         return cls(out, lse, partial, call.empty(*shape, 2, dtype=torch.float32))
 
     def strides(self, axes: str) -> dict[str, int]:
-        """`o_stride_*` of what the kernel fills; `p` is the distance between two splits."""
+        """Return the kernel's `o_stride_*`; `p` is the distance between two splits."""
         given = self.partial.stride() if self.partial is not self.out else (0, *self.out.stride())
         return {f"o_stride_{axis}": stride for axis, stride in zip("pbhs", given, strict=False) if axis in axes}
 

@@ -1,6 +1,6 @@
 """A block of memory with everything that cuLaunchKernelEx reads, made once. A launch then writes addresses and sizes.
 
-Layouts are those of CUDA's cuda.h (CUlaunchConfig, CUlaunchAttribute); the tests compare them with its header.
+Layouts follow CUDA's cuda.h (CUlaunchConfig, CUlaunchAttribute); the tests compare them with that header.
 """
 
 from __future__ import annotations

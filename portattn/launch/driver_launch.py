@@ -58,20 +58,20 @@ class Direct:
     """Launches of some steps, to be run with other addresses.
 
     steps    as they were launched, or could be: their tensors show types and alignments
-    names    the roles, in the order in which a call gives their addresses; one that no kernel takes is passed over
+    names    the roles, in the order of a call's addresses; a role that no kernel takes is skipped
 
-    native   gives the module of native.c, or None and why there is none; None to launch from Python
+    native   returns the module of native.c, or None and the reason; None to launch from Python
 
-    way      "native" where native.c calls CUDA's driver, "driver" where Python does, through ctypes, "compiled" where
-             Triton's launcher of the compiled kernel is called
-    reason   why it is not "native"; empty where that was not asked for
-    scratch  bytes that a call must give for the role SCRATCH, where the kernels build descriptors for themselves; 0
-             where they need none. A Size where it changes from call to call
+    way      "native": native.c calls CUDA's driver; "driver": Python does, through ctypes; "compiled": Triton's
+             launcher of the compiled kernel runs
+    reason   why `way` is not "native"; empty if native was not asked for
+    scratch  bytes that a call must give for the role SCRATCH, if the kernels build descriptors themselves; else 0. A
+             Size if it changes from call to call
 
-    sized, outputs   the same steps made of Sizes, and what those of their numbers are added to that a launch takes
+    sized, outputs   the same steps made of Sizes, and the Outputs that collect the numbers that a launch takes
 
-    Looks the compiled kernels up, compiling what is not compiled, and loads them. Raises Unsupported where a Triton is
-    not known or a kernel has what cannot be cached.
+    Looks the compiled kernels up, compiling missing ones, and loads them. Raises Unsupported for an unknown Triton or a
+    kernel that cannot be cached.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Direct:
     def __call__(self, stream: int, addresses: Sequence[int], sizes: Sequence[int] | None = None) -> None:
         """Launch on a stream, given as the driver's handle, with these addresses; 0 for a tensor that is absent.
 
-        sizes  the numbers of `outputs`; those of the steps themselves where nothing in them changes
+        sizes  the numbers of `outputs`; None for the steps' own, if they do not change
 
-        Raises RuntimeError with the driver's words where it refuses.
+        Raises RuntimeError with the driver's message if it refuses.
         """
         given = self._constants if sizes is None else sizes
         if self.way == "compiled" or self.hooked():

@@ -7,7 +7,7 @@ from portattn.schema.call import Call
 
 
 def dropping(call: Call) -> tuple[int, float]:
-    """(threshold, factor of what is kept) for kernels/dropout.py: round(p·2¹⁶), and 1 / (1 - p)."""
+    """Return (threshold, factor) for kernels/dropout.py: round(p·2¹⁶), and 1 / (1 - p)."""
     if not call.dropout_p:
         return 0, 1.0
     return threshold(call.dropout_p), 1.0 / (1.0 - call.dropout_p)

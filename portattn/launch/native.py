@@ -198,7 +198,6 @@ def path(cache_dir: str) -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _digest(compiler: str | None) -> str:
-    """Of what decides the library's code."""
     parts = (SOURCE.read_bytes(), repr((sys.version_info, sysconfig.get_platform(), compiler)).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
@@ -230,7 +229,7 @@ def _load_or_compile(place: Path) -> Any:
 
 
 def _cached(place: Path) -> Any:
-    """The module at a place; None where there is none, or none that may be loaded: then it is made anew."""
+    """Return the module at a place; None if it is missing or must not be loaded: then it is built anew."""
     try:
         return _import(place)
     except (OSError, ImportError, UntrustedPath):  # ImportError: another machine's

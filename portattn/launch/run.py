@@ -168,7 +168,7 @@ def may_interpret() -> bool:
 def _importing_to_interpret() -> Iterator[None]:
     """TRITON_INTERPRET=1 while Triton and kernels are imported; child processes must not inherit it.
 
-    Each module's functions are decided as it is imported, also of those that come after the first.
+    Each module decides about its functions at its import, modules imported later too.
     """
     with compile_environment({"TRITON_INTERPRET": "1"}):
         import triton.language  # noqa: F401 - its own jit functions decide now

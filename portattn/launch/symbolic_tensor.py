@@ -158,7 +158,7 @@ class SymbolicTensor(torch.Tensor):
             size = wanted[axis]
             if axis >= added:
                 own, stride = self.sizes[axis - added], self.strides[axis - added]
-            else:  # torch gives a new axis of one element the stride of what follows it
+            else:  # torch gives a new axis of one element the next axis's extent as stride
                 own, stride = 1, sizes[-1] * strides[-1] if sizes else 0
             if own != size:
                 if own != 1:
@@ -182,7 +182,7 @@ class SymbolicTensor(torch.Tensor):
         sizes, strides, axis, first = [], [], 0, True
         for one in given:
             if one is None:
-                # The stride that torch gives a new axis: of what follows it.
+                # The stride that torch gives a new axis: the next axis's extent.
                 follows = axis < len(self.sizes)
                 sizes.append(1)
                 strides.append(self.sizes[axis] * self.strides[axis] if follows else 1)

@@ -1,12 +1,12 @@
-"""How native.c reads a tensor's sizes, strides and address: by torch's own C functions, of what its object holds.
+"""Reads of a tensor's sizes, strides and address by native.c, through torch's own C functions.
 
-In Python each of the three makes objects: 0.15 to 0.25 µs, of every tensor at every call. libtorch has the same as C
+In Python each of the three makes objects: 0.15 to 0.25 µs, for every tensor at every call. libtorch has the same as C
 functions (`aoti_torch_get_…`, the stable interface of ahead-of-time compiled models), which take the address of an
-`at::Tensor`. Where that lies in a Python tensor is no interface: it is looked for and tried out once a process, and
-where anything is not as it must be, tensors are asked in Python.
+`at::Tensor`. Its offset in a Python tensor is no interface: it is searched and tried out once a process, and if any
+check fails, tensors are asked in Python.
 
-The functions complain on stderr of tensors that have no sizes (nested and sparse ones, which are other classes of
-C++). native.c asks them only of the plain class, which the first word of what an `at::Tensor` points to says.
+The functions complain on stderr about tensors without sizes (nested and sparse, other C++ classes). native.c calls them
+only for the plain class, which it knows by the first word of the object that an `at::Tensor` points to.
 """
 
 from __future__ import annotations

@@ -43,12 +43,12 @@ class UnsupportedLaunch(Exception):
 class Parameter:
     """One parameter of a compiled kernel.
 
-    argument  the kernel's argument that it comes from; empty for what Triton adds
+    argument  the kernel's argument that it comes from; empty for Triton's own
     type      Triton's type: a pointer `*…`, `i32`, `fp32`, or `nvTmaDesc`
     part      of a tensor descriptor: "shape" or "strides", and `axis`; "" for the descriptor itself and all else
     size      bytes of it
 
-    Raises Unsupported for a type that is none of these.
+    Raises Unsupported for any other type.
     """
 
     argument: str
@@ -99,7 +99,7 @@ def compiled_kernel(kernel: Any, grid: tuple[int, ...], values: Sequence[Any], o
 
 
 def run_arguments(kernel: Any, values: Sequence[Any]) -> list[int]:
-    """Places among the kernel's arguments of those that `compiled.run` takes, in order."""
+    """Return the places of the kernel's arguments that `compiled.run` takes, in order."""
     return [place for place in range(len(values)) if version() > (3, 2) or place not in kernel.constexprs]
 
 
@@ -145,9 +145,9 @@ def ptx_sizes(ptx: str) -> list[int]:
 
 
 def all_parameters(compiled: Any) -> list[Parameter]:
-    """All parameters of a CUDA kernel, checked against its PTX: those of its arguments, then Triton's scratch pointers.
+    """Return all parameters of a CUDA kernel, checked against its PTX: its arguments', then Triton's scratch pointers.
 
-    Raises Unsupported where the two do not agree.
+    Raises Unsupported if the two do not agree.
     """
     own, sizes = parameters(compiled), ptx_sizes(compiled.asm["ptx"])
     added = len(sizes) - len(own)

@@ -51,8 +51,8 @@ class VendorPath:
         raise NotImplementedError
 
     def repeated(self, call: Call) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None:
-        """What runs other calls of the same kind and sizes, on a CPU: given their tensors in the caller's layout and
-        the operation's order, it gives results in that layout, and decides nothing anew. None where there is none."""
+        """Return a function that runs other calls of the same call key and sizes on a CPU, or None. It takes tensors in
+        the caller's layout and the operation's order, returns results in that layout, and decides nothing anew."""
         return None
 
 
@@ -60,15 +60,15 @@ class Variant:
     """Another kernel for some ops, explicitly scheduled for one chip: a candidate that comes before the core.
 
     name  path name in plans, warnings and `backend=`
-    ops   the ops that it is for
-    takes  what it can do beyond plain attention, as of a VendorPath
-    arches  the chips that it is for; on others plans do not mention it
-    needs  what it needs, in a few words, for people
-    legend  what the names in its schedules mean, in a few words each, for people
-    canaries  problems of its own that its canary runs; empty: those of its ops that it takes (portattn.testing.canary)
-    formats  of queries that it is for (Problem.q_format); of others plans do not mention it. Empty: any
-    probabilities  format that it rounds them to before they are multiplied, of those that tensors may have
-                   (Problem.kv_format); as_q: of 16 bits at least. Results are judged by it
+    ops   its ops
+    takes  demands that it meets beyond plain attention, as for a VendorPath
+    arches  its chips; plans for others do not mention it
+    needs  its requirements, in a few words, for people
+    legend  meanings of the names in its schedules, in a few words each, for people
+    canaries  problems of its own that its canary runs; empty: its ops' canaries that it takes (portattn.testing.canary)
+    formats  query formats that it takes (Problem.q_format); plans for others do not mention it. Empty: any
+    probabilities  format to which it rounds probabilities before the product, one of Problem.kv_format's; as_q: of 16
+                   bits at least. Results are judged by it
     """
 
     name: str
@@ -94,7 +94,7 @@ class Variant:
         return {}
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
-        """What else follows from the problem's sizes: shown in plans, no part of what is compiled. Pure."""
+        """Return numbers that follow from the problem's sizes, for plans; the compiled code has none. Pure."""
         return {}
 
     def defers_to_core(self, problem: Problem) -> str:
@@ -119,8 +119,8 @@ class Variant:
         return cast("StepLauncher", self.launcher(call))
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors that a launcher takes: of those that the caller gave, by the names that a Request has, and of
-        `out` and `lse` in the caller's layout."""
+        """Return the tensors that a launcher takes, from the caller's by the Request's names, with `out` and `lse` in
+        the caller's layout."""
         raise NotImplementedError
 
 
@@ -133,22 +133,20 @@ class Backend:
     vendor       the vendor library's paths, in order of preference
     variants     kernels of portattn's own that are for some of its chips only, in order of preference
     title        what people call it; its name when empty
-    default_toolchain  what is planned for where nobody names a toolchain and this machine's Triton is not asked; empty:
-                 this machine's
+    default_toolchain  toolchain of plans if none is named and this machine's Triton is not asked; empty: this machine's
     compiler_folders  folders of its compiler, as paths in a compiler's log have them
     compiler_words  whose wording of failures is its compilers' alone (tools/quirks/lifecycle/formats/)
     compiler_says  words that only its compilers print, whatever the failure
-    device_words  words in what drivers call its devices that do not tell the chip (maker, memory, form), in lower case,
+    device_words  words in drivers' names of its devices that do not tell the chip (maker, memory, form), in lower case,
                  as glob patterns: of `NVIDIA H100 80GB HBM3` all but the second
     options      options of its compiler that a launch may have: name -> bool, int or str
-    compilers    compilers that have this chip's backend, the usual one first; empty when any may. Those that are
-                 another distribution than portattn's own are described in the folder's compilers.toml
-                 (portattn/schema/compilers.py)
+    compilers    compilers that have this chip's backend, the usual one first; empty when any may. Distributions other
+                 than portattn's own are described in the folder's compilers.toml (portattn/schema/compilers.py)
     adapter      function that compiles for its chips, in the child: `package.module:function`, or `FILE.py:function` of
-                 a file in the folder, which then is found under every compiler's Python
-                 (portattn/worker/adapters.py); empty where Triton's own GPU targets serve
+                 a file in the folder, found under every compiler's Python (portattn/worker/adapters.py); empty if
+                 Triton's own GPU targets serve
     interface    which of INTERFACES the class is written for
-    core_path    name of the path that runs the core kernels; empty where none is offered by itself
+    core_path    name of the path that runs the core kernels; empty if it is not offered by itself
     """
 
     name: str
@@ -202,7 +200,7 @@ class Backend:
         return ""
 
     def components(self, arch: Arch, toolchain: Toolchain) -> dict[str, str]:
-        """Versions of what compiles beside Triton for this arch under this toolchain (ptxas, …), where known."""
+        """Return the known versions of compilers beside Triton for this arch under this toolchain (ptxas, …)."""
         return {}
 
     def machine_components(self) -> dict[str, str]:
@@ -220,12 +218,12 @@ class Backend:
         return ()
 
     def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Any, ...]:
-        """What runs compiled code of these chips where they are not, each a portattn.testing.executor.Executor.
+        """Return the executors of these chips' compiled code, each a portattn.testing.executor.Executor.
 
         seconds  time limit of each compile, and of each run
         here     targets that are devices of this machine
 
-        Asked by tools alone: import what they need in here, so that a serving process does without.
+        Only tools call it: import their requirements in here, so that a serving process does without.
         """
         return ()
 

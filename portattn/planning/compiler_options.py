@@ -30,7 +30,7 @@ def bring(found: BackendOptions) -> None:
 
 
 def backend_options() -> BackendOptions:
-    """Backend.options by backend: portattn's own, and those of packages once the registry has looked for them."""
+    """Return Backend.options by backend: portattn's own, and packages' once the registry has looked for them."""
     return {**own(), **_brought[0]}
 
 

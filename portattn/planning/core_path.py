@@ -293,7 +293,7 @@ def specialisation_key(
     env: dict[str, str],
     adapter: str = "",
 ) -> str:
-    """Digest of what decides the machine code, as far as a Problem says it; ensure.code_key adds the launches'.
+    """Return a digest of a Problem's part of the inputs that decide the machine code; code_key adds the launches'.
 
     adapter  digest of another package's file that compiles for the target
     """
@@ -304,7 +304,7 @@ def specialisation_key(
         "kernel": kernel.name,
         "constexprs": kernel.constexprs(problem, lowering, launch),
         "dtype": problem.dtype,
-        # What is None is compiled away.
+        # Absent features are compiled away.
         "optional": {name: getattr(problem, name) for name in OPTIONAL} | {"packed": problem.packed},
         "aligned": problem.aligned,
         "large": problem.large,

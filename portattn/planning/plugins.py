@@ -73,7 +73,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Loaded(msgspec.Struct, kw_only=True):
-    """A package whose backend can be asked. brings: the compilers of its folder; faults: of what they are."""
+    """A package with a usable backend. brings: the compilers of its folder; faults: their errors."""
 
     package: str
     backend: Backend

@@ -22,7 +22,7 @@ from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed_for
 from portattn.schema.tuning import Tuning
 
-BUILTIN = "portattn.backends"  # by name, as those of other packages: a plan needs their data, and no chip's code
+BUILTIN = "portattn.backends"  # by name, like other packages': a plan needs their data, and no chip's code
 
 
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +196,7 @@ def own_backends() -> dict[str, Backend]:
 
 
 def find_backends() -> dict[str, Backend]:
-    """portattn's own backends, then those of installed packages that are not broken, by name."""
+    """Return portattn's own backends, then installed packages' that are not broken, by name."""
     return look_around()[0]
 
 

@@ -26,12 +26,12 @@ def check_path(who: str, argument: str, path: str, target: Target | None = None)
 
 
 def check_settings(who: str, target: Target | None = None) -> None:
-    """Refuse settings that every call would refuse: those of the environment are otherwise read at the first one.
+    """Refuse settings that every call would refuse: the environment's are otherwise read at the first call.
 
     who, target  as in check_path
 
-    Returns nothing. Raises SettingError on an unknown variable, a bad value, or an override that names no quirk, and
-    ArgumentError on a path that is none.
+    Raises SettingError on an unknown variable, a bad value, or an override that names no quirk, and ArgumentError on an
+    unknown path.
     """
     settings = current()
     Registry.load().overrides(settings.quirks)
@@ -39,7 +39,7 @@ def check_settings(who: str, target: Target | None = None) -> None:
 
 
 def wrong_settings(who: str, target: Target | None = None) -> str:
-    """The text of what check_settings raises; empty where it raises nothing."""
+    """Return the text of the error that check_settings raises, or an empty one."""
     try:
         check_settings(who, target)
     except PortattnError as error:

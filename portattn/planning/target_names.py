@@ -127,7 +127,7 @@ def _served(arches: Mapping[str, Arch]) -> list[str]:
 
 
 def _close(text: str, arches: Arches, words: Words) -> list[str]:
-    """Names that look like a text or what is left of it without a backend's words, each with what it means."""
+    """Return names like a text, with or without a backend's words in it, each with its meaning."""
     names: dict[str, dict[str, None]] = {}
     for name, backend, arch in _names(arches):
         names.setdefault(name, {})[":".join((backend, arch))] = None
@@ -192,7 +192,7 @@ def _told(text: str, words: Sequence[str]) -> str:
 
 
 def _names(arches: Arches) -> Iterator[tuple[str, str, str]]:
-    """(plain name, backend, arch): arches, their chips, words of those that have a digit, and backends of one arch."""
+    """Yield (plain name, backend, arch): arches, chips, words of chips with a digit, and backends with one arch."""
     for backend, known in arches.items():
         for arch, described in known.items():
             if len(known) == 1:

@@ -1,8 +1,8 @@
-"""Gradients of the blockwise path, tile by tile, of what its forward pass has left of each row.
+"""Gradients of the blockwise path, tile by tile, from the row statistics of its forward pass.
 
-The formulas are those of Dao, "FlashAttention-2" (arXiv 2307.08691, section 3.2): with P = exp(S − largest) / sum,
+The formulas are from Dao, "FlashAttention-2" (arXiv 2307.08691, section 3.2): with P = exp(S − largest) / sum,
 delta = rowsum(out·grad_out) − grad_lse and dP = grad_out·Vᵀ, dV = Pᵀ·grad_out and dS = P·(dP − delta), the gradient of
-the scores. From there to the products Q·Kᵀ and to what else scores are made of autograd goes, inside of one tile.
+the scores. Autograd then differentiates the scores by Q·Kᵀ and by their other terms, inside one tile.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from portattn.schema.call import Call
 
 
 class KeyGradients:
-    """Sums in the dtype that is computed with: (B, Hk, Sk, X) where keys lie in their slots, (1, Hk, Tk, X) where they
-    are packed, and (B, H, places, X) of those that are gathered from pages or by indices, which go back at the end."""
+    """Sums in the tiling's dtype: (B, Hk, Sk, X) for contiguous keys, (1, Hk, Tk, X) for packed ones, and
+    (B, H, places, X) for keys gathered from pages or by indices, scattered back at the end."""
 
     def __init__(self, call: Call, tiling: Tiling) -> None:
         p = call.problem
@@ -173,7 +173,7 @@ class Backward:
 
 
 class _Graph:
-    """The scores of a tile, from which autograd finds the gradients of what they are made of."""
+    """The scores of a tile, through which autograd computes the gradients of their terms."""
 
     def __init__(self, call: Call, rows: RowBlock, tile: Tile, products: torch.Tensor) -> None:
         given = {"products": products, "bias": tile.bias, "q": None, "k": None}

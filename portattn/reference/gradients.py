@@ -1,4 +1,4 @@
-"""The gradients' operations on the reference path: of what a forward has given, tile by tile (backward.py)."""
+"""The gradients' operations on the reference path: from a forward's results, tile by tile (backward.py)."""
 
 from __future__ import annotations
 

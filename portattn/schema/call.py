@@ -18,21 +18,20 @@ class Call:
     q                (B, Hq, Sq, D); packed: (1, Hq, Tq, D)
     k, v             (B, Hk, Sk, D), (B, Hk, Sk, Dv); packed: (1, Hk, Tk, D), (1, Hk, Tk, Dv);
                      paged: (P, Hk, page, D), (P, Hk, page, Dv)
-    k_scale, v_scale  float32, what a cache's numbers are multiplied by, with strides of 0 where several share one:
-                     (B, Hk), or for each token (B, Hk, Sk), paged (P, Hk, page). k and v are then the cache's numbers,
-                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format). Of int4, two numbers a byte,
-                     they are D/2 and Dv/2 wide. Of fp8_ds_mla k is the bytes of whole rows, (P, 1, page, width), and
-                     there are no scales
-    k_block_scale, v_block_scale  of nvfp4 alone, the bytes of e4m3 numbers as int8: each block of 16 numbers of a row
-                     has one, (B, Hk, Sk, D/16), paged (P, Hk, page, D/16), the last axis contiguous. k and v are as
-                     those of int4
-    new_v            of what writes a cache: the new values, (B, Hk, Sq, Dv); q are then the new keys, k and v the cache
+    k_scale, v_scale  float32 factors of a cache's numbers, with strides of 0 if several share one: (B, Hk), or for each
+                     token (B, Hk, Sk), paged (P, Hk, page). k and v are then the cache's numbers, int8, or the bytes
+                     of float8 numbers as int8 (Problem.kv_format). int4, two numbers a byte, is D/2 and Dv/2 wide. For
+                     fp8_ds_mla k is the bytes of whole rows, (P, 1, page, width), without scales
+    k_block_scale, v_block_scale  nvfp4 only, the bytes of e4m3 numbers as int8: each block of 16 numbers of a row has
+                     one, (B, Hk, Sk, D/16), paged (P, Hk, page, D/16), the last axis contiguous. k and v are as for
+                     int4
+    new_v            append and write: the new values, (B, Hk, Sq, Dv); q are then the new keys, k and v the cache
     slots            write_pages: (Sq,) int32 or int64, the slot of each new token, page·page_size + row; negative: none
     cos, sin         of a rotary embedding, (positions, rotary_dim / 2)
     positions        write_pages: (Sq,) int32 or int64, the row of cos and sin of each new token
-    q_scale          the same of q, where queries are quantised too (Problem.q_format): (B, Hk), or for each token
-                     (B, Hq, Sq). Scales for each token of packed tensors are (1, H, T). Beside int8 queries and keys, v
-                     is of the results' dtype and has no scale
+    q_scale          the same for q, if queries are quantised too (Problem.q_format): (B, Hk), or for each token
+                     (B, Hq, Sq). Scales for each token of packed tensors are (1, H, T). With int8 queries and keys, v
+                     has the results' dtype and no scale
     q_rope           mla_attention: the last D - Dv columns of the queries, (B, H, Sq, D - Dv) or packed; q holds the
                      first Dv, k whole latent rows (P, 1, page, D), and v is k[..., :Dv]
     scale            factor on the scores, 1/√D unless the caller named one
@@ -48,16 +47,16 @@ class Call:
     alibi_slopes     (B, Hq) float32; stride 0 over B where all sequences have the same
     sinks            (Hq,) float32: a further score of each row, which has no value
     bias, mask       (B, Hq, Sq, Sk) views, broadcast by strides of 0: added to the scores; True = attend
-    tree_mask        (B, Sq) int64, packed (1, Tq): bit j of a query's word: it attends the key that is number j of its
-                     sequence's last ones, of which there are as many as its queries. Earlier keys are not its matter
+    tree_mask        (B, Sq) int64, packed (1, Tq): bit j of a query's word: it attends number j of its sequence's last
+                     keys, as many as its queries. The mask does not concern earlier keys
     block_mask       (B, Hq, blocks of queries, blocks of keys) bool, broadcast by strides of 0: whether the queries of
                      a block attend any key of the other; each row of blocks is contiguous
-    forward_out, forward_lse  of gradients: what the forward gave, (B, Hq, Sq, Dv) and (B, Hq, Sq) float32
-    grad_out, grad_lse        of gradients: those of the results, in the results' shapes; grad_lse may be None
-    grad_q, grad_k, grad_v    of gradients: where dQ, dK and dV go, in the shapes of q, k and v
-    grad_bias        of gradients: where dBias goes, float32, as large along each axis as the bias was, or 1
-    grad_slopes      of gradients: where each row's part of the slopes' gradient goes, (B, Hq, Sq) float32
-    dropout_seed     (1,) int64 on q's device: key of the random numbers that say what dropout keeps
+    forward_out, forward_lse  of gradients: the forward's results, (B, Hq, Sq, Dv) and (B, Hq, Sq) float32
+    grad_out, grad_lse        of gradients: the results' gradients, in the results' shapes; grad_lse may be None
+    grad_q, grad_k, grad_v    of gradients: memory for dQ, dK and dV, in the shapes of q, k and v
+    grad_bias        of gradients: memory for dBias, float32, as large along each axis as the bias was, or 1
+    grad_slopes      of gradients: memory for each row's part of the slopes' gradient, (B, Hq, Sq) float32
+    dropout_seed     (1,) int64 on q's device: key of the random numbers that decide dropout
     copied           q, k or v is a contiguous copy of the caller's (its rows lay too far apart for 32-bit offsets)
     dry              nothing will be launched: what the call allocates has no memory
     """

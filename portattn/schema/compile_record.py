@@ -15,14 +15,14 @@ Standing = Literal["lasting", "timeout", "passing"]
 
 
 class CompileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was seen for (kernel specialisation, target, toolchain).
+    """The result of compiling one specialisation for a target and toolchain.
 
-    key       digest of the specialisation, target and toolchain (see ensure.code_key)
+    key       digest of the specialisation, target and toolchain (see compile_check.code_key)
     level     highest evidence level reached
     passed    False: the specialisation must not be used on this toolchain
-    error     largest error against the reference, where numbers were compared
+    error     largest error against the reference, if numbers were compared
     incident  id of the recorded failure when not passed
-    facts     registers, spills, local memory and matrix-instruction counts, where they were read
+    facts     registers, spills, local memory and matrix-instruction counts, if they were read
     standing  how long a failure stands. lasting: as long as its key; timeout: until the time is over, or a call gives
               more time than `limit`; passing: in this process, until the time is over or its surroundings change
     wait      seconds that a failure that does not last stands

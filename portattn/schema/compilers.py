@@ -1,7 +1,7 @@
 """Compilers: the distributions that kernels are compiled with, as backends bring them (their folders' compilers.toml).
 
-portattn's own are read from the folders of its backends, those of other packages when the registry loads: a name that
-none of portattn's own has makes it load.
+portattn's own are read from the folders of its backends, other packages' when the registry loads: a name that is not
+portattn's own makes it load.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def variables() -> tuple[str, ...]:
 
 
 def unknown(name: str) -> str:
-    """What is said of a name that nobody brings."""
+    """Return the error about an unknown compiler."""
     listed = ", ".join(names())
     told = f"{name!r} is no known compiler; known: {listed}; a backend package may bring others (docs/backends.md)"
     return ". ".join([told, *_brought.broken])

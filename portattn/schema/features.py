@@ -18,14 +18,14 @@ Kind = Literal["lengths", "tokens", "scores", "row", "result"]
 class Feature:
     """One feature.
 
-    help   what its option says on the command line
-    kind   what it changes: which positions count (lengths), chosen tokens (tokens), every score (scores), the softmax
-           of each row (row), what is returned (result)
-    axes   those of its tensor as a Call has it, by letter: b batch, h query heads, q query rows, k keys, t chosen
-           tokens; s and r batch and rows of the query tensor, which packed queries have 1 and all of; m and n blocks of
-           queries and of keys. Empty where it has none of its own
+    help   help of its option on the command line
+    kind   the part that it changes: positions that count (lengths), chosen tokens (tokens), every score (scores), the
+           softmax of each row (row), the results (result)
+    axes   axes of its tensor in a Call, by letter: b batch, h query heads, q query rows, k keys, t chosen tokens; s and
+           r batch and rows of the query tensor, 1 and all rows for packed queries; m and n blocks of queries and of
+           keys. Empty if it has no tensor
     dtype  of that tensor, a name of torch's; empty: q's
-    title  what reports call it; its name when empty
+    title  its name in reports; its own name when empty
     """
 
     help: str

@@ -42,15 +42,15 @@ def launch_steps(steps: Sequence[Step]) -> None:
 
 
 class StepLauncher:
-    """What `Variant.launcher` returns where its kernels' launches can be described by Steps.
+    """A launcher (`Variant.launcher`) whose launches can be described by Steps.
 
-    A call of it launches by Triton's own way. The calls after the first one are launched by `direct.Direct`, for which
-    `steps` is asked once: it must depend on nothing of the tensors but shapes, strides and types, and a Step's roles
-    name every tensor and descriptor that it takes, by the names that `steps` gets them under.
+    Calling it launches through Triton. Later calls are launched by `driver_launch.Direct`, which calls `steps` once:
+    `steps` may depend only on the tensors' shapes, strides and types, and a Step's roles name every tensor and
+    descriptor that it takes, by the names in `tensors`.
 
-    buffers  shapes and types of what passes between the kernels, by name; allocated for each call
-    each     what else a call needs, by name: functions that give a tensor for one launch (a counter, say), whose memory
-             stays as long as that launch may run
+    buffers  shapes and types of tensors that pass between the kernels, by name; allocated for each call
+    each     functions that return a further tensor for one launch (a counter, say), by name; its memory stays as long
+             as that launch may run
     """
 
     def __init__(self, buffers: Buffers | None = None, each: Mapping[str, Callable[[], torch.Tensor]] | None = None):

@@ -92,8 +92,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_warps   warps a program
     num_stages  depth of Triton's load pipeline (1 = none)
     splits      programs that share one row's keys (decode); 1 elsewhere
-    rows_m, rows_n, rows_warps, rows_stages   of gradients, what the kernel that holds rows (`backward_rows`) has in
-                place of the first four, which then are those of the kernel that holds keys; 0: the same
+    rows_m, rows_n, rows_warps, rows_stages   of gradients, the same four for the kernel that holds rows
+                (`backward_rows`); the first four then belong to the kernel that holds keys. 0: the same
     options     backend compiler options, (name, value) pairs in name order; the same for both
 
     >>> import portattn
@@ -136,7 +136,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return (self,) if of_rows is self else (self, of_rows)
 
     def values(self) -> dict[str, Any]:
-        """Fields and options by name, for people: without the rows' values where they are those of the keys."""
+        """Return fields and options by name, for people: without the rows' values if they equal the keys'."""
         fields = {name: getattr(self, name) for name in LAUNCH_FIELDS}
         return {n: v for n, v in fields.items() if v or n not in OF_ROWS.values()} | dict(self.options)
 

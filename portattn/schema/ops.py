@@ -34,23 +34,22 @@ _NO_OPTION = frozenset({
 class OpRow:
     """One operation: a public function, or the gradients of one.
 
-    name, title  the function's name, and what reports call it
+    name, title  the function's name, and its name in reports
     gradient_of  the operation whose gradients it computes, which is no function of its own; empty for public ones
     tensors      its tensors in the order of a Request: the name in a Call and in kernels' arguments -> the parameter
-    words        what messages call tensors that are no parameters themselves
+    words        messages' names for tensors that are no parameters themselves
     values       its other parameters that decide a plan, in the order of a Request. `backend` and `validate` follow
-    lengths      those of `values` that are sizes, as the tensors' sizes are
-    arguments    the function that replaces parameters which stand for several tensors (a PageTable) by those; "" for
-                 none
+    lengths      the `values` that are sizes, as the tensors' sizes are
+    arguments    the function that replaces parameters for several tensors (a PageTable) by these tensors; "" for none
     validate     the function that checks a Request's tensors and values and builds the Call
     launches     the function that builds the core kernel's launches
-    needs, takes fields of a Problem among total_q, total_k, page_size and tokens: those that are always given (tokens
-                 may be 0 all the same), and those that may be
+    needs, takes fields of a Problem among total_q, total_k, page_size and tokens: always given (tokens may be 0 all the
+                 same), and optional
     packs_heads  whether its kernel packs the query heads of one key/value head into the rows of a tile
     latent       whether one latent row is key and value
-    trained_by   of an operation that has no gradient: what has one, for the text of the error; "" where it has one
-    writes       whether it fills a cache in place and returns nothing: k and v are then the cache, q and new_v what is
-                 written there, and heads_q is heads_k
+    trained_by   of an operation without a gradient: one that has it, for the text of the error; "" if it has one
+    writes       whether it fills a cache in place and returns nothing: k and v are then the cache, q and new_v the new
+                 rows, and heads_q is heads_k
     canaries     fields of the Problems that its canaries run
     """
 
@@ -95,7 +94,7 @@ class OpRow:
 
     @functools.cached_property
     def fixed(self) -> tuple[str, ...]:
-        """Those of `values` that are no sizes: they decide the kind of a call."""
+        """Return the `values` that are no sizes: they are part of the call key."""
         return tuple(name for name in self.values if name not in self.lengths)
 
     def load(self, what: str) -> Callable[..., Any]:
@@ -136,7 +135,7 @@ _ROTATED: dict[str, Any] = {"rotary": "neox", "rotary_dim": 64}
 _PLACES: dict[str, Any] = {"seq_k": 240, "page_size": 16}
 
 _SCORES = ("scale", "causal", "window", "chunk", "softcap")
-# What the gradients are computed of, and memory for those of Q, K and V (schema/call.py).
+# Inputs of the gradients, and memory for dQ, dK and dV (schema/call.py).
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _STORED = "k_scale v_scale k_block_scale v_block_scale"  # of a quantised cache

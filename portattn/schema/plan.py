@@ -58,9 +58,9 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     choice: CoreChoice | None = None
 
     def note(self, subject: str = "") -> str:
-        """Why the path was passed over, as a note of the plan that is taken instead.
+        """Return the reason of the rejection, as a note of the plan that is taken instead.
 
-        subject  of the reason, where that is only what is said of the path, as variants' reasons are
+        subject  of the reason, if that is only a predicate, as variants' reasons are
         """
         if self.quirk or self.incident:
             return f"not {self.path}: {self.reason} [{self.quirk or self.incident}]"

@@ -76,29 +76,29 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
     causal        none; bottom_right (the last query sees the last key); top_left (query i sees keys 0..i)
     window_left, window_right  keys that a query sees before and after its own position; -1 for all of them. A right
                   side of 0 is `causal`
-    chunk         keys of a chunk: a query sees those of the chunk that its own position lies in, counted from the
-                  sequence's first key; 0 for no chunks
-    total_q, total_k  rows of packed queries, and of packed keys; None where they are not packed
+    chunk         keys of a chunk, counted from the sequence's first key; a query sees its own position's chunk. 0 for
+                  no chunks
+    total_q, total_k  rows of packed queries, and of packed keys; None if they are not packed
     seqlens_q/k   per-sequence lengths are given, on the device
     leftpad_q/k   per-sequence left padding is given, on the device
     page_size, page_layout  tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
-    pages_in_line  a page's rows follow those of the page before it at the distance of two rows: a head's rows of all
-                  pages are one matrix
+    pages_in_line  each page follows the page before it at the distance of two rows: a head's rows of all pages are one
+                  matrix
     tokens        places for chosen tokens of each head (Lmax of sparse_attention)
     log_weights, magicpig  sparse_attention: logarithms added to the scores, given or computed from MagicPIG's K and L
     softcap, alibi_slopes, sinks, bias, mask, tree_mask, block_mask   those features are asked for
     block_q, block_k  queries and keys of a block of block_mask
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
-    aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
-    word_aligned  of a cache's rows the same, of 4 bytes: what a float32 scale inside of them asks for. Of nvfp4 its
-                  blocks' scales too, or of 2 or 1 where a row's scales are no multiple of 4 bytes
-    kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
-                  in registers. attention and varlen_attention have queries in it too (q_format), and values but for
+    aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
+    word_aligned  the same for a cache's rows, with 4 bytes (for a float32 scale inside them). For nvfp4 the blocks'
+                  scales too, with 2 or 1 if a row's scales are no multiple of 4 bytes
+    kv_format     format of the numbers in the cache: as_q (q's dtype), or a narrower one, which kernels widen in
+                  registers. attention and varlen_attention have queries in it too (q_format), and values except with
                   int8 (v_format)
-    kv_scales     what a scale of keys and one of values belong to: none, head (a key/value head of a sequence, also
-                   where all share one), token (a token and a head). Of queries the same
-    rotary, rotary_dim  of what writes a cache: keys get a rotary embedding on the way, of so many first columns
+    kv_scales     the unit of a scale of keys, values and queries: none, head (a key/value head of a sequence, also if
+                  all share one), token (a token and a head)
+    rotary, rotary_dim  append and write: keys get a rotary embedding on the way, in so many first columns
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
     dropout       dropout_p > 0
@@ -347,10 +347,10 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
         return (self.batch, self.seq_q) if self.total_q is None else (1, self.total_q)
 
     def demands(self) -> tuple[str, ...]:
-        """What is asked for beyond plain attention of the op over tensors of these sizes: names, in the fields' order.
+        """Return the names of demands beyond the op's plain attention over these sizes, in the fields' order.
 
-        Every field that does not have its default is one, a field that is new included: a path that does not say that
-        it takes it (`takes`) is not taken. Only sizes, types and places in memory are not, which each path looks at.
+        Every field without its default is a demand, a new field too: a path that does not declare it (`takes`) is not
+        taken. Only sizes, types and places in memory are not, which each path checks.
         """
         found: dict[str, None] = {}
         own = OPS_OWN.get(self.op, ())

@@ -57,7 +57,7 @@ LEVELS: tuple[str, ...] = ("declared", "compiles", "lowering-checked", "emulated
 
 
 class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All must hold; what is absent holds for any.
+    """Conditions that must all hold; an absent one holds.
 
     backend    name of a backend (portattn's own or an installed package's); absent: every backend
     arch       glob patterns on the arch's name and its families'
@@ -65,8 +65,8 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kernels    glob patterns on the kernel name
     features   conditions on the problem (portattn.schema.conditions)
     lowering   choice -> value that the plan would otherwise take
-    launch     launch value that the plan would otherwise take: a value, or a comparison such as ">=4"; where gradients'
-               kernels have different ones, those of either
+    launch     launch value that the plan would otherwise take: a value, or a comparison such as ">=4"; if gradients'
+               kernels differ in it, either's value
     """
 
     backend: str | None = None

@@ -1,13 +1,13 @@
-"""Sizes as a computation sees them: what it computed of them and what it compared, to be done again with other sizes.
+"""Sizes that record a computation's operations and comparisons on them, to be repeated with other sizes.
 
-A `Size` stands for a number of which only the value differs from call to call (a length, a batch, a stride). Code that
+A `Size` stands for a number whose value differs from call to call (a length, a batch, a stride). Code that
 is given Sizes in place of integers computes and branches as it always does; a `Trace` writes down each operation, and
 each comparison with its outcome. The `Program` made of it takes other numbers: where all comparisons come out as they
 did, the code would have taken the same branches, and the program's results are the code's; where one does not, it
 gives None, and the code itself has to run.
 
-What cannot be written down is never guessed. A use that needs the number itself (an index, a key of a dictionary, a
-float) pins the Size: the program then holds for that one value. Anything else that Python does not allow on an object
+A result that cannot be recorded is never guessed. A use that needs the number itself (an index, a key of a dictionary,
+a float) pins the Size: the program then holds for that one value. Anything else that Python does not allow on an object
 that is no int raises.
 """
 
@@ -96,7 +96,7 @@ def traceable(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 
 class Trace:
-    """What is computed of some inputs, and what is compared."""
+    """The operations and comparisons on some inputs."""
 
     def __init__(self) -> None:
         self.inputs: list[int] = []

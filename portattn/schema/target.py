@@ -23,17 +23,17 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name           the compiler's name of the architecture (`sm_90`, `gfx942`, `ascend910b2`)
     title          chips that people know
-    names          what else its chips are called, without what Backend.device_words leaves out of a driver's name:
-                   with the title's, what a target can be given as
+    names          further names of its chips, without the words of Backend.device_words: with the title's, the names
+                   that a target can be given as
     families       families that it belongs to, the narrowest first; a quirk's `when.arch` and a target can name one
-    devices        what its devices are called, as glob patterns, in the words of the backend's `detect`; its own name
-                   where none are given
-    compiler_target  what Triton's GPUTarget calls it: (Triton's backend, arch, lanes of a warp)
-    traits         what distinguishes it for who chooses tiles and loads; see TRAITS
+    devices        names of its devices, as glob patterns, in the words of the backend's `detect`; its own name if none
+                   are given
+    compiler_target  its GPUTarget in Triton: (Triton's backend, arch, lanes of a warp)
+    traits         its properties for the choice of tiles and loads; see TRAITS
     core_threads, core_registers, register_unit, reserved_memory
                    of one compute unit: threads, registers, registers that are handed out at once, and bytes of
-                   `scratchpad_kind` that are taken for each program beside its own; 0 where nobody has looked, and
-                   how many programs fit is then not known
+                   `scratchpad_kind` that are taken for each program beside its own; 0 if unknown, as the number of
+                   programs that fit then is
     cores          compute units that run programs: SMs, CUs, AI cores (of the chip named first in `title`)
     warp_size      lanes a warp or wavefront (0 where the notion does not apply)
     registers      32-bit registers a thread can have (0 where the notion does not apply)
@@ -42,14 +42,14 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     matrix         matrix instructions that the compiler uses on it, by the prefix they have in its assembly text
     fp8            fp8 formats that its matrix units take
     dot_precisions how an fp32 product can be computed
-    cache_share    bytes of keys and values that row tiles worked on side by side may read, to stay in a cache; 0 where
-                   nobody has looked, and tiles are worked on head by head
+    cache_share    bytes of keys and values that row tiles worked on side by side may read, to stay in a cache; 0 if
+                   unknown, and tiles are worked on head by head
     tuning         name of the arch whose tuning file it shares, its own name when empty
     toolchain      compiler -> PEP 440 range of its releases that compile for it; absent: all that portattn knows
     refused        why no kernel is planned for it; empty when kernels are
-    executors      for each executor of the backend, by its name: what it has to know of the chip, or as `lacks` why it
-                   cannot run its code
-    sources        where the numbers come from
+    executors      for each executor of the backend, by its name: its facts about the chip, or as `lacks` the reason why
+                   it cannot run its code
+    sources        sources of the numbers
     """
 
     name: str = ""

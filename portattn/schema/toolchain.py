@@ -31,7 +31,7 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     distribution  the compiler: `triton` (community), `triton-ascend`, another fork, or `none`
     version       that distribution's version (PEP 440)
     path          folder of the installed `triton` package; empty for a toolchain that is only named
-    components    (name, version) pairs of what else takes part: ptxas, cuda, rocm, cann, driver, torch …
+    components    (name, version) pairs of its other parts: ptxas, cuda, rocm, cann, driver, torch …
 
     >>> import portattn
     >>> toolchain = portattn.Toolchain.parse("triton==3.6.0,ptxas==13.3.33")
@@ -104,11 +104,11 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return msgspec.structs.replace(self, components=tuple(sorted(merged.items())))
 
     def within(self, name: str, specifier: str) -> bool | None:
-        """Whether the named component's version lies in a PEP 440 range; None where its version is not known.
+        """Return whether the named component's version lies in a PEP 440 range; None if its version is not known.
 
         Compilers that stand apart (Compiler.apart), as community Triton and triton-ascend do, are in no range of each
-        other's. Of another compiler (a fork, a build that nobody has heard of) it is not known which Triton's bugs it
-        has, unless it is added to a Triton, which then is one of its components.
+        other's. An unknown compiler (a fork, a private build) may have any Triton's bugs, unless it is added to a
+        Triton, which then is one of its components.
         """
         if name != self.distribution and compilers.is_compiler(name) and name not in dict(self.components):
             own = compilers.find(self.distribution)
@@ -287,6 +287,6 @@ def nameable(name: str) -> bool:
 
 
 def unknown_name() -> str:
-    """What is said of a name that is neither."""
+    """Return the error about an unknown name."""
     listed = ", ".join((*compilers.names(), *COMPONENTS))
     return f"unknown; known: {listed}; a backend package may bring other compilers (docs/backends.md)"

@@ -167,8 +167,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def read_tuning(path: Path, backend: str, options: BackendOptions, two: Callable[[str], bool]) -> Tuning:
     """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema.
 
-    options  those of compilers, by backend
-    two      whether the kernels that an entry's name matches hold keys and rows, one of them each (Launch.of_rows)
+    options  compiler options, by backend
+    two      whether an entry's name matches two kernels, one that holds keys and one that holds rows (Launch.of_rows)
     """
     data, text = toml_reader.read(path)
     tuning = toml_reader.convert(data, Tuning, path, text)

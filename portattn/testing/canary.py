@@ -73,9 +73,9 @@ STORED = dict.fromkeys(("decode_attention", "paged_attention"), _STORED)
 
 
 def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
-    """None when the plan's kernel family may run here; otherwise the negative CompileRecord that quarantines it.
+    """Return the negative CompileRecord that quarantines the plan's kernel family here, or None if it may run.
 
-    The set is run on this device when nobody has on this target and toolchain; that takes a child process some
+    Runs the canaries on this device if this target and toolchain have no record; that takes a child process some
     seconds, once.
     """
     if not canaries_wanted(target, settings, problem=made.problem):
@@ -129,9 +129,9 @@ def of_op(op: str) -> tuple[Problem, ...]:
 
 
 def stored_as(made: Plan) -> str:
-    """Format, scales and reading of a plan's quantised cache, as a record's key has them; empty where it is none.
+    """Return format, scales and reading of a plan's quantised cache for a record's key; empty for other caches.
 
-    Numbers that are read in words and one by one are widened by different code: of each, the other says nothing.
+    Reads in words and number by number are widened by different code: a record of one is no evidence for the other.
     """
     p = made.problem
     if p.kv_format == "as_q":

@@ -1,7 +1,7 @@
-"""Executor: how the compiled code of a plan is run where its chip is not, and compared with the oracle.
+"""Executor: runs a plan's compiled code on a machine without its chip, and compares it with the oracle.
 
-A backend gives its executors (Backend.executors). The launches of a small problem are compiled in one child, under the
-toolchain's Python, and run in another, of this one, which may die of what it runs.
+A backend provides its executors (Backend.executors). The launches of a small problem are compiled in one child, under
+the toolchain's Python, and run in another, under this one, which the code may kill.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Executor:
     """Runs of a backend's code, each distinct one once, however many threads ask.
 
     name       the field of a matrix cell that it fills
-    level      evidence that right numbers are
-    task       what the running child is asked for (portattn/worker/serve.py)
-    code_task  function that runs one kernel of a probe in a child; empty where there is none
+    level      evidence level of right numbers
+    task       task of the running child (portattn/worker/serve.py)
+    code_task  function that runs one kernel of a probe in a child; empty without one
     runs_on    `cpu`: any machine will do; `device`: another chip of the family has to be here, and `where` names both
     interprets whether its task runs the kernels' Python under Triton's interpreter: its child then is one for that
-    asks       what the compiler is asked for where the real problem's code is looked at: `full` facts of machine code,
-               or its `text`, which `analyze` reads. What is executed is always a text
-    lowers_to  what that text is in, where there is no machine code; empty where there is
+    asks       the compiler's output for the real problem: `full` facts of machine code, or its `text`, which `analyze`
+               reads. Executed code is always a text
+    lowers_to  language of that text, if it is not machine code; else empty
     arches     chips whose code it runs; empty: all of its backend
-    findings   kinds of errors of the running child that say that the code is wrong, beside wrong numbers
+    findings   kinds of errors of the running child that prove the code wrong, beside wrong numbers
     """
 
     name: Literal["lowered", "emulated", "older"]
@@ -61,7 +61,7 @@ class Executor:
         self._lock = threading.Lock()
 
     def lacks(self, target: Target) -> str:
-        """What is missing to execute what is compiled for a target; empty when nothing is."""
+        """Return the missing requirements for executing code of a target, or an empty text."""
         raise NotImplementedError
 
     def declines(self, target: Target) -> str:
@@ -73,7 +73,7 @@ class Executor:
         raise NotImplementedError
 
     def problems(self, plan: Plan) -> list[Problem]:
-        """What is run in place of the plan's problem."""
+        """Return the problems to run in place of the plan's."""
         return small_problems(plan)
 
     def piece(self, launch: KernelCall, reply: Reply) -> Any:
@@ -85,7 +85,7 @@ class Executor:
         return ""
 
     def refusal(self, function: str, reply: Reply) -> str:
-        """What is said of a launch that does not compile."""
+        """Return the message about a failed compile."""
         return f"on a small problem, {function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}"
 
     def analyze(self, reply: Reply, launch: KernelCall, target: Target) -> tuple[Facts, list[Lint]]:
@@ -95,10 +95,10 @@ class Executor:
     def check(
         self, plan: Plan, target: Target, compiler: Worker, runner: Worker, problems: Sequence[Problem] = ()
     ) -> Numerics:
-        """Numerics of a core plan's compiled kernels: the first that are not right, or the worst.
+        """Return the numerics of a core plan's compiled kernels: the first wrong ones, or the worst.
 
-        compiler  a child that compiles for the target; runner: one of this Python, which may die of what it runs
-        problems  what is run; by default what `problems` says
+        compiler  a child that compiles for the target; runner: a child of this Python, which the code may kill
+        problems  problems to run; by default from `problems`
         """
         where, lacks = self.where(target), self.lacks(target)
         if lacks:

@@ -31,8 +31,8 @@ RAGGED = 5  # rows or keys beyond the last full tile
 SPARSITY = 2  # keys for each place of a chosen token
 # From NumPy 2.4 on a one-element array is no index; Triton's interpreter uses it as one before 3.7 (triton #9171).
 FIRST_BAD_NUMPY, FIRST_GOOD_TRITON = Version("2.4"), Version("3.7")
-# Ways to load a tile, by the releases of Triton that have them: quirks any-0001 and any-0002. A cell's plan heeds those
-# of its own compiler, which is not always the Triton whose interpreter runs it.
+# Ways to load a tile, and the releases of Triton that have them: quirks any-0001 and any-0002. A cell's plan heeds its
+# own compiler's quirks, which is not always the Triton whose interpreter runs it.
 LOADS = {"block_ptr": ("block pointers", "<3.9"), "descriptor": ("tensor descriptors", ">=3.4")}
 # On a device: large enough for every tile and split to be used, small enough for a float64 oracle.
 DEVICE_SEQ, DEVICE_BATCH, DEVICE_HEADS_K = 1024, 3, 2
@@ -52,7 +52,7 @@ def interpreter_missing() -> str:
 
 
 def lacking(load: str, toolchain: Toolchain) -> str:
-    """What this Triton lacks of what a way to load tiles needs, in words; empty where it has all."""
+    """Return the feature that a load needs and this Triton lacks, in words, or an empty text."""
     name, releases = LOADS.get(load, ("", ""))
     return name if name and toolchain.within("triton", releases) is False else ""
 

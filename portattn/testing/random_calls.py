@@ -22,15 +22,15 @@ _LARGEST = {"int8": 127.0}
 def store_values(
     p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator, block: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
+    """Return keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
 
-    block   so many tokens of the first head share a scale where each token has one: as `quantize` makes them, which
-            some kernels have a way of their own for
+    block   tokens of the first head that share a scale, with scales for each token: as `quantize` makes them, for which
+            some kernels have a path of their own
 
-    unused  (batch, Hk, rows) bool: no attended key lies there. What is NaN in `values` there is NaN in the format where
-            it has one; of integers, and of a scale for each token, the scale is NaN, infinite, negative or 0 instead
+    unused  (batch, Hk, rows) bool: no attended key lies there. A NaN in `values` there stays NaN if the format has one;
+            for integers, and with a scale for each token, the scale is NaN, infinite, negative or 0 instead
 
-    Scales are (B, Hk), or (batch, Hk, rows) for each token; None where there are none, and the numbers are the values.
+    Scales are (B, Hk), or (batch, Hk, rows) for each token; None without scales, and the numbers are the values.
     """
     if p.kv_format == DS_MLA:
         return _latent_rows(p, values, unused, generator), None

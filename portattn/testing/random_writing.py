@@ -98,11 +98,11 @@ def _numbers(shape: tuple[int, ...], p: Problem, generator: torch.Generator) -> 
 
 
 def judge_writing(call: Call) -> dict[str, int | float]:
-    """{error, budget, wrong} of a call of random_writing that was carried out.
+    """Return {error, budget, wrong} of a call of random_writing that has run.
 
-    error, budget  largest |difference| of what the cache holds, as numbers of its dtype, from what it must hold; and 0:
-                   numbers are rounded alike everywhere
-    wrong          places that are NaN or infinite where they must not be, or the reverse, or not what they were before
+    error, budget  largest |difference| between the cache and its expected numbers, in its dtype; and 0: numbers are
+                   rounded alike everywhere
+    wrong          places that are NaN or infinite but must not be, or the reverse, or changed but must not be
     """
     error, wrong = 0.0, 0
     for name, expected in expected_cache(call).items():

@@ -76,18 +76,18 @@ def judge_gradients(
     grad_lse: torch.Tensor | None = None,
     precision: str = "ieee",
 ) -> dict[str, int | float]:
-    """Errors and budgets of gradients: {error, budget, wrong, error_q, budget_q, error_k, …}.
+    """Return errors and budgets of gradients: {error, budget, wrong, error_q, budget_q, error_k, …}.
 
-    error_x, budget_x  largest |ours − oracle| of the gradient of x over the elements that are finite in both, and what
-                       it may be
-    error, budget      those of the gradient whose error is the largest share of its budget
-    wrong              elements that are finite where the oracle is not or the reverse; and elements that are not 0 in
-                       rows and keys that do not count
+    error_x, budget_x  largest |ours − oracle| of the gradient of x over the elements that are finite in both, and its
+                       limit
+    error, budget      error and budget of the gradient with the largest error / budget
+    wrong              elements that are finite but not in the oracle, or the reverse; and nonzero elements in rows and
+                       keys that do not count
 
-    found     by name, shaped as the tensors are in the Call; those that are not in it are not judged
+    found     gradients by name, shaped as the tensors are in the Call; absent gradients are not judged
     grad_out, grad_lse, precision  as `same_dtype_gradients` takes them
 
-    Raises ValueError for a gradient of a tensor that the call does not have, and of another shape than it.
+    Raises ValueError for a gradient of a tensor that the call does not have, or of another shape than its tensor.
     """
     call, grad_out = on_cpu(call), grad_out.detach().cpu()
     grad_lse = None if grad_lse is None else grad_lse.detach().cpu()
@@ -300,8 +300,8 @@ def _counted(call: Call) -> dict[str, torch.Tensor]:
 def judge(
     call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str = "ieee", probabilities: str = "as_q"
 ) -> dict[str, int | float]:
-    """As tolerance.judge. Of gradients `out` is delta, and those that are judged lie in the call's own memory; of what
-    fills a cache `out` is nothing, and the cache is judged."""
+    """Like tolerance.judge. For gradients `out` is delta, and the gradients in the call's memory are judged; for append
+    and write `out` is unused, and the cache is judged."""
     if call.problem.writes:
         return judge_writing(call)
     if call.problem.backward:

@@ -65,12 +65,12 @@ class CompiledKernel(msgspec.Struct, frozen=True, kw_only=True):
 class CompileError(PortattnError):
     """A kernel was not compiled. The text has the end of the compiler's log.
 
-    kernel, target, toolchain  what was asked
+    kernel, target, toolchain  of the request
     outcome      `error`: the compiler raised; `crash`: its process died; `hang`: the time was up
     stage, kind  the stage of the compiler, and the exception's type or the signal's name
-    log          all that is known of what it said
-    unavailable  nothing was learnt about the compiler: its process could not be started, or the kernel's module could
-                 not be imported
+    log          all of its known output
+    unavailable  the compiler was not tried: its process could not be started, or the kernel's module could not be
+                 imported
     """
 
     def __init__(self, kernel: str, target: Target, reply: Reply) -> None:

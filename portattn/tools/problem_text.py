@@ -44,10 +44,10 @@ _DEFAULTS = {
     "page_layout": "phd",
     "kv_format": "as_q",
     "rotary": "none",
-}  # of what is no flag and not None when it is not given
+}  # of options that are no flag and not None by default
 
 
-# What else the types are called that --dtype takes, and the formats that --kv-format takes.
+# Other names of the types that --dtype takes, and of the formats that --kv-format takes.
 _TYPES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _FORMATS = {
     "fp8": "e4m3", "float8": "e4m3", "fp8_e4m3": "e4m3", "e4m3fn": "e4m3", "float8_e4m3fn": "e4m3",

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from portattn.errors import PortattnError
 from portattn.schema.problem_limits import DTYPES, OPS
 
-Values = Iterable[tuple[str, str]]  # value and what it is
+Values = Iterable[tuple[str, str]]  # value and its meaning
 ALIGNMENTS = ("bottom_right", "top_left", "none")  # of a causal mask
 
 

@@ -140,14 +140,14 @@ def _variants(
 
 
 class _Compilers:
-    """The target's compiler, started when it is first wanted."""
+    """The target's compiler, started at its first use."""
 
     def __init__(self, target: Target) -> None:
         self._name = str(target.toolchain)
         self._worker: Worker | None = None
 
     def get(self) -> Worker:
-        """Raises LabError or ArgumentError where there is none here."""
+        """Return the compiler's worker. Raises LabError or ArgumentError if no such compiler is here."""
         self._worker = self._worker or lab.worker(self._name)
         return self._worker
 

@@ -265,7 +265,7 @@ def check_share(op: str, dropout_p: Any) -> float:
 
 
 def check_dropout(op: str, dropout_p: Any, seed: Any, device: torch.device) -> float:
-    """dropout_p in [0, 1), and a seed that is None or a (1,) int64 tensor on q's device."""
+    """Check dropout_p in [0, 1) and a seed: None or a (1,) int64 tensor on q's device."""
     share = check_share(op, dropout_p)
     if seed is None:
         return share
@@ -315,7 +315,7 @@ def rows_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> boo
 
 
 def words_aligned(rows: Iterable[torch.Tensor], block_scales: Iterable[torch.Tensor | None] = ()) -> bool:
-    """Whether a quantised cache's rows, and those of its blocks' scales, are what Problem.word_aligned says."""
+    """Return Problem.word_aligned for a quantised cache's rows and its blocks' scales."""
     for scales in block_scales:
         if scales is not None:
             whole = next(size for size in (WORD_ALIGNMENT, 2, 1) if scales.shape[3] % size == 0)

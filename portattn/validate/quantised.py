@@ -61,10 +61,10 @@ class Operands:
     def scales(
         self, given: Mapping[str, Any], shapes: Mapping[str, ScaleShapes]
     ) -> tuple[str, dict[str, torch.Tensor]]:
-        """What the scales belong to (Problem.kv_scales), and each as the Call has it, by its name there.
+        """Return the unit of the scales (Problem.kv_scales), and each scale as the Call has it, by its name there.
 
-        given   by the name of the tensor, q, k or v; None where there is none
-        shapes  those that q's and k's may have
+        given   scales by tensor: q, k or v; None without one
+        shapes  allowed shapes of q's and k's scales
         """
         op, scaled = self.op, ("q", "k") if self.kind == "int8" else ("q", "k", "v")
         present = [f"{name}_scale" for name, scale in given.items() if scale is not None]
@@ -101,10 +101,10 @@ class Operands:
         return "head" if ranks == {2} else "token", views
 
     def _by_token(self, scales: Sequence[tuple[Any, ScaleShapes]]) -> bool:
-        """Whether scales of packed rows are for tokens: those of q and of k have such a shape.
+        """Return whether scales of packed rows are for tokens: q's and k's both have such a shape.
 
-        Of as many tokens as sequences one of them alone may be (B, Hk) too, which is how `view` would read it; where
-        both may be either, they are for tokens, as `quantize` makes them of int8 rows.
+        With as many tokens as sequences a shape may be read as (B, Hk) too, as `view` does for a single one; if both
+        may be either, they are for tokens, as `quantize` makes them for int8 rows.
         """
         if self.kind != "int8" or not all(shapes.packed for _, shapes in scales):
             return False

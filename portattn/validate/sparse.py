@@ -36,7 +36,7 @@ from portattn.validate.stored import (
 )
 
 OP: Op = "sparse_attention"
-LEAST_TABLES = 2  # MagicPIG samples what is found in two tables or more
+LEAST_TABLES = 2  # MagicPIG samples keys that are found in two tables or more
 
 
 def sparse_call(

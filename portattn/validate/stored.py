@@ -129,11 +129,11 @@ def as_stored(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ScaleShapes:
-    """The shapes that scales may have.
+    """The allowed shapes of scales.
 
     batch, heads  of the cache: sequences, and key/value heads
     tokens        the cache's shape without its last axis, as the caller has it
-    axes          those of `tokens` in words
+    axes          the axes of `tokens` in words
     swapped       tokens come before heads in it
     packed        `tokens` are (tokens, heads) of packed rows, which all sequences share
     """

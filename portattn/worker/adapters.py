@@ -38,7 +38,7 @@ def load(name: str) -> Adapter:
     if not place.endswith(".py"):
         found: Adapter = pkgutil.resolve_name(name)
         return found
-    # One module for a path: Triton keeps what it knows of functions by their modules.
+    # One module for a path: Triton caches functions by their modules.
     module_name = "portattn_adapter_" + hashlib.sha256(os.path.abspath(place).encode()).hexdigest()[:16]
     module = sys.modules.get(module_name)
     if module is None:

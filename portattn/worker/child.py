@@ -56,7 +56,7 @@ class Child:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be asked: it runs and owes no answer, and nobody has tidied its folder away."""
+        """Whether it takes a request: it runs, owes no answer, and its folder still exists."""
         return self.idle and not self.ended() and os.path.isdir(self.folder)
 
     def ended(self) -> bool:

@@ -170,10 +170,10 @@ def _spelled(kind: str) -> str:
 def _attributes(
     function: Any, types: dict[str, str], constants: dict[str, Any], signature: dict[str, Any], backend: str
 ) -> Any:
-    """What is known of arguments: multiples of 16, and on AMD tensors that 32-bit offsets reach.
+    """Return the arguments' attributes: multiples of 16, and on AMD tensors that 32-bit offsets reach.
 
-    Written as Triton writes it where a kernel is called, empty entries and all: they are part of the key under which it
-    keeps compiled code, and what is compiled here is to be found there.
+    In Triton's own form at a kernel's call, empty entries and all: they are part of its cache key, and a call is to
+    find the code compiled here.
     """
     names = function.arg_names
     small = set(signature["small"]) if backend == "hip" else set()
@@ -213,8 +213,8 @@ def _looked_at(parameter: Any, kind: str) -> bool:
 def _announced_stages(target: GPUTarget, enter: Callable[[str], None]) -> Iterator[None]:
     """Have the backend's stages announce themselves inside the block.
 
-    The backend's class is as it was afterwards: a later compile that does not come through here must not announce its
-    stages as those of this request.
+    The backend's class is restored afterwards: a later compile that does not come through here must not announce its
+    stages as this request's.
     """
     from triton.compiler.compiler import make_backend
 
@@ -243,8 +243,8 @@ def _announced(name: str, run: Callable[..., Any], enter: Callable[[str], None])
 
 
 def _link_without_rocm() -> None:
-    """Before 3.5 the last AMD step calls ROCm's linker. Where there is none, keep the relocatable object: registers,
-    spills and LDS are in the assembly already, and nothing is run."""
+    """Keep the relocatable object if ROCm's linker, which Triton before 3.5 calls in the last AMD step, is missing:
+    registers, spills and LDS are in the assembly already, and nothing is run."""
     from triton.backends import backends
 
     compiler = backends["amd"].compiler

@@ -1,4 +1,4 @@
-"""How a compile ended, where it did not end well: what died, and what of it. compile/failures.py says what is kept."""
+"""Causes of a failed compile: the dead process and its signal. compile/failures.py decides how long it counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRANSIENT_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError",
 # By which a program ends itself. What somebody sends, and the system's limits (SIGXFSZ, SIGXCPU), are not among them.
 OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE", "SIGTRAP", "SIGBUS")
 
-# worker/ascend.py's words, those of subprocess.CalledProcessError, and Triton's for ptxas.
+# The wording of worker/ascend.py, of subprocess.CalledProcessError, and of Triton for ptxas.
 _DEATH = re.compile(
     r"\bdied (?:of signal |with <Signals\.(?P<name>SIG\w+): )(?P<number>\d+)|`\w+` raised (?P<raised>SIG\w+)"
     r"|`\w+` failed with error code -(?P<code>\d+)"

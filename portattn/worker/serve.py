@@ -13,8 +13,8 @@ environment; Python 3.9 or newer). Protocol version 2, one request at a time:
   answer    {"id": 7, "version": 2, "ok": true, "facts": {…}, "toolchain": "3.6.0"}
             {"id": 7, "version": 2, "ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
 
-Everything that is sent has the id of the request that it is about: the parent takes no other. Every answer also says
-the child's "version": the parent refuses those of another protocol.
+Every message has the id of its request: the parent takes no other. Every answer also has the child's "version": the
+parent refuses answers of another protocol.
 """
 
 from __future__ import annotations

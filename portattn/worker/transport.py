@@ -13,9 +13,9 @@ import socket
 from collections.abc import Iterator
 from typing import IO
 
-READ = 65_536  # bytes moved between two looks at the time: what a pipe holds
+READ = 65_536  # bytes moved between two looks at the time: a pipe's capacity
 LINE_LIMIT = 32 * 2**20  # bytes of an answer: the longest hold assembly texts of some megabytes
-LEFT = 2**20 // READ  # reads of what a child left in a pipe, which holds no more unless root made it larger
+LEFT = 2**20 // READ  # reads of a child's rest in a pipe, which holds no more unless root made it larger
 # Bytes of a log that are kept: MLIR names the error first, then prints the whole module after it.
 LOG_HEAD, LOG_TAIL = 8_000, 16_000
 

@@ -1,11 +1,11 @@
 """Triton 3.2 spreads numbers that four scores share over a product's registers by way of shared memory.
 
-Numbers of half as many rows and keys are broadcast to those of a product's result. Later releases compute them in the
-result's own layout, where a thread holds all four scores. 3.2 computes them in a layout of its own, and moves what
-comes of them.
+A tensor with half the rows and keys is broadcast to a product's result. Later releases compute it in the result's own
+layout, where a thread holds all four scores. 3.2 computes it in a layout of its own, and converts the conditions that
+follow from it.
 
-Expected: no tensor of conditions changes its layout. The conversions are read in Triton's GPU dialect. `control`
-multiplies without them, `on` makes a number for each score.
+Expected: no tensor of conditions changes its layout. The probe reads the conversions in Triton's GPU dialect. `control`
+multiplies without the tensor, `on` makes a number for each score.
 """
 
 import re

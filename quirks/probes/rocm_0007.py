@@ -1,8 +1,8 @@
 """AMD's back end of Triton 3.6 and 3.7 miscompiles a loop that carries a scalar and stores scalars.
 
-A loop over tokens counts the chosen places of each, looks their pages up, packs them behind those of the tokens before,
-and keeps the running total in a scalar, which it also stores. The counts that come out are garbage. From four waves on
-addresses are computed of registers that nothing wrote, which on a chip is a fault.
+A loop over tokens counts each token's chosen places, looks their pages up, packs them behind the pages of earlier
+tokens, and keeps the running total in a scalar, which it also stores. The stored counts are garbage. From four waves on
+addresses are computed from registers that nothing wrote, which is a fault on a chip.
 https://github.com/triton-lang/triton/issues/11378; a test of it is https://github.com/triton-lang/triton/pull/11793
 
 Expected: exact counts, starts and places, with one wave and with four. The machine code runs in a model of the chip.

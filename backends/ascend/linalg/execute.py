@@ -76,7 +76,7 @@ class GuardedBuffers:
         self._held: list[tuple[str, int, torch.Tensor]] = []  # name, address, tensor
 
     def add(self, name: str, tensor: torch.Tensor) -> int:
-        """Address of a copy of what the tensor spans. Raises LinalgError where there is no memory for it."""
+        """Copy the storage that the tensor spans, and return the copy's address. Raises LinalgError if memory lacks."""
         size = spans(tensor)
         address = self._runtime.guard_buffer(size)
         if not address:
@@ -86,7 +86,7 @@ class GuardedBuffers:
         return int(address)
 
     def strays(self) -> list[Stray]:
-        """Stray accesses so far, each argument's nearest ones to its memory, reads and writes apart."""
+        """Return the stray accesses so far: for each argument the nearest to its memory, reads and writes apart."""
         faults = (_Fault * MOST_FAULTS)()
         count = min(self._runtime.guard_faults(faults, MOST_FAULTS), MOST_FAULTS)
         found: dict[tuple[str, str, bool], Stray] = {}
@@ -103,7 +103,7 @@ class GuardedBuffers:
         return list(found.values())
 
     def changed(self) -> list[str]:
-        """Names of the arguments whose memory is not what it was."""
+        """Return the names of the arguments whose memory has changed."""
         names = []
         for name, address, tensor in self._held:
             size = spans(tensor)
@@ -252,7 +252,7 @@ def arguments_of(launch: KernelCall) -> dict[str, Any]:
 
 
 def outputs_of(call: Call) -> tuple[str, ...]:
-    """The arguments that kernels may write to: of what fills a cache the cache, and scales that are computed."""
+    """Return the arguments that kernels may write to; for an operation that fills a cache: the cache, its scales."""
     if not call.problem.writes:
         return OUTPUTS
     return ("k", "v", "k_scale", "v_scale") if call.problem.kv_scales == "token" else ("k", "v")

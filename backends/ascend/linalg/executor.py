@@ -299,7 +299,7 @@ def _masked_stores(module: Module, names: dict[str, str]) -> Iterator[_Found]:
 
 
 def _uninitialised(module: Module) -> Iterator[Operation]:
-    """Reductions whose accumulator nobody has filled."""
+    """Yield the reductions whose accumulator is uninitialised."""
     for operation in module.operations:
         if operation.name != "linalg.reduce":
             continue
@@ -311,7 +311,7 @@ def _uninitialised(module: Module) -> Iterator[Operation]:
 
 
 def _loaded_whole(module: Module, value: str) -> str | None:
-    """The argument that a tile was copied from without regard to a mask; None where it was not."""
+    """Return the argument that a tile was copied from without a mask, or None."""
     origin = module.made.get(value)
     while origin is not None and origin.name in ("arith.extf", "arith.extsi", "arith.extui", "arith.trunci"):
         origin = module.made.get(origin.reads[0])

@@ -12,20 +12,20 @@ from portattn.backends.cuda.gluon_names import aggregate
 class BackwardForm:
     """What is compiled in. Everything is a constant.
 
-    ROWS, KEYS, DIM, STAGES  query rows and keys of a tile, padded head dimension, buffers of what a loop brings
-    MESSAGES  in how many parts a tile of dQ is added to memory; 0: another kernel computes dQ
-    LATE      dQ of a tile is computed while the next one's exponentials are
-    STAGGER   by how many query tiles neighbouring blocks of a head begin apart, so that they add to other parts of dQ
-    TURNS     blocks add to a tile of dQ in the order of their keys (turns.py): the same bits every time
+    ROWS, KEYS, DIM, STAGES  query rows and keys of a tile, padded head dimension, buffers of a loop's loads
+    MESSAGES  number of parts in which a tile of dQ is added to memory; 0: another kernel computes dQ
+    LATE      dQ of a tile is computed during the next tile's exponentials
+    STAGGER   query tiles between the first tiles of a head's neighbouring blocks, so that they add to other parts of dQ
+    TURNS     blocks add to a tile of dQ in the order of their keys (warpgroup_ping_pong.py): deterministic
     GROUPED   query heads share a key head
     RIGHT, LEFT   queries see keys up to `right` after, and from `left` before, their own position
     TOP_LEFT      query i's position is key i; otherwise the last query's is the last key
     RAGGED        the last key tile is not full
     VARYING       "none", "packed" (first rows of sequences are given) or "padded" (their lengths are), "padded_q" or
-                  "padded_k" (those of queries or keys only)
-    EDGES         rows that attend nothing, or are behind a sequence's last, may lie in the tensors: tiles that have
-                  both these and others come from copies without them
-    UNSEEN        keys that no query sees may lie inside the tensor
+                  "padded_k" (lengths of queries or keys only)
+    EDGES         the tensors may have rows that attend nothing or follow a sequence's last row: tiles that mix them
+                  with others come from copies without them
+    UNSEEN        the tensor may have keys that no query sees
     """
 
     ROWS: gl.constexpr
@@ -88,7 +88,7 @@ class BackwardSharedMemory:
     kv_full: gl.shared_memory_descriptor  # [2] mbarriers: K, V
     q_full: gl.shared_memory_descriptor  # [STAGES]: Q and the statistics
     do_full: gl.shared_memory_descriptor  # [STAGES]
-    block: gl.shared_memory_descriptor  # [1] int32: the block's number, where blocks draw it (turns.py)
+    block: gl.shared_memory_descriptor  # [1] int32: the block's number, where blocks draw it (warpgroup_ping_pong.py)
 
     @gluon.constexpr_function
     def __init__(self, q, do, k, v, statistics, p, ds, dq, kv_full, q_full, do_full, block):
@@ -106,7 +106,7 @@ class BackwardSizes:
     lengths_q: gl.tensor
     lengths_k: gl.tensor
     batches: gl.tensor
-    heads: gl.tensor  # heads whose tiles are numbered: those of the keys, or of the queries in the kernel of dQ
+    heads: gl.tensor  # heads whose tiles are numbered: key heads, or query heads in the kernel of dQ
     share: gl.tensor  # query heads of a key head
     seq_q: gl.tensor  # rows of the query tensor
     seq_k: gl.tensor  # rows of the key tensor

@@ -7,9 +7,9 @@ A block per tile of keys and key head, for all query heads of the head's group:
     writer     one warp, or two in turns: adds tiles of dQ to float32 sums in memory, by TMA's reduction
 
 The sums' order is not the same every time, so that dQ is not repeatable bit by bit. Where that is asked for, blocks add
-to a tile of dQ in turns, by two writers (turns.py). With 256 columns additions would be bound by the L2 (some 2 TB/s on
-an H200); there, and where blocks would wait too long for their turn (order.py), dQ has a kernel of its own
-(queries.py), for two products more. rows.py has the kernels before and after.
+to a tile of dQ in turns, by two writers (warpgroup_ping_pong.py). With 256 columns additions would be bound by the L2
+(some 2 TB/s on an H200); there, and where blocks would wait too long for their turn (order.py), dQ has a kernel of its
+own (queries.py), for two products more. rows.py has the kernels before and after.
 
 Rows that do not count may be NaN, and 0·NaN is NaN. K and V are cleared in shared memory where no query sees them.
 Tiles of Q and dO with rows that attend nothing, or that are behind a sequence's last, are brought from copies that the
@@ -127,7 +127,7 @@ def _write(dq_desc, sizes, shared, form):
 @gluon.jit
 def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
     """One warp of two, which write tiles in turns: one waits until its additions are complete while the other adds.
-    What turns.py says is done here. A late consumer's first tile, of zeros, is not added."""
+    This function does the steps of warpgroup_ping_pong.py. A late consumer's first tile, of zeros, is not added."""
     rows: gl.constexpr = form.DIM // 4 // form.MESSAGES
     mine: gl.constexpr = TO_SECOND if second else TO_FIRST
     other: gl.constexpr = TO_FIRST if second else TO_SECOND

@@ -10,11 +10,13 @@ from portattn.backends.cuda.gluon_names import store
 @gluon.jit
 def rows_stored(place, desc, pointer, stride_h, stride_s, slot, head, first, rows, ROWS: gl.constexpr,
                 DIM: gl.constexpr, VARYING: gl.constexpr):  # fmt: skip
-    """Rows of shared memory to global memory, by 8 warps. `rows` are left in the sequence: those of the next one of
-    packed tensors must stay as they are, so that the last rows go by pointers.
+    """Store rows of shared memory to global memory, with 8 warps.
+
+    The last rows of a packed sequence are stored through pointers, so that the next sequence's rows keep their values.
 
     place    [1, 1, ROWS, DIM], written and fenced
     pointer  the tensor of `desc`, with its strides in steps of 8 elements
+    rows     rows that are left in the sequence
     """
     if VARYING != "packed" or rows >= ROWS:
         store(desc, [slot, head, first, 0], place)

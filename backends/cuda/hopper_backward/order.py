@@ -68,8 +68,10 @@ def together(p: Problem, tiles: int, cores: int, turns: bool = False) -> int:
 
 
 def in_turns(p: Problem, keys: int) -> bool:
-    """Whether blocks of so many keys should add to dQ in turns (turns.py), by an estimate in tiles of query rows: what
-    a launch waits as its first blocks follow each other, and what it computes in all."""
+    """Return whether blocks of so many keys should add to dQ in turns (warpgroup_ping_pong.py).
+
+    The estimate compares a launch's wait, while its first blocks follow each other, with its work, in query tiles.
+    """
     cores, causal = arch().cores, limited_right(p) and p.window_left == UNLIMITED
     tiles = tiles_of(p.seq_k, p.total_k, p, keys)
     blocks = tiles * p.heads_k * slots(p)
@@ -90,5 +92,5 @@ def in_turns(p: Problem, keys: int) -> bool:
 
 
 def _rows(p: Problem) -> int:
-    """Query rows of a sequence, on average."""
+    """Return the mean number of query rows of a sequence."""
     return p.seq_q if p.total_q is None else ceil_div(p.total_q, most(p.batch, 1))

@@ -267,12 +267,12 @@ def scheduled_queries(
     RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr,
     EDGES: gl.constexpr, UNSEEN: gl.constexpr, WORKER: gl.constexpr,
 ):  # fmt: skip
-    """A block for each 128 query rows of each head.
+    """Compute dQ: a block for each 128 query rows of each head.
 
     q_desc, do_desc, k_desc, v_desc, dq_desc  (B, H, S, D) by blocks of ROWS or KEYS rows and DIM columns
     out, stride_h, stride_s  the tensor of dq_desc, and its strides in steps of 8 elements
-    statistics  (2·query_tiles·heads, 64) float32, as kernel.py's; heads are those of the queries
-    The other arguments: kernel.py
+    statistics  (2·query_tiles·heads, 64) float32, as kernel.py's; heads are query heads
+    kernel.py describes the other arguments
     """
     form = QueriesForm(ROWS, KEYS, DIM, K_STAGES, V_STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN)
     dtype: gl.constexpr = q_desc.dtype

@@ -1,30 +1,28 @@
 """Additions to dQ in turns: blocks of keys add to a tile of 64 query rows in the order of their keys.
 
-Floating-point sums depend on their order, so that dQ is then the same in every run, bit by bit, and no kernel has to
-compute S and dP a second time for it.
+Floating-point sums depend on their order: in a fixed order dQ is bitwise the same in every run, and no kernel has to
+compute S and dP a second time.
 
-Order. A block of keys is number b of its sequence and key head, and sees the query tiles [begin(b), end(b)). Of blocks
-that see a tile neither bound falls as b grows, and they follow each other; a block before the first of them has end 0.
-So a tile gets its additions from
-consecutive blocks f, f + 1, …, and block b is its first one if b = 0 or the tile is not below end(b - 1). turns[1 + t]
-is the number of the block whose turn it is at tile t. Block b waits until it reads b there (its first block does not
-wait), adds, waits until the addition is complete in memory, and writes b + 1.
+Order. A block of keys has number b in its sequence and key head, and sees the query tiles [begin(b), end(b)). Blocks
+that see a tile are consecutive, and neither bound falls as b grows; a block before the first of them has end 0. So a
+tile gets its additions from blocks f, f + 1, …, and block b is its first one if b = 0 or the tile is not below
+end(b - 1). turns[1 + t] is the number of the block whose turn it is at tile t. Block b waits until it reads b there
+(the tile's first block does not wait), adds, waits until the addition is complete in memory, and writes b + 1.
 
 Blocks visit their tiles from the last one back. Later keys' blocks then reach a causal mask's last rows when earlier
 keys' blocks, which began there too, are already below them.
 
 No deadlock. A block draws its number in the grid from turns[0] when it starts to run, so that every block with a lower
-number has started. work.in_turn gives a head's blocks rising numbers in the order of their keys. So a block waits only
-for blocks of lower numbers, which run, and stay where they run until they end. The lowest number that has not ended
-waits for nobody: by induction all end. A tile is one sequence's, also where packed lengths are not valid
-(work._rising_bounds). Inside a block, the writers take tiles in the order in which the consumer makes
-them. How many blocks run at a time does not matter for this, only for the time: a head's blocks that start together
-follow each other at a distance of what one addition takes.
+number has started. hopper_forward/work.in_turn gives a head's blocks rising numbers in the order of their keys. So a
+block waits only for blocks of lower numbers, which stay resident until they end. The lowest number that has not ended
+waits for no block: by induction all end. A tile belongs to one sequence, also where packed lengths are invalid
+(tile_scheduler._rising_bounds). Inside a block, the writers take tiles in the consumer's order. The number of resident
+blocks changes only the time: blocks of a head that start together follow each other at the distance of one addition.
 
-Memory. The additions are TMA's (the async proxy). `cp.async.bulk.wait_group 0`, unlike its form `.read`, returns when
+Memory. TMA performs the additions (async proxy). `cp.async.bulk.wait_group 0`, unlike its form `.read`, returns when
 the thread's bulk operations have been performed; the thread that issued them then writes the turn with release
-semantics at the scope of the GPU. The next block's writer reads it with acquire semantics; a proxy fence stands between
-that and its own additions.
+semantics at the scope of the GPU. The next block's writer reads it with acquire semantics, then a proxy fence precedes
+its own additions.
 """
 
 from triton.experimental import gluon
@@ -33,8 +31,8 @@ from triton.experimental.gluon import language as gl
 from portattn.backends.cuda.hopper_backward.form import BackwardWork
 from portattn.backends.cuda.hopper_backward.tile_scheduler import query_tiles
 
-# Named barriers of the two writers, beside those of consumer.py: who arrives has been told of its tile, so that the
-# other one may wait for the next.
+# Named barriers of the two writers, beside the barriers of consumer.py: a writer arrives once it knows its tile, so
+# that the other writer may wait for the next.
 TO_FIRST: gl.constexpr = gl.constexpr(14)
 TO_SECOND: gl.constexpr = gl.constexpr(15)
 WRITERS: gl.constexpr = gl.constexpr(64)
@@ -43,7 +41,7 @@ _ONE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def draw(turns):
-    """Shared memory with the block's number: so many blocks have begun before it."""
+    """Draw the block's number, the count of blocks that began before it, into shared memory."""
     number = gl.atomic_add(turns, 1, sem="relaxed", scope="gpu")
     place = gl.allocate_shared_memory(gl.int32, [1], _ONE)
     place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [8], [0])))
@@ -52,7 +50,7 @@ def draw(turns):
 
 @gluon.jit
 def block_number(shared, form, WARPS: gl.constexpr):
-    """The block's number in the grid. WARPS: those that ask together."""
+    """Return the block's number in the grid. WARPS: number of warps that read it together."""
     if form.TURNS:
         number = gl.max(shared.block.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
     else:
@@ -70,7 +68,7 @@ def earlier_end(work, sizes, form):
 
 @gluon.jit
 def wait_for(turn, number):
-    """Until it is the turn of block `number`."""
+    """Wait until it is the turn of block `number`."""
     found = number - 1
     while found != number:
         found = gl.inline_asm_elementwise(

@@ -11,38 +11,40 @@ from portattn.backends.cuda.sizes import GROUP_ROWS
 
 @aggregate
 class Form:
-    """What is compiled in. Everything is a constant.
+    """Constants of a compiled kernel.
 
     GROUPS, KEYS, DIM, STAGES  warp groups of 64 rows, keys of a tile, padded head dimension, buffers for K and for V
     RIGHT, LEFT   queries see keys up to `right` after, and from `left` before, their own position
     TOP_LEFT      query i's position is key i; otherwise the last query's is the last key
     RAGGED        the last key tile is not full
     VARYING       "none", "packed" (first rows of sequences are given) or "padded" (their lengths are), "padded_q" or
-                  "padded_k" (those of queries or keys only), "packed_q" (first rows of queries, lengths of keys)
-    UNSEEN        keys behind the last that a query sees may lie inside the tensor
+                  "padded_k" (lengths of queries or keys only), "packed_q" (first rows of queries, lengths of keys)
+    UNSEEN        the tensor may have keys behind the last that a query sees
     SOFTCAP       scores are capped
-    SPLIT         a tile's keys are shared by several blocks, whose results are merged afterwards
+    SPLIT         several blocks share a tile's keys, and their results are merged afterwards
     TURNS         consumers issue their products in turns
     LATE          the accumulator is rescaled after the next scores have been issued, not before
-    EARLY         the values' product is waited for before the exponentials, not after
+    EARLY         consumers wait for the values' product before the exponentials, not after
     PAIRS         probabilities cross the loop's edge as 16-bit pairs in 32-bit registers, not as float32
     OWN_OUT       the output leaves through shared memory of its own, not through that of Q
     QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
-    PARTS         into how many columns' parts the output is divided on its way: one part's room is enough; with OWN_OUT
+    PARTS         parts of columns in which the output leaves, through the room of one part; with OWN_OUT
     REG_Q         Q is read from registers, so that score products read only keys from shared memory; with OWN_OUT
-    PAGE          tokens of a page of keys, a multiple of 16; 0 where they are not in pages
+    PAGE          tokens of a page of keys, a multiple of 16; 0 without pages
     HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
-    PIECE, WIDE   keys and columns that one load brings: without pages all of a tile's
-    FP8           q, k, v and probabilities are e4m3; V lies transposed (transposed.py). With OWN_OUT, not over pages
+    PIECE, WIDE   keys and columns of one load: all of a tile's without pages
+    FP8           q, k, v and probabilities are e4m3; V is transposed (transposed.py). With OWN_OUT, not over pages
     SCALED        with FP8: there are scales
-    COLUMNS       with FP8: columns of a product of values; fewer than DIM where sums of all do not fit (columns.py)
-    USED          with fewer COLUMNS: those that are not all padding; else DIM
-    KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores (narrow.returned)
-    HALVED        with KEPT: the tile before's values are added between the exponentials of a tile's halves (halves.py)
-    INT8          q and k are int8, with a scale for each row (whole.py); v and probabilities of 16 bits. With OWN_OUT,
-                  not over pages, without SOFTCAP
+    COLUMNS       with FP8: columns of a product of values; fewer than DIM if sums of all do not fit (head_dim_split.py)
+    USED          with fewer COLUMNS: DIM without the parts that are all padding; else DIM
+    KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores
+                  (fp8_forward.returned)
+    HALVED        with KEPT: the preceding tile's values are added between the exponentials of a tile's halves
+                  (fp8_softmax_overlap.py)
+    INT8          q and k are int8, with a scale for each row (int8_forward.py); v and probabilities of 16 bits. With
+                  OWN_OUT, not over pages, without SOFTCAP
     SIDE          with INT8: scales of keys lie side by side
-    LAZY          the accumulator is rescaled only where a row's maximum has grown much (rescaling.py); not with FP8
+    LAZY          the accumulator is rescaled only if a row's maximum has grown much (lazy_rescale.py); not with FP8
     """
 
     GROUPS: gl.constexpr
@@ -90,8 +92,8 @@ class Form:
     PART: gl.constexpr  # of COLUMNS of it,
     QROWS: gl.constexpr  # of Q as an operand in registers,
     PROBS: gl.constexpr  # of P as an operand,
-    ROW: gl.constexpr  # of what there is once a row
-    TILE: gl.constexpr  # of a tile of K or V that is brought in pieces
+    ROW: gl.constexpr  # of a vector with one element a row
+    TILE: gl.constexpr  # of a tile of K or V that several loads bring
 
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,

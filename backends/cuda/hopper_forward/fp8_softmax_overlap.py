@@ -18,8 +18,11 @@ _THREADS = 128  # of a warp group
 
 
 def _after(numbers: int) -> str:
-    """PTX. A thread's numbers are of two rows, by turns two of one and two of the other. The operands: numbers, their
-    factor, what is taken off, and what is waited for. ptxas does not know that the least of a magnitude and 0 is 0."""
+    """Return PTX of numbers * factor - base that depends on `fresh`.
+
+    A thread's numbers are of two rows, by turns two of one and two of the other. ptxas does not know that the minimum
+    of a magnitude and 0 is 0.
+    """
     lines = ["{", ".reg .f32 z, a, b;", f"abs.f32 z, ${4 * numbers};", "min.f32 z, z, 0f00000000;"]
     lines += [f"neg.f32 a, ${3 * numbers};", f"neg.f32 b, ${3 * numbers + 2};", "sub.f32 a, a, z;", "sub.f32 b, b, z;"]
     lines += [f"fma.rn.f32 ${i}, ${numbers + i}, ${2 * numbers}, {'ab'[i % 4 // 2]};" for i in range(numbers)]
@@ -48,13 +51,13 @@ def _pack(columns):
 
 @gluon.constexpr_function
 def _times(columns, part):
-    """How often columns are halved until they are so many."""
+    """Return the number of halvings from `columns` to `part`."""
     return (columns // part).bit_length() - 1
 
 
 @gluon.jit
 def _scaled_after(s, factor, base, fresh, columns: gl.constexpr, form):
-    """s * factor - base of [64, columns], once `fresh` [64, DIM] is there: ptxas would move it before the wait."""
+    """Return s * factor - base of [64, columns] after `fresh` [64, DIM]: ptxas would move it before the wait."""
     code: gl.constexpr = _code(columns)
     constraints: gl.constexpr = _constraints(columns)
     pack: gl.constexpr = _pack(columns)

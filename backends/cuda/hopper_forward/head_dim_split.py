@@ -1,12 +1,12 @@
 """The Hopper forward of wide e4m3 heads: a tile's values are multiplied by a quarter of the columns at a time.
 
-A tile's sums of values stand apart from those of all tiles (narrow.py). Of 256 columns both are 256 registers of a
-thread, all that it can have. So a product is of 64 columns, whose sums are 32 registers, and are added while the next
-ones are under way.
+A tile's sums of values have registers apart from the sums of all tiles (fp8_forward.py). At 256 columns both take 256
+registers of a thread, all that it can have. So a product has 64 columns, whose sums take 32 registers and are added
+during the next product.
 
-A step multiplies the values of the tile before, then its own scores, and has no product under way while it computes the
-softmax: the other consumer has, since they take turns. So the scores, the weights and the sums need not fit beside each
-other, and a tile has 128 keys.
+A step multiplies the preceding tile's values, then computes its own scores. No product of its own runs during the
+softmax: the other consumer's does, since they take turns. So scores, weights and sums need not fit beside each other,
+and a tile has 128 keys.
 """
 
 from triton.experimental import gluon

@@ -110,12 +110,12 @@ class NarrowLauncher(ForwardLauncher):
         self.buffers = {**self.buffers, "transposed": (shape, torch.int8)}
 
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
-        """The launches for a call."""
+        """Return the kernel steps of a call."""
         forward, *merging = super().steps(tensors)
         return [self._transposing(tensors), self._narrow(forward, tensors), *merging]
 
     def _narrow(self, forward: Step, tensors: Mapping[str, Any]) -> Step:
-        """The forward's step with its values transposed, and scales."""
+        """Return the forward's step with transposed values, and scales."""
         roles, arguments = {**forward.roles, "v_desc": "transposed"}, dict(forward.arguments)
         if self.problem.kv_scales != "none":
             for name in SCALES:
@@ -147,7 +147,7 @@ class NarrowLauncher(ForwardLauncher):
         return Step(transpose_values, grid, arguments, {"num_warps": 4, **FUSED}, roles)
 
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what the forward reads and writes by tiles."""
+        """Return the descriptors of the tensors that the forward reads and writes by tiles."""
         s, dim = self.schedule, width(self.problem.head_dim)
         rows = functools.partial(make_descriptor, rows=GROUP_ROWS)
         return {
@@ -158,7 +158,7 @@ class NarrowLauncher(ForwardLauncher):
         }
 
     def constants(self) -> dict[str, Any]:
-        """What is compiled in."""
+        """Return the kernel's constants."""
         p, dim, columns = self.problem, width(self.problem.head_dim), self.schedule.columns
         return super().constants() | {
             "FP8": True, "KEPT": self.schedule.kept, "HALVED": self.schedule.halved, "COLUMNS": columns or dim,

@@ -7,13 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from portattn.backends.cuda.hopper_forward.form import Work
 from portattn.backends.cuda.hopper_forward.fragments import following
 
-FIELDS: gl.constexpr = gl.constexpr(8)  # of a message: those of Work
+FIELDS: gl.constexpr = gl.constexpr(8)  # of a message, as many as Work has
 BOXES: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
 def send(work, box, phase, shared, form):
-    """Tell the consumers. A message is as many numbers as Work has."""
+    """Send a tile's Work to the consumers."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(shared.mail_free.index(box), phase)
     at = box * FIELDS

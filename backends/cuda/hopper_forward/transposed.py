@@ -4,8 +4,8 @@ The kernel reads (B, Hk, S, Dv) and writes (B, Hk, Dv, S), S in whole tiles of k
 of the sequence sees: their probability is 0, and 0·NaN is NaN. Packed sequences each begin at a tile's edge: sequence b
 at tile cu_seqlens_k[b] // KEYS + b.
 
-Of each 16 keys the order is 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15 (narrow.py says why). Four of them
-are a 32-bit word, so that no single byte goes through shared memory.
+Of each 16 keys the order is 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15 (fp8_forward.py says why). Four
+of them are a 32-bit word, so that no single byte goes through shared memory.
 """
 
 import triton

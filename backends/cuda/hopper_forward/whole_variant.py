@@ -46,14 +46,14 @@ class WholeVariant(ForwardVariant):
         return super().rejects(problem, target) if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """Probabilities are rounded as those of 16-bit attention are, which the core's are not."""
+        """Return a reason: probabilities are rounded as in 16-bit attention, unlike the core's."""
         return (
             f"it rounds probabilities to {problem.dtype}, where the core rounds to float16, or to two numbers of it: "
             f"backend={self.name!r} asks for that"
         )
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's tensors, and the results', as a Call has them."""
+        """Return the caller's tensors and the results as a Call has them."""
         seen = super().views(problem, tensors)
         for name in ("q_scale", "k_scale"):
             if problem.packed:
@@ -88,5 +88,5 @@ class WholeLauncher(ForwardLauncher):
         return [Step(forward.kernel, forward.grid, arguments, forward.options, roles), *merging]
 
     def constants(self) -> dict[str, Any]:
-        """What is compiled in."""
+        """Return the kernel's constants."""
         return super().constants() | {"INT8": True}

@@ -190,7 +190,7 @@ def _clear_unwritten(v, valid):
 
 @gluon.jit
 def _finite(row_max):
-    """A base for exponents: a row that has seen no key yet has weights of 0, not NaN."""
+    """Return a base for exponents with which a row that has seen no key has weights of 0, not NaN."""
     return gl.where(row_max == -float("inf"), 0.0, row_max)
 
 
@@ -201,7 +201,7 @@ def _rescaled(acc, factor):
 
 @gluon.jit
 def _scores(shared, half: gl.constexpr, phase):
-    """Q Kᵀ of an own tile, begun: chunk by chunk, those of the own half first, as they are loaded."""
+    """Begin Q Kᵀ of an own tile, chunk by chunk as they are loaded, the own half's chunks first."""
     zero = _zero()
     s = gl.zeros([_ROWS, _KEYS], gl.float32, _SCORES)
     for j in gl.static_range(_CHUNKS):
@@ -219,7 +219,7 @@ def _scores(shared, half: gl.constexpr, phase):
 
 @gluon.jit
 def _maximum(s, row_max, shared, key, work, row_end, scale, half: gl.constexpr):
-    """The masked scores of an own tile and the new row maxima, which the other warp group gets at once."""
+    """Return an own tile's masked scores and new row maxima, and send the maxima to the other warp group."""
     if key + _KEYS > work.unmasked:
         columns = key + gl.arange(0, _KEYS, gl.SliceLayout(0, _SCORES))
         s = gl.where(columns[None, :] < row_end[:, None], s, -float("inf"))
@@ -231,7 +231,7 @@ def _maximum(s, row_max, shared, key, work, row_end, scale, half: gl.constexpr):
 
 @gluon.jit
 def _own_values(state, s, new_max, shared, phase, key, work, scale, half: gl.constexpr):
-    """An own tile from its scores on: P, to the other warp group too, and acc += P V."""
+    """Process an own tile from its scores on: P, also for the other warp group, and acc += P V."""
     if key + _KEYS > work.length:
         for side in gl.static_range(2):
             _clear_unwritten(_values(shared, half, side), work.length - key)

@@ -61,30 +61,30 @@ def library() -> Any:
 class CudaDriver:
     """What is used of libcuda, in the context that is current in this thread (torch makes one).
 
-    library  libcuda, or what stands in for it
+    library  libcuda, or a stand-in
     """
 
     def __init__(self, library: Any) -> None:
         self._cuda = library
 
     def version(self) -> str:
-        """Version of CUDA that the driver is of, such as "13.0"."""
+        """Return the driver's version of CUDA, such as "13.0"."""
         number = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(number))
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
     def capability(self) -> int:
-        """Compute capability of the current device: 90 for sm_90."""
+        """Return the compute capability of the current device: 90 for sm_90."""
         return 10 * self._attribute(_COMPUTE_CAPABILITY_MAJOR) + self._attribute(_COMPUTE_CAPABILITY_MINOR)
 
     def shared_memory(self) -> int:
-        """Bytes of shared memory that a block of the current device can ask for."""
+        """Return the bytes of shared memory that a block of the current device may request."""
         return self._attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
     def load(self, text: str, entry: str) -> Function:
-        """Assemble a PTX text for the current device: its entry, ready to be launched.
+        """Assemble a PTX text for the current device, and return its entry, ready for launches.
 
-        Raises PtxTooNew where the driver is too old for the text's version, CudaError on anything else it refuses.
+        Raises PtxTooNew if the driver is too old for the text's version, CudaError if it refuses the text otherwise.
         """
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         log = ctypes.create_string_buffer(_LOG_BYTES)
@@ -115,7 +115,7 @@ class CudaDriver:
             raise CudaError(name, code, self._words(code))
 
     def _words(self, code: int) -> str:
-        """The driver's name for an error, and what it says of it."""
+        """Return the driver's name and description of an error."""
         words = []
         for name in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
@@ -252,7 +252,7 @@ class PtxCode(msgspec.Struct, frozen=True, kw_only=True):
 def run(launch: KernelCall, code: PtxCode, driver: CudaDriver, capability: int, stream: int) -> None:
     """Launch on the current device as code of sm_<capability>, and wait for it.
 
-    Raises BadPtx where the code is not what was asked for or cannot run here, CudaError where the driver refuses it.
+    Raises BadPtx if the code is for another launch or cannot run here, CudaError if the driver refuses it.
     """
     ptx = read(code.text)
     fits(ptx, code, driver, capability)

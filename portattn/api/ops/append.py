@@ -40,35 +40,35 @@ def append_kv(
                 float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised; or uint8, D/2 and Dv/2 wide: int4,
                 two numbers a byte. Any strides but 0
     seqlens_k   (B,) int32 on k's device: keys that each sequence has before the call. Its new row i goes to row
-                seqlens_k[b] + i. Nothing is written of a sequence whose number is negative. It stays on the device
-    k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,), (Hk,) or (B, Hk): what is stored is the
-                number divided by its scale; positive and finite. A scale for each token and head, (B, Hk, Smax), with
-                bshd (B, Smax, Hk), of any strides but 0: it is computed of the new row and written, |largest|/limit of
-                the format; of int4 a fifteenth of the row's range, with the number for 0 in its lowest four bits. int8
-                and int4 must have them; float8 without them holds the numbers themselves
-    k_block_scale, v_block_scale  float8_e4m3fn: with them the bytes are nvfp4 numbers (e2m1). They are computed of the
-                new rows and written, one for each 16 neighbours of a row: |largest|/6 of what k_scale and v_scale, if
-                given, leave. (B, Hk, Smax, D/16) and (…, Dv/16), in the caches' layout, the last axis contiguous
+                seqlens_k[b] + i. A sequence with a negative number is not written. The tensor stays on the device
+    k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,), (Hk,) or (B, Hk): the stored number is
+                the given one divided by its scale; positive and finite. A scale for each token and head, (B, Hk, Smax),
+                with bshd (B, Smax, Hk), of any strides but 0: it is computed from the new row and written,
+                |largest|/limit of the format; of int4 a fifteenth of the row's range, with the number for 0 in its
+                lowest four bits. int8 and int4 must have them; float8 without them holds the numbers themselves
+    k_block_scale, v_block_scale  float8_e4m3fn: with them the bytes are nvfp4 numbers (e2m1). They are computed from
+                the new rows and written, one for each 16 neighbours of a row: |largest|/6 after division by k_scale
+                and v_scale, if given. (B, Hk, Smax, D/16) and (…, Dv/16), in the caches' layout, last axis contiguous
     cos, sin    (positions, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are
                 stored, by the angle of their row in the cache; None for no rotation. The queries are not rotated
     rotary      which columns are rotated together: "neox", i and i + R/2; "interleaved", 2i and 2i + 1 (GPT-J)
     layout      "bhsd", or "bshd": the order of the axes of k, v and both caches
     backend     "auto", or the path that must be taken ("triton", "reference", on a CPU "interpreter"); None for the
                 setting
-    validate    read lengths and scales back and check them; None for the setting, which checks on the CPU only. Where
-                nothing is checked, rows beyond the cache are not written, and angles beyond the tables are the last
+    validate    read lengths and scales back and check them; None for the setting, which checks on the CPU only.
+                Unchecked rows beyond the cache are not written, and angles beyond the tables are the last
 
-    Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
-    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen, in nvfp4 ±6), infinity too.
-    NaN stays NaN, and is 0 in int8, int4 and nvfp4.
+    Numbers are rounded to the nearest, ties to even, on every path alike. A number beyond a quantised format becomes
+    its largest (448, 57344, 240 or ±127, in int4 the first or the last of sixteen, in nvfp4 ±6), infinity too. NaN
+    stays NaN, and is 0 in int8, int4 and nvfp4.
 
     Returns None: the caches hold the new rows, and the caller counts them (`seqlens_k` is only read).
 
     Memory beyond the inputs: none in the kernels; on the reference path a few copies of the new rows.
 
-    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation does
-    not have, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path cannot run this
-    or falling back is forbidden. Nothing is written then.
+    Raises ArgumentError (argument, value, limit), also for a tensor that requires a gradient (this operation has none),
+    UnknownArgument for an unknown keyword, PathUnavailable where a named path cannot run the call or falling back is
+    forbidden. Nothing is written then.
 
     >>> import torch, portattn
     >>> k_cache, v_cache = torch.zeros(2, 2, 100, 64), torch.zeros(2, 2, 100, 64)

@@ -54,10 +54,10 @@ def attention(
     k, v        (B, Hk, Sk, D) and (B, Hk, Sk, Dv); Hq must be a multiple of Hk (GQA, MQA). Of q's dtype. Or quantised:
                 q, k and v of float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz; q and k of int8, v in float16 or bfloat16
                 (portattn.quantize makes either). Products then are exact: docs/low-precision.md
-    q_scale, k_scale, v_scale  float32, of quantised q, k and v: what their numbers are multiplied by, positive and
-                finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
-                numbers count as they are without. int8 must have those of q and k, also one for each token and
-                head, (B, Hq, Sq) and (B, Hk, Sk) in the layout; v is then of 16 bits without a scale
+    q_scale, k_scale, v_scale  float32, factors of quantised q, k and v, positive and finite. Each (), (1,), (Hk,)
+                or (B, Hk), q's for the query heads of a key/value head together. float8 numbers without scales count
+                as they are. int8 q and k must have scales, also one for each token and head, (B, Hq, Sq) and
+                (B, Hk, Sk) in the layout; v is then of 16 bits without a scale
     scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
                 accelerator waits for the device, and breaks a graph of torch.compile
     causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
@@ -83,7 +83,7 @@ def attention(
                 attended and, as a query, gives 0. Causal alignment is each sequence's own
     leftpad_q, leftpad_k  (B,) int32: padding rows before a sequence's first valid row (left-padded batches)
     dropout_p   share of the probabilities that become 0, in [0, 1); the others count 1/(1 - dropout_p)
-    dropout_seed  (1,) int64 on q's device: which ones they are follows from it alone, on every path and in the backward
+    dropout_seed  (1,) int64 on q's device: it alone decides which ones, on every path and in the backward
                 (portattn.dropout_mask has the mask); None draws one from torch's generator
     out_dtype   of quantised q: torch.bfloat16 or torch.float16; None for bfloat16 of float8 numbers, and for v's dtype
                 beside int8. Otherwise None or q's dtype
@@ -92,10 +92,10 @@ def attention(
     backend     "auto", or a path that must be taken: "triton", "vendor", "reference", a vendor path's own name, and
                 on a CPU "interpreter"; None for the setting. A named path never falls back
     validate    read lengths back and check them (on an accelerator that waits for the device); None for the setting,
-                which checks on the CPU only. What is not checked is clamped: nothing is read outside the tensors given
+                which checks on the CPU only. Unchecked lengths are clamped: nothing outside the tensors is read
 
-    Jagged nested tensors (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd", are packed rows: varlen_attention takes
-    them as they lie, and the results are jagged likewise.
+    Jagged nested tensors (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd", run as packed rows, without a copy;
+    the results are jagged too.
 
     Returns out in q's dtype, or out_dtype, and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing
     to attend gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included.
@@ -103,10 +103,9 @@ def attention(
     Memory beyond the inputs: the output, the LSE where it is asked for, 256 bytes a program while a launch that uses
     tensor descriptors runs, and a copy of q, k or v whose rows lie more than 2³¹ elements apart within a tile.
 
-    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have (one of another
-    library's names is answered with its own), PathUnavailable when a named path cannot run this or falling back is
-    forbidden, QuirkConflict when the registry contradicts itself, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives).
+    Raises ArgumentError (argument, value, limit), UnknownArgument for an unknown keyword (for another library's name it
+    tells portattn's), PathUnavailable when a named path cannot run the call or falling back is forbidden, QuirkConflict
+    when the registry contradicts itself, TracingError for forward-mode and second derivatives.
 
     >>> import torch, portattn
     >>> q, k, v = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)
@@ -158,7 +157,7 @@ def attention(
     if found is not None:
         return found
     if are_jagged(q, k, v):
-        # By name: dynamo's locals() are not those of the source where it has broken the graph.
+        # By name: after a graph break dynamo's locals() are not the source's.
         given = {
             "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
             "scale": scale, "causal": causal, "window": window, "chunk": chunk,

@@ -140,7 +140,7 @@ def _target(asker: str, target: Any = None, toolchain: Any = None) -> Target:
 
 
 def _briefly(value: object) -> object:
-    """A value as an error shows it: a target by its name, and of what has a page of fields or numbers the type."""
+    """Return a value as an error shows it: a target by its name, a large object by its type."""
     if isinstance(value, Target):
         return str(value)
     return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__

@@ -47,15 +47,14 @@ def varlen_attention(
                 float32; any strides
     k, v        (Tk, Hk, D) and (Tk, Hk, Dv), likewise by cu_seqlens_k; Hq must be a multiple of Hk. Of q's dtype, or
                 quantised as of `attention`
-    q_scale, k_scale, v_scale  float32, of quantised q, k and v: what their numbers are multiplied by, positive and
-                finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
-                numbers count as they are without. int8 must have those of q and k, also one for each token and
-                head, (Tq, Hq) and (Tk, Hk); v is then of 16 bits without a scale
+    q_scale, k_scale, v_scale  float32, factors of quantised q, k and v, positive and finite. Each (), (1,), (Hk,)
+                or (B, Hk), q's for the query heads of a key/value head together. float8 numbers without scales count
+                as they are. int8 q and k must have scales, also one for each token and head, (Tq, Hq) and (Tk, Hk); v
+                is then of 16 bits without a scale
     cu_seqlens_q, cu_seqlens_k  (B + 1,) int32 on q's device, from 0 on, never falling (else the result is undefined,
                 and still nothing outside the tensors is read). They stay on the device. Sequences may have no rows, and
                 their queries and keys may differ in number
-    max_seqlen_q, max_seqlen_k  rows of the longest sequence, or more: with less, what longer sequences give is
-                undefined
+    max_seqlen_q, max_seqlen_k  rows of the longest sequence, or more: results of longer sequences are undefined
     scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
                 accelerator waits for the device
     causal      True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
@@ -80,9 +79,8 @@ def varlen_attention(
 
     Memory beyond the inputs: as of `attention`.
 
-    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives).
+    Raises ArgumentError (argument, value, limit), UnknownArgument for an unknown keyword, PathUnavailable where a named
+    path cannot run the call or falling back is forbidden, TracingError for forward-mode and second derivatives.
 
     >>> import torch, portattn
     >>> lengths = torch.tensor([0, 5, 5, 45], dtype=torch.int32)  # sequences of 5, 0 and 40 rows

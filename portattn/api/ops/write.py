@@ -41,16 +41,16 @@ def write_pages(
                 converted, or float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised; or
                 uint8, D/2 and Dv/2 wide: int4, two numbers a byte. Any strides but 0; both may be views of one tensor
     slot_mapping  (T,) int32 or int64 on k's device: token t goes to row slot_mapping[t] % page of page
-                slot_mapping[t] // page. Nothing is written of a token whose slot is negative. Of two tokens with one
-                slot, either may be what lies there afterwards. It stays on the device
-    k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,) or (Hk,): what is stored is the number
-                divided by its scale; positive and finite. A scale for each token and head, (P, page, Hk), with hpd
-                (P, Hk, page), of any strides but 0: it is computed of the new row and written, |largest|/limit of the
+                slot_mapping[t] // page. A token with a negative slot is not written. Of two tokens with one slot either
+                may be stored. The tensor stays on the device
+    k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,) or (Hk,): the stored number is the given
+                one divided by its scale; positive and finite. A scale for each token and head, (P, page, Hk), with hpd
+                (P, Hk, page), of any strides but 0: it is computed from the new row and written, |largest|/limit of the
                 format; of int4 a fifteenth of the row's range, with the number for 0 in its lowest four bits. int8 and
                 int4 must have them; float8 without them holds the numbers themselves
-    k_block_scale, v_block_scale  float8_e4m3fn: with them the bytes are nvfp4 numbers (e2m1). They are computed of the
-                new rows and written, one for each 16 neighbours of a row: |largest|/6 of what k_scale and v_scale, if
-                given, leave. (P, page, Hk, D/16) and (…, Dv/16), with hpd as the pages; the last axis contiguous
+    k_block_scale, v_block_scale  float8_e4m3fn: with them the bytes are nvfp4 numbers (e2m1). They are computed from
+                the new rows and written, one for each 16 neighbours of a row: |largest|/6 after division by k_scale
+                and v_scale, if given. (P, page, Hk, D/16) and (…, Dv/16), with hpd as the pages; last axis contiguous
     cos, sin    (N, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are stored;
                 None for no rotation. The queries are not rotated
     positions   (T,) int32 or int64 on k's device: the row of cos and sin of each token; goes with them
@@ -59,20 +59,20 @@ def write_pages(
     backend     "auto", or the path that must be taken ("triton", "reference", on a CPU "interpreter"); None for the
                 setting
     validate    read slots, positions and scales back and check them; None for the setting, which checks on the CPU
-                only. Where nothing is checked, tokens whose slots lie beyond the cache are not written, and positions
-                are clamped to the tables
+                only. Unchecked tokens with slots beyond the cache are not written, and positions are clamped to the
+                tables
 
-    Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
-    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen, in nvfp4 ±6), infinity too.
-    NaN stays NaN, and is 0 in int8, int4 and nvfp4.
+    Numbers are rounded to the nearest, ties to even, on every path alike. A number beyond a quantised format becomes
+    its largest (448, 57344, 240 or ±127, in int4 the first or the last of sixteen, in nvfp4 ±6), infinity too. NaN
+    stays NaN, and is 0 in int8, int4 and nvfp4.
 
     Returns None: the pages hold the new rows.
 
     Memory beyond the inputs: none in the kernels; on the reference path a few copies of the new rows.
 
-    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation does
-    not have, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path cannot run this
-    or falling back is forbidden. Nothing is written then.
+    Raises ArgumentError (argument, value, limit), also for a tensor that requires a gradient (this operation has none),
+    UnknownArgument for an unknown keyword, PathUnavailable where a named path cannot run the call or falling back is
+    forbidden. Nothing is written then.
 
     >>> import torch, portattn
     >>> k_pages, v_pages = torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 64)

@@ -1,10 +1,10 @@
 """flash_attn's module over portattn: `from portattn.integrations.flash_attn import flash_attn_func`, and so on.
 
 The functions of FlashAttention-2 are here and in `flash_attn_interface`, `bert_padding` beside them, as in flash_attn;
-those of FlashAttention-3 are in `portattn.integrations.flash_attn_interface`.
+`portattn.integrations.flash_attn_interface` has FlashAttention-3's.
 
-`__version__` is that of the flash_attn whose functions these are, for code that asks for a minimum of it; portattn's
-own is `portattn.__version__`.
+`__version__` is the version of flash_attn that these functions follow, for code that asks for a minimum of it;
+portattn's own is `portattn.__version__`.
 """
 
 from portattn.integrations.flash_attn.flash_attn_interface import (

@@ -77,7 +77,7 @@ def _last_rows(call: CachedCall) -> torch.Tensor:
 
 
 def _packed(found: Any, beginnings: torch.Tensor, total: int) -> Any:
-    """Return results of `_last_rows` as those of the packed queries: 0 and -inf after the last sequence."""
+    """Return results of `_last_rows` for the packed queries: 0 and -inf after the last sequence."""
     out, lse = found if isinstance(found, tuple) else (found, None)
     sequence, within = places(beginnings, total)
     row = (out.shape[1] - beginnings.diff()[sequence] + within).clamp(0, max(out.shape[1] - 1, 0))

@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _quirk_marks() -> Any:
-    """The marker's module. Raises UsageError where what it needs of the extra `tools` is not installed."""
+    """Return the marker's module. Raises UsageError if a package of the extra `tools` is not installed."""
     try:
         from portattn.integrations.pytest_plugin import quirk_marks
     except ModuleNotFoundError as error:

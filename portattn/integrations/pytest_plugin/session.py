@@ -159,7 +159,7 @@ def _file(config: pytest.Config, name: str) -> Path | None:
 def _earlier(
     before: Snapshot | None, specs: Sequence[CellSpec], asked_for: request.MatrixRequest
 ) -> tuple[dict[Place, Place], tuple[Change, ...]]:
-    """Which cells of an earlier run those of this one are compared with, and those that are gone."""
+    """Return the map from this run's cells to an earlier run's, and the cells that are gone."""
     if before is None:
         return {}, ()
     asked_for.must_share(before, specs)

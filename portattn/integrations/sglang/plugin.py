@@ -36,14 +36,14 @@ def activate() -> None:
 
 
 def create(runner: Any) -> Any:
-    """The attention backend of one of SGLang's model runners, which asks for it by name.
+    """Return the attention backend of one of SGLang's model runners, which asks for it by name.
 
     runner  sglang.srt.model_executor.model_runner.ModelRunner, its pools and its model made
 
     Returns an sglang AttentionBackend.
 
-    Raises ArgumentError with the name of what is not supported: a version, a chip, a pool, a setting, a feature of a
-    layer; SettingError where a setting of portattn's own is wrong.
+    Raises ArgumentError naming an unsupported version, chip, pool, setting or feature of a layer; SettingError for a
+    wrong setting of portattn's own.
     """
     version = metadata.version("sglang")
     if not _tested(version):

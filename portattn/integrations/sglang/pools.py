@@ -23,7 +23,7 @@ class Pools:
         self.has_window_pool = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
 
     def columns(self, tokens: int) -> int:
-        """Columns of a page table with room for so many tokens, at most those of a request's row."""
+        """Return the columns of a page table with room for so many tokens, at most a request's row."""
         return -(-min(max(tokens, 1), self.context) // self.page_size)
 
     def in_window_pool(self, layer_id: int) -> bool:

@@ -65,7 +65,7 @@ class PortattnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
 
 class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
-    """One layer's decoding. Its LSE is in natural logarithms, of what this rank's cache holds."""
+    """One layer's decoding. Its LSE is a natural logarithm over the keys in this rank's cache."""
 
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True

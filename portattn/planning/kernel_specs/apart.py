@@ -16,7 +16,7 @@ TAKES_APART = frozenset(
 )  # fmt: skip
 MOST_APART = 8
 PRECISIONS = ("bf16x6", "tf32x3")  # of float32; products as they are have no matrix instructions
-# What it has of decode_split's constants.
+# Its constants that decode_split has too.
 CONSTANTS = (
     "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
     "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "FOLLOWED", "PIPELINE",
@@ -63,7 +63,7 @@ def limits(found: Limits, problem: Problem, lowering: Lowering, launch: Launch, 
 
 
 def constants(found: dict[str, Any], problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-    """Those of warps_apart, of a kernel's."""
+    """Return warps_apart's constants, from its kernel's."""
     precision = lowering.dot_precision if problem.dtype == "fp32" else "ieee"  # products of 16-bit numbers have one
     return {name: found[name] for name in CONSTANTS} | {"PARTS": launch.num_warps, "DOT_PRECISION": precision}
 

@@ -81,7 +81,7 @@ class CoreKernel:
         return None
 
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
-        """Those of `choices` on which the code of this problem depends, or that `limits` has had to decide."""
+        """Return the `choices` that this problem's code depends on, or that `limits` had to decide."""
         unread = {"drops": not problem.dropout, "parts": lowering.dot_precision != "bf16x6"}
         return tuple(name for name in self.choices if not unread.get(name, False))
 

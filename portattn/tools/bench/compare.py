@@ -68,7 +68,7 @@ def _change(old: Row, row: Row, was: Figures, now: Figures) -> ContenderChange:
 
 
 def _shared(old: Row, row: Row) -> tuple[Figures, Figures] | None:
-    """The fastest peer of the earlier row that the later one has too."""
+    """Return the fastest peer of the earlier row that the later row has too."""
     pairs = [(f, row.figures(f.name)) for f in old.contenders if f.peer and f.rounds_ms]
     both = [(was, now) for was, now in pairs if now is not None and now.rounds_ms]
     return min(both, key=lambda pair: pair[0].ms or float("inf"), default=None)

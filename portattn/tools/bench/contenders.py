@@ -1,4 +1,4 @@
-"""What is timed of portattn: its calls as a user writes them, and the same calls prepared."""
+"""Portattn's own contenders: its calls as a user writes them, and the same calls prepared."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def as_is(out: torch.Tensor) -> torch.Tensor:
 class Contender:
     """One way to compute a case.
 
-    run     the call that is timed
-    shaped  brings what it returns into the form (B, Hq, Sq, Dv), of packed queries (Tq, Hq, Dv); not timed
+    run     the timed call
+    shaped  brings the result into the form (B, Hq, Sq, Dv), packed (Tq, Hq, Dv); not timed
     around  a context for all of its calls, entered before the clock starts
-    path    of portattn's own: the plan's path
-    result_bytes  memory of what a call returns, where that is told apart from what else it allocates
+    path    the plan's path, of portattn's own contenders
+    result_bytes  memory of a call's result, if it is told apart from other allocations
     """
 
     run: Run

@@ -234,7 +234,7 @@ def _host(goal: Goal, row: Row, mine: Figures, result: Result) -> Value | str:
 
 
 def rivals(row: Row, libraries: tuple[str, ...] = ()) -> list[Figures]:
-    """A row's contenders that were not refused: those of the libraries, or all peers."""
+    """Return a row's contenders that were not refused: of the libraries, or all peers."""
     return [f for f in row.contenders if not f.refused and (f.library in libraries if libraries else f.peer)]
 
 

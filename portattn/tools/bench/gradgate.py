@@ -200,9 +200,9 @@ def kept_pairs(case: Case, contender: GradientContender, places: list[tuple[int,
 
 
 def all_finite(case: Case, result: torch.Tensor, rows: bool) -> bool:
-    """Whether all of a result is finite: of each sequence's own rows, or of its own keys.
+    """Return whether each sequence's own rows, or keys, of a result are finite.
 
-    Memory that nobody has written, and what lies behind a sequence's end, can hold anything.
+    Uninitialised memory, and the memory behind a sequence's end, can hold anything.
     """
     if rows and not case.packed and case.lengths_q:
         whole = slice(None)

@@ -165,9 +165,9 @@ def run(
     device: str, seconds: float, sizes: CallSizes, libraries: dict[str, str], calls: int = CALLS,
     warm: int = WARM, told: Callable[[str], None] = lambda line: None,
 ) -> HostRun:  # fmt: skip
-    """All parts, within about so many seconds. A line gets its share of what is left; one that gets none is named.
+    """Measure all parts within about so many seconds: a line gets its share of the rest; left_out names untimed lines.
 
-    calls, warm  timed calls of a line at most, and calls before them, which are as many as its workload needs at least
+    calls, warm  most timed calls of a line, and calls before them: at least as many as the workload needs
     """
     begun = time.monotonic()
     todo = list(_lines(workloads(device, sizes)))

@@ -102,7 +102,7 @@ class DeviceProbe:
                 self._child = None
 
     def read(self) -> tuple[DeviceState | None, str]:
-        """What it said, and the driver's version; (None, "") where nothing can be asked."""
+        """Return the device's state and the driver's version, or (None, "")."""
         if self._child is None:
             return torch_state(), ""
         try:
@@ -134,7 +134,7 @@ def _number(word: str) -> float | None:
 
 
 def torch_state() -> DeviceState | None:
-    """The same by torch, which asks NVML's or AMD SMI's Python package; None where there is none."""
+    """Return torch's reading of the device through NVML's or AMD SMI's Python package, or None without one."""
     asked: dict[str, Any] = {
         "sm_mhz": lambda: float(torch.cuda.clock_rate()),
         "power_w": lambda: torch.cuda.power_draw() / 1e3,

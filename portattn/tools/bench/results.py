@@ -128,13 +128,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
     """One case of one set.
 
     run         index among the result's runs
-    floor_ms    the larger of flops over the GEMM ceiling and read_bytes over the copy ceiling; limit: which one it is
-    budget      what an error may be; 1 of a backward, whose errors are parts of their budgets
+    floor_ms    the larger of flops over the GEMM ceiling and read_bytes over the copy ceiling; limit: its name
+    budget      the largest allowed error; 1 of a backward, whose errors are parts of their budgets
     best_peer   the fastest peer's contender; best_graph: of graphs
-    plan        what portattn's plan says of itself
-    state       the device while the rounds were going
-    checked     what of each contender's result was compared with float64; that all of it is finite is checked besides
-    seconds     that the row took in all; reference_s, timing_s: of them, those of the float64 results and of timing
+    plan        portattn's plan in words
+    state       the device's state during the rounds
+    checked     part of each contender's result that was compared with float64; all of it is checked to be finite
+    seconds     that the row took in all; reference_s, timing_s: shares of the float64 results and of timing
     """
 
     set: str
@@ -241,16 +241,16 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def done(self) -> set[tuple[str, str]]:
-        """(set, case's name) of all that is measured."""
+        """Return (set, case's name) of each measured cell."""
         return {(r.set, r.name) for r in self.rows} | {(c.set, c.case) for c in self.first_calls}
 
     @property
     def left(self) -> list[tuple[str, str]]:
-        """(set, case's name) of what the last run was asked for and nobody has measured."""
+        """Return (set, case's name) of each cell that the last run was asked for and that has no measurement."""
         asked = self.runs[-1].asked if self.runs else ()
         return [cell for cell in asked if cell not in self.done]
 
     @property
     def failed(self) -> bool:
-        """Whether portattn was wrong, or could not run, on any case."""
+        """Return whether portattn was wrong, or could not run, on any case."""
         return any(r.failed for r in self.rows) or any(c.failed for c in self.first_calls)

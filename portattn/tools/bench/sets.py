@@ -72,7 +72,7 @@ def quantized_decode(pages: Iterable[int] = (0,), inline_page: int = 16) -> list
 
 
 def in_blocks(pages: Iterable[int] = (0, 16)) -> list[Case]:
-    """The decode shapes in NVFP4, whose blocks have scales beside the one of the tensor: contiguous, and in pages."""
+    """Return the decode shapes in NVFP4, with scales of blocks beside the tensor's scale: contiguous, and in pages."""
     return [
         msgspec.structs.replace(case, name=f"{case.name} nvfp4 scales=tensor", kv_format="nvfp4", kv_scales="head")
         for case in decode(pages)
@@ -152,16 +152,16 @@ def seed() -> list[Case]:
 
 
 DROPOUT = 0.1
-_SHAPE: dict[str, Any] = {"seqs": (4096,), "dims": (128,)}  # of what is timed in one size alone
+_SHAPE: dict[str, Any] = {"seqs": (4096,), "dims": (128,)}  # of cases that are timed in one size alone
 
 
 def backward() -> list[Case]:
-    """The gradients of the dense set: B·S = 16k and H·D = 2048, bf16, full and causal."""
+    """Return gradients of the dense set: B·S = 16k and H·D = 2048, bf16, full and causal."""
     return _gradients(sets_dense.dense(), "dense")
 
 
 def more() -> list[Case]:
-    """GQA 8:1, packed, a window, fp32, dropout; and deterministic gradients, beside those of any order."""
+    """Return cases of GQA 8:1, packed, a window, fp32, dropout; deterministic gradients, and gradients of any order."""
     packed = Case(
         name="packed D=128 causal", op="varlen_attention", packed=True, batch=len(LENGTHS), seq_q=ROOM, seq_k=ROOM,
         lengths_q=LENGTHS, lengths_k=LENGTHS, **sets_dense.heads(128), **causality(True),

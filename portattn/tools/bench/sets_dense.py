@@ -93,7 +93,7 @@ def short_queries() -> list[Case]:
 
 
 def prefill() -> list[Case]:
-    """Chunks of 512 queries at the end of what is in pages already; alone, and in one call with decoding sequences."""
+    """Return chunks of 512 queries at the end of the tokens in pages: alone, and beside decoding sequences."""
     chunk, decodes, chunks = 512, 64, 4
     paged: dict[str, Any] = {
         "op": "paged_attention", "seq_q": chunk, "seq_k": 8192, "page_size": 64,

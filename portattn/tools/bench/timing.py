@@ -16,10 +16,10 @@ from portattn.tools.bench.gate import FAILURES, DeviceLost, reason
 
 TURN_MS = {"hot": 12.0, "cold": 6.0}  # device time of a contender's turn, of which a call has its share
 MOST_CALLS = {"hot": 50, "cold": 20}  # in a turn: more would fill the device's queue
-# Of calls that take so many ms, so many rounds are asked for at most.
+# Calls longer than so many ms need at most so many rounds.
 SLOW = ((100.0, 2), (30.0, 3))
-# What is asked for is the least. There are more rounds, up to MORE times as many and for MORE_S seconds in all, until
-# the ratios of who is near the fastest seem known to KNOWN: a card at its power limit moves by 10 % between rounds.
+# The requested rounds are the minimum. Rounds go on, up to MORE times as many and for MORE_S seconds in all, until the
+# ratios of contenders near the fastest seem known to KNOWN: a card at its power limit moves by 10 % between rounds.
 MORE, MORE_S, KNOWN = 8, 1.5, 0.01
 NEAR = 1.3  # times as slow as the fastest
 # Student's t, two-sided 95 %, by degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2); 2.1 above 10, to 5 %.
@@ -32,21 +32,20 @@ HEAT_MS = 400.0  # of work before anything counts, after which a card that reste
 
 @dataclass(slots=True)
 class Turns:
-    """Milliseconds of each contender, round by round, and why some have none. By name."""
+    """Milliseconds of each contender, round by round, or why it has no time. By name."""
 
     ms: dict[str, list[float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
 def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timing, rounds: int) -> Turns:
-    """Time contenders in rounds, at least so many; each begins with another one. The first ones do not count: one says
-    how many calls fill a turn, and where calls are long enough to heat the card, others bring its clocks down. Who is
-    far behind takes part in one round that counts.
+    """Time contenders in at least so many rounds; each round begins with another contender.
 
-    Raises DeviceLost.
+    The first rounds do not count: one finds how many calls fill a turn, and if calls are long enough to heat the card,
+    others bring its clocks down. A contender far behind takes part in one round that counts. Raises DeviceLost.
     """
     names, turns = list(contenders), Turns()
-    expected: dict[str, float] = {}  # of those that still take part
+    expected: dict[str, float] = {}  # ms of contenders that still take part
     out: set[str] = set()
     settling, round_, begun = 1, 0, 0.0
     while True:

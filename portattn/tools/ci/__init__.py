@@ -1,9 +1,9 @@
-"""`portattn ci`: what a change of compiler breaks, as a verdict with causes.
+"""`portattn ci`: the breakages of a change of compiler, as a verdict with causes.
 
-asked.py    what is compared: compilers, targets, problems, the baseline, quirks of the user's own
-cells.py    the cells of both sides, planned or compiled
-report.py   what was found, and what of it is red
-losses.py   the red findings by their causes, with what to do
-summary.py  the summary in Markdown
-github.py   the job summary and the annotations of GitHub's runners
+request.py      the request: compilers, targets, problems, the baseline, the user's own quirks
+cells.py        the cells of both sides, planned or compiled
+report.py       the findings, and which of them are red
+regressions.py  the red findings by their causes, with remedies
+summary.py      the summary in Markdown
+github.py       the job summary and the annotations of GitHub's runners
 """

@@ -16,14 +16,14 @@ _Place = tuple[str, str, str]
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """What is lost in the same way for the same reason.
+    """Cells lost in the same way for the same reason.
 
     kinds     of the findings
-    what      what happened
-    targets, problems  where; no problems where it is about a target as a whole
-    cause     the nearest cause; empty where `what` is the cause
-    quirk     id of the quirk that is the cause, if one is
-    todo      what to do, as a clause with commands in backticks
+    what      the event
+    targets, problems  places; no problems if the loss concerns a target as a whole
+    cause     the nearest cause; empty if `what` is the cause
+    quirk     id of the quirk that is the cause, if any
+    todo      the remedy, as a clause with commands in backticks
     """
 
     kinds: tuple[str, ...]

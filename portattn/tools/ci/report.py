@@ -32,15 +32,15 @@ class CiReport(msgspec.Struct, frozen=True, kw_only=True):
     """The answer.
 
     compiled  whether cells were compiled; else they are compared by their plans alone
-    against   the baseline's name; empty where both sides were made
+    against   the baseline's name; empty if both sides were made
     compared  cells that both sides have
     red       the kinds that count as lost
-    losses    the findings, those of one cause together; empty: nothing is lost
-    changes   what the matrix's comparison says of the cells
-    upgrade   what the registry and the plans of both compilers say
+    losses    the findings, grouped by cause; empty: nothing is lost
+    changes   the matrix's comparison of the cells
+    upgrade   the comparison of both compilers' registries and plans
     expected  ids of cells that fail as expected
-    notes     what deserves a look, and is no loss
-    idle      reasons, if cells were to be compiled and none on the new side could be; empty otherwise
+    notes     findings that deserve a look, and are no loss
+    idle      reasons, if cells were to be compiled and no cell of the new side could be; empty otherwise
     """
 
     before: str

@@ -61,12 +61,12 @@ def read_request(
 ) -> CiRequest:
     """Read what was asked for.
 
-    before    the compiler that is left; None: the baseline's, or the installed one
-    after     the compiler that comes; None: the installed one, where there is something else to compare it with
-    targets   globs, as of `matrix run`; none: the baseline's targets, or those of the quick set
-    problems  globs on ops and names of problems; none: the baseline's, or all of the set
+    before    the old compiler; None: the baseline's, or the installed one
+    after     the new compiler; None: the installed one, if there is another to compare it with
+    targets   globs, as of `matrix run`; empty: the baseline's targets, or the quick set's
+    problems  globs on ops and names of problems; empty: the baseline's, or all of the set
     which     the set of problems; None: the baseline's, or the quick one
-    quirks    folder with quirk files of the user's own, which hold on the new side
+    quirks    folder with the user's own quirk files, which hold on the new side
 
     Raises ArgumentError and DataError on bad input.
     """
@@ -162,9 +162,9 @@ def _distributions(kept: Snapshot | None) -> list[str]:
 
 
 def _installed(option: str, names: Sequence[str]) -> Toolchain:
-    """The compiler of this Python for an option that is left out: of one of these names, where such a one is here.
+    """Return this Python's compiler for an option that is left out: of one of these names, if it is installed.
 
-    names  of what it is compared with: a compiler that is added to Triton is told from Triton by it
+    names  of the other side's compilers: they tell a compiler that is added to Triton from Triton
     """
     here = str(installed_for(names))
     try:

@@ -120,7 +120,7 @@ def _registry(report: CiReport) -> Iterator[str]:
 
 
 def _folded(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """A table that is folded, with its number of rows; nothing where there is none."""
+    """Yield a folded table with its number of rows; nothing if it has no row."""
     found = list(rows)
     if found:
         yield f"\n<details><summary>{title}: {len(found)}</summary>\n\n{table(columns, found)}\n</details>\n"

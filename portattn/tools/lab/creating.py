@@ -1,8 +1,8 @@
-"""Making an environment: built under another name beside its place, tried, and renamed when it is whole.
+"""Make an environment: build it under another name beside its place, try it, and rename it when it is whole.
 
-It is a virtual environment without pip: its Python finds what is installed in it and nothing else, and needs no
-variable set. pip installs into it from outside, the compiler alone (never torch), and what only profiles or is linked
-statically is taken out again.
+It is a virtual environment without pip: its Python finds its own packages and nothing else, and needs no variable set.
+pip installs the compiler alone into it from outside (never torch); parts that only profile or are linked statically
+are removed.
 """
 
 from __future__ import annotations
@@ -84,16 +84,16 @@ TRY_SECONDS = 300.0  # to import Triton for the first time, on a loaded machine
 def create(
     toolchain: str, say: Say = quiet, *, python: str | None = None, commands: Commands | None = None
 ) -> Environment:
-    """Make a toolchain's environment, and return it; one that is there and whole is left as it is.
+    """Make a toolchain's environment, and return it; a whole environment that is there stays as it is.
 
     python   the interpreter to make it with; by default this one, or one on PATH that the toolchain has a build for
     say      is told each step
     commands runs pip and apt: its `stop` ends them
 
-    How is data that the compiler's backend brings (portattn/schema/compilers.py). For triton-ascend the MLIR 19 tools
-    are fetched from Debian where the machine has none; without them the environment still lowers, and `tools` of the
-    result lacks them. Raises ArgumentError on a bad name or interpreter, and LabError
-    where no environment can be made, with the last lines of what failed. Nothing is left then, nor after an interrupt.
+    The compiler's backend brings the recipe (portattn/schema/compilers.py). For triton-ascend the MLIR 19 tools are
+    fetched from Debian if the machine lacks them; without them the environment still lowers, and `tools` of the result
+    lacks them. Raises ArgumentError on a bad name or interpreter, and LabError, with the failure's last lines, if no
+    environment can be made. Nothing is left then, nor after an interrupt.
     """
     name = folders.canonical(toolchain)
     commands = commands or Commands()

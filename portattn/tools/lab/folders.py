@@ -43,7 +43,7 @@ def toolchains() -> tuple[str, ...]:
 
 
 def recipe(toolchain: str) -> Recipe:
-    """How a canonical toolchain's environment is made. Raises LabError where nobody brings the compiler any more."""
+    """Return the recipe of a canonical toolchain. Raises LabError if no installed package brings the compiler."""
     own = recipes().get(toolchain.partition("==")[0])
     if own is None or own.lab is None:
         raise LabError(f"{toolchain}: no package that is installed says how its environment is made")
@@ -51,9 +51,9 @@ def recipe(toolchain: str) -> Recipe:
 
 
 def programs(toolchain: str) -> ModuleType | None:
-    """The module of what an environment has beside Python (Recipe.programs); None for most.
+    """Import the module of an environment's programs beside Python (Recipe.programs); most have none: None.
 
-    Raises LabError where it cannot be imported.
+    Raises LabError if it cannot be imported.
     """
     name = recipe(toolchain).programs
     try:
@@ -67,11 +67,11 @@ class LabError(PortattnError):
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an environment says of itself, as environment.json.
+    """An environment's description of itself, environment.json.
 
     python    version of its Python, such as 3.11.7
-    bytes     what it took on the disk when it was made
-    versions  of what is installed in it, ptxas and the fetched MLIR tools among them
+    bytes     its size on the disk when it was made
+    versions  of its packages, ptxas and the fetched MLIR tools
     """
 
     schema: int = SCHEMA
@@ -86,11 +86,11 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """One toolchain's environment, whole.
 
     python          path of its interpreter
-    bytes           what it takes on the disk
-    tools           programs beside Python that its recipe names, by name, as far as there are any: for triton-ascend
+    bytes           its size on the disk
+    tools           programs beside Python that its recipe names, by name, as far as it has them: for triton-ascend
                     `mlir-opt`, `mlir-translate`, `llc` (all of LLVM 19) and `cc`
     python_version  such as 3.11.7
-    versions        of what is installed in it
+    versions        of its packages and programs
     """
 
     toolchain: str
@@ -190,7 +190,7 @@ def state(toolchain: str) -> ToolchainState:
 
 
 def _wrong(folder: Path, marker: Marker, toolchain: str) -> str:
-    """What an environment lacks of what its marker says; empty when it is whole."""
+    """Return the difference of an environment from its marker; empty if it is whole."""
     if marker.schema != SCHEMA:
         return f"{MARKER} is of schema version {marker.schema}; this portattn reads version {SCHEMA}"
     if marker.toolchain != toolchain:
@@ -210,12 +210,12 @@ def interpreter(folder: Path) -> Path:
 
 
 def find(toolchain: str) -> Environment | None:
-    """The environment of a toolchain; None where there is none, or a broken one. Raises ArgumentError on a bad name."""
+    """Return a toolchain's environment; None if it is absent or broken. Raises ArgumentError on a bad name."""
     return state(canonical(toolchain)).environment
 
 
 def need(toolchain: str) -> Environment:
-    """The environment of a toolchain. Raises LabError with a hint where there is none, ArgumentError on a bad name."""
+    """Return a toolchain's environment. Raises LabError with a hint if it is missing, ArgumentError on a bad name."""
     name = canonical(toolchain)
     found = state(name)
     if found.environment is None:

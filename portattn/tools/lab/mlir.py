@@ -1,7 +1,7 @@
-"""The programs that turn triton-ascend's linalg into x86 code: MLIR's and LLVM's of version 19, and a C compiler.
+"""Programs that turn triton-ascend's linalg into x86 code: MLIR's and LLVM's of version 19, and a C compiler.
 
-Those of the machine are used. Where it has none, Debian's packages are fetched and unpacked into the environment, which
-needs no root: the packages that are missing here, without installing them.
+The machine's own programs are used. If it lacks them, the missing Debian packages are fetched and unpacked into the
+environment without being installed, which needs no root.
 """
 
 from __future__ import annotations

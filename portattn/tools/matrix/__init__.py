@@ -1,21 +1,21 @@
-"""The matrix: ops × targets, each cell with what was seen of it. Planned, compiled in child processes, and reported.
+"""The matrix: ops × targets, each cell with its evidence. Planned, compiled in child processes, and reported.
 
 Making cells:
 problems.py     the named sets of problems
-select.py       which cells a run has; asked.py: what it was asked for, also of an earlier run
-cells.py        what one cell holds; the schema of results.jsonl
-results.py      reading and writing results.jsonl, whole lines only; what of it is stale
-run.py          making the cells; planned.py, variants.py: what they keep of plans and variants
-identity.py     what cells depend on; digests.py, provenance.py: what that is here and now
-words.py        what a cell says; evidence.py: what was seen of it; empty.py: why it is empty, and what fills it
+select.py       the cells of a run; request.py: the request, also of an earlier run
+cells.py        a cell's fields; the schema of results.jsonl
+results.py      reading and writing results.jsonl, whole lines only; its stale cells
+run.py          making the cells; plan_summary.py, variants.py: a cell's record of its plan and variants
+identity.py     the dependences of cells; provenance.py: their values here and now
+labels.py       a cell's words; evidence.py: its evidence; not_run.py: the reason of an empty cell, and the remedy
 table.py        the table as data; report.py: the static page
 
 Runs over time:
-snapshot.py     what of a run is compared; reading.py: read from a folder, a file or a baseline
-diff.py         what was lost and won between two runs; causes.py: why
+snapshot.py     the compared parts of a run; reading.py: read from a folder, a file or a baseline
+diff.py         losses and gains between two runs; attribution.py: their causes
 baseline.py     a run as text to keep
 merge.py        runs of several machines made one
-expected.py     which cells fail, for which reason, until when
-verdict.py      whether a run is all right; junit.py: the same as XML
+expected.py     expected failures, each with reason and date
+verdict.py      the judgement of a run; junit.py: the same as XML
 history.py      one cell over several runs
 """

@@ -20,10 +20,10 @@ LETTER, ROOM = 7, 10
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Cells of chips. Those of a CPU count nowhere: their numbers are the reference.
+    """Counts of the cells of chips. CPU cells count nowhere: their numbers are the reference.
 
-    green  they passed, with a level above `declared`
-    amber  nothing is wrong, and nothing was seen: `declared`, NOTE, NOT_RUN, or not made at all
+    green  PASS, with a level above `declared`
+    amber  without a fault and without evidence: `declared`, NOTE, NOT_RUN, or not made at all
     red    FAIL, ERROR, CRASH, TIMEOUT
     """
 
@@ -33,7 +33,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def colour(self) -> str:
-        """The worst that there is; grey where there is no cell of a chip."""
+        """The worst kind present; grey without a cell of a chip."""
         return next((name for name in ("red", "amber", "green") if getattr(self, name)), "grey")
 
 

@@ -65,16 +65,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     id        digest of (problem, target, toolchain); `index` is its place in the run
     status    see the vocabulary above; `reason` explains any but PASS
     level     evidence level reached; the interpreter's numerics are no level, they stand beside it
-    lints     what an executor's `analyze` saw in the code (portattn/testing/executor.py)
+    lints     findings of an executor's `analyze` in the code (portattn/testing/executor.py)
     lowered   numerics of that code, executed on a CPU
     emulated  numerics of the machine code, in a model of the chip
-    older     numerics of the code of an older chip, run on a newer one that is here
-    label     what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
-    stage, log  of a failed compile: where it was, and the end of what it printed
-    key       digest of all that the result depends on; another key is another result, though the id is the same
+    older     numerics of an older chip's code, run on a newer chip that is here
+    label     the evidence of a level `runs` that was not reached on the chip itself: "sm_80 code on sm_90"
+    stage, log  of a failed compile: its stage, and the end of its output
+    key       digest of the result's dependences; another key is another result, though the id is the same
     origin    id of the identity that it was made under
-    others    what other runs made of it, where runs were merged
-    conflict  which of them differs though its key does not
+    others    results of other runs, in merged runs
+    conflict  the other result that differs under the same key
     """
 
     schema: int = SCHEMA

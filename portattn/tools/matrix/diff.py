@@ -114,7 +114,8 @@ def part_of(
     """What is asked of an old run where the new one has a part of its cells: the targets and problems that it has, or
     those for which `target` and `problem` hold.
 
-    Of a target that both have with one toolchain, the old run's other toolchains are not asked for.
+    An entry counts if the new run has its target and problem, or if `target` and `problem` hold. If both runs have a
+    target with one toolchain, the old run's other toolchains do not count.
     """
     were, are = columns(old.entries), columns(new.entries)
     shared = {where for where, toolchain in were if (where, toolchain) in are}

@@ -1,4 +1,4 @@
-"""What was seen of a cell, step by step, and what was not: a step of another path than the cell's is not seen."""
+"""The evidence of a cell, step by step: seen or not; a step of another path than the cell's is not seen."""
 
 from __future__ import annotations
 

@@ -37,18 +37,18 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where cells come from, and all that they depend on beside their problem and target.
+    """The origin of cells: all their dependences beside problem and target.
 
-    id          digest of what follows, but date and command: a cell's `origin`
-    commit      of the source tree; empty where portattn is installed, or where there is no git
-    dirty       whether the tree has changes that the commit lacks, new files among them
-    digests     kernels; code (what plans, compiles and judges); and for each backend `quirks/…`, `arches/…`, `tuning/…`
-                and `backends/…`. `quirks/any` are those of every backend
+    id          digest of the fields below, except date and command: a cell's `origin`
+    commit      of the source tree; empty if portattn is installed, or without git
+    dirty       whether the tree has changes that the commit lacks, also new files
+    digests     kernels; code (planning, compiling, judging); and for each backend `quirks/…`, `arches/…`, `tuning/…`
+                and `backends/…`. `quirks/any` covers quirks of every backend
     compiler    the toolchain of the Python that made the run
-    toolchains  toolchain -> what compiles with it; empty where nothing does
+    toolchains  toolchain -> its compiler here: this Python, another, or the lab's; empty without one
     versions    of this Python and its packages
-    variables   those of the environment that compilers read
-    executors   what runs code where its chip is not, by target and name -> empty, or why it does not run
+    variables   environment variables that compilers read
+    executors   executors of code whose chip is not here, by target and name -> empty, or why it does not run
     seconds     the time limit of a compile, and of a check of numbers
     """
 
@@ -87,12 +87,12 @@ def digests_of(identity: Identity, backend: str) -> dict[str, str]:
 
 
 def cell_key(identity: Identity, cell: str, target: str, toolchain: str, components: Mapping[str, str]) -> str:
-    """Digest of all that a cell's result depends on: results of one key were made under the same conditions.
+    """Digest all dependences of a cell's result: results of one key were made under the same conditions.
 
     cell        its id
-    components  versions of what else compiles for it (ptxas, …)
+    components  versions of its compiler's other parts (ptxas, …)
 
-    The time limit is no part of it: it matters for cells that ran into it alone (`results.Results.resume`).
+    The time limit is no part of the key: it matters only for cells that ran into it (`results.Results.resume`).
     """
     backend = target.partition(":")[0]
     parts = {

@@ -60,9 +60,9 @@ def word(cell: Cell) -> str:
 
 
 def dot(cell: Cell) -> Numerics | None:
-    """The interpreter's numbers, where they are those of the path that is taken: the interpreter runs the core alone.
+    """Return the interpreter's numbers if the plan takes the core kernel: the interpreter runs the core alone.
 
-    Of another path (a variant, a vendor's library) the cell holds those of the core kernel beside it.
+    A cell of another path (a variant, a vendor's library) holds the core kernel's numbers beside it.
     """
     return cell.interpreter if cell.plan is None or cell.plan.core_taken else None
 

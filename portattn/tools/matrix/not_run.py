@@ -13,21 +13,21 @@ from portattn.tools import lab
 from portattn.tools.matrix.cells import Cell, Run, cell_id
 from portattn.tools.matrix.snapshot import has_chip
 
-SHORT = 60  # characters of a reason that is none of the known ones
+SHORT = 60  # characters of an unknown reason
 _PREFIX = "not compiled here: "
 _RUN = "portattn matrix run"
 
 
 class Empty(msgspec.Struct, frozen=True, kw_only=True):
-    """Why cells are empty, and what fills them.
+    """The reason that cells are empty, and the command that fills them.
 
-    word       what such a cell says in large
-    short      why, in a few words
-    toolchain  that of the cells
-    needs      what must be done before, where the command cannot do it
-    op         the only op to be run; empty for all
+    word       the cell's large text
+    short      the reason in a few words
+    toolchain  of the cells
+    needs      a step that must come before and that the command cannot do
+    op         the only op to run; empty for all
     full       the cells are of the full set of problems
-    resume     the command of the run that was interrupted, to go on with it
+    resume     the command that resumes the interrupted run
     """
 
     word: str
@@ -39,7 +39,7 @@ class Empty(msgspec.Struct, frozen=True, kw_only=True):
     resume: str = ""
 
     def command(self, targets: Sequence[str]) -> str:
-        """What makes such cells of some targets. It makes the toolchain first, where the lab can."""
+        """Return the command that makes such cells of some targets; it makes the toolchain first if the lab can."""
         if self.resume:
             return self.resume
         words = [*_RUN.split(), *(["--full"] if self.full else []), "--targets", ",".join(targets)]
@@ -104,7 +104,7 @@ def gaps(run: Run, cells: Sequence[Cell]) -> list[Gap]:
 
 
 def places(cells: Sequence[Cell]) -> list[tuple[Problem, str, str]]:
-    """The places of the table that have no cell. Its rows and columns are those of the cells that there are."""
+    """Return the places of the table without a cell. The cells that there are make its rows and columns."""
     columns = dict.fromkeys((cell.target, cell.toolchain) for cell in cells)
     rows: dict[tuple[str, str], Problem] = {}
     for cell in cells:

@@ -14,11 +14,11 @@ from portattn.schema.problem_limits import DS_MLA, DTYPES, INTEGERS, NVFP4
 from portattn.schema.tensors import CACHE_DTYPE, INT4
 
 SetName = Literal["quick", "full"]
-HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # those of published models, and two that are no power of two
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # of published models, and two that are no power of two
 COMMON_DIMS = (64, 128, 256)
-PAGE_SIZES = (1, 16, 48, 64, 128, 256)  # those of serving engines, and one that is no power of two
+PAGE_SIZES = (1, 16, 48, 64, 128, 256)  # of serving engines, and one that is no power of two
 
-# Sizes that fill a large chip. What is compiled depends on them through strides and the split over keys only.
+# Sizes that fill a large chip. Compiled code depends on them through strides and the split over keys only.
 DENSE: dict[str, Any] = {"op": "attention", "batch": 4, "heads_q": 16, "heads_k": 16, "seq_q": 2048, "seq_k": 2048}
 VARLEN: dict[str, Any] = DENSE | {"op": "varlen_attention", "batch": 8, "total_q": 8192, "total_k": 8192}
 GRADIENTS: dict[str, Any] = DENSE | {"op": "attention_backward", "heads_q": 8, "heads_k": 8}
@@ -270,8 +270,8 @@ def _decode() -> list[NamedProblem]:
 
 
 def _quantised(blocks: bool = False) -> list[tuple[str, str, dict[str, Any]]]:
-    """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to; with `blocks`
-    of the one whose blocks have scales, too."""
+    """Return (queries' dtype, words, fields) of each format of a cache and granularity of its scales; with `blocks`
+    also of the format whose blocks have scales."""
     found = [("bf16", name, "token") for name in CACHE_DTYPE]
     found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head"),
               ("fp16", "int4", "head")]  # fmt: skip

@@ -82,7 +82,7 @@ def _files(root: Path, paths: Iterable[Path]) -> str:
 
 
 def _quirks(registry: Registry, backend: str | None) -> str:
-    """Digest of what plans, footnotes and checks read of a backend's quirks; of those of every backend where None."""
+    """Digest the parts of a backend's quirks that plans, footnotes and checks read; None: of every backend's quirks."""
     return digest([_read(quirk) for _, quirk in sorted(registry.quirks.items()) if quirk.when.backend == backend])
 
 
@@ -186,7 +186,7 @@ def keys(specs: Iterable[CellSpec], identity: Identity) -> dict[str, str]:
 
 
 def _compiles(toolchain: str, elsewhere: Mapping[str, str], made: Sequence[lab.Environment]) -> str:
-    """What compiles with a toolchain here: this Python, another, or an environment of the lab. Empty: nothing."""
+    """Name the compiler of a toolchain here: this Python, another, or an environment of the lab. Empty without one."""
     if toolchain in elsewhere:
         return "another Python"
     if is_installed(toolchain):

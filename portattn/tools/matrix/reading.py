@@ -29,7 +29,7 @@ def read(path: Path) -> Snapshot:
 
 
 def whole(path: Path, op: str, argument: str) -> Snapshot:
-    """As `read`, of what later runs are compared with. Raises ArgumentError where it was interrupted."""
+    """Like `read`, for a run that later runs are compared with. Raises ArgumentError if it was interrupted."""
     found = read(path)
     if found.missing:
         cells = f"{found.missing} cell{'' if found.missing == 1 else 's'}"

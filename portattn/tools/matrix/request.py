@@ -42,7 +42,7 @@ class MatrixRequest(NamedTuple):
         return part_of(before, after, place, problem)
 
     def compared(self, before: Snapshot, after: Snapshot) -> Diff:
-        """A run compared with an earlier one: with what it was asked for of it."""
+        """Compare a run with the requested cells of an earlier one."""
         return compare(before, after, self.counts(before, after))
 
     def must_share(self, before: Snapshot, specs: Sequence[CellSpec]) -> None:

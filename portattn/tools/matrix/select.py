@@ -76,12 +76,13 @@ def targets(
     other: Toolchain | None = None,
     which: SetName = "full",
 ) -> list[Target]:
-    """Targets that match a glob, each with every toolchain of its compiler. Raises ArgumentError when one matches none.
+    """Return the targets that match a glob, with every toolchain of their compiler.
 
     other  the toolchain of another Python, for backends with a default of their own (Backend.default_toolchain)
-    which  without globs the quick set has one arch of those that are tuned alike, and the full set all
+    which  without globs the quick set has one of the arches that are tuned alike, and the full set all
 
-    Of a compiler that no toolchain is named for, it is the installed one, or its backend's default.
+    A compiler without a named toolchain has the installed one, or its backend's default. Raises ArgumentError if a glob
+    matches no target.
     """
     registry = Registry.load()
     names = [t.name for t in registry.targets(Toolchain.none())] + ["cpu:generic"]
@@ -113,9 +114,9 @@ def _arches(registry: Registry) -> list[tuple[str, Arch]]:
 
 
 def stands_alone(name: str, registry: Registry) -> bool:
-    """Whether a target is in the quick set: it has tuning of its own, or its family has nothing that has.
+    """Return whether a target is in the quick set: it has its own tuning, or its family has no such member.
 
-    Of several in a family that borrow, the first.
+    The first of a family's members that borrow tuning stands for the others.
     """
     backend, arch = name.partition(":")[0], registry.arch(name)
     known = registry.arches[backend]
@@ -126,7 +127,7 @@ def stands_alone(name: str, registry: Registry) -> bool:
 
 
 def _matches(registry: Registry, name: str, glob: str) -> bool:
-    """Whether a glob means a target: by its full name (`rocm:*`), its backend, its arch (`gfx9*`) or a family of it."""
+    """Return whether a glob means a target: by full name (`rocm:*`), backend, arch (`gfx9*`) or family."""
     backend = name.partition(":")[0]
     whole = any(fnmatch.fnmatchcase(part, glob) for part in (name, backend))
     return whole or registry.arch(name).matches(glob.removeprefix(f"{backend}:"))
@@ -144,9 +145,9 @@ def specs(named: Sequence[NamedProblem], where: Sequence[Target]) -> list[CellSp
 
 
 def toolchains(texts: Sequence[str], every: bool = False) -> list[Toolchain]:
-    """Read NAME==VERSION texts, each once; with `every` those of the lab besides. Raises ArgumentError.
+    """Read NAME==VERSION texts, each once; with `every` the lab's toolchains, too. Raises ArgumentError.
 
-    A version that the lab knows is written as there: 3.4 is 3.4.0.
+    A version is written as in the lab: 3.4 is 3.4.0.
     """
     found: dict[str, Toolchain] = {}
     for text in (*texts, *(lab.toolchains() if every else ())):
@@ -162,7 +163,7 @@ def toolchains(texts: Sequence[str], every: bool = False) -> list[Toolchain]:
 
 
 def missing(where: Sequence[Target], pythons: Mapping[str, str]) -> list[str]:
-    """The toolchains of targets that nothing here compiles with, and the lab can make."""
+    """Return the targets' toolchains that are missing here and that the lab can make."""
     names = dict.fromkeys(
         str(target.toolchain) for target in where if target.toolchain.distribution in lab.distributions()
     )

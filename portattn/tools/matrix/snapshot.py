@@ -26,13 +26,13 @@ CPU_NUMBERS = "reference numbers on this CPU, not a chip's"
 class SnapshotCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One cell, as it is compared.
 
-    tier      what kind of path is planned
-    quirks    ids of those that changed the plan
-    rejected  ids of those that ruled a path out
+    tier      kind of the planned path
+    quirks    ids of the quirks that changed the plan
+    rejected  ids of the quirks that ruled a path out
     why_not   path -> why it is not taken; not kept in a baseline
-    worse     "function fact" -> how much, of facts of which more is worse; what is 0 is left out
+    worse     "function fact" -> its amount, of facts of which more is worse; zeros are left out
     looked    whether a compiler was asked
-    numbers   outcome of the interpreter's numerics; empty where there were none
+    numbers   outcome of the interpreter's numerics; empty without them
     reason    why it has no level; not kept in a baseline
     origin    id of its identity
     """
@@ -165,7 +165,7 @@ def has_chip(target: str) -> bool:
 
 
 def problem_digest(problem: Problem) -> str:
-    """Digest of what a problem asks for: a field that a later portattn adds changes none where it has its default."""
+    """Digest a problem's fields: a field that a later portattn adds changes no digest while it has its default."""
     said = {field.name: getattr(problem, field.name) for field in msgspec.structs.fields(problem)}
     defaults = {field.name: field.default for field in msgspec.structs.fields(problem)}
     return digest({name: value for name, value in said.items() if value != defaults[name]})

@@ -110,7 +110,7 @@ def sizes(problem: Problem) -> list[str]:
 
 
 def link(text: str) -> str:
-    """The first link in an `upstream` text; empty where there is none."""
+    """Return the first link in an `upstream` text, or an empty text."""
     found = _LINK.search(text)
     return found.group() if found else ""
 
@@ -161,7 +161,7 @@ def _columns(cells: list[Cell]) -> list[Column]:
 
 
 def _bands(columns: list[Column]) -> list[Band]:
-    """Columns in bands of at most BAND, those of a backend together where they fit."""
+    """Group columns in bands of at most BAND, a backend's columns together if they fit."""
     pieces: list[list[Column]] = []
     for column in columns:
         if column.first or len(pieces[-1]) == BAND:

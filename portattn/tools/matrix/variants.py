@@ -57,11 +57,11 @@ def check(
     kernels: tuple[KernelFacts, ...],
     registry: Registry | None = None,
 ) -> tuple[Gate, ...]:
-    """Every gate of a variant's compiled kernels, those that hold included.
+    """Return every gate of a variant's compiled kernels, passed or not.
 
-    One of its kernels must have the chip's matrix instruction (another may prepare what it reads), and ptxas must have
-    left them as asynchronous as they are written: that is what they are for. A schedule that was timed may have some
-    spills, which are in its time; with another compiler than the one that it was timed with they are noted.
+    One of its kernels must have the chip's matrix instruction (another may prepare its operands), and ptxas must have
+    left them as asynchronous as their source: their purpose. A timed schedule may have some spills, which are in its
+    time; with another compiler than it was timed with they are noted.
     """
     timed_with = variant.for_toolchain(target.toolchain).timed_with(problem)
     timed = timed_with == str(target.toolchain)

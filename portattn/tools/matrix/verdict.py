@@ -1,4 +1,4 @@
-"""Whether a run is all right: its cells, what was expected of them, and what was lost since another run."""
+"""Judge a run: its cells, the expected failures, and the losses since another run."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found of a run.
+    """The judgement of a run.
 
-    findings  why it is not all right; empty where it is
+    findings  its faults; empty if it is all right
     expected  id of each cell that fails as expected -> the entry that says so
-    notes     what deserves a look, and is no fault
+    notes     findings that deserve a look, and are no fault
     """
 
     findings: tuple[RunFinding, ...]
@@ -52,7 +52,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def words(texts: Sequence[str], op: str, known: Collection[str]) -> frozenset[str]:
-    """The kinds that --fail-on names, repeated or with commas. Raises ArgumentError on one that is none."""
+    """Return the kinds that --fail-on names, repeated or with commas. Raises ArgumentError on an unknown kind."""
     found = [part.strip().lower().replace("-", "_") for text in texts for part in text.split(",") if part.strip()]
     for word in found:
         if word not in known:

@@ -1,7 +1,7 @@
-"""Whether an entry says more than anybody has seen: its signature, its range of versions, where it was reported.
+"""Find claims of an entry that no evidence supports: in its signature, its range of versions, its reports.
 
-Evidence is what a probe recorded ([[verified]]), a quotation of what was printed (quotes, or between quotation marks in
-the source), and the versions on which it was observed otherwise (last_seen, seen_on).
+Evidence is a probe's record ([[verified]]), a quotation of printed text (quotes, or between quotation marks in the
+source), and the versions on which the bug was observed otherwise (last_seen, seen_on).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _signature(quirk: Quirk) -> _Lacks:
 
 
 def _range(quirk: Quirk, name: str, text: str) -> _Lacks:
-    """Versions of a range that nobody has looked at, at the ends that the range has."""
+    """Yield the unobserved versions at the ends of a range."""
     allowed = parse_range(text)
     key = ("when", "toolchain", name)
     seen = sorted(_versions_seen(quirk, name), key=Version)

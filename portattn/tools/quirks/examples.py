@@ -152,7 +152,7 @@ def _point(quirk: Quirk, registry: Registry, broken: str) -> QuirkExample:
 
 
 def _kernel_and_problem(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, Problem]:
-    """The first kernel that has a problem for the conditions, of those that read the choices that are asked about."""
+    """Return the first kernel, and its problem, for the conditions; kernels with the quirk's choices come first."""
     conditions = [parse(text) for text in quirk.when.features]
     kernels = kernels_of(quirk, negate=broken == "kernels")
     reason = "nothing known meets when.kernels"

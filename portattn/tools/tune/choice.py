@@ -47,11 +47,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def key(self) -> str:
-        """A short digest, the same for equal choices whatever the order of their names."""
+        """A short digest, the same for equal choices in any order of names."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:12]
 
     def differs(self, other: Choice) -> int:
-        """How many settings the two do not share. A choice that is not set counts as its default."""
+        """Count the settings in which the two differ. An unset choice counts as its default."""
         ours, theirs = self.settings, other.settings
         return sum(
             ours.get(name, _DEFAULTS.get(name)) != theirs.get(name, _DEFAULTS.get(name))
@@ -59,7 +59,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def among(self, only: Only) -> bool:
-        """Whether each of these settings has one of its values. None is the value of what is not set."""
+        """Return whether each of these settings has one of its values. An unset setting has the value None."""
         settings = self.settings
         return all(str(settings.get(name)).lower() in map(str.lower, values) for name, values in only.items())
 

@@ -1,4 +1,4 @@
-"""Which problems share one entry of a tuning file: those of one kernel that the same conditions hold for."""
+"""Classes: problems of one kernel that meet the same conditions share one entry of a tuning file."""
 
 from __future__ import annotations
 
@@ -97,15 +97,15 @@ def _check(made: Mapping[str, str], own: Toolchain) -> None:
         raise ArgumentError("tune", "--toolchain", str(own), limit)
 
 
-# Of each group the first condition that holds is the class's; a group of which none holds says nothing.
+# A class has the first condition of each group that holds; a group without one adds no condition.
 _DTYPE = ("dtype!=fp32", "dtype=fp32")
 _WIDTH = ("widest<=64", "widest<=128", "widest<=256", "widest<=512", "widest>512")
 _MASK = ("causal", "!causal")
 _KEYS = ("seq_k<=512", "seq_k<=2048", "seq_k<=8192", "seq_k>8192")
 _BATCH = ("batch<8", "batch<64", "batch>=64")
 _ROWS = ("rows<=16", "rows>16")
-# Of the ops that read quantised caches: widening takes registers and time that differ by format. Those of the queries'
-# dtype are told apart too, so that what is found for them takes no other.
+# For ops that read quantised caches: registers and time of dequantising differ by format. Caches of the queries' dtype
+# are told apart too, so that their entry applies to no other format.
 _FORMAT = tuple(f"kv_format={name}" for name in get_args(KvFormat))
 _STORED = (("kv_scales=token", "kv_scales!=token"), ("aligned", "!aligned"))
 PACKED = ("packed", "!packed")
@@ -113,7 +113,7 @@ _FEATURES = tuple((name,) for name in EVERY_SCORE)
 _FORWARD = (_DTYPE, _WIDTH, _MASK, _KEYS, *_FEATURES)
 _SPLIT = (_ROWS, _DTYPE, _WIDTH, ("seq_k<=4096", "seq_k>4096"), _BATCH, *_FEATURES)
 _BACKWARD = (*_FORWARD, ("window", "!window"), ("dropout", "!dropout"), ("aligned", "!aligned"))
-# Of a variant's gradients: which blocks add to dQ at a time, and in which order, depends on these.
+# For a variant's gradients: the concurrent blocks that add to dQ, and their order, depend on these.
 _ADDED = (("deterministic", "!deterministic"), ("gqa", "!gqa"))
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention": _FORWARD,
@@ -130,12 +130,12 @@ GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
 class Class(msgspec.Struct, frozen=True, kw_only=True):
     """Problems that will share one choice.
 
-    kernel, when  of the entry that is looked for: the conditions of today's entry, and those that tell the class
+    kernel, when  of the future entry: the conditions of today's entry, and the class's own
     toolchain     ranges of the compilers that the entry will be for; empty: all
-    position      of today's entry in the tuning file; None where there is none
+    position      of today's entry in the tuning file, or None
     incumbent     today's choice
     measured      whether today's choice was timed on the chip
-    timed_with    the compiler that it was timed with, where that is another one than the target's; else empty
+    timed_with    the compiler that it was timed with, if it is not the target's; else empty
     """
 
     kernel: str

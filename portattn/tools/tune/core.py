@@ -113,7 +113,9 @@ def compile_plan(
     """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the launch that
     does the work: the first, and of gradients the most that either kernel with products has.
 
-    working  a variant's kernels with products, where the first launch is none of them
+    The facts describe the main launch: the first, or for gradients the maxima over the kernels with products.
+
+    working  a variant's kernels with products, if its first launch has no product
     """
     kernel = CORES[made.problem.op]
     if kernel.of_rows and made.kernel == kernel.name:
@@ -143,7 +145,7 @@ def compile_plan(
 
 
 def _most(one: Facts | None, other: Facts) -> Facts:
-    """Of two kernels that are launched one after the other, the larger of every number."""
+    """Return the larger of every number of two kernels that are launched one after the other."""
     found: Facts = dict(other)
     for name, value in (one or {}).items():
         there = found.get(name)

@@ -23,15 +23,15 @@ from portattn.tools.bench.gradgate import NAMES, GradientGate, sample
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.choice import Choice
 
-JOINED = 3  # of each sweep, the best so many are joined with those of the other
+JOINED = 3  # best choices of each sweep, which are joined with the other sweep's best
 WRITTEN = ("grad_q", "grad_k", "grad_v")
 DROPOUT_SEED = 7
 
 
 def call_of(case: Case, t: Tensors) -> Call:
-    """The Call that a candidate runs: the case's own, or that of its gradients.
+    """Return the Call that a candidate runs: the case's own, or the call of its gradients.
 
-    The gradients' takes the result and the LSE of the forward that portattn runs here; tensors without data get none.
+    A gradients' call takes result and LSE of a forward that portattn runs here; tensors without data get no forward.
     """
     call = as_call(case, t)
     if not case.backward:
@@ -40,7 +40,7 @@ def call_of(case: Case, t: Tensors) -> Call:
     if t.q.device.type == "meta":
         return call
     args, options = arguments(case, t)
-    if case.dropout:  # what is dropped must be the same in both
+    if case.dropout:  # both must drop the same weights
         call.dropout_seed = options["dropout_seed"] = torch.tensor([DROPOUT_SEED], device=t.q.device)
     with torch.no_grad():
         out, lse = getattr(portattn, case.op)(*args, **options, return_lse=True)
@@ -57,7 +57,7 @@ def _as_call_has_it(case: Case, x: torch.Tensor) -> torch.Tensor:
 
 
 class Shares:
-    """Of the gradients of a call: the largest error of each segment of rows or keys, as a part of its budget."""
+    """Errors of a call's gradients: the largest of each segment of rows or keys, as a part of its budget."""
 
     def __init__(self, case: Case, t: Tensors, call: Call) -> None:
         self.case, self.call, self.gate = case, call, GradientGate(case, t)
@@ -65,7 +65,7 @@ class Shares:
             self.gate.expect([self._kept(sequence * case.heads_q + head) for sequence, head in sample(case)])
 
     def _kept(self, number: int) -> torch.Tensor:
-        """Dropout's mask of one head of one sequence, (Sq, Sk), by the reference's generator."""
+        """Return dropout's mask of one head of one sequence, (Sq, Sk), by the reference's generator."""
         seed = self.call.dropout_seed
         assert seed is not None
         rows, keys = (torch.arange(size, device=seed.device) for size in (self.case.seq_q, self.case.seq_k))
@@ -73,14 +73,14 @@ class Shares:
         return keep_mask(seed, self.case.dropout, head, rows[:, None], keys[None])
 
     def of(self) -> tuple[float, float]:
-        """Largest and mean share of what lies in the call's memory; infinite where something is not finite."""
+        """Return the largest and mean share of the gradients in the call's memory; infinite if one is not finite."""
         found = (self.call.forward_out, *(getattr(self.call, name) for name in WRITTEN))
         results = {name: x[0].transpose(0, 1) if self.case.packed else x for name, x in zip(NAMES, found, strict=True)}
         return self.gate.shares(results)
 
 
 def swept(base: Choice) -> Choice:
-    """The base with the rows' values written out, so that the keys' can change without them."""
+    """Return the base with the rows' values written out, so that the keys' values can change without them."""
     whole = Launch().changed(dict(base.launch))
     own = whole.of_rows()
     launch = {name: getattr(whole, name) for name in OF_ROWS} | {

@@ -5,11 +5,11 @@ The rules, in the order in which they act. Times are medians unless they say oth
 1. Probe. Each candidate is timed once, briefly. It is abandoned when its fastest turn is slower than ABANDON times the
    best median seen so far on that problem: even its luckiest turn would lose.
 2. Final. The FINALISTS with the best geometric mean over the class's problems take turns with the incumbent for some
-   rounds, after one that does not count: a card that is capped in power is slower after a long call than after a rest.
-3. The best of them replaces the incumbent when it is faster by more than the noise. Compared is round by round, since
-   neighbours in time share a clock: the median over rounds of one time over the other. The noise is half of what these
-   ratios spread, or NOISE if that is more. With TRIMMED rounds or more the spread is without the ratio that is
-   farthest from the median: one disturbed round does not decide. Otherwise the incumbent stays.
+   rounds, after a round that does not count: a power-capped card is slower after a long call than after a rest.
+3. The best of them replaces the incumbent if it is faster by more than the noise; otherwise the incumbent stays. The
+   comparison is round by round, since neighbours in time share a clock: the median over rounds of one time over the
+   other. The noise is half the spread of these ratios, or NOISE if that is more. With TRIMMED rounds or more the spread
+   leaves out the ratio farthest from the median: one disturbed round does not decide.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceSampleClock:
 
     def __init__(self) -> None:
         self._clock = device_clock.DeviceClock()
-        self._graphs: dict[int, tuple[Run, Run]] = {}  # by id of what they replay, which is kept alive
+        self._graphs: dict[int, tuple[Run, Run]] = {}  # by id of the replayed call, which is kept alive
 
     def samples(self, run: Run, timing: Timing, thorough: bool) -> list[float]:
         guess = self._clock.turn_ms(run, timing, 1, 0.0)

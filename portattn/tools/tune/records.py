@@ -34,11 +34,11 @@ QUIET: frozenset[str] = frozenset({"refused", "twin", "ruled out", "not reached"
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"):
-    """The first line: where the figures come from.
+    """The first line: the origin of the figures.
 
-    chip       the device's name; where the chip is not here, its title
+    chip       the device's name, or the chip's title if it is not here
     measured   whether anything was timed
-    classes    what was asked for, by name; workloads by class
+    classes    the requested classes by name; workloads by class
     only       the settings that candidates were restricted to
     """
 

@@ -37,7 +37,7 @@ class TuningDeviceLost(PortattnError):
 
 @dataclass(slots=True)
 class Entrant:
-    """One candidate of a class. built: by problem; errors, times: of what has run so far, by problem."""
+    """One candidate of a class. By problem, built: the candidate; errors, times: of its runs so far."""
 
     choice: Choice
     built: dict[str, BuiltCandidate]
@@ -52,7 +52,7 @@ class Entrant:
 
 @dataclass(slots=True)
 class Field:
-    """A class with its entrants, the incumbent first, and what was left out on the way."""
+    """A class with its entrants, the incumbent first, and its dropped candidates."""
 
     of: Class
     tunable: Tunable
@@ -60,9 +60,9 @@ class Field:
     dropped: list[CandidateRecord] = field(default_factory=list)
 
     def enter(self, choice: Choice, target: Target, seen: dict[tuple[str, ...], Choice], own: bool = False) -> bool:
-        """Take a choice as an entrant, if it can be built for all problems and is no other's twin; else say why not.
+        """Enter a choice if it can be built for all problems and is no other's twin; else record the reason.
 
-        seen  by their launches, the choices that have entered; own: it is today's
+        seen  the entered choices by their launches; own: the choice is today's
         """
         built: dict[str, BuiltCandidate] = {}
         for load in self.of.workloads:
@@ -348,6 +348,6 @@ def witnesses(of: Class) -> list[Problem]:
 
 
 def larger_tiles_first(entrant: Entrant) -> tuple[int, ...]:
-    """The order of candidates that nobody has timed: the largest tile, then fewer warps, then a deeper pipeline."""
+    """Return the sort key of untimed candidates: the largest tile, then fewer warps, then a deeper pipeline."""
     launch = Launch().changed(entrant.choice.launch)
     return -launch.block_m * launch.block_n, launch.num_warps, -launch.num_stages

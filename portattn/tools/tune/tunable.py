@@ -62,7 +62,7 @@ class BuiltCandidate:
 class Tunable(Protocol):
     """A kernel whose choices can be searched. `name` is its name in tuning files, `ops` the ops that it serves.
 
-    One that sweeps its parts one by one also has `joined(base, ranked)`: further choices, of those that were timed, the
+    A kernel that sweeps its parts one by one also has `joined(base, ranked)`: further choices from the timed ones, the
     fastest first.
     """
 
@@ -70,11 +70,11 @@ class Tunable(Protocol):
     ops: tuple[str, ...]
 
     def space(self, problem: Problem, target: Target, base: Choice) -> Iterable[Choice]:
-        """What to try, most promising first. base: the choice of today, or one without any setting."""
+        """Return the choices to try, most promising first. base: today's choice, or a choice without settings."""
         ...
 
     def today(self, problem: Problem, target: Target) -> Choice | None:
-        """What runs where the tuning file has no entry; None where that is nothing but defaults."""
+        """Return the choice that runs without an entry in the tuning file; None if it is all defaults."""
         ...
 
     def build(self, problem: Problem, choice: Choice, target: Target) -> BuiltCandidate:

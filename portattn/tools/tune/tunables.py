@@ -1,4 +1,4 @@
-"""What can be tuned for a target."""
+"""The tunable kernels of a target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portattn.tools.tune.tunable import Tunable
 def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
     """Everything that can be tuned for a target: the core kernels, then the backend's tunables.
 
-    Of the gradients' kernels the core's alone; none of what fills a cache, whose tiles follow from its sizes.
+    Among gradients' kernels only the core's can be tuned; a cache writer's tiles follow from its sizes.
     """
     backend = (registry or Registry.load()).backends[target.backend]
     kernels = [kernel for kernel in CORES.values() if kernel.op not in WRITERS] if backend.core_path else []

@@ -16,9 +16,9 @@ class ScheduleTiming(msgspec.Struct, frozen=True, kw_only=True):
     """What plans with the new compiler take of one kernel on one target.
 
     kernel      the core kernel's or the variant's name
-    timed_with  the compiler, NAME==VERSION; empty where nobody has timed it on the chip
+    timed_with  the compiler, NAME==VERSION; empty if it was not timed on the chip
     carries     whether that is the new compiler
-    lost        whether plans with the old compiler took it, or another, as timed with that very compiler
+    lost        whether plans with the old compiler took one that was timed with that compiler
     """
 
     target: str
@@ -52,8 +52,7 @@ def schedule_timings(pairs: Sequence[Pair], problems: Sequence[NamedProblem], pl
 
 
 def _timed_with(made: Plan | PortattnError, side: Side) -> tuple[str, str]:
-    """The kernel that a plan takes, and the compiler that its launch or schedule was timed with: ("", "") where it has
-    none."""
+    """Return a plan's kernel and the compiler that its launch or schedule was timed with, or ("", "") without one."""
     if isinstance(made, PortattnError):
         return "", ""
     variant = side.variant(made.path)

@@ -48,11 +48,11 @@ class CarryOverEvidence(msgspec.Struct, frozen=True, kw_only=True):
 class VariantUpgrade(msgspec.Struct, frozen=True, kw_only=True):
     """A variant on one target.
 
-    takes    problems that it takes on the new compiler; those that it leaves to the core are not among them
-    refuses  those that it took on the old one and refuses on the new: problem -> why
-    leaves   those that it took on the old one and leaves to the core on the new: problem -> why
-    unseen   those that it takes on both, and whose tests are known to have passed with the old one alone
-    evidence of a run with the new compiler, of what it takes; None where none is known
+    takes    problems that it takes on the new compiler and does not leave to the core
+    refuses  problems that it took on the old compiler and refuses on the new: problem -> why
+    leaves   problems that it took on the old compiler and leaves to the core on the new: problem -> why
+    unseen   problems that it takes on both, and whose tests are known to have passed only with the old compiler
+    evidence of a run of `takes` with the new compiler; None if no run is known
     """
 
     name: str
@@ -67,7 +67,7 @@ class VariantUpgrade(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def said(self) -> str:
-        """What becomes of it, as a clause."""
+        """Its fate, as a clause."""
         text = LEFT if self.leaves and not self.takes and not self.refuses else SAID[self.before, self.after]
         if self.unseen:
             of = "" if self.unseen == self.takes else f" for {', '.join(self.unseen)}"
@@ -76,12 +76,12 @@ class VariantUpgrade(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def less_sure(self) -> bool:
-        """Whether the tests of something that it takes are known to have passed with the old compiler alone."""
+        """Whether tests of a problem that it takes are known to have passed only with the old compiler."""
         return bool(self.unseen)
 
 
 class _Not(NamedTuple):
-    """Why a plan does not take a variant for a problem. deferred: it could, and leaves it to the core."""
+    """The reason that a plan does not take a variant for a problem. deferred: the variant leaves it to the core."""
 
     why: str
     deferred: bool = False

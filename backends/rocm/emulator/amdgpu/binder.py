@@ -1,7 +1,7 @@
-"""Binding an instruction to a work-group's registers: operands become arrays or short functions.
+"""Bind an instruction to a work-group's registers: operands become arrays or short functions.
 
-Everything that can be decided before execution is: which register view an operand is, which modifiers apply. What is
-left for execution is in the closures that `Bound.run` holds.
+Binding decides all that precedes execution: each operand's register view, and its modifiers. The closures that
+`Bound.run` holds do the rest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Vector instructions that read or write a bit a lane beside their numbers: selects, carries, 64-bit multiply-adds.
+"""Vector instructions that read or write one bit a lane beside numbers: selects, carries, 64-bit multiply-adds.
 
-Sources: those of vector.py.
+Sources: as in vector.py.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Definedness:
         return found
 
     def mask(self, registers: tuple[int, ...]) -> Array:
-        """[waves, lanes] bool of scalar registers that hold a bit a lane."""
+        """Return the [waves, lanes] bool of scalar registers that hold a bit a lane."""
         if not registers or self.bad.isdisjoint(registers):
             return np.zeros(self.state.mask.shape, bool)
         words = np.ascontiguousarray(self.scalars[:, list(registers)])
@@ -83,7 +83,7 @@ class Definedness:
     # ---- writing
 
     def set_lanes(self, registers: tuple[int, ...], undefined: Array, where: Array | None = None) -> None:
-        """Vector registers become undefined or defined, in the lanes that are on (or those of `where`)."""
+        """Mark vector registers as undefined or defined, in the active lanes or the lanes of `where`."""
         where = self.state.mask if where is None else where
         for register in registers:
             plane = self.vectors[register - VECTOR]
@@ -91,7 +91,7 @@ class Definedness:
             self._note(register, bool(plane.any()))
 
     def set_scalars(self, registers: tuple[int, ...], undefined: Array) -> None:
-        """Scalar registers become undefined ([waves] bool, or bits as uint32), in the waves that run."""
+        """Mark scalar registers as undefined ([waves] bool, or bits as uint32), in the running waves."""
         bits = np.where(undefined, _WORD, np.uint32(0)) if undefined.dtype == bool else undefined
         for register in registers:
             if register == SCC:

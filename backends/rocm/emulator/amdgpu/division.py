@@ -1,6 +1,6 @@
-"""The instructions from which compilers make a float32 division: scaling, the last multiply-add, special cases.
+"""Instructions of a compiled float32 division: scaling, the last multiply-add, special cases.
 
-Sources: those of vector.py.
+Sources: as in vector.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from portattn.backends.rocm.emulator.amdgpu.errors import UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC
 
 Array = np.ndarray[Any, Any]
-# Control → function of (lanes, its number) giving the source lane, negative where there is none. A row is 16 lanes.
+# Control → function of (lanes, its number) that returns the source lane, negative if it is missing. A row is 16 lanes.
 _Source = Callable[[Array, int], Array]
 
 
@@ -84,13 +84,13 @@ class Dpp:
         return cls(source, enabled, "bound_ctrl" in modifiers, instruction.number("fi") == 1, state)
 
     def valid(self) -> Array:
-        """[waves, lanes] bool: lanes that have a source lane."""
+        """Return the lanes that have a source lane, [waves, lanes] bool."""
         if self.inactive:
             return np.broadcast_to(self.present, self.state.mask.shape)
         return self.present & self.state.read_mask(EXEC)[:, self.source]
 
     def moved(self, plain: Array | Callable[[], Array]) -> Callable[[], Array]:
-        """The source with its lanes moved; 0 where there is none."""
+        """Return a function that reads the source with its lanes moved; 0 in a lane without a source lane."""
         state = self.state
 
         def get() -> Array:
@@ -101,6 +101,6 @@ class Dpp:
         return get
 
     def enabled(self) -> Array:
-        """[waves, lanes] bool: lanes that are written."""
+        """Return the lanes that are written, [waves, lanes] bool."""
         on = self.state.mask & self.rows
         return on if self.bound else on & self.valid()

@@ -17,7 +17,7 @@ EXECUTOR = "emulated"  # the table of an arch's file that is the model's
 # keeps one numbering, and null is no register here.
 VCC, TTMP, M0, EXEC = 106, 108, 124, 126
 SCALARS = 128
-# Unified numbers for registers of every kind, in sets of what an instruction touches.
+# Unified numbers for registers of every kind, in sets of the registers that an instruction touches.
 SCC = 300  # a free number above the scalar file
 VECTOR = 512  # vector register i is VECTOR + i
 ACCUMULATION = 256  # accumulation register i is vector plane ACCUMULATION + i

@@ -11,7 +11,7 @@ import numpy as np
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction
 from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 
-# Names of sizes: gfx9's, then those of gfx11 and later. (bytes, sign-extended)
+# Names of sizes: of gfx9, then of gfx11 and later. (bytes, sign-extended)
 _SIZES = {
     "dword": (4, False), "dwordx2": (8, False), "dwordx3": (12, False), "dwordx4": (16, False), "ubyte": (1, False),
     "sbyte": (1, True), "ushort": (2, False), "sshort": (2, True), "short": (2, False), "byte": (1, False),

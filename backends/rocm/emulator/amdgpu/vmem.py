@@ -141,9 +141,9 @@ def _buffer_address(machine: Context, binder: Binder, items: list[Operand], size
 
 
 def _words(machine: Context, located: Located, size: int) -> list[tuple[slice, Located]]:
-    """The pieces of an access that are range-checked by themselves, and which of its bytes each is.
+    """Split an access into the pieces that are range-checked by themselves, each with its bytes.
 
-    All of it, but where some lane has a part in range and a part beyond: then dword by dword.
+    The access is one piece, unless some lane has a part in range and a part beyond: then dword by dword.
     """
     where, room = located
     if room is not None and size > 4 and ((room >= 4) & (room < size) & machine.state.mask).any():
@@ -152,7 +152,7 @@ def _words(machine: Context, located: Located, size: int) -> list[tuple[slice, L
 
 
 def _chosen(machine: Context, located: Located, size: int) -> tuple[Array | None, Array | None, Array, Array | None]:
-    """The lanes that are on (None: all), those of them in range (None: all), offsets and which lie in buffers."""
+    """Return the active lanes (None: all), which are in range (None: all), offsets and which miss all buffers."""
     state = machine.state
     where, room = located
     in_range = None if room is None else room >= size

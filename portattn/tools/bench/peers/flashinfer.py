@@ -21,7 +21,7 @@ from portattn.tools.bench.tensors import Tensors
 PACKAGE = "flashinfer"
 WORKSPACE = 256 << 20  # bytes; its documentation recommends 128 MiB and more for long splits
 WIDEST = 256
-FORMATS = ("e4m3", "e5m2")  # of a cache's numbers, besides those of the queries' dtype
+FORMATS = ("e4m3", "e5m2")  # of a cache's numbers, besides the queries' dtype
 
 
 def absent() -> str:

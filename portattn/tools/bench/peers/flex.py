@@ -23,7 +23,7 @@ def absent() -> str:
 
 
 def contenders(case: Case, t: Tensors) -> dict[str, Build]:
-    """Packed sequences are one to it, with a mask between them: only of a backward, which is what was written for."""
+    """Return its contenders. It sees packed sequences as one, with a mask between them, only in a backward."""
     if case.dropout:  # it has none
         return {}
     if case.op == "attention":

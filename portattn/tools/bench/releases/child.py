@@ -90,9 +90,9 @@ Step = Identify | Prepare | Turn | Enqueue | Capture | Memory | Compile | Drop
 class PreparedCase(msgspec.Struct, frozen=True, kw_only=True):
     """What came of preparing a case: of portattn's contenders, by name, what each one is, or why it is none.
 
-    budget  what an error may be; None where the tensors found no room
-    errors  of those that were right; an infinite one is None
-    paths, result_bytes  as Contender has them
+    budget  the largest allowed error; None if memory for the tensors lacked
+    errors  of the right contenders; None for an infinite error
+    paths, result_bytes  as in Contender
     same    the plan takes the core anyway, which is not timed twice
     """
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 TASK = "portattn.tools.bench.releases.child:answer"
-PREPARE_S = 900.0  # limit of what may compile kernels
-TURN_S = 120.0  # and of a turn, whose kernels are compiled
-MOST_DEATHS = 3  # in a row, after which a release is asked no more
+PREPARE_S = 900.0  # limit of a preparation, which may compile kernels
+TURN_S = 120.0  # limit of a turn, whose kernels are compiled
+MOST_DEATHS = 3  # in a row, after which a release takes no further part
 LOST = "DeviceLost"
 
 

@@ -211,7 +211,7 @@ def _result(
     after = [t for t in told if _version(t) > _version(last)]
     good_inside = [t for t in told if words[t] == "good" and _version(first) < _version(t) < _version(last)]
     ends = (before[-1] if before else first, after[0] if after else last)
-    # What fails otherwise has not shown the bug: the range stops short of it, as of what is good.
+    # A toolchain that fails otherwise has not shown the bug: the range stops short of it, as of a good one.
     otherwise = [t for t in words if words[t] == "other"]
     clear = [t for t in words if words[t] in ("good", "other")]
     parts = list(
@@ -270,12 +270,11 @@ def _between(compiler: str, toolchains: Sequence[str], told: Sequence[str], low:
 
 
 def _bounds(first: str, last: str, before: str, after: str) -> Iterator[str]:
-    """PEP 440 bounds: from the first bad one where an older one is not, up to the release after the last bad one.
+    """Yield PEP 440 bounds: from the first bad release, if an older one is not, to the release after the last bad.
 
-    before, after  the nearest ones that were tested and are not bad; empty where there is none: no bound on that side
+    before, after  the nearest tested releases that are not bad; empty: no bound on that side
 
-    The upper bound is the next minor release, or `after` where that comes sooner: `<3.7` where 3.6.0 is bad and 3.7.1
-    is not.
+    The upper bound is the next minor release, or `after` if it comes sooner: `<3.7` if 3.6.0 is bad and 3.7.1 is not.
     """
     if before:
         yield f">={_version(first)}"

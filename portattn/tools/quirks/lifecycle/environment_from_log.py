@@ -183,13 +183,13 @@ def _named(text: str, registry: Registry) -> dict[tuple[str, str], str]:
 
 
 def _prefixes(arches: _Arches) -> tuple[str, ...]:
-    """`sm_`, `gfx`: what names of chips begin with; of those that Triton compiles for."""
+    """Return the prefixes of the names of chips that Triton compiles for: `sm_`, `gfx`."""
     described = [arch for known in arches.values() for arch in known.values() if arch.compiler_target]
     return tuple(dict.fromkeys(m.group() for arch in described if (m := _PREFIX.match(arch.name))))
 
 
 def _devices(arches: _Arches) -> list[str]:
-    """A pattern for each spelling that a driver has for a device: those that are words, and not the arch's own name."""
+    """Return a pattern for each driver's spelling of a device that is a word and not the arch's own name."""
     globs = [
         glob for known in arches.values() for arch in known.values() for glob in arch.devices if glob[:1].isalpha()
     ]

@@ -1,4 +1,4 @@
-"""Facts: what is known of a failure, from a log or from an incident; what is not known stays empty."""
+"""Facts of a failure, from a log or from an incident; unknown facts stay empty."""
 
 from __future__ import annotations
 
@@ -177,10 +177,10 @@ def from_log(
     backend: str | None = None,
     kernel: str | None = None,
 ) -> list[Facts]:
-    """Read a log: the facts of every failure in it, in order.
+    """Read a log, and return the facts of every failure in it, in order.
 
-    What is named (target, toolchain, backend, kernel) counts instead of what the log says. Raises ArgumentError when no
-    failure is recognised, when none of them is a compiler's, or when the backend of one cannot be told.
+    The arguments (target, toolchain, backend, kernel) override the log. Raises ArgumentError if no failure is
+    recognised, if no failure is a compiler's, or if the backend of a failure cannot be told.
     """
     log = normalise(text)
     failures = split(log)
@@ -338,12 +338,12 @@ def from_incident(incident: Incident, others: Iterable[Incident], registry: Regi
 
 
 def text_of(incident: Incident) -> str:
-    """All that an incident says, as signatures are matched against it."""
+    """Return an incident's text, which signatures are matched against."""
     return f"{incident.message}\n{incident.log}"
 
 
 def failure_of(incident: Incident) -> Failure:
-    """The failure of an incident: what it says of stage and symptom counts, the log gives the cause."""
+    """Return the failure of an incident: the incident gives stage and symptom, its log the cause."""
     # "RuntimeError at ttgir: PassManager::run failed": the words after the stage are the compiler's.
     said = incident.message.partition(f" at {incident.stage}: ")[2] or incident.message
     found = recognise(incident.log) or recognise(said)

@@ -242,7 +242,7 @@ def find_drafts(facts: Facts, out: Path) -> list[KnownFailure]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A draft's tables; none of a file that cannot be read, or is being written by hand and is no TOML now."""
+    """Return a draft's tables; empty if the file cannot be read, or is no TOML while it is written by hand."""
     try:
         return toml_reader.read(path)[0]
     except (OSError, DataError):
@@ -250,7 +250,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _has_arch(quirk: Quirk, name: str, arch: Arch | None) -> bool:
-    """Whether an entry concerns a chip; arch is what is known of it, its families too."""
+    """Return whether an entry concerns a chip; arch: its description, with families, if known."""
     patterns = quirk.when.arch
     matches = arch.matches if arch else functools.partial(fnmatch.fnmatchcase, name)
     return not patterns or any(matches(pattern) for pattern in patterns)

@@ -111,9 +111,9 @@ FRESH = {"TRITON_ALWAYS_COMPILE": "1"}
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """What running a draft's program gave.
 
-    reproduced  whether it failed as the log did; None where it was not run
+    reproduced  whether it failed as the log did; None if it was not run
     says        that, or why not, for people
-    ttir        the TTIR that the compiler had made before it failed; empty where there is none
+    ttir        the TTIR that the compiler had made before it failed, or empty
     """
 
     reproduced: bool | None
@@ -122,13 +122,13 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """What `quirks new` made.
+    """The draft of `quirks new`.
 
-    streams, times  whose lines of the log tell of it, and how often; cut: the log ends inside its cause
-    known  entries that it is, or looks like
-    files  paths that were written, the entry last; empty where the failure is known, or is no compiler's
-    open   (line of the entry, text) of what is to be filled in
-    left_out  what the log or incident says and the program has not: variables, options or a kernel
+    streams, times  processes whose log lines tell of the failure, and how often; cut: the log ends inside its cause
+    known  entries that the failure is, or looks like
+    files  paths that were written, the entry last; empty if the failure is known, or is no compiler's
+    open   (line of the entry, text) of each place to fill in
+    left_out  variables, options or a kernel of the log or incident that the program lacks
     """
 
     id: str
@@ -213,7 +213,7 @@ def make(
 
 
 def _beside(facts: Facts, name: str) -> dict[str, str]:
-    """File name -> text of what the program reads, or what shows of the source."""
+    """Return file name -> text of the program's input, or of the visible part of the source."""
     program = facts.program
     if program is not None and len(program.text) <= LARGEST_TEXT:
         return {f"{name}{program.suffix}": program.text}
@@ -222,7 +222,7 @@ def _beside(facts: Facts, name: str) -> dict[str, str]:
 
 
 def _probe(facts: Facts, registry: Registry, target: Target | None, name: str) -> str:
-    """The entry's probe: a plan of our own kernels where one states the failure, else the program."""
+    """Return the entry's probe: a plan of our own kernels if a plan states the failure, else the program."""
     what = facts.specialised
     if what is not None and target is not None and facts.failure.symptom != "wrong-result":
         line = plan_line(what, target, registry)

@@ -1,7 +1,7 @@
-"""Specialised: one specialisation of our own kernels, as it failed; and compiling it again in a worker.
+"""Specialised: one failed specialisation of our own kernels; and compiling it again in a worker.
 
-Logs and incidents come from other people. Of what they say a compile here takes only what chooses among compilations:
-`permitted_env` and `permitted_signature` leave out what would import, read or execute what a log names.
+Logs and incidents come from other people. A compile here takes from them only values that choose among compilations:
+`permitted_env` and `permitted_signature` drop values that would import, read or execute a file or name from a log.
 """
 
 from __future__ import annotations

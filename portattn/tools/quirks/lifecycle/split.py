@@ -1,7 +1,7 @@
 """The failures that a log tells of: each once, however many ranks print it and however often.
 
-A log is read process by process. In each, the words of one failure stand together: the compiler's, then those of every
-wrapper that passes the exception on. An exception that nothing catches, or a death, ends them (episodes.py).
+A log is read process by process. In each, the words of one failure stand together: the compiler's, then the words of
+every wrapper that passes the exception on. An uncaught exception, or a death, ends the episode (Episodes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from portattn.tools.quirks.lifecycle.formats.table import TABLE
 from portattn.tools.quirks.lifecycle.normalise import Line, Log, Stream
 from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, describe_failure, signature_of, the_stage_of
 
-# What ends a failure's words: the last line of a traceback, the end of Ascend's report, a death, a test's result.
+# The end of a failure's words: the last line of a traceback, the end of Ascend's report, a death, a test's result.
 _ENDS = re.compile(
     r"^(?:[\w.]+(?:Error|Exception)|[\w.]+\.OutOfResources)\b(?![^\n]*codegen error)[^\n]*[^\n:]$"
     r"(?!\n+(?:[ \t]|///|During handling|The above exception|loc\(|\[Convert|error:|[\"')]))"
@@ -39,14 +39,14 @@ _CAPTURED = re.compile(r"^-+ Captured [^\n]* -+$", re.MULTILINE)
 class Episodes:
     """The episodes of a stream, counted from 0: each holds the words of one failure at most.
 
-    A test fails once: what pytest shows of its exception, and what was captured up to the next end, are one episode.
+    A test fails once: pytest's text about its exception, and the output captured up to the next end, are one episode.
     """
 
     def __init__(self, stream: Stream) -> None:
         text = stream.text
         headings = [match.start() for match in _TEST.finditer(text)]
         borders = sorted([*headings, *(match.start() for match in _PART.finditer(text)), len(text)])
-        # (begin, end) of what pytest says of each test, in order.
+        # (begin, end) of pytest's text about each test, in order.
         self.tests = [(begin, borders[bisect_right(borders, begin)]) for begin in headings]
         told = [(begin, _reported(text, begin, end)) for begin, end in self.tests]
         ends = [match.end() for match in _ENDS.finditer(text) if not _holding(match.start(), told)]
@@ -78,13 +78,13 @@ class Episodes:
 
 
 def _reported(text: str, begin: int, end: int) -> int:
-    """Where the report on a test goes over from its exception to what the test had printed."""
+    """Return the place in a test's report at which its exception ends and its printed output begins."""
     captured = _CAPTURED.search(text, begin, end)
     return captured.start() if captured else end
 
 
 def _holding(at: int, spans: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """The one of some spans in order, none of which overlaps another, that holds a place."""
+    """Return the span that holds a place. spans: in order, without overlaps."""
     index = bisect_right(spans, at, key=lambda span: span[0]) - 1
     return spans[index] if index >= 0 and at < spans[index][1] else None
 

@@ -2,8 +2,7 @@
 
 "plan: attention --target rocm:gfx950 --q 2,8,1024,128 --kv 2,8,1024,128 --dtype bf16 --start num_stages=4" states the
 problem as `portattn plan` does. `--start NAME=VALUE` (a launch value, a compiler option or a lowering choice; repeat
-it, or use commas) is what the plan starts from, with the defaults of Launch and Lowering for all others, instead of
-what the arch's tuning says.
+it, or use commas) replaces the arch's tuning as the start of the plan; Launch and Lowering have defaults for the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from portattn.tools.quirks.probe.results import MISSING, PASSED, SEEN, Arm, ArmN
 from portattn.worker.client import Reply, Worker
 
 PREFIX = "plan:"
-# A kernel without products, which every compiler that works at all compiles: the one that merges a split.
+# A kernel without products, which every working compiler compiles: it merges a split.
 _CONTROL = Problem(op="decode_attention", batch=1, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=64, num_splits=4)
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 

@@ -22,7 +22,7 @@ ArmName = Literal["control", "off", "on"]
 # absent        out of range: passes, as the range says
 # too narrow    out of range: fails with the signature
 # inconclusive  out of range: fails otherwise, or with the work-around as well: another entry's matter
-# broken        the control fails: the probe, or what it runs in, is at fault
+# broken        the control fails: the probe, or its environment, is at fault
 # unverified    it could not be run here
 ProbeOutcome = Literal[
     "confirmed", "stale", "changed", "ineffective", "absent", "too narrow", "inconclusive", "broken", "unverified"
@@ -31,7 +31,7 @@ RED: frozenset[str] = frozenset({"stale", "changed", "ineffective", "too narrow"
 SIGNATURE = "fail:signature"
 SAW = 200  # characters of a failure that are kept in a quirk's file
 SEEN = "Seen"  # kind of a failure that the probe itself reports, and not the compiler
-MISSING = "Missing"  # kind of a failure for want of what the probe needs
+MISSING = "Missing"  # kind of a failure for want of a thing that the probe needs
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,9 +65,9 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What probing one quirk on one toolchain gave.
 
     in_range  whether the quirk's range has this toolchain
-    reason    of `unverified`: what is missing, and since when nobody has looked; of others: the failure's main line
-    stand_in  the toolchain that ran in this one's place; empty when it was the very one
-    diff      the change of the quirk's file that the verdict asks for, or a sentence where no range is left; else empty
+    reason    of `unverified`: the missing part, and the date of the last probe; of others: the failure's main line
+    stand_in  the toolchain that ran in this one's place; empty if it ran itself
+    diff      the change of the quirk's file that the verdict asks for, or a sentence if no range is left; else empty
     """
 
     quirk: str
@@ -105,10 +105,10 @@ def arm_of_reply(reply: Reply, quirk: Quirk) -> Arm:
 
 
 def matches(quirk: Quirk, outcome: Outcome, kind: str, text: str) -> bool:
-    """Whether a failure is the one that the quirk describes.
+    """Return whether a failure is the one that the quirk describes.
 
-    A signature decides where there is one. Where there is none, a time-out is a hang, and what the probe itself reports
-    is the rest.
+    A time-out matches a hang; otherwise the quirk's signature decides. Without a signature, the probe's own report
+    matches a wrong result or slow code.
     """
     if outcome == "hang" and quirk.symptom == "hang":
         return True
