@@ -29,7 +29,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _MOST_KNOWN = 1024
 
 
-Trained = tuple[torch.Tensor, torch.Tensor] | None
+Trained = tuple[torch.Tensor, torch.Tensor]
 
 
 class _TrainingKey:
@@ -79,7 +79,7 @@ def forget() -> None:
     _known.clear()
 
 
-def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained:
+def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained | None:
     """Return (out, lse) of a call whose training key is cached; None for any other call."""
     if not _known or op not in _LSE or in_mode() or transformed_or_traced():
         return None

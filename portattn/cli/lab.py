@@ -17,7 +17,7 @@ from portattn.tools import shell_values
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from portattn.tools.lab import Environment, State
+    from portattn.tools.lab import Environment, ToolchainState
     from portattn.tools.lab.commands import Say
 
 
@@ -173,7 +173,7 @@ class _Progress:
             self._shown.update(self._tasks[name], completed=1, description=f"{name}: {how}")
 
 
-def _row(state: State) -> tuple[str, ...]:
+def _row(state: ToolchainState) -> tuple[str, ...]:
     made = state.environment
     if made is None:
         return state.toolchain, "broken" if state.broken else "-", "", "", "", state.broken
@@ -197,7 +197,7 @@ def _megabytes(number: int) -> str:
     return f"{number / 1e6:.0f} MB"
 
 
-def _as_data(state: State) -> dict[str, Any]:
+def _as_data(state: ToolchainState) -> dict[str, Any]:
     word = "made" if state.environment else "broken" if state.broken else "missing"
     made = _details(state.environment) if state.environment else {}
     return {"toolchain": state.toolchain, "state": word, "broken": state.broken} | made

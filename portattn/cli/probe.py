@@ -18,7 +18,7 @@ from portattn.tools.number_ranges import SECONDS
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
     from portattn.schema.quirk import Quirk
-    from portattn.tools.quirks.probe import Result
+    from portattn.tools.quirks.probe import ProbeResult
 
 OP = "quirks probe"
 
@@ -81,10 +81,10 @@ def probe(
     if target is not None and not ids:
         quirks = [quirk for quirk in quirks if _concerns(quirk, target, registry)]
     wanted = many.jobs(quirks, names, target, registry)
-    pairs: list[tuple[many.Job, Result]] = []
+    pairs: list[tuple[many.Job, ProbeResult]] = []
     written = 0
 
-    def done(job: many.Job, result: Result) -> None:
+    def done(job: many.Job, result: ProbeResult) -> None:
         nonlocal written
         pairs.append((job, result))
         if record:
@@ -151,7 +151,7 @@ def _concerns(quirk: Quirk, target: str, registry: Registry) -> bool:
     return target in [f"{backend}:{arch}" for backend, arch in arches_of(quirk, registry)]
 
 
-def _tell(results: list[Result], missing: list[str], written: int | None) -> None:
+def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -> None:
     rows = [
         (r.quirk, r.target, r.toolchain, r.off.word, r.on.word, r.verdict, r.reason if r.verdict != "confirmed" else "")
         for r in results

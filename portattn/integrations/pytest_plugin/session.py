@@ -170,7 +170,7 @@ def _earlier(
     return {now: was for was, now in places_now(counted, planned.entries).items()}, tuple(gone)
 
 
-KEY = pytest.StashKey["Shared"]()
+KEY = pytest.StashKey["PluginSession"]()
 
 
 class PluginSession:

@@ -23,7 +23,7 @@ OLDEST, NEWEST = (0, 31), (0, 33)
 def unsupported_version(version: str = vllm.__version__) -> str:
     """Why this vLLM is not one of those; empty where it is.
 
-    >>> untested("0.33.0+cu130"), untested("0.34.0")  # doctest: +SKIP
+    >>> unsupported_version("0.33.0+cu130"), unsupported_version("0.34.0")  # doctest: +SKIP
     ('', 'vLLM 0.34.0 is not supported: portattn was tested with 0.31 to 0.33')
     """
     try:

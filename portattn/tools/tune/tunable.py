@@ -66,8 +66,11 @@ class Tunable(Protocol):
     fastest first.
     """
 
-    name: str
-    ops: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ops(self) -> tuple[str, ...]: ...
 
     def space(self, problem: Problem, target: Target, base: Choice) -> Iterable[Choice]:
         """Return the choices to try, most promising first. base: today's choice, or a choice without settings."""
