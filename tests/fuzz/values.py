@@ -21,7 +21,8 @@ from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
 from portattn.testing import tolerance
-from portattn.testing.oracle import allowed, oracle
+from portattn.testing.dense_view import allowed_keys
+from portattn.testing.oracle import oracle
 
 from .drawing import Case, draw
 from .reducing import reduced, snippet
@@ -121,7 +122,7 @@ def _make_wild(call: Call, wild: str, generator: torch.Generator) -> None:
             rows = some(p.batch, p.heads_q, p.seq_q, 1) & ~bias.isneginf()
             bias = torch.where(rows, torch.finfo(bias.dtype).min, bias)
         else:
-            seen = allowed(call)[:, None]
+            seen = allowed_keys(call)[:, None]
             seen = seen if call.mask is None else seen & call.mask
             bias = bias.masked_fill(~seen, float("nan"))
         call.bias = bias

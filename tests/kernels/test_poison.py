@@ -138,11 +138,11 @@ def test_a_bias_can_hold_anything_where_nothing_is_attended(
     device: Device, name: str, mask_value: str, poison: str
 ) -> None:
     """NaN where the mask is False, behind the lengths, and in all of the rows of padding."""
-    from portattn.testing.oracle import allowed
+    from portattn.testing.dense_view import allowed_keys
 
     p = problem(name, bias=True, mask=True, causal="bottom_right")
     call = poisoned_call(device, p, 4, poison, NAN)
-    shown = allowed(call)[:, None].to(device.name) & call.mask
+    shown = allowed_keys(call)[:, None].to(device.name) & call.mask
     call.bias = call.bias.masked_fill(~shown, NAN)
     assert bool(call.bias.isnan().any())
     check(device, call, mask_value=mask_value)
