@@ -52,7 +52,15 @@ Tiles = namedtuple("Tiles", "begin clean unclean end")
 
 def plain(module: types.ModuleType, **more: Any) -> types.SimpleNamespace:
     """A kernel module's functions, to be called with plain numbers."""
-    known: dict[str, Any] = {"gl": PLAIN, "_ROWS": ROWS, "range": range, "Work": Work, "Tiles": Tiles, **more}
+    known: dict[str, Any] = {
+        "gl": PLAIN,
+        "_ROWS": ROWS,
+        "range": range,
+        "Work": Work,
+        "BackwardWork": Work,
+        "Tiles": Tiles,
+        **more,
+    }
     for name, value in vars(module).items():
         if hasattr(value, "fn") and name not in known:
             known[name] = types.FunctionType(value.fn.__code__, known, name, value.fn.__defaults__)

@@ -99,7 +99,7 @@ def test_blocks_bring_what_their_rows_see_and_no_more(
     heads, queries = row_tile(seq_q)
     head_tiles, query_tiles = ceil_div(5, heads), ceil_div(seq_q, queries)
     monkeypatch.setattr(kernel, "_KEYS", KEYS)
-    monkeypatch.setattr(kernel, "Work", lambda *fields: SimpleNamespace(**dict(zip(WORK, fields, strict=True))))
+    monkeypatch.setattr(kernel, "LatentWork", lambda *fields: SimpleNamespace(**dict(zip(WORK, fields, strict=True))))
     for length in (0, 1, 63, 64, 65, 299, 300, 704):
         rows = []
         for tile in range(head_tiles * query_tiles):
