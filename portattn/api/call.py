@@ -54,7 +54,7 @@ def try_cached(
 
 def _trained(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result | None:
     """Like `execute.lookup`, for a call that requires gradients."""
-    found = training.known(op, tensors, values, lengths)
+    found = training.lookup_trained(op, tensors, values, lengths)
     if found is None:
         return None
     return found if values[RETURNS_LSE[op]] else found[0]
@@ -96,7 +96,7 @@ def run_with_autograd(request: Request) -> Result:
     """Run a request, as a node of autograd's graph if kernels compute its gradients."""
     if not torch.is_grad_enabled():
         return run_request(request)
-    if not training.planned(request):
+    if not training.is_planned(request):
         return run_request(request)
     out, lse = training.call(request.op, *request.parts)
     return (out, lse) if request.return_lse else out

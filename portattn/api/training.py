@@ -79,7 +79,9 @@ def forget() -> None:
     _known.clear()
 
 
-def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained | None:
+def lookup_trained(
+    op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]
+) -> Trained | None:
     """Return (out, lse) of a call whose training key is cached; None for any other call."""
     if not _known or op not in _LSE or in_mode() or transformed_or_traced():
         return None
@@ -96,7 +98,7 @@ def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: t
     return _applied(kind, tensors, lengths)
 
 
-def planned(request: Request) -> bool:
+def is_planned(request: Request) -> bool:
     """Whether gradients are asked of a call, and the plan is that kernels of portattn's compute them."""
     op, tensors = request.op, tuple(request.tensors.values())
     q, v = tensors[0], request.tensors["v"]

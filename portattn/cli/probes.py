@@ -306,6 +306,6 @@ def calls(say: Callable[[str], None], emulate: str = "") -> list[Check]:
         say(f"calling attention: {name}")
         try:
             found += check(CALL_SECONDS)
-        except Exception as error:  # noqa: BLE001 - as in `guarded`
+        except Exception as error:  # noqa: BLE001 - as in `probe_section`
             found.append(Check(name=name, outcome="FAIL", detail=f"{type(error).__name__}: {error}"))
     return found

@@ -138,7 +138,7 @@ def _gradients(
     """Return gradients for a part of the keys, given out and lse of all keys: all that kernels need."""
     leaves = q, k, v = [tensor.detach().requires_grad_() for tensor in qkv]
     request = request_of("attention", {**_DEFAULTS, **named, **dict(zip(_QKV, leaves, strict=True))})
-    if training.planned(request):
+    if training.is_planned(request):
         with torch.no_grad():
             given = (*request.parts, out, lse, grad_out, None)
             made = kernels.gradients("attention", *given, asked=_QKV)

@@ -32,7 +32,7 @@ class CompiledKernel(msgspec.Struct, frozen=True, kw_only=True):
     language    of the text: ptx, amdgcn, or linalg for Ascend, whose code is not looked at beyond that
     assembly    the text
 
-    >>> Compiled(kernel="add", target="cuda:sm_90", toolchain="triton==3.6.0", facts={"spills": 8}).spills
+    >>> CompiledKernel(kernel="add", target="cuda:sm_90", toolchain="triton==3.6.0", facts={"spills": 8}).spills
     8
     """
 

@@ -122,8 +122,8 @@ def test_a_class_without_kernels_is_planned_for_other_sizes(monkeypatch: pytest.
     none = types.SimpleNamespace(key="")
     with monkeypatch.context() as patched:
         patched.setattr(dispatch, "plan_call", lambda *given: none)
-        assert not training.planned(request)
-    assert training.planned(request)
+        assert not training.is_planned(request)
+    assert training.is_planned(request)
 
 
 def test_a_known_call_does_not_make_an_equal_argument_of_another_type_valid() -> None:
@@ -145,7 +145,7 @@ def _parts(inputs: list[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]
 
 
 def test_a_result_that_would_have_no_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "planned", lambda request: False)
+    monkeypatch.setattr(training, "is_planned", lambda request: False)
     with pytest.raises(RuntimeError, match="records no gradients"):
         portattn.attention(*qkv(), causal="bottom_right", backend=KERNELS)
 

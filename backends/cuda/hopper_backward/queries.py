@@ -38,7 +38,7 @@ _STATISTICS: gl.constexpr = gl.constexpr(STATISTICS_ROWS)
 
 @aggregate
 class QueriesForm:
-    """What is compiled in; form.Form says what the names mean. K_STAGES and V_STAGES are buffers."""
+    """What is compiled in; form.BackwardForm says what the names mean. K_STAGES and V_STAGES are buffers."""
 
     ROWS: gl.constexpr
     KEYS: gl.constexpr

@@ -49,9 +49,9 @@ def own_builds(case: Case, t: Tensors, backend: str = "auto", core: bool = False
     paths = {OURS: backend} | ({CORE: CORE_PATH} if core else {})
     leaves = t.leaves()
     forward = {name: _ours(case, leaves, path) for name, path in paths.items()}
-    builds = differentiated(leaves, forward, case.deterministic)
+    builds = with_gradients(leaves, forward, case.deterministic)
     if case.deterministic:
-        builds |= differentiated(leaves, {UNORDERED: _ours(case, leaves, backend)}, ordered=False)
+        builds |= with_gradients(leaves, {UNORDERED: _ours(case, leaves, backend)}, ordered=False)
     return builds
 
 
@@ -59,7 +59,7 @@ def _ours(case: Case, leaves: Tensors, backend: str) -> Build:
     return lambda: ours(case, leaves, backend)
 
 
-def differentiated(leaves: Tensors, builds: Mapping[str, Build], ordered: bool) -> dict[str, Build]:
+def with_gradients(leaves: Tensors, builds: Mapping[str, Build], ordered: bool) -> dict[str, Build]:
     """The same contenders' gradients. builds: of the forward, over tensors that require gradients.
 
     ordered  under torch.use_deterministic_algorithms

@@ -60,7 +60,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="r
 
 
 class CodeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="code"):
-    """What compiling one code gave: see tunable.Compiled."""
+    """What compiling one code gave: see tunable.CompileResult."""
 
     code: str
     failure: str = ""

@@ -224,7 +224,7 @@ def test_what_autograd_does_not_record_has_no_gradient():
         plain = ours(DENSE, tensors)
         return Contender(lambda: plain.run().detach())
 
-    admitted = gate.admit(DENSE, tensors, backward.differentiated(tensors.leaves(), {"x": detached}, ordered=False))
+    admitted = gate.admit(DENSE, tensors, backward.with_gradients(tensors.leaves(), {"x": detached}, ordered=False))
     assert admitted.refused == {"x": "autograd does not record its call: it has no gradient"}
 
 
@@ -261,7 +261,7 @@ def test_the_gradient_has_the_strides_of_the_result():
     def build() -> Contender:
         return Contender(lambda: Copying.apply(leaves.q, leaves.k, leaves.v), lambda out: out.transpose(1, 2))
 
-    contender = backward.differentiated(leaves, {"x": build}, ordered=False)["x"]()
+    contender = backward.with_gradients(leaves, {"x": build}, ordered=False)["x"]()
     assert torch.equal(contender.run()[0], tensors.grad_out)
     assert seen == [True]
 
@@ -286,7 +286,7 @@ def test_deterministic_mode_is_around_all_calls_and_is_taken_back():
         return Contender(lambda: Told.apply(leaves.q, leaves.k, leaves.v))
 
     for ordered in (True, False):
-        contender = backward.differentiated(leaves, {"x": build}, ordered)["x"]()
+        contender = backward.with_gradients(leaves, {"x": build}, ordered)["x"]()
         with contender.around():
             contender.run()
         assert seen == [ordered, ordered]
@@ -352,7 +352,7 @@ def test_dropout_is_compared_under_the_contenders_own_mask():
         "keeps too few": lambda: with_dropout(leaves, case, few),
         "drops none": lambda: with_dropout(leaves, case, torch.ones(shape, dtype=torch.bool)),
     }
-    contenders = backward.differentiated(leaves, builds, ordered=False)
+    contenders = backward.with_gradients(leaves, builds, ordered=False)
     found = gradgate.kept_pairs(case, contenders["right"](), [(2, 1)])[0]
     seen = gradgate.attention_mask(case, 0, case.seq_q, CPU)
     assert torch.equal(found & seen, one[2, 1] & seen)
@@ -384,7 +384,7 @@ def test_the_plan_is_that_of_the_backward_where_portattn_computes_it():
     """And none where torch differentiates the forward's path, whatever another backward told before."""
     tensors = Tensors.random(DENSE, CPU)
     leaves = tensors.leaves()
-    kernels = backward.differentiated(leaves, {OURS: lambda: ours(DENSE, leaves, "interpreter")}, ordered=False)[OURS]()
+    kernels = backward.with_gradients(leaves, {OURS: lambda: ours(DENSE, leaves, "interpreter")}, ordered=False)[OURS]()
     assert (kernels.path, kernels.plan.problem.op) == ("interpreter", "attention_backward")
     other = right(DENSE, tensors)
     assert (other.path, other.plan) == ("", None)

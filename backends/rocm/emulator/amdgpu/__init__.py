@@ -72,7 +72,7 @@ class _Callable(types.ModuleType):
     """This package is called as the context manager that runs Triton's kernels, and needs no Triton until then."""
 
     def __call__(self, arch: str, **options: Any) -> Any:
-        """Run Triton kernels for `arch` in the model: see triton_driver.emulated."""
+        """Run Triton kernels for `arch` in the model: see triton_driver.emulate."""
         from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate
 
         return emulate(arch, **options)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from portattn.errors import ArgumentError
-from portattn.tools.bench.backward import differentiated
+from portattn.tools.bench.backward import with_gradients
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build
 from portattn.tools.bench.peers import (
@@ -39,7 +39,7 @@ class Peer(Protocol):
         """Its ways to compute the case, by contender's name; none where the case is not its subject.
 
         A layout that it asks for is made before the timed call; what the call itself converts is timed. Of a backward
-        case they compute the forward, from tensors that require gradients: `differentiated` does the rest.
+        case they compute the forward, from tensors that require gradients: `with_gradients` does the rest.
         """
         ...
 
@@ -86,7 +86,7 @@ def contenders(
     for peer in (*(PEERS[name] for name in asked), *(others or {}).values()):
         if not peer.absent():
             found |= peer.contenders(case, given)
-    return differentiated(given, found, case.deterministic) if case.backward else found
+    return with_gradients(given, found, case.deterministic) if case.backward else found
 
 
 def presence(wanted: Iterable[str], others: Mapping[str, Peer]) -> dict[str, str]:
