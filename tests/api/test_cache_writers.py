@@ -402,12 +402,18 @@ def split(memory: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:
         return flat.view(3, HEADS, 2, rows, WIDTH).unbind(2)  # type: ignore[return-value]
     if way == "apart":
         return flat.view(2, 3, HEADS, rows, WIDTH).unbind(0)  # type: ignore[return-value]
+    if way == "heads of other strides":
+        k_cache = memory.as_strided((3, HEADS, rows, WIDTH), (HEADS * rows * WIDTH, rows * WIDTH, WIDTH, 1))
+        return k_cache, memory.as_strided(k_cache.shape, (HEADS * rows * WIDTH, WIDTH, HEADS * WIDTH, 1), WIDTH)
+    if way == "planes of other strides":  # V's by row
+        k_cache, v_cache = flat.view(3, 2, HEADS * rows * WIDTH).unbind(1)
+        return k_cache.view(3, HEADS, rows, WIDTH), v_cache.view(3, rows, HEADS, WIDTH).transpose(1, 2)
     shift = {"one": 0, "a row later": WIDTH, "a column later": 1, "a head later": rows * WIDTH}[way]
     shape = (3, HEADS, rows, WIDTH)
     return memory[:count].view(shape), memory[shift : shift + count].view(shape)
 
 
-@pytest.mark.parametrize("way", ["columns", "planes", "heads", "apart"])
+@pytest.mark.parametrize("way", ["columns", "planes", "heads", "apart", "planes of other strides"])
 def test_caches_that_are_views_of_one_buffer_are_written(way: str) -> None:
     k_cache, v_cache = split(torch.zeros(3 * HEADS * 12 * 2 * WIDTH, dtype=torch.bfloat16), way)
     given = appending(k_cache=k_cache, v_cache=v_cache)
@@ -418,7 +424,7 @@ def test_caches_that_are_views_of_one_buffer_are_written(way: str) -> None:
         assert cache.count_nonzero() == new[[0, 2]].count_nonzero()
 
 
-@pytest.mark.parametrize("way", ["one", "a row later", "a column later", "a head later"])
+@pytest.mark.parametrize("way", ["one", "a row later", "a column later", "a head later", "heads of other strides"])
 def test_caches_that_share_memory_are_refused(way: str) -> None:
     memory = torch.zeros(3 * HEADS * 12 * 2 * WIDTH, dtype=torch.bfloat16)
     caches = split(memory, way)

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from graphs import RECORDERS, Model, a_model, same
@@ -262,6 +263,26 @@ def test_bad_arguments_are_named_while_compiling(device: Device) -> None:
             torch.compile(call, backend="eager", fullgraph=True)(q)
         with pytest.raises(portattn.ArgumentError, match=words):
             RECORDERS["make_fx, real"](call, (q,))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("way", ["tensor", "item", "NumPy"])
+def test_a_scale_that_a_graph_holds_is_read(way: str, captures: bool, device: Device) -> None:
+    q = torch.randn(1, 2, 5, 16, device=device.name)
+
+    def attend(q: torch.Tensor, scale: Any) -> torch.Tensor:
+        return portattn.attention(q, q, q, scale=scale.item() if way == "item" else scale)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=captures):
+        torch._dynamo.reset()
+        broken = torch.compile(attend, backend="eager")
+        for scale in (0.1, 0.2):
+            given = np.float32(scale) if way == "NumPy" else torch.tensor(scale)
+            assert torch.equal(broken(q, given), portattn.attention(q, q, q, scale=scale))
+        if captures or way != "item":
+            torch._dynamo.reset()
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=r"multiply q by it, with scale=1\.0"):
+                torch.compile(attend, backend="eager", fullgraph=True)(q, given)
 
 
 def test_the_model_of_the_tests_gives_its_tensors_anew(device: Device) -> None:

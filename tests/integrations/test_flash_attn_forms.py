@@ -235,6 +235,18 @@ def test_chunks_count_from_the_first_key_after_the_padding(chunk: int | None) ->
                 assert bool(mask[b, 0, min(i, mask.shape[2] - 1), j]) is sees
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["2", "3"])
+def test_numbers_and_flags_of_numpy(module: Any) -> None:
+    plain: dict[str, Any] = {"softcap": 3.0, "softmax_scale": 0.1, "causal": True}
+    given: dict[str, Any] = {"softcap": np.float32(3), "softmax_scale": torch.tensor(0.1), "causal": np.True_}
+    if module is flash_attn_interface:
+        plain |= {"attention_chunk": 4, "num_splits": 1}
+        given |= {"attention_chunk": np.int64(4), "num_splits": np.int64(1)}
+    assert torch.equal(module.flash_attn_func(*dense(), **given), module.flash_attn_func(*dense(), **plain))
+    with pytest.raises(ArgumentError, match=r"softcap\.requires_grad is True, but softcap has no gradient"):
+        module.flash_attn_func(*dense(), softcap=torch.nn.Parameter(torch.ones(1)))
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_keys_beyond_the_pages(rows: int) -> None:
     """A RuntimeError that names block_table, as flash_attn's; a cache that is just full is none."""

@@ -8,6 +8,7 @@ import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -41,6 +42,23 @@ def test_a_call_of_torchs_warns_once_a_cause() -> None:
     with pytest.warns(portattn.FallbackWarning, match="dropout_p is 1.0") as caught:
         ours(Q, K, K, dropout_p=1.0)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"scale": torch.tensor(0.5)},
+        {"dropout_p": torch.tensor(0.0), "scale": 0.5},
+        {"is_causal": np.False_, "scale": 0.5},
+    ],
+)
+def test_numbers_of_other_types_are_read_as_attention_reads_them(given: dict[str, Any]) -> None:
+    with portattn.settings(fallback="error"):
+        torch.testing.assert_close(ours(Q, K, K, **given), imported_before(Q, K, K, scale=0.5))
+        assert path() == "portattn"
+        for wrong in ({"scale": True}, {"scale": torch.ones(2)}, {"is_causal": 1}):
+            with pytest.raises(portattn.PathUnavailable, match=f"portattn: {next(iter(wrong))} is "):
+                ours(Q, K, K, **wrong)
 
 
 def test_settings_decide_what_a_fall_back_does() -> None:

@@ -129,6 +129,31 @@ def test_a_scale_below_the_normal_numbers_counts_as_0(device: Device, backend: s
 
 
 @pytest.mark.parametrize("backend", ["auto", "interpreter", "reference"])
+def test_rows_without_keys_are_0_beside_a_sink_of_nan(device: Device, backend: str) -> None:
+    """So are the gradients of their queries; of the LSE and of the other sequence's rows the NaN stays visible."""
+    if device.name != "cpu" and backend == "interpreter":
+        backend = "triton"
+    q, k = (torch.randn(rows, 2, 16, device=device.name, requires_grad=True) for rows in (5, 3))
+    sinks = torch.tensor([float("nan"), 0.0], device=device.name)
+    begin_q, begin_k = (torch.tensor(rows, dtype=torch.int32, device=device.name) for rows in ([0, 2, 5], [0, 0, 3]))
+    out, lse = portattn.varlen_attention(q, k, k, begin_q, begin_k, 3, 3, sinks=sinks, return_lse=True, backend=backend)
+    of_q, of_k = torch.autograd.grad(out.sum() + lse.sum(), (q, k))
+    for rows in (out, of_q):
+        assert not rows[:2].any()
+        assert rows[2:, 0].isnan().all()
+        assert rows[2:, 1].isfinite().all()
+    assert of_k[:, 1].isfinite().all()
+    assert lse.isnan().sum() == 5
+    lengths = torch.tensor([0], dtype=torch.int32, device=device.name)
+    with torch.no_grad():
+        cached = portattn.decode_attention(
+            q[None, :1].transpose(1, 2), k[None].transpose(1, 2), k[None].transpose(1, 2), lengths, sinks=sinks,
+            backend=backend,
+        )  # fmt: skip
+    assert not cached.any()
+
+
+@pytest.mark.parametrize("backend", ["auto", "interpreter", "reference"])
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_gradients_beside_infinite_sinks(device: Device, backend: str, with_lse: bool) -> None:
     """Of a head whose sink is +inf, that of the LSE alone: each row's is the sink's."""

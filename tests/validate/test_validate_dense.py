@@ -247,8 +247,9 @@ def test_scale_and_softcap_may_be_0d_tensors_and_numpy_numbers(op: str, number: 
     call, given = getattr(portattn, op), good(op)
     for name in ("scale", "softcap"):
         assert torch.equal(call(**given, **{name: number}), call(**given, **{name: number.item()}))
-    problem = portattn.plan(op, **given, scale=number).problem
-    assert problem == portattn.plan(op, **given, scale=0.1).problem
+    whole = {"causal": np.True_, "return_lse": np.True_, "chunk": np.int64(4)}
+    problem = portattn.plan(op, **given, scale=number, **whole).problem
+    assert problem == portattn.plan(op, **given, scale=0.1, causal=True, return_lse=True, chunk=4).problem
 
 
 def test_a_scale_that_is_trained_or_cannot_be_read_is_refused() -> None:

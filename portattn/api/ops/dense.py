@@ -59,7 +59,7 @@ def attention(
                 as they are. int8 q and k must have scales, also one for each token and head, (B, Hq, Sq) and
                 (B, Hk, Sk) in the layout; v is then of 16 bits without a scale
     scale       factor on the scores; None for 1/√D. Negative and zero are legal. A 0-d tensor is read back, which on an
-                accelerator waits for the device, and breaks a graph of torch.compile
+                accelerator waits for the device, and breaks a graph of torch.compile (with fullgraph=True an error)
     causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
                 "top_left": query i sees keys 0..i (SDPA's is_causal); False: no mask
     window      (left, right), inclusive: a query sees that many keys before and after its own position, which is

@@ -20,7 +20,7 @@ from portattn.integrations.flash_attn.options import (
 )
 from portattn.integrations.flash_attn.probabilities import ScoreArguments
 from portattn.schema.tensors import KV_FORMAT
-from portattn.validate.checks import Number, check_dense
+from portattn.validate.checks import Number, as_plain, check_dense
 
 
 def check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, sm_margin: Any) -> None:
@@ -28,7 +28,7 @@ def check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, s
     splits_of(op, num_splits)
     if pack_gqa is not None:
         check_bool(op, "pack_gqa", pack_gqa)
-    if type(attention_chunk) is not int or attention_chunk < 0:
+    if type(as_plain(attention_chunk)) is not int or attention_chunk < 0:
         limit = "must be an integer ≥ 0, the keys of a chunk, or 0 for no chunks"
         raise ArgumentError(op, "attention_chunk", attention_chunk, limit)
     if type(sm_margin) is not int or sm_margin != 0:
