@@ -213,8 +213,8 @@ class CompileStore:
     def lock(self, key: str, seconds: float) -> Iterator[None]:
         """A lock among processes for one key, so that a specialisation is tried by one of them at a time.
 
-        Where nothing can be locked, or after `seconds` of waiting, the block runs unlocked (see `files.hold_lock`): trying
-        twice is only slower.
+        Where nothing can be locked, or after `seconds` of waiting, the block runs unlocked
+        (`files.hold_lock`): a second compile is only slower.
         """
         with hold_lock(self.folder / "locks" / f"{key}.lock", seconds):
             yield

@@ -17,7 +17,7 @@ WIDTHS = (64, 128, 256)  # head dimensions that the kernels have; others are pad
 
 
 class BackwardSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """form.BackwardForm says what the fields mean. `keys` are those of a block, `messages` = 0 a kernel of its own for dQ.
+    """Fields of form.BackwardForm. `keys` counts the keys of a block; `messages` = 0 is a kernel of its own for dQ.
 
     Raises ValueError for fields that exclude each other.
     """
