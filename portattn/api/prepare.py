@@ -109,7 +109,10 @@ class Prepared:
         return self._op, self.plan, self._dtype, portable, self._asked
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
+        import portattn
+
         op, plan, dtype, self._description, self._asked = state
+        getattr(portattn, op)  # a process that loads a handle first has not imported the operation's signature
         self._describe(op, plan, dtype, None)
         # The first run's tensors are there to prepare with: no memory as large as theirs is allocated for that.
         self._restored = True
