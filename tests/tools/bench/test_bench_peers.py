@@ -156,7 +156,7 @@ def test_packages_are_called_as_they_document(name, monkeypatch):
 def test_a_package_that_does_not_import_is_absent(tmp_path, monkeypatch):
     (tmp_path / "flag_gems.py").write_text("raise RuntimeError('no GPU driver')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    peer_packages.here.missing.cache_clear()
+    peer_packages.availability.missing.cache_clear()
     try:
         assert flaggems.absent() == "import flag_gems: RuntimeError: no GPU driver"
         assert peers.presence(("flag_gems", "sdpa"), {}) == {
@@ -164,7 +164,7 @@ def test_a_package_that_does_not_import_is_absent(tmp_path, monkeypatch):
             "sdpa": "here",
         }
     finally:
-        peer_packages.here.missing.cache_clear()
+        peer_packages.availability.missing.cache_clear()
 
 
 def test_flag_gems_latent_scale_is_refused():
