@@ -5,8 +5,8 @@ transformed, or that a dispatch mode sees, is one node of the operator. Its argu
 row, each once, and then its other arguments as an operator's schema can have them.
 
 This module is imported as soon as torch is (after_import.py), so that exported programs can be loaded: it imports
-nothing of the library but the table of operations. What an operator does is in operator_kernels.py, its gradients are
-in gradients.py.
+nothing of the library but the table of operations. What an operator does is in torch_ops_impl.py, its gradients are
+in operator_autograd.py.
 """
 
 from __future__ import annotations

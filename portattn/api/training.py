@@ -1,6 +1,7 @@
 """Plain calls that gradients are asked of, where kernels of portattn's compute them: one node of autograd's graph each.
 
-What torch records or transforms goes through the operators (gradients.py); these calls go past torch's dispatcher.
+What torch records or transforms goes through the operators (operator_autograd.py); these calls go past torch's
+dispatcher.
 """
 
 from __future__ import annotations

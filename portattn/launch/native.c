@@ -2,7 +2,7 @@
    without Python.
 
    Launches   a Block's kernels: writes a call's addresses and sizes, and calls cuLaunchKernelEx for each kernel
-   Sized      a class of sizes (cached_launch.CachedLaunch): a program (portattn/schema/sizes.py) says whether sizes
+   Sized      a class of sizes (cached_launch.CachedLaunch): a program (portattn/schema/symbolic_int.py) says whether sizes
               belong to it, and what its launches take of them
    Kind       a kind of call (cache.Kind): is this call of it? Then the class of its sizes allocates, and launches
    Finder     the kinds of an operation (cache.kinds), asked one after the other
@@ -52,7 +52,7 @@ typedef struct {
   Encoding how;                 /* where it can be made here */
 } Map;
 
-/* ------------------------------------------------------------------------------------------------ Programs: sizes.py */
+/* ------------------------------------------------------------------------------------------------ Programs: symbolic_int.py */
 
 static const char *const OPERATIONS[] = {"eq", "ne", "lt", "ge", "le", "gt", "add", "sub", "mul", "floordiv", "mod",
                                          "least", "most", "pow2", "split_evenly", "split_cheapest", NULL};

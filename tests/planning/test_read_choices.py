@@ -43,7 +43,7 @@ def test_words_have_no_tiles_of_keys(op: str, fields: dict[str, Any]) -> None:
     assert plan.lowering is not None
     assert plan.lowering.unpack == "ptx"
     assert set(CORES[op].choices) - found == UNREAD_BY_WORDS
-    for part in ("words.py", "keyplaces.py", "unpack.py"):
+    for part in ("attend_packed16.py", "paged_addressing.py", "unpack_int4.py"):
         source = (ROOT / "portattn" / "kernels" / part).read_text(encoding="utf-8")
         assert not [name for name in UNREAD_BY_WORDS if name.upper() in source], part
 

@@ -37,7 +37,7 @@ FORMATS = [
     for scales in ("none", "head", "token")
     if kind not in INTEGERS or scales != "none"
 ] + [("nvfp4", "none"), ("nvfp4", "head")]
-SOURCE = ROOT / "portattn" / "kernels" / "stored.py"
+SOURCE = ROOT / "portattn" / "kernels" / "dequantize.py"
 # Wrong widenings: what stands in kernels/dequantize.py, and what a compiler might make of it.
 WRONG = {
     "e4m3": {

@@ -4,9 +4,7 @@ tools.py      the programs of MLIR and LLVM 19, and the C compiler
 text.py       a lowered kernel's text: its name and arguments, and what upstream MLIR does not know taken out of it
 build.py      from text to a shared library
 runtime.c     what the compiled code calls, and the guards around its memory
-buffers.py    arguments in guarded memory
 program.py    one launch: a call for each program
 execute.py    a plan's launches on a random call, judged; child process only
-lints.py      what to see in the text without running it
 executor.py   the parent's side: compile in one child, execute in another
 """

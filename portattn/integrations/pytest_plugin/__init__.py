@@ -3,7 +3,6 @@
 pytest loads this module in every run of an environment that has portattn. It imports pytest alone; what the options,
 the fixture and the marker need is imported when one of them is used.
 
-options.py      the options, checked
 session.py      what the tests of one process share: children that compile, the run that cells belong to
 conformance.py  cells of the matrix as items
 targets.py      the fixture `portattn_target`

@@ -6,10 +6,7 @@ as it builds the model's layers.
 
 capabilities.py  what both backends say of themselves: chips, sizes, the versions that they were tested with
 backend.py       the backend of full heads: dtypes, caches, features
-metadata.py      what a batch looks like, built once a step
-prefixes.py      ranges of multimodal tokens that attend in both directions
 shards.py        keys that several ranks share (decode context parallelism)
-impl.py          a layer's forward
 caches.py        numbers and scales inside vLLM's cache tensors, and how new tokens are written
 mla.py           latent attention
 """

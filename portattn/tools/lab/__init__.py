@@ -2,7 +2,6 @@
 
 folders.py       which environments there are, whole or broken; taking one away
 creating.py      making one: whole or not at all, one maker at a time
-pythons.py       the Python that a toolchain's environment is made with
 commands.py      running pip and apt, and ending them when the maker is interrupted
 mlir.py          the MLIR 19 tools that execute triton-ascend's linalg on a CPU
 workers.py       a child process under an environment's Python

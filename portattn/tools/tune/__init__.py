@@ -7,7 +7,6 @@ core.py        the core kernels as tunables
 workloads.py   problems to tune for, from benchmark cases or a line of text
 classes.py     which problems share one entry of the tuning file
 facts.py       compiling candidates in child processes, and what registers, spills and shared memory rule out
-warm.py        running in children what cannot be compiled in them
 check.py       a candidate's numbers against float64, before it is timed
 race.py        clocks, early abandonment, and when an incumbent is replaced
 search.py      one class: from its space to its choice

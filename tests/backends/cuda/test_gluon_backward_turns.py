@@ -1,4 +1,4 @@
-"""The order of additions to dQ in turns (hopper_backward/turns.py), by the kernels' own functions on plain numbers.
+"""The order of additions to dQ in turns (warpgroup_ping_pong.py), by the kernels' own functions on plain numbers.
 
 What a launch does with its turns is run here for some programs at a time that go on in any order: no deadlock, and each
 tile of dQ gets the additions of all blocks that see it, always in the order of their keys.
