@@ -1,4 +1,4 @@
-"""What the torch operators do: run, tell shapes, be mapped over one more axis. Their gradients are in operator_autograd.py."""
+"""Implementations of the torch operators: eager, fake (shapes) and vmap. Gradients are in operator_autograd.py."""
 
 from __future__ import annotations
 

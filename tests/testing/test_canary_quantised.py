@@ -181,7 +181,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(attend, "dequantize", module.widened)
+    monkeypatch.setattr(attend, "dequantize", module.dequantize)
     monkeypatch.setattr(attend, "widened_pairs", module.widened_pairs)
     monkeypatch.setattr(attend, "widened_blocks", module.widened_blocks)
 
