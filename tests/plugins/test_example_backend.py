@@ -75,7 +75,7 @@ def test_the_public_function_plans_for_it(python: Callable[[str], str]) -> None:
     script = """
 import torch, portattn
 from portattn.planning.registry import Registry
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing.tolerance import random_call
 target = portattn.target("example:one")
 problem = portattn.Problem(batch=1, heads_q=4, heads_k=2, seq_q=33, seq_k=33, head_dim=64)
@@ -87,7 +87,7 @@ out, _ = vendor.run(call)
 from portattn.reference import blockwise
 torch.testing.assert_close(out, blockwise.run(call)[0], rtol=2e-2, atol=2e-2)
 print(vendor.rejects(portattn.Problem(batch=1, heads_q=2, heads_k=2, seq_q=9, seq_k=9, head_dim=512), target).reason)
-print(target.toolchain.component("triton") == installed().version, target.toolchain.within("triton", ">=3.2"))
+print(target.toolchain.component("triton") == installed_toolchain().version, target.toolchain.within("triton", ">=3.2"))
 """
     planned, wide, beneath = python(script).splitlines()
     assert planned == f"triton {COMPILER}"

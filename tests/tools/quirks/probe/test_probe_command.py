@@ -23,7 +23,7 @@ HERE = Toolchain(distribution="triton", version="3.6.0")
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
     """probe("--record", off=BOOM): run the command on the planted folder with a planted compiler, triton==3.6.0."""
-    monkeypatch.setattr("portattn.tools.quirks.probe.many.installed", lambda: HERE)
+    monkeypatch.setattr("portattn.tools.quirks.probe.many.installed_toolchain", lambda: HERE)
     monkeypatch.setattr("portattn.schema.toolchain.installed_toolchain", lambda: HERE)
 
     def call(*arguments: str, arms: dict[str, str] | None = None) -> click.testing.Result:
