@@ -60,7 +60,8 @@ for path in sorted(pathlib.Path(importlib.util.find_spec("triton").origin).paren
     if path.is_file():  # a wheel has a folder of stubs beside it
         digest.update(path.read_bytes())
 print(json.dumps({
-    "chip": target.arch.name if target else "", "why": why, "toolchain": str(installed_toolchain()), "torch": torch.__version__,
+    "chip": target.arch.name if target else "", "why": why, "torch": torch.__version__,
+    "toolchain": str(installed_toolchain()),
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     "variable": "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES",
     "build": digest.hexdigest()[:16],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from portattn.launch.kernelcall import KernelCall, Signature, signature
-    from portattn.launch.meta_call import meta_call
+    from portattn.launch.meta_tensors import meta_call
     from portattn.launch.run import has_rows, kernel_calls, launch_all, load_kernels, run_core
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "run_core",
     "signature",
 ]
-_WHERE = {"KernelCall": "kernelcall", "Signature": "kernelcall", "signature": "kernelcall", "meta_call": "meta_call"}
+_WHERE = {"KernelCall": "kernelcall", "Signature": "kernelcall", "signature": "kernelcall", "meta_call": "meta_tensors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import support
 from opcalls import CALLS, problem
 from support import Device
 
-from portattn.launch.meta_call import meta_call
+from portattn.launch.meta_tensors import meta_call
 from portattn.launch.run import kernel_calls
 
 

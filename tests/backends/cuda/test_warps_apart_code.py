@@ -10,7 +10,7 @@ import pytest
 from portattn import Plan, Problem
 from portattn.compile.compile_check import compile_in
 from portattn.launch.kernelcall import KernelCall
-from portattn.launch.meta_call import meta_call
+from portattn.launch.meta_tensors import meta_call
 from portattn.launch.run import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
