@@ -144,6 +144,6 @@ def test_a_limit_above_an_earlier_commits_fails(tree: Path, monkeypatch, capsys)
     assert status(4)[0] == 0, "neither HEAD nor its parent has a lower limit"
     git("checkout", "-qb", "topic", "HEAD~2", "-f")
     git("branch", "--set-upstream-to", "main")
-    for title in ("raised", "more"):
+    for title in ("raised here", "more here"):  # other commits than those of main, also within one second
         status(4, title, "--allow-empty")
     assert status(4) == (1, "budgets: the limit of modules was raised from 3 to 4\n"), "since the merge base"
