@@ -51,8 +51,8 @@ COMMANDS = {
 ELSEWHERE = {"explain": "plan", "why": "quirks why", "audit": "quirks audit", "benchmark": "bench", "info": "doctor"}
 
 
-def _one_line(text: Warning | str, kind: type[Warning], *place: object) -> str:
-    return f"portattn: {kind.__name__}: {text}\n"
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
+    return f"portattn: {category.__name__}: {message}\n"
 
 
 class CommandLine(click.Group):
