@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -186,14 +185,3 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
-
-
-@contextlib.contextmanager
-def warnings_in_one_line() -> Iterator[None]:
-    """Print warnings without a place in the code, inside the block: the caller of a command line has none."""
-    before = warnings.formatwarning
-    warnings.formatwarning = lambda message, category, *_: f"portattn: {category.__name__}: {message}\n"
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before

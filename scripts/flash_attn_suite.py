@@ -253,7 +253,7 @@ class State:
         return float(self.began + self.given.seconds - time.monotonic())
 
     def take(self, lane: int) -> int | None:
-        """Return the next case for a lane; None where there is none, or no time for one."""
+        """Return the next case for a lane; None if no case or no time is left."""
         if self.left() <= 0:
             return None
         if lane == 0 and self.large:

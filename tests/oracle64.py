@@ -70,7 +70,7 @@ def masked_attention(
 
 
 def gradients(call: Call, loss: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """Gradients of q, k and v for one of LOSSES, by autograd through plain torch in `dtype`; 0 where there is none."""
+    """Return dQ, dK and dV of one of LOSSES, by autograd through plain torch in `dtype`."""
     p = call.problem
     given = [tensor.detach().cpu().to(dtype).requires_grad_() for tensor in (call.q, call.k, call.v)]
     seen = visible_keys(p.seq_q, p.seq_k, p.causal).expand(p.batch, -1, -1)

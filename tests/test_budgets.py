@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import tomlkit
 from places import ROOT
 
+from portattn.worker.programs import load
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("portattn_budgets", ROOT / "scripts" / "budgets.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-budgets = _load()
+budgets = load(str(ROOT / "scripts" / "budgets.py"))
 BUDGETS = tomlkit.parse((ROOT / "scripts" / "budgets.toml").read_text(encoding="utf-8")).unwrap()
 CLEAN = '''"""Compute one number."""
 

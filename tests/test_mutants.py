@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import click.testing
 import msgspec
 import pytest
 from places import ROOT
 
+from portattn.worker.programs import load
 
-def _loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("portattn_mutants", ROOT / "scripts" / "mutants.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where msgspec looks annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-mutants = _loaded()
+mutants = load(str(ROOT / "scripts" / "mutants.py"))
 BY_HAND, CONFIG = mutants.by_hand(), mutants.groups()
 
 

@@ -35,8 +35,8 @@ class CpuSdpaPath(VendorPath):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "chunk", "bias", "mask", "sinks", "seqlens_q", "seqlens_k",
-            "leftpad_q",
-            "leftpad_k", "packed", "paged", "return_lse", "needs_grad", "negative_scale", "gqa", "head_dim_v",
+            "leftpad_q", "leftpad_k", "packed", "paged", "return_lse", "needs_grad", "negative_scale", "gqa",
+            "head_dim_v",
         }
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from portattn.api import dispatch, recompute
@@ -44,7 +45,7 @@ def gradients(
     out, lse            of the forward, with every row's LSE
     grad_out, grad_lse  of the results, either None
     asked               names of tensors
-    otherwise           a path that computes them where no kernel runs: "reference"
+    otherwise           a path that computes them if no kernel runs, or none takes such wide heads: "reference"
 
     Extra memory: delta (B, Hq, Sq) float32, and what a variant declares (the float32 dQ of gluon_backward); with a bias
     whose gradient is asked for another one in float32; where a plan says `parts=memory`, which is of float32 alone, 6
@@ -53,7 +54,10 @@ def gradients(
     way = _WAYS[op]
     if way.unknown and any(tensors[place] is not None for place in way.unknown):
         return None
-    fixed = way.values(tuple(values), tensors[0].device.type, current(), otherwise)
+    settings = current()
+    if otherwise is not None and not may_have_kernels(op, tensors[way.source["q"]], tensors[way.source["v"]], None):
+        settings = msgspec.structs.replace(settings, backend=otherwise)
+    fixed = way.values(tuple(values), tensors[0].device.type, settings, otherwise)
     if fixed is None:
         return None
     if grad_out is None:

@@ -6,13 +6,14 @@ import contextlib
 import errno
 import os
 import pkgutil
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from portattn.cli.errors import INTERRUPTED, JSON_KEY, command_line_error
-from portattn.errors import PortattnError, warnings_in_one_line
+from portattn.errors import PortattnError
 from portattn.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ COMMANDS = {
 ELSEWHERE = {"explain": "plan", "why": "quirks why", "audit": "quirks audit", "benchmark": "bench", "info": "doctor"}
 
 
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
+    return f"portattn: {category.__name__}: {message}\n"
+
+
 class CommandLine(click.Group):
     """The root group: loads subcommands by name, and turns every refusal into one line and an exit status."""
 
@@ -69,8 +74,12 @@ class CommandLine(click.Group):
             from portattn.cli import completion
 
             completion.register()
-        with warnings_in_one_line():
+        # In one line: the caller of a command has no place in the code.
+        before, warnings.formatwarning = warnings.formatwarning, _one_line
+        try:
             return super().main(*args, **kwargs)
+        finally:
+            warnings.formatwarning = before
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands without importing them, then options."""

@@ -226,9 +226,8 @@ def _shaped(
         lead_k, lead_v = _grouped(lead_q, lead_k, lead_v)
     lead = _broadcast("query, key and value", lead_q, lead_k, lead_v)
     heads, batches = (lead[-1], lead[:-1]) if lead else (1, ())
-    one = is_sure(_last(lead_k) == 1) and is_sure(
-        _last(lead_v) == 1
-    )  # head for all queries: a group of portattn's, not to be expanded
+    # One head for all queries is a group of portattn's, not to be expanded.
+    one = is_sure(_last(lead_k) == 1) and is_sure(_last(lead_v) == 1)
     heads_k = key.shape[-3] if enable_gqa else 1 if one else heads
     batch = math.prod(batches)
 

@@ -42,19 +42,16 @@ from portattn.schema.problem_limits import (
 from portattn.schema.symbolic_int import is_size
 
 _Struct: Any = type(msgspec.Struct)
-try:
 
-    class _ByKeyword(_Struct):
-        """Names the keywords in the error of a positional argument."""
 
-        def __call__(cls, *positional: Any, **fields: Any) -> Any:  # noqa: N805 - a metaclass
-            if positional:
-                words = "Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)"
-                raise TypeError(f"{len(positional)} positional arguments, but Problem takes keywords only: {words}")
-            return super().__call__(**fields)
+class _ByKeyword(_Struct):
+    """Names the keywords in the error of a positional argument."""
 
-except TypeError:  # msgspec before 0.20: its own TypeError has no keywords
-    _ByKeyword = _Struct  # type: ignore[misc]
+    def __call__(cls, *positional: Any, **fields: Any) -> Any:  # noqa: N805 - a metaclass
+        if positional:
+            words = "Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)"
+            raise TypeError(f"{len(positional)} positional arguments, but Problem takes keywords only: {words}")
+        return super().__call__(**fields)
 
 
 def check_groups(op: str, heads_q: int, heads_k: int, hint: str = "") -> None:

@@ -115,12 +115,7 @@ def problem_options(function: F) -> F:
             click.option(
                 "--window", metavar="L,R", help="Keys seen before and after a query's own position; -1 for all of them."
             ),
-            click.option(
-                "--chunk",
-                type=int,
-                metavar="N",
-                help="Keys of a chunk: a query sees those of its own position's chunk.",
-            ),
+            click.option("--chunk", type=int, metavar="N", help="Keys of a chunk; a query sees its own chunk."),
             *(click.option(_option(name), name, is_flag=True, help=f"{FEATURES[name].help}.") for name in _FLAGS),
             click.option("--bias-by-key", is_flag=True, help="A bias is given, one row for all heads and queries."),
             click.option(

@@ -24,8 +24,7 @@ NAN = float("nan")
 
 @pytest.fixture(params=["host", "kept"])
 def place(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device that prepared calls run on: a CPU goes through SDPA or the reference, and as if it were an accelerator
-    through launches that are cached."""
+    """Return the device of prepared calls: a CPU, or a CPU that counts as an accelerator, with cached launches."""
     if request.param == "host":
         return "cpu"
     if device.path == "interpreter":

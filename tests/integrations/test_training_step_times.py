@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,23 +12,13 @@ import torch
 from places import ROOT
 
 from portattn.api import ops
+from portattn.worker.programs import load
 
 pytestmark = pytest.mark.transformers
 pytest.importorskip("transformers", reason="the transformers package is not installed")
 
 
-def _loaded() -> ModuleType:
-    place = ROOT / "scripts" / "training_step_times.py"
-    spec = importlib.util.spec_from_file_location("portattn_training_step_times", place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-times = _loaded()
+times = load(str(ROOT / "scripts" / "training_step_times.py"))
 
 
 @pytest.fixture(autouse=True)

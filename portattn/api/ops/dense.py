@@ -122,46 +122,21 @@ def attention(
     found = try_cached(
         "attention",
         (
-            q,
-            k,
-            v,
-            q_scale,
-            k_scale,
-            v_scale,
-            alibi_slopes,
-            sinks,
-            bias,
-            mask,
-            blocks,
-            seqlens_q,
-            seqlens_k,
-            leftpad_q,
-            leftpad_k,
-            dropout_seed,
+            q, k, v, q_scale, k_scale, v_scale, alibi_slopes, sinks, bias, mask, blocks, seqlens_q, seqlens_k,
+            leftpad_q, leftpad_k, dropout_seed,
         ),
         (
-            scale,
-            causal,
-            window,
-            chunk,
-            softcap,
-            block_size,
-            dropout_p,
-            out_dtype,
-            return_lse,
-            layout,
-            backend,
+            scale, causal, window, chunk, softcap, block_size, dropout_p, out_dtype, return_lse, layout, backend,
             validate,
         ),
-    )
+    )  # fmt: skip
     if found is not None:
         return found
     if are_jagged(q, k, v):
         # By name: after a graph break dynamo's locals() are not the source's.
         given = {
             "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
-            "scale": scale, "causal": causal, "window": window, "chunk": chunk,
-            "softcap": softcap,
+            "scale": scale, "causal": causal, "window": window, "chunk": chunk, "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "block_mask": block_mask,
             "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 
 from portattn.api import kernel_backward
 from portattn.api.request import request_of
 from portattn.api.signatures import named_arguments
-from portattn.config import current, using
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.calls import Packing, attend, scores_of, shape_of, size_of
 from portattn.integrations.flash_attn.options import (
@@ -197,10 +194,8 @@ def _gradients(
         check_memory(op, f"d{name}", memory, name, given[name])
     parts = request_of(operation, named_arguments(operation)(**given, return_lse=True)).parts
     lse = torch.where(torch.isposinf(lse), -torch.inf, lse)
-    without_kernels = not kernel_backward.may_have_kernels(operation, given["q"], given["v"], None)
-    by_reference = using(msgspec.structs.replace(current(), backend="reference")) if without_kernels else nullcontext()
-    # `backward.computed` ignores out and LSE where no kernel runs. In ring attention these are of more keys than k has.
-    with repeated_bits(op, deterministic), by_reference:
+    # `kernel_backward` ignores out and LSE where no kernel runs. In ring attention these are of more keys than k has.
+    with repeated_bits(op, deterministic):
         made = kernel_backward.gradients(operation, *parts, out, lse, dout, None, list(memories), "reference")
     assert made is not None  # the reference takes every call
     for name, memory in memories.items():

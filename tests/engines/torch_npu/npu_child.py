@@ -1,6 +1,6 @@
 """The real torch_npu in a process of its own: portattn's calls go through its registered schemas and autograd formulas.
 
-The kernels beneath them are the stand-in's, on the CPU. Prints one line of JSON: what was found of each case.
+The kernels beneath them are the stand-in's, on the CPU. Prints one line of JSON: the finding of each case.
 """
 
 from __future__ import annotations

@@ -69,9 +69,6 @@ def _flag_off(flag: str) -> Callable[[Specialisation], Iterator[Simplification]]
 
 def _no_window(what: Specialisation) -> Iterator[Simplification]:
     yield from _problem(what, "without window", window_left=UNLIMITED, window_right=UNLIMITED)
-
-
-def _no_chunk(what: Specialisation) -> Iterator[Simplification]:
     yield from _problem(what, "without chunk", chunk=0)
 
 
@@ -185,7 +182,6 @@ def _usual_choice(what: Specialisation) -> Iterator[Simplification]:
 OFFERS: tuple[Offer, ...] = (
     *(_flag_off(flag) for flag in _FLAGS),
     _no_window,
-    _no_chunk,
     _not_causal,
     _plain_memory,
     _one_split,
