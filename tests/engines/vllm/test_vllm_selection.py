@@ -168,7 +168,8 @@ def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
             f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33"
             in capabilities.unsupported_version(version)
         )
-    monkeypatch.setattr(capabilities, "unsupported_version", lambda: capabilities.unsupported_version("0.34.0"))
+    check = capabilities.unsupported_version
+    monkeypatch.setattr(capabilities, "unsupported_version", lambda: check("0.34.0"))
     with refusal(ValueError, match="vLLM 0.34.0 is not supported"):
         raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {reasons()}")
     assert "vLLM 0.34.0 is not supported" in reasons(mla.PortattnMLABackend, head_size=576, use_mla=True)[0]
