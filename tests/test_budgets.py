@@ -10,7 +10,7 @@ import pytest
 import tomlkit
 from places import ROOT
 
-from portattn.worker.programs import load
+from portattn.worker.import_file import load
 
 budgets = load(str(ROOT / "scripts" / "budgets.py"))
 BUDGETS = tomlkit.parse((ROOT / "scripts" / "budgets.toml").read_text(encoding="utf-8")).unwrap()

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from places import ROOT
 
-from portattn.worker.programs import load
+from portattn.worker.import_file import load
 
 mutants = load(str(ROOT / "scripts" / "mutants.py"))
 BY_HAND, CONFIG = mutants.by_hand(), mutants.groups()

@@ -12,7 +12,7 @@ import torch
 from places import ROOT
 
 from portattn.api import ops
-from portattn.worker.programs import load
+from portattn.worker.import_file import load
 
 pytestmark = pytest.mark.transformers
 pytest.importorskip("transformers", reason="the transformers package is not installed")
