@@ -16,9 +16,9 @@ from portattn.tools.matrix.cells import Footnote, PlanSummary
 from portattn.tools.matrix.evidence import steps
 from portattn.tools.matrix.labels import brief, word
 from portattn.tools.matrix.merge import merge
-from portattn.tools.matrix.plan_summary import summary
 from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
 from portattn.tools.matrix.report import render
+from portattn.tools.matrix.run import summary
 from portattn.tools.matrix.table import BAND, link, sizes
 
 SLOW = Footnote(
