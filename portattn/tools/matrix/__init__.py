@@ -5,7 +5,7 @@ problems.py     the named sets of problems
 select.py       the cells of a run; request.py: the request, also of an earlier run
 cells.py        a cell's fields; the schema of results.jsonl
 results.py      reading and writing results.jsonl, whole lines only; its stale cells
-run.py          making the cells; plan_summary.py, variants.py: a cell's record of its plan and variants
+run.py          making the cells, with the record of a plan; variants.py: a cell's record of variants
 identity.py     the dependences of cells; provenance.py: their values here and now
 labels.py       a cell's words; evidence.py: its evidence; not_run.py: the reason of an empty cell, and the remedy
 table.py        the table as data; report.py: the static page
