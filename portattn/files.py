@@ -86,7 +86,7 @@ def _temporary_cache(parent: str, user: int) -> Path:
 
 
 def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bool = False) -> None:
-    """Raise Untrusted where another user owns a file or folder, or may write to it.
+    """Raise UntrustedPath where another user owns a file or folder, or may write to it.
 
     private_group  whether the group may write if it is this user's private group (see `_is_private`). Debian and RHEL
                    make such a group for each user, and a umask of 0002: files that are made by the umask need this
@@ -134,7 +134,7 @@ def _table(path: Path) -> list[list[str]]:
 
 @contextlib.contextmanager
 def trusted_folder(path: Path, make: bool = False) -> Iterator[int]:
-    """Yield the descriptor of a folder that is trusted. Raises Untrusted and OSError.
+    """Yield the descriptor of a folder that is trusted. Raises UntrustedPath and OSError.
 
     make  make it where it is not there, and take the right to write to it from others where it is ours: earlier
           releases left that to the user's umask. What others wrote there before fails its own check
@@ -159,7 +159,7 @@ def trusted_folder(path: Path, make: bool = False) -> Iterator[int]:
 
 
 def check_tree(folder: Path) -> None:
-    """Check a folder, all in it, and all that its links lead to. Raises Untrusted, and OSError for unreadable folders.
+    """Check a folder, all in it, and all that its links lead to. Raises UntrustedPath, OSError if unreadable.
 
     A link's target is checked together with the folder that holds it, since another user who may write to that folder
     can replace the target: a virtual environment's Python is such a link. A missing target passes: it holds no code.
@@ -282,7 +282,7 @@ def read_limited(path: Path, most: int, *, owned: bool = False) -> bytes:
 
     owned  check the opened file's owner and mode first
 
-    Raises OSError for anything else (a device, a pipe, which is not waited for) and for a longer file, and Untrusted.
+    Raises OSError for anything else (a device, a pipe, which is not waited for), a longer file, and UntrustedPath.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:

@@ -94,9 +94,7 @@ def draw_seed(request: Request, draw: Callable[[torch.Tensor], torch.Tensor] = n
 
 def run_with_autograd(request: Request) -> Result:
     """Run a request, as a node of autograd's graph if kernels compute its gradients."""
-    if not torch.is_grad_enabled():
-        return run_request(request)
-    if not training.is_planned(request):
+    if not torch.is_grad_enabled() or not training.is_planned(request):
         return run_request(request)
     out, lse = training.call(request.op, *request.parts)
     return (out, lse) if request.return_lse else out

@@ -144,7 +144,7 @@ def forget_plans() -> None:
 
 
 class LaunchRecorder(Protocol):
-    """What keeps the launches of a call (request.Caching).
+    """What keeps the launches of a call (request.CacheWriter).
 
     given   names of the tensors that the call brings, in order
     inputs  its sizes and strides

@@ -126,7 +126,7 @@ class Spec:
 
 
 def _argument(name: str, argument: str, value: Any) -> Any:
-    """An argument of a spec, with tensors that are not there as Described."""
+    """An argument of a spec, with a TensorSpec for each tensor that is not there."""
     check_dense("warmup", name, value)
     if argument == "out_dtype" and isinstance(value, str):
         if value not in TORCH_DTYPE:

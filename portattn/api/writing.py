@@ -1,4 +1,4 @@
-"""Carrying out an operation that fills a cache in place: as execute.py, of what has no result, gradient or autocast."""
+"""Run requests that fill a cache in place: they have no result, no gradient and no autocast."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class CompileStore:
         """Write, or warn once when the folder takes no files (a read-only home): this process then remembers alone."""
         try:
             # Not synced: a file that a power failure left empty counts as absent, and costs one more compile.
-            write_whole(path, data, durable=False, mode=0o644, parents=True)  # no group may write: see `sealed.read`
+            write_whole(path, data, durable=False, mode=0o644, parents=True)  # no group may write: see `read`
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             if not self._complained:
                 self._complained = True

@@ -118,7 +118,7 @@ def drop_out(p, key, turn, row, start, threshold, DROPS: tl.constexpr):
 
 @triton.jit
 def add_pairs(acc, correction, p, pairs, scales):
-    """add_values of int4 numbers. They are exact in bfloat16, which has float32's range: so tokens' scales go into the
+    """pv of int4 numbers. They are exact in bfloat16, which has float32's range: so tokens' scales go into the
     probabilities, of which there are fewer than values, and each of these becomes two bfloat16 numbers."""
     v_tile = widened_pairs(pairs, tl.full([1], 0.0, tl.bfloat16), scales)
     if scales is not None:

@@ -1,8 +1,8 @@
-"""attend_words: attend's loop over a quantised cache whose rows are read as 16-bit words.
+"""attend_packed16: attend's loop over a quantised cache whose rows are read as 16-bit words.
 
 A word holds two numbers of a byte, or four of int4 or nvfp4. Each of these places has tiles of its own: a score is the
 sum of their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers
-are, and numbers are widened by themselves, to float16, in which every number of every format is exact (unpack.py).
+are, and numbers are widened by themselves, to float16, in which every number of every format is exact (unpack_int4.py).
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""attend_few: attend_words for at most 8 query rows, with keys where matrix products have their rows.
+"""attend_packed16_swap_ab: attend_packed16 for at most 8 query rows, with keys where matrix products have their rows.
 
 A product on a tensor core has at least 16 rows, and 8 columns. Where 4 queries are its rows, three quarters of each
 product, score and accumulator are of no use; where they are its columns, one half. A thread holds half as many
@@ -62,7 +62,7 @@ def attend_packed16_swap_ab(
     MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr, UNPACK: tl.constexpr,
 ):  # fmt: skip
-    """As attend_words, of any format but nvfp4, with nothing but lengths and the causal mask, BLOCK_M being 8.
+    """As attend_packed16, of any format but nvfp4, with nothing but lengths and the causal mask, BLOCK_M being 8.
 
     Returns acc [BLOCK_M, BLOCK_DV], row_max and row_sum.
     """

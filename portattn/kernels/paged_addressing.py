@@ -43,7 +43,7 @@ def key_places(table, start, end, pages,
 
 @triton.jit
 def step_of(i, first_step, full_begin, full_end, EDGE: tl.constexpr, WINDOW: tl.constexpr):
-    """Which tile of keys the i-th step of a pass attends: see attend_words."""
+    """Which tile of keys the i-th step of a pass attends: see attend_packed16."""
     if EDGE == 0:
         step = full_begin + i
     elif WINDOW:

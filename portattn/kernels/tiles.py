@@ -60,7 +60,7 @@ def sink_score(sink, EXP: tl.constexpr, NATURAL: tl.constexpr):
 def natural_lse(row_max, row_sum, sinks, heads, EXP: tl.constexpr, NATURAL: tl.constexpr):
     """Natural log of the row's sum of exponentials; -inf for a row with nothing to attend (row_sum 0).
 
-    sinks, heads  as in first_state
+    sinks, heads  as in init_softmax
     """
     largest = row_max
     if EXP == "exp2" and not NATURAL:
@@ -247,7 +247,7 @@ def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, N
 
     For probabilities in float16: against a sink that is far above all scores they would be its smallest numbers, or 0.
 
-    sinks, heads, counted  as in first_state
+    sinks, heads, counted  as in init_softmax
     """
     sink = sink_score(tl.load(sinks + heads).to(tl.float32), EXP, NATURAL)
     some = row_sum != 0.0

@@ -25,7 +25,7 @@ second one's partial results, they are a role as well: allocate them before the 
 come in the order of the names given to `Direct`; 0 stands for a tensor that is absent.
 
 Sizes that change from call to call come from a second list of steps, the same ones made of Sizes
-(schema/symbolic_int.py): what is a Size in them is taken from the `sizes` of a launch, in the order of the `Outputs`
+(schema/symbolic_int.py): what is a Size in them is taken from the `sizes` of a launch, in the order of `ProgramOutputs`
 that Direct adds them to.
 
 Scratch memory (kernels that build descriptors for themselves) is a role too: give `direct.scratch` bytes as SCRATCH.
@@ -68,10 +68,10 @@ class Direct:
     scratch  bytes that a call must give for the role SCRATCH, if the kernels build descriptors themselves; else 0. A
              Size if it changes from call to call
 
-    sized, outputs   the same steps made of Sizes, and the Outputs that collect the numbers that a launch takes
+    sized, outputs   the same steps made of Sizes, and the ProgramOutputs that collect the numbers that a launch takes
 
-    Looks the compiled kernels up, compiling missing ones, and loads them. Raises Unsupported for an unknown Triton or a
-    kernel that cannot be cached.
+    Looks the compiled kernels up, compiling missing ones, and loads them. Raises UnsupportedLaunch for an unknown
+    Triton or a kernel that cannot be cached.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class BuildError(Exception):
 
 
 def compiler() -> list[str]:
-    """The C compiler that Triton takes: CC, with its options; else gcc or clang. Raises BuildFailed without one."""
+    """The C compiler that Triton takes: CC, with its options; else gcc or clang. Raises BuildError without one."""
     named = os.environ.get("CC", "")
     try:
         words = shlex.split(named)
@@ -67,7 +67,7 @@ def compiler() -> list[str]:
 
 
 def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
-    """Run a program to its end; what it printed. Raises BuildFailed, which begins with `what`, when it ends badly.
+    """Run a program to its end; what it printed. Raises BuildError, which begins with `what`, when it ends badly.
 
     folder  for its temporary files, and for its output meanwhile: a pipe would be held open by what it leaves running
 
@@ -128,14 +128,14 @@ def seal(code: bytes) -> bytes:
 
 
 def keep(place: Path, code: bytes) -> None:
-    """Write a library, whole or not at all, in a folder that is made safe. Raises Untrusted, OSError."""
+    """Write a library, whole or not at all, in a folder that is made safe. Raises UntrustedPath, OSError."""
     with trusted_folder(place.parent, make=True):
         # Not synced: what a power failure leaves is not whole, and made anew.
         write_whole(place, seal(code), durable=False, mode=0o644)
 
 
 def open_library(place: Path) -> int:
-    """A descriptor of a library that was checked. Raises Untrusted, FileNotFoundError, and OSError."""
+    """A descriptor of a library that was checked. Raises UntrustedPath, FileNotFoundError, and OSError."""
     with trusted_folder(place.parent) as folder:
         handle = os.open(place.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
@@ -237,7 +237,7 @@ def _cached(place: Path) -> Any:
 
 
 def _import(place: Path) -> Any:
-    """Import the library at a place, once it is checked. Raises Untrusted, OSError, and what importing raises."""
+    """Import the library at a place, once it is checked. Raises UntrustedPath, OSError, and what importing raises."""
     handle = open_library(place)
     # By the descriptor that was checked. It stays open: its number is part of the name that the loader knows it by.
     path = f"/proc/self/fd/{handle}"
@@ -261,7 +261,7 @@ def _module(path: str) -> Any:
 def _compile(place: Path) -> None:
     """Compile, import in a child, and only then keep: another process sees all of the library, or none.
 
-    Raises BuildFailed, Untrusted, OSError.
+    Raises BuildError, UntrustedPath, OSError.
     """
     options = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_config_var('INCLUDEPY')}"]
     with workshop(place.parent) as folder:
@@ -275,7 +275,7 @@ def _compile(place: Path) -> None:
 
 
 def _try(made: Path, folder: Path) -> None:
-    """Import a library in a child process, which it may crash. Raises BuildFailed when it does, or does not import."""
+    """Import a library in a child process, which it may crash. Raises BuildError when it does, or does not import."""
     if not sys.executable:
         raise BuildError("native.c is not used: it would be tried in a child first, and sys.executable names no Python")
     word = os.urandom(8).hex()

@@ -1,4 +1,4 @@
-"""Shaped: a tensor of which only the sizes and strides are there, as Sizes that a Trace writes down.
+"""SymbolicTensor: a tensor of which only the sizes and strides are there, as Sizes that a Trace writes down.
 
 Validation, planning and the describing of launches run on these as on the caller's tensors. What they ask that is not
 answered here (data, an operation that would compute something) raises Untraceable: nothing is guessed.
@@ -207,4 +207,4 @@ class SymbolicTensor(torch.Tensor):
         return SymbolicTensor.make(kind, sizes, contiguous(tuple(sizes)))
 
     def __repr__(self, **other: Any) -> str:  # type: ignore[override]
-        return f"Shaped({list(self.sizes)}, {list(self.strides)}, {self.kind.dtype})"
+        return f"SymbolicTensor({list(self.sizes)}, {list(self.strides)}, {self.kind.dtype})"

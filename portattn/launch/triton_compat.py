@@ -48,7 +48,7 @@ class Parameter:
     part      of a tensor descriptor: "shape" or "strides", and `axis`; "" for the descriptor itself and all else
     size      bytes of it
 
-    Raises Unsupported for any other type.
+    Raises UnsupportedLaunch for any other type.
     """
 
     argument: str
@@ -104,7 +104,7 @@ def run_arguments(kernel: Any, values: Sequence[Any]) -> list[int]:
 
 
 def parameters(compiled: Any) -> list[Parameter]:
-    """The parameters that the kernel's own arguments become, in order. Raises Unsupported on what is not known."""
+    """The parameters that the kernel's own arguments become, in order. Raises UnsupportedLaunch on an unknown one."""
     source = compiled.src
     gone = source.constants if version() == (3, 2) else {}
     descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -147,7 +147,7 @@ def ptx_sizes(ptx: str) -> list[int]:
 def all_parameters(compiled: Any) -> list[Parameter]:
     """Return all parameters of a CUDA kernel, checked against its PTX: its arguments', then Triton's scratch pointers.
 
-    Raises Unsupported if the two do not agree.
+    Raises UnsupportedLaunch if the two do not agree.
     """
     own, sizes = parameters(compiled), ptx_sizes(compiled.asm["ptx"])
     added = len(sizes) - len(own)

@@ -136,7 +136,7 @@ def _attended(problem: Problem) -> int:
 
 
 def _seed(problem: Problem) -> int:
-    """A seed whose random mask and bias have the problem's shapes (reference/randomcalls.py: another one for each)."""
+    """A seed whose random mask and bias have the problem's shapes (testing/random_calls.py: another one for each)."""
     if problem.mask_by_key and problem.bias_by_key:
         raise ValueError("random calls have no bias and mask that are both the same for all heads and queries")
     return 1 if problem.mask_by_key else 2 if problem.bias_by_key else 0

@@ -2,5 +2,5 @@
 
 serve.py, compilers.py, resources.py run in the child and need only Triton (any version, triton-ascend too).
 The parent's side: client.py (Worker), child.py (the process), transport.py (its streams), protocol.py (messages),
-replies.py and ends.py (how a request ended).
+exit_status.py (how a request ended).
 """

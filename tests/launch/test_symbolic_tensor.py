@@ -111,7 +111,7 @@ def test_a_kind_of_tensors() -> None:
     assert SymbolicTensor.make(kind, (2, 8), (9, 1)).requires_grad
     made = SymbolicTensor.make(kind, (2, 8), (9, 1)).new_empty(4)
     assert not made.requires_grad
-    assert repr(SymbolicTensor.make(kind, (2, 8), (9, 1))) == "Shaped([2, 8], [9, 1], torch.float32)"
+    assert repr(SymbolicTensor.make(kind, (2, 8), (9, 1))) == "SymbolicTensor([2, 8], [9, 1], torch.float32)"
 
 
 def test_contiguous_strides() -> None:

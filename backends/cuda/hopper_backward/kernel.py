@@ -199,7 +199,7 @@ def scheduled_backward(
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
     scale     the softmax scale times log2(e)
     factor    the softmax scale: dK is dS Q times it
-    WORKER    registers of a thread of producer and writer. The other constants: Form
+    WORKER    registers of a thread of producer and writer. The other constants: BackwardForm
     """
     form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED,
                 VARYING, EDGES, UNSEEN)  # fmt: skip

@@ -5,9 +5,7 @@ one (PTX ISA, "PTX Module Directives: .target"), and the driver assembles it for
 thus what Triton made of a kernel for sm_80 (its layouts, its mma instruction, its asynchronous copies, the tiles that
 were chosen for that chip); what does not is sm_80's own assembler and the chip.
 
-    ptx.py       what a PTX text says of itself: version, target, entry, parameters, threads
-    driver.py    the CUDA driver's loader and launch, through libcuda
-    launch.py    a KernelCall's arguments for an entry's parameters
-    execute.py   a plan's launches, compared with the oracle (child process)
+    execute.py   a plan's launches, compared with the oracle (child process): directives of a PTX text, the CUDA
+                 driver's loader and launch, a KernelCall's arguments for an entry's parameters
     executor.py  PtxExecutor: the parent's side, for the matrix and `portattn verify`
 """

@@ -19,7 +19,7 @@ from portattn.testing.numerics import numerics, on_device
 from portattn.worker.client import Reply, Worker
 
 BACKEND = "cuda"
-# How a child says that the driver here is too old for the text (driver.py): no fault of the code's.
+# How a child says that the driver here is too old for the text (execute.py): no fault of the code's.
 _NOT_HERE = ("PtxTooNew",)
 # What is refused before anything is launched leaves the device's context, and the child, in order.
 _UNHARMED = (*_NOT_HERE, "BadPtx")
@@ -70,7 +70,7 @@ class PtxExecutor(Executor):
         return f"{reply.outcome}: {reply.kind}: {cause}"[:500]
 
     def piece(self, launch: KernelCall, reply: Reply) -> dict[str, Any]:
-        """A launch's code (launch.py: Code)."""
+        """A launch's code (execute.py: Code)."""
         return {
             "text": str(reply.facts["ptx"]),
             "shared": int(reply.facts["scratchpad_bytes"]),

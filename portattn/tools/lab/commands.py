@@ -35,7 +35,7 @@ class Commands:
     def run(
         self, command: Sequence[str], say: Say, environment: Mapping[str, str] | None = None, folder: Path | None = None
     ) -> list[str]:
-        """Run a program to its end, telling each line that it prints; all lines. Raises CommandFailed.
+        """Run a program to its end, telling each line that it prints; all lines. Raises CommandError.
 
         `environment` replaces this process's own. An interrupt of this call ends the program and its children.
         """

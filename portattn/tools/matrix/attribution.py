@@ -86,10 +86,6 @@ def _left(before: SnapshotCell, after: SnapshotCell) -> Iterator[Cause]:
             yield Cause(kind="quirk", name=name, text=f"quirk {name} is no more in the plan")
 
 
-def _ruled_out(before: SnapshotCell, after: SnapshotCell) -> str:
-    return f"the path {before.path}" if before.path in after.why_not else "a path"
-
-
 def _differing(was: Identity, now: Identity, before: SnapshotCell, after: SnapshotCell) -> Iterator[Cause]:
     """What of two identities differs, as far as the cell depends on it."""
     backend = after.target.partition(":")[0]

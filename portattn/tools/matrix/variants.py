@@ -24,7 +24,7 @@ class LaunchDescriptionError(Exception):
 
 
 def launches(variant: Variant, problem: Problem) -> list[Signature]:
-    """What a compiler sees of the variant's launches for a problem. Raises Undescribed."""
+    """What a compiler sees of the variant's launches for a problem. Raises LaunchDescriptionError."""
     try:
         return signatures(variant, meta_call(problem))
     except (ImportError, AttributeError, TypeError) as error:
@@ -38,7 +38,7 @@ def compile_variant(
 ) -> tuple[tuple[KernelFacts, ...], Reply | None, str]:
     """Compile a variant's launches: (facts of each, the first answer that is a failure or None, its function).
 
-    Raises Undescribed.
+    Raises LaunchDescriptionError.
     """
     found: list[KernelFacts] = []
     variant = variant.for_toolchain(target.toolchain)

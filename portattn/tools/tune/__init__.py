@@ -2,7 +2,7 @@
 
 choice.py      Choice, one candidate as data
 space.py       which values are tried: a table of axes per kernel, and what is left out without compiling
-tunable.py     Tunable and Built, what a kernel must say to be tuned
+tunable.py     Tunable and BuiltCandidate, what a kernel must say to be tuned
 core.py        the core kernels as tunables
 workloads.py   problems to tune for, from benchmark cases or a line of text
 classes.py     which problems share one entry of the tuning file

@@ -1,4 +1,4 @@
-"""What a kernel must say to be tuned: Tunable, and Built, one candidate ready to be compiled and run."""
+"""What a kernel must say to be tuned: Tunable, and BuiltCandidate, one candidate ready to be compiled and run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bind an instruction to a work-group's registers: operands become arrays or short functions.
 
 Binding decides all that precedes execution: each operand's register view, and its modifiers. The closures that
-`Bound.run` holds do the rest.
+`BoundInstruction.run` holds do the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a mnemonic to the family that knows it, and from an instruction to a Bound."""
+"""From a mnemonic to the family that knows it, and from an instruction to a BoundInstruction."""
 
 from __future__ import annotations
 

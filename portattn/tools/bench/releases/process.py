@@ -73,7 +73,7 @@ class ReleaseProcess:
         self._worker.close()
 
     def identify(self, about: dict[str, Any], seconds: float = PREPARE_S) -> BenchRun:
-        """The Run of this release's process. Raises ReleaseFailed where it does not start or has another Triton."""
+        """Return the process's Run. Raises ReleaseProcessError if it does not start or has another Triton."""
         try:
             run: BenchRun = self._ask(Identify(about=about), seconds, BenchRun)
         except ReleaseProcessError as failure:
@@ -127,7 +127,7 @@ class ReleaseProcess:
                 return  # its memory went with it; why it ended is in `_ended`, and the next case starts it anew
 
     def turn(self, step: Step, kind: Any) -> Any:
-        """The answer of a step of the case that is prepared. Raises ReleaseFailed."""
+        """The answer of a step of the case that is prepared. Raises ReleaseProcessError."""
         return self._ask(step, self._turn_s, kind)
 
     def _ask(self, step: Step, seconds: float, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Specialised: one failed specialisation of our own kernels; and compiling it again in a worker.
+"""Specialisation: one failed specialisation of our own kernels; and compiling it again in a worker.
 
 Logs and incidents come from other people. A compile here takes from them only values that choose among compilations:
 `permitted_env` and `permitted_signature` drop values that would import, read or execute a file or name from a log.
