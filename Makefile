@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slice engines forms fuzz mutants lint bench bench-docs docs site wheel hub clean
+.PHONY: demo test test-all slice engines forms fuzz mutants lint bench bench-docs site package hub clean
 
 # The demo's problems: of the quick set one for each operation, on every chip. DEMO='*' makes the whole quick set.
 DEMO ?= dense causal fp16*,varlen_attention,*_backward,decode_attention,paged_attention,sparse_attention,mla_attention,append_kv,write_pages
@@ -28,8 +28,13 @@ demo: $(READY)
 	$(PY) -m portattn.cli matrix report $(MATRIX)
 	@echo "The page: $(MATRIX)/index.html"
 
+# The fast tier, all tests that tests/slow.txt does not list; ARGS="tests/kernels -k mask" runs tests of both tiers.
 test: $(READY)
-	$(PY) -m pytest -n $(JOBS) $(ARGS)
+	$(PY) -m pytest -n $(JOBS) $(or $(ARGS),--tier=fast)
+
+# The tests that `make test` leaves out. tests/tiers.py says how tests/slow.txt is written.
+test-all: $(READY)
+	$(PY) -m pytest -n $(JOBS) --tier=slow $(ARGS)
 
 # Other compilers: environments of the lab, cells of the matrix compiled in them (Ascend's executed on this CPU), and probes.
 SLICE = --toolchain triton==3.2.0 --toolchain triton==3.4.0 --toolchain triton==3.9.0 --toolchain triton-ascend==3.2.0
@@ -108,19 +113,15 @@ BENCH ?=
 bench: $(READY)
 	$(PY) -m portattn.cli bench $(addprefix --set ,$(SETS)) $(BENCH) --out .bench
 
-# docs/performance/ from the run in .bench: its results, the tables made from them, and the plots (needs matplotlib).
+# docs/performance/ from the run in .bench: its results, and the plots made from them (needs matplotlib).
 bench-docs: $(READY)
 	mkdir -p docs/performance
 	cp .bench/bench.json docs/performance/results.json
-	$(PY) -m portattn.cli bench report docs/performance/results.json --markdown docs/performance/tables.md --plots docs/performance/plots > /dev/null
-
-# The pages under docs/ that are made from the registry.
-docs: $(READY)
-	$(PY) -m portattn.tools.quirks.pages > docs/quirk-catalogue.md
-	$(PY) -m portattn.tools.quirks.pages --verification > docs/quirk-verification.md
+	$(PY) -m portattn.cli bench report docs/performance/results.json --plots docs/performance/plots > /dev/null
 
 # The documentation site, .site/html/index.html (extra `docs`). A dead link or anchor, a page that is not in the navigation
-# and an API name that is not found fail the build. The pages lie in .site/pages as in the repository, by links.
+# and an API name that is not found fail the build. The pages lie in .site/pages as in the repository, by links; those made
+# from data (the quirks' catalogue and verification, the tables of figures) are added by scripts/site_pages.py.
 PAGES = README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples
 
 site: $(READY)
@@ -128,13 +129,23 @@ site: $(READY)
 	ln -s $(foreach page,$(PAGES),"$(CURDIR)/$(page)") .site/pages/
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH="$(CURDIR):$(PYTHONPATH)" $(PY) -m mkdocs build
 
-wheel: $(READY)
-	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+# The sdist, the wheel made from it, and a call and commands of the wheel installed in an environment of its own.
+package: $(READY)
+	rm -rf dist .package
+	$(PY) -m build --no-isolation .
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m venv .package
+	.package/bin/python -m pip install -q -c constraints.txt dist/*.whl
+	cd / && "$(CURDIR)/.package/bin/python" -c \
+	  'import torch, portattn; q = torch.randn(1, 8, 16, 32); portattn.attention(q, q, q, causal=True); print(portattn.last_plan())'
+	.package/bin/python -m pip install -q -c constraints.txt "$$(echo dist/*.whl)[tools]"
+	cd / && "$(CURDIR)/.package/bin/portattn" doctor
+	cd / && "$(CURDIR)/.package/bin/portattn" quirks audit
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel torch triton
-	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[tools,test,lint,docs,transformers]'
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[tools,test,lint,package,docs,transformers]'
 	touch $@
 
 # An existing Python with torch, Triton and portattn's other dependencies: only portattn itself is linked in, nothing is fetched.
@@ -143,8 +154,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PY) -c 'import importlib.util as u, sys; \
 	  missing = [m for m in "torch numpy msgspec platformdirs filelock click rich jinja2 packaging tomlkit".split() if not u.find_spec(m)]; \
 	  sys.exit("this Python lacks " + ", ".join(missing) + ": install them, or leave VENV= out" if missing else 0)'
-	@$(PY) -c 'import os; os.chdir("/"); import portattn.quirks, portattn.backends' 2>/dev/null || \
-	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .
+	@$(PY) -c 'import os; os.chdir("/"); import portattn.quirks, portattn.backends' 2>/dev/null || { \
+	  $(PY) -c 'import packaging.version as v, setuptools as s, sys; \
+	    sys.exit("setuptools 77.0.3 or newer is needed" if v.Version(s.__version__) < v.Version("77.0.3") else 0)' && \
+	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .; }
 
 clean:
-	rm -rf .venv .lint .site .hub .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .lint .package .site .hub .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

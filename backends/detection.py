@@ -1,4 +1,4 @@
-"""Guarded questions to this machine that several backends ask: a device's properties, a version in a text."""
+"""Queries of this machine that several backends share: a device's properties, a version in a text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 
 def torch_device_properties(runtime: Literal["cuda", "hip"], index: int | None) -> Any | None:
-    """Return torch.cuda's properties of device `index` (the current device if None), or None without a device.
-
-    torch serves NVIDIA and AMD devices through the one name `torch.cuda`; `runtime` selects the vendor.
-    A machine without a device initialises nothing.
-    """
+    """Return torch's properties of device `index` (None: the current one), or None; `torch.cuda` has both vendors."""
     import torch
 
     if getattr(torch.version, runtime, None) is None:
@@ -31,10 +27,7 @@ def torch_device_properties(runtime: Literal["cuda", "hip"], index: int | None) 
 
 
 def version_in(text: str | None) -> str | None:
-    """The PEP 440 version that `text` is or starts with, as it is written there; None where it has none.
-
-    Vendors append build ids that are no PEP 440 (`6.4.43484-123eb5128`): the numbers before them are kept.
-    """
+    """Return the PEP 440 version that `text` is or starts with, without a vendor's build id; None without one."""
     text = (text or "").strip()
     try:
         Version(text)
@@ -45,7 +38,7 @@ def version_in(text: str | None) -> str | None:
 
 
 def first_line_matching(path: Path, pattern: str) -> str | None:
-    """Group 1 of `pattern` in the first line of a text file that has it; None without such a file or line."""
+    """Return group 1 of `pattern` in a file's first matching line; None without such a file or line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,14 +1,10 @@
-"""torch's scaled_dot_product_attention as a vendor path, with whichever kernel torch picks.
-
-On NVIDIA: cuDNN's, FlashAttention's or the memory-efficient one. On AMD: AOTriton's or CK's.
-"""
+"""torch's scaled_dot_product_attention, with the kernel that torch picks (cuDNN, FlashAttention, …; AOTriton, CK)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portattn.planning.backend import VendorPath
-from portattn.planning.checks import dropout_check, features_check, first_refusal, op_check
+from portattn.planning.backend import VendorPath, dropout_check, features_check, first_refusal, op_check
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +22,7 @@ _ALIGNMENT = 16  # bytes that torch's fused kernels load at once
 
 
 class SdpaPath(VendorPath):
-    """torch.nn.functional.scaled_dot_product_attention: dense attention, differentiable.
-
-    It returns no LSE and takes no per-sequence lengths. A bias, a mask or both are its `attn_mask`, without a causal
-    mask beside them.
-    """
+    """torch's scaled_dot_product_attention: dense, differentiable, without LSE; bias and mask as `attn_mask`."""
 
     name = "sdpa"
     ops = ("attention",)
@@ -39,7 +31,6 @@ class SdpaPath(VendorPath):
     )
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        """Why SDPA cannot run the problem; None when it can. `target` makes no difference."""
         p = problem
         widest = max(p.head_dim, p.head_dim_v)
         given = [n for n in ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k") if getattr(p, n)]
@@ -86,12 +77,11 @@ class SdpaPath(VendorPath):
         )
 
     def run(self, call: Call) -> tuple[torch.Tensor, None]:
-        """(out (B, Hq, Sq, Dv) in q's dtype, None).
+        """Return (out (B, Hq, Sq, Dv) in q's dtype, None).
 
-        Memory grows with Sq and Sk, except on ROCm with a bottom-right mask and Sq < Sk: Sq × Sk bytes. With a bias or
-        a mask, K and V are copied and a few tensors of the bias's or mask's own shape (not broadcast) are made; with a
-        float32 bias on 16-bit tensors, everything runs in float32.
-        """
+        Memory grows with Sq and Sk, except Sq × Sk bytes on ROCm with a bottom-right mask and Sq < Sk. A bias or mask
+        copies K and V and makes a few tensors of its own shape (not broadcast); a float32 bias on 16-bit tensors runs
+        all in float32."""
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -129,11 +119,9 @@ class SdpaPath(VendorPath):
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where its rows are not contiguous or do not all begin at a multiple of 16 bytes.
+    """Return the tensor, copied unless its rows are contiguous and begin at multiples of 16 bytes.
 
-    torch's memory-efficient kernel checks the shape and not the addresses: with rows of 25 fp16 elements it gave NaN
-    that lay between them, and with fp32 it found no kernel to launch (torch 2.11 on an H200).
-    """
+    torch's memory-efficient kernel does not check addresses: rows of 25 fp16 elements gave NaN (torch 2.11, H200)."""
     import torch
 
     size = tensor.element_size()
@@ -147,12 +135,12 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hides(p: Problem) -> bool:
-    """Whether a causal mask hides anything: a single last row sees every key."""
+    """Return whether a causal mask hides anything: a single last row sees every key."""
     return p.causal == "top_left" or (p.causal == "bottom_right" and p.seq_q > 1)
 
 
 def _attended(call: Call) -> torch.Tensor:
-    """What bias and mask leave to attend, bool (…, Sk); other dimensions that both were broadcast over are 1 long."""
+    """Return the keys that bias and mask leave, bool (…, Sk); dimensions that both broadcast over are 1 long."""
     from portattn.schema.tensors import collapse_broadcast  # loads torch
 
     keep = None if call.bias is None else collapse_broadcast(call.bias) != float("-inf")
@@ -165,11 +153,7 @@ def _attended(call: Call) -> torch.Tensor:
 def _attn_mask(call: Call, keep: torch.Tensor, idle: torch.Tensor) -> torch.Tensor:
     """Return bias and mask as SDPA takes them, contiguous in the last dimension: bool, or a term in bias's dtype.
 
-    torch does not document the results of rows that attend nothing, so such rows attend everything here; `run` sets
-    them to 0, which makes their gradients 0.
-
-    keep, idle  attended keys (…, Sk), and rows that attend nothing (…,)
-    """
+    Rows that attend nothing, which torch does not document, attend everything, and `run` sets them to 0."""
     from portattn.schema.tensors import collapse_broadcast  # loads torch
 
     keep = (keep | idle[..., None]).contiguous()
@@ -181,7 +165,7 @@ def _attn_mask(call: Call, keep: torch.Tensor, idle: torch.Tensor) -> torch.Tens
 
 
 def _without_unseen(call: Call, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V with 0 where no query attends: what lies there can be NaN, and SDPA would spread it."""
+    """Return K and V with 0 at keys that no query attends: they may hold NaN, which SDPA would spread."""
     p = call.problem
     seen = keep.any(dim=2)  # (B or 1, Hq or 1, Sk)
     if seen.shape[1] > 1:
@@ -190,7 +174,7 @@ def _without_unseen(call: Call, keep: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _lower_right(p: Problem, device: torch.device, *, hip: bool) -> torch.Tensor:
-    """Bottom-right causal mask (Sq, Sk), Sq < Sk: torch's own marker, or on ROCm a boolean mask, True = attend."""
+    """Return the bottom-right causal mask (Sq, Sk), Sq < Sk: torch's marker, or a boolean mask on ROCm."""
     import torch
     from torch.nn.attention.bias import causal_lower_right
 
@@ -202,11 +186,7 @@ def _lower_right(p: Problem, device: torch.device, *, hip: bool) -> torch.Tensor
 
 
 def _with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same scores with a positive scale.
-
-    The fused 16-bit kernels take a row's maximum before they scale: a scale of 0 or less gives NaN (seen with torch
-    2.11 on an H200).
-    """
+    """Return q and a scale above 0 with the same scores: fused 16-bit kernels give NaN otherwise (torch 2.11, H200)."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)

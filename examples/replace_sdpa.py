@@ -12,7 +12,7 @@ padding = torch.tensor([[False] * 10, [False] * 7 + [True] * 3], device=device)
 
 # A model calls torch.nn.functional.scaled_dot_product_attention: inside the block that is portattn.
 theirs = layer(x, src_key_padding_mask=padding)
-with sdpa.replaced():
+with sdpa.replacement():
     ours = layer(x, src_key_padding_mask=padding)
 route = sdpa.last_route()
 print("layer:", torch.allclose(ours, theirs, atol=1e-3), route and route.path)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from portattn.distributed import context_parallel
-from portattn.integrations.transformers_parallel import register_parallel, shard_batch
+from portattn.integrations.transformers_context_parallel import register_parallel, shard_batch
 
 STEPS, LENGTH, VOCABULARY = 4, 64, 50
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
-from typing import TYPE_CHECKING
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from portattn import after_import, moved, source_tree
+from portattn import source_tree
 from portattn.version import __version__ as __version__
 
 source_tree.install(os.path.dirname(os.path.abspath(__file__)))
-moved.install()
-after_import.install()
 
 # Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
 _PUBLIC = {
@@ -24,11 +29,11 @@ _PUBLIC = {
     "append_kv": "portattn.api.ops",
     "write_pages": "portattn.api.ops",
     "merge_states": "portattn.api.merge_states",
-    "dropout_mask": "portattn.api.dropout_mask",
+    "dropout_mask": "portattn.api.masks",
     "quantize": "portattn.api.quantize",
     "Quantized": "portattn.api.quantize",
-    "tree_mask": "portattn.api.tree_mask",
-    "BlockMask": "portattn.api.block_mask",
+    "tree_mask": "portattn.api.masks",
+    "BlockMask": "portattn.api.masks",
     "PageTable": "portattn.api.page_table",
     "plan": "portattn.api.ops",
     "explain": "portattn.api.ops",
@@ -69,10 +74,11 @@ _OTHER_NAMES = {"target": "parse_target"}  # where the module has another one
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
-    from portattn.api.block_mask import BlockMask as BlockMask
     from portattn.api.dispatch import last_backward_plan as last_backward_plan
     from portattn.api.dispatch import last_plan as last_plan
-    from portattn.api.dropout_mask import dropout_mask as dropout_mask
+    from portattn.api.masks import BlockMask as BlockMask
+    from portattn.api.masks import dropout_mask as dropout_mask
+    from portattn.api.masks import tree_mask as tree_mask
     from portattn.api.merge_states import merge_states as merge_states
     from portattn.api.monitor import monitor as monitor
     from portattn.api.ops import append_kv as append_kv
@@ -90,7 +96,6 @@ if TYPE_CHECKING:
     from portattn.api.prepare import Prepared as Prepared
     from portattn.api.quantize import Quantized as Quantized
     from portattn.api.quantize import quantize as quantize
-    from portattn.api.tree_mask import tree_mask as tree_mask
     from portattn.api.warmup import warmup as warmup
     from portattn.config import settings as settings
     from portattn.errors import ArgumentError as ArgumentError
@@ -133,3 +138,110 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# Hooks run once torch and some of its modules are imported, before or after portattn: `import portattn` imports no
+# torch, yet torch alone loads an exported program, which needs portattn's operators.
+
+
+class _Watcher:
+    """The first finder: others find the module, and `then` is called once it has been executed, not only found."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self.name, self.then = name, then
+        self._asking = threading.local()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self.name or getattr(self._asking, "now", False):
+            return None
+        self._asking.now = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking.now = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+        return spec
+
+
+class _Loader:
+    """A module's own loader, which calls back once the module is executed."""
+
+    def __init__(self, loader: Any, watcher: _Watcher) -> None:
+        self._loader, self._watcher = loader, watcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module is the loader's own from here on: code that asks for its source or its files finds them.
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        if self._watcher in sys.meta_path:
+            sys.meta_path.remove(self._watcher)
+            self._watcher.then()
+
+
+class _Waiter:
+    """A finder that finds nothing: it calls `then` at the next import after one that was under way has ended."""
+
+    def __init__(self, module: ModuleType, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not _is_loading(self._module) and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._then()
+        return None
+
+
+def _is_loading(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def _after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then` once the module has been imported, at once if it already is."""
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _Watcher(name, then))
+    elif _is_loading(module):
+        sys.meta_path.insert(0, _Waiter(module, then))
+    else:
+        then()
+
+
+def _hook(name: str) -> Callable[[], None]:
+    def call() -> None:
+        module, _, function = name.partition(":")
+        try:
+            getattr(importlib.import_module(module), function)()
+        except Exception as error:  # noqa: BLE001  # inside of another's import, which must go on
+            warnings.warn(f"portattn: {name} failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+    return call
+
+
+# Module -> hook to run after its import. Most programs import only torch.
+_THEN = {
+    "torch": "portattn.api.torch_ops:define",
+    "torch._dynamo": "portattn.api.transform_checks:apply_all",
+    "torch.utils.flop_counter": "portattn.integrations.flops:register",
+    "torch.distributed.tensor": "portattn.integrations.dtensor:register",
+}
+
+
+def _install_hooks() -> None:
+    for name, function in _THEN.items():
+        _after_import(name, _hook(function))
+
+
+_install_hooks()

@@ -1,4 +1,4 @@
-"""`python -m portattn` and the `portattn` command; names the extra that the command line needs where it is missing."""
+"""Run `python -m portattn` and the `portattn` command; name the extra to install if its packages are missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ BAD_INPUT = 2  # as cli/errors.py, which needs click
 
 
 def main() -> None:
-    """Run the command line."""
     try:
         from portattn.cli import main as command
 

@@ -1,8 +1,4 @@
-"""What a user can set: nine environment variables, and the same names in a `settings(...)` block.
-
-An environment variable that starts with PORTATTN_ and is none of the nine has no effect, and a warning says so: a
-misspelt name is never silently ignored. It is no error, since Kubernetes sets such names for a service named portattn.
-"""
+"""The settings: nine environment variables, and the same names in a `settings(...)` block."""
 
 from __future__ import annotations
 
@@ -29,24 +25,25 @@ Graphs = Literal["auto", "never"]
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one call.
 
-    backend      `auto`, or a path that every call must take (see `portattn.attention`)
-    fallback     reaction to a planned or recorded fall-back: `warn` once, raise an `error`, or stay `silent`
-    quirks       overrides, "+id,-id": + applies a quirk whose conditions do not hold, - switches one off
-    isolate      whether a first compile runs in a child process: `auto` does so for kernels without a compile record
-    canary       whether a kernel family must first have given right numbers here: `auto` asks for that on chips and
-                 toolchains where nobody has run the tests
-    cache_dir    where records and incidents are kept; empty for the platform's cache directory. `~` is the home folder;
-                 a relative path is read against the working folder as a block is entered, or as the first call reads
-                 the environment
-    validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
-                 the transformers adapter still reads a mask of several queries back, once a forward, and generation 2's
-                 flash_attn_with_kvcache the longest of `cache_seqlens` beside a `block_table`, as flash_attn does
-    monitor      whether a call that compiles a kernel warns: `auto` once `warmup` or `monitor` was called
-    graphs       whether repeated launches of several kernels are a CUDA graph: `never` lets each kernel be launched by
-                 itself, as it is in calls that were launched 16 times or less
-    compile_seconds  time limit of one compile in a child process
-    deterministic  whether portattn's kernels repeat the bits of an eager call's gradients; they do so in every call
-                 under torch.use_deterministic_algorithms(True), which alone decides about gradients that torch computes
+    Attributes:
+        backend: `auto`, or a path that every call must take (see `portattn.attention`)
+        fallback: reaction to a planned or recorded fall-back: `warn` once, raise an `error`, or stay `silent`
+        quirks: overrides, "+id,-id": + applies a quirk whose conditions do not hold, - switches one off
+        isolate: whether a first compile runs in a child process: `auto` does so for kernels without a compile record
+        canary: whether a kernel family must first have given right numbers here: `auto` asks for that on chips and
+            toolchains without a run of the tests
+        cache_dir: folder of records and incidents; empty for the platform's cache directory. `~` is the home folder; a
+            relative path is read against the working folder as a block is entered, or as the first call reads the
+            environment
+        validate: `auto` reads lengths back to check them only where that needs no device synchronisation (CPU); the
+            transformers adapter still reads a mask of several queries back, once a forward, and generation 2's
+            flash_attn_with_kvcache the longest of `cache_seqlens` beside a `block_table`, as flash_attn does
+        monitor: whether a call that compiles a kernel warns: `auto` once `warmup` or `monitor` was called
+        graphs: whether repeated launches of several kernels are a CUDA graph: `never` launches each kernel by itself,
+            as in calls that were launched 16 times or less
+        compile_seconds: time limit of one compile in a child process
+        deterministic: whether portattn's kernels repeat the bits of an eager call's gradients; they do so in every call
+            under torch.use_deterministic_algorithms(True), which alone decides about gradients that torch computes
     """
 
     backend: str = "auto"
@@ -100,11 +97,7 @@ def _check(name: str, value: Any, origin: str) -> None:
 
 
 def _absolute(path: str, origin: str) -> str:
-    """Return a cache folder's path as it counts from now on, whatever the working folder is then; empty stays empty.
-
-    `~` is the home folder, as in a shell: where no shell reads the value (a Dockerfile, a unit file), it would be a
-    folder of that name.
-    """
+    """Return a cache folder's absolute path; empty stays empty. No shell expands `~` in a Dockerfile or a unit file."""
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         raise SettingError(f"{origin} is {path!r}, but must be a folder's path: that home folder is not known")
@@ -116,7 +109,7 @@ def _absolute(path: str, origin: str) -> str:
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
-    """Return the settings that the environment gives. Raise SettingError on a bad value."""
+    """Return the settings of the environment; raise SettingError on a bad value."""
     values: dict[str, Any] = {}
     for variable, name in ENVIRONMENT.items():
         value = environ.get(variable, "")
@@ -132,7 +125,7 @@ _KUBERNETES = re.compile(r"PORTATTN(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|POR
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the PORTATTN_* variables that set nothing, in order, each with the nearest known name if one is near."""
+    """Return the PORTATTN_* variables that set nothing, sorted, each with the nearest known name if one is near."""
     found = []
     for variable in sorted(environ):
         if not variable.startswith(_PREFIX) or variable in ENVIRONMENT:
@@ -154,7 +147,7 @@ _warned: set[tuple[str, ...]] = set()
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
-    """Warn once a process of each set of unknown variables."""
+    """Warn once of each set of unknown variables. No error: Kubernetes sets such names for a service named portattn."""
     unknown = tuple(unknown_variables(environ))
     if unknown and unknown not in _warned:
         _warned.add(unknown)
@@ -166,19 +159,19 @@ BLOCK: ContextVar[Settings | None] = ContextVar("portattn_settings", default=Non
 
 @functools.lru_cache(maxsize=1)
 def environment_settings() -> Settings:
-    """The environment's settings, read once at the first call: `settings(...)` is for changes while running."""
+    """Return the environment's settings, read once, at the first call."""
     _warn_of_unknown(os.environ)
     return from_environment(os.environ)
 
 
 def current() -> Settings:
-    """The innermost `settings(...)` block, or else the environment's settings."""
+    """Return the settings of the innermost `settings(...)` block, or else the environment's."""
     return BLOCK.get() or environment_settings()
 
 
 @contextlib.contextmanager
 def using(chosen: Settings) -> Iterator[None]:
-    """Use these settings inside the block: a call's, in another thread that works for it."""
+    """Use a call's settings inside the block, for example in another thread that works for it."""
     token = BLOCK.set(chosen)
     try:
         yield
@@ -190,22 +183,26 @@ def using(chosen: Settings) -> Iterator[None]:
 def settings(**changes: Any) -> Iterator[Settings]:
     """Change settings inside a block, in this thread or task only.
 
-    changes  settings by name, as the fields of Settings: backend, fallback, quirks, isolate, canary, cache_dir,
-             validate, monitor, graphs, compile_seconds, deterministic. None stands for the setting's default, "auto" of
-             `backend`
+    Args:
+        **changes: settings by name, as the fields of Settings: backend, fallback, quirks, isolate, canary, cache_dir,
+            validate, monitor, graphs, compile_seconds, deterministic. None stands for the setting's default, "auto" of
+            `backend`
 
-    Blocks nest: a block changes what it names and keeps the rest.
+    Blocks nest: a block keeps the settings that it does not name.
 
-    Returns a context manager, which yields the Settings inside the block.
+    Returns:
+        A context manager, which yields the Settings inside the block.
 
-    Raises SettingError on an unknown name or value, as the block is entered.
+    Raises:
+        SettingError: A name or a value is unknown, as the block is entered.
 
-    >>> import torch, portattn
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> with portattn.settings(backend="reference", fallback="error") as now:
-    ...     out = portattn.attention(q, q, q)
-    >>> portattn.last_plan().requested, now.fallback
-    ('reference', 'error')
+    Examples:
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> with portattn.settings(backend="reference", fallback="error") as now:
+        ...     out = portattn.attention(q, q, q)
+        >>> portattn.last_plan().requested, now.fallback
+        ('reference', 'error')
     """
     known = Settings.__struct_fields__
     for name, value in changes.items():

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class RejectionLike(Protocol):
-    """What the text of PathUnavailable says of a path that was not taken: `portattn.schema.plan.Rejection`."""
+    """A path that was not taken, as PathUnavailable's text needs it: `portattn.schema.plan.Rejection`."""
 
     @property
     def path(self) -> str: ...
@@ -20,27 +20,30 @@ class RejectionLike(Protocol):
 
 
 class PortattnError(Exception):
-    """Base class: `except portattn.PortattnError` catches what portattn itself refuses, and nothing else.
+    """Base class: `except portattn.PortattnError` catches portattn's own refusals, and nothing else.
 
-    >>> import portattn
-    >>> try:
-    ...     portattn.target("cuda:sm_1")
-    ... except portattn.PortattnError as error:
-    ...     print(type(error).__name__)
-    ArgumentError
+    Examples:
+        >>> import portattn
+        >>> try:
+        ...     portattn.target("cuda:sm_1")
+        ... except portattn.PortattnError as error:
+        ...     print(type(error).__name__)
+        ArgumentError
     """
 
 
 class ArgumentError(PortattnError, ValueError):
     """A call's argument is out of its limits. The text names the operation, the argument, the value and the limit.
 
-    op, argument, value, limit  the same as attributes
+    Attributes:
+        op, argument, value, limit: the same as attributes
 
-    >>> import torch, portattn
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> portattn.attention(q, q, q, layout="sbhd")
-    Traceback (most recent call last):
-    portattn.errors.ArgumentError: attention: layout is 'sbhd', but must be one of bhsd, bshd
+    Examples:
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> portattn.attention(q, q, q, layout="sbhd")
+        Traceback (most recent call last):
+        portattn.errors.ArgumentError: attention: layout is 'sbhd', but must be one of bhsd, bshd
     """
 
     def __init__(self, op: str, argument: str, value: object, limit: str) -> None:
@@ -52,17 +55,19 @@ class ArgumentError(PortattnError, ValueError):
 
 
 class UnknownArgument(ArgumentError, TypeError):
-    """A call names an argument that its operation does not have. The text says what the argument is called here.
+    """A call names an argument that its operation does not have. The text gives portattn's name for it.
 
-    A TypeError too, as Python's own error for an unknown keyword is.
+    A TypeError too, like Python's own error for an unknown keyword.
 
-    op, argument  the operation, and the first argument that it does not have
+    Attributes:
+        op, argument: the operation, and the first argument that it does not have
 
-    >>> import torch, portattn
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> portattn.attention(q, q, q, sm_scale=0.25)
-    Traceback (most recent call last):
-    portattn.errors.UnknownArgument: attention has no argument 'sm_scale': from FlashInfer: sm_scale -> scale (...)
+    Examples:
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> portattn.attention(q, q, q, sm_scale=0.25)
+        Traceback (most recent call last):
+        portattn.errors.UnknownArgument: attention has no argument 'sm_scale': from FlashInfer: sm_scale -> scale (...)
     """
 
     def __init__(self, op: str, argument: str, hint: str) -> None:
@@ -76,22 +81,25 @@ class UnknownArgument(ArgumentError, TypeError):
 class SettingError(PortattnError, ValueError):
     """An environment variable or a setting is unknown or holds a value outside its vocabulary.
 
-    >>> import portattn
-    >>> with portattn.settings(fallback="never"):
-    ...     pass
-    Traceback (most recent call last):
-    portattn.errors.SettingError: setting fallback is 'never', but must be one of warn, error, silent
+    Examples:
+        >>> import portattn
+        >>> with portattn.settings(fallback="never"):
+        ...     pass
+        Traceback (most recent call last):
+        portattn.errors.SettingError: setting fallback is 'never', but must be one of warn, error, silent
     """
 
 
 class DataError(PortattnError, ValueError):
     """A data file (quirk, arch, tuning, results) breaks its schema. The text starts with file:line.
 
-    path, line, problem  the same as attributes; line is None where it is not known
+    Attributes:
+        path, line, problem: the same as attributes; line is None where it is not known
 
-    >>> import portattn
-    >>> print(portattn.DataError("quirks/cuda/cuda-0001.toml", 3, "misses `when`"))
-    quirks/cuda/cuda-0001.toml:3: misses `when`
+    Examples:
+        >>> import portattn
+        >>> print(portattn.DataError("quirks/cuda/cuda-0001.toml", 3, "misses `when`"))
+        quirks/cuda/cuda-0001.toml:3: misses `when`
     """
 
     def __init__(self, path: object, line: int | None, problem: str) -> None:
@@ -105,12 +113,14 @@ class DataError(PortattnError, ValueError):
 class QuirkConflict(PortattnError):
     """Two active quirks set one choice differently, so no plan can be made.
 
-    choice, quirks  what they set, and their ids
+    Attributes:
+        choice, quirks: the choice, and the ids of both quirks
 
-    >>> import portattn
-    >>> error = portattn.QuirkConflict("lowering load", ("cuda-0001", "pointer"), ("cuda-0002", "descriptor"))
-    >>> error.quirks
-    ('cuda-0001', 'cuda-0002')
+    Examples:
+        >>> import portattn
+        >>> error = portattn.QuirkConflict("lowering load", ("cuda-0001", "pointer"), ("cuda-0002", "descriptor"))
+        >>> error.quirks
+        ('cuda-0001', 'cuda-0002')
     """
 
     def __init__(self, choice: str, first: tuple[str, object], second: tuple[str, object]) -> None:
@@ -125,29 +135,33 @@ class QuirkConflict(PortattnError):
 
 
 class TracingError(PortattnError, RuntimeError):
-    """What records or transforms a call asks for something that its operator cannot do: derivatives by forward mode,
-    second derivatives, the run of a handle in one.
+    """A trace or a transform asks an operator for something that it cannot do.
 
-    >>> import torch, portattn
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> torch.func.jvp(lambda q: portattn.attention(q, q, q), (q,), (q,))
-    Traceback (most recent call last):
-    portattn.errors.TracingError: attention: forward-mode derivatives ...
+    Examples are forward-mode derivatives, second derivatives, and the run of a handle inside a trace.
+
+    Examples:
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> torch.func.jvp(lambda q: portattn.attention(q, q, q), (q,), (q,))
+        Traceback (most recent call last):
+        portattn.errors.TracingError: attention: forward-mode derivatives ...
     """
 
 
 class PathUnavailable(PortattnError):
-    """No path is left for this call: one was named that cannot run it, or falling back is forbidden.
+    """No path is left for this call: the path that it names cannot run it, or falling back is forbidden.
 
-    rejected  a Rejection for each path: path, reason, hint
+    Attributes:
+        rejected: a Rejection for each path: path, reason, hint
 
-    >>> import torch, portattn
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> try:
-    ...     portattn.attention(q, q, q, backend="triton")
-    ... except portattn.PathUnavailable as error:
-    ...     print(error.rejected[0].path)
-    triton
+    Examples:
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> try:
+        ...     portattn.attention(q, q, q, backend="triton")
+        ... except portattn.PathUnavailable as error:
+        ...     print(error.rejected[0].path)
+        triton
     """
 
     def __init__(self, message: str, rejected: Sequence[RejectionLike] = ()) -> None:
@@ -171,16 +185,15 @@ class FallbackWarning(UserWarning):
 class PluginWarning(UserWarning):
     """An installed backend package is broken, and portattn plans without it. Given once for each package.
 
-    Where warnings are errors (`-W error`), one call raises it, for all broken packages together, before anything of the
-    call runs; the same call made again runs.
-    """
+    Where warnings are errors (`-W error`), one call raises it for all broken packages together, before anything runs;
+    the next call runs."""
 
 
 _BETWEEN = frozenset({"portattn", "contextlib", "functools"})  # packages whose frames may lie between call and warning
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line outside the library from which it was called, however deep inside it this is noticed."""
+    """Warn at the nearest line of the call stack that is outside of portattn."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,4 @@
-"""Files: where portattn's own are, whose they are, written whole or not at all, read under a limit, locked.
-
-A file or a folder is trusted if its owner is this process's effective user or root, and no other user may write to it.
-A folder may be writable for others where it is sticky: there they can add files, and neither replace nor remove ours.
-"""
+"""portattn's files: folders, trust, whole writes, limited reads, locks."""
 
 from __future__ import annotations
 
@@ -43,18 +39,14 @@ _KINDS: dict[int, str] = {
 
 
 class UntrustedPath(Exception):
-    """A file or folder that another user owns or can change. The text names its owner or its mode."""
+    """A file or folder that another user owns or can change; the text names its owner or its mode."""
 
 
 def cache_folder(given: str = "") -> Path:
-    """portattn's cache folder: the given one, or else the platform's.
-
-    An account without a home folder has none; then it is a folder beside its temporary files, named by the user's id
-    (see `_temporary_cache`).
-    """
+    """Return the given cache folder, or the platform's; an account without a home has `_temporary_cache`."""
     if given:
         return Path(given)
-    with contextlib.suppress(RuntimeError):  # what releases of platformdirs raise then; others give a relative folder
+    with contextlib.suppress(RuntimeError):  # raised by some releases of platformdirs; others give a relative folder
         found = Path(platformdirs.user_cache_dir("portattn", appauthor=False))
         if found.is_absolute():
             return found
@@ -63,17 +55,13 @@ def cache_folder(given: str = "") -> Path:
 
 @functools.lru_cache(maxsize=4)
 def _temporary_cache(parent: str, user: int) -> Path:
-    """Return the cache folder of a user without a home: `portattn-UID` in the folder of temporary files.
-
-    Any user can make a folder of that name first. This process then warns, and takes a new folder, which it removes
-    when it ends.
-    """
+    """Return `portattn-UID` among the temporary files; a new folder, removed at exit, if another user has it."""
     place = Path(parent, f"portattn-{user}")
     try:
         with trusted_folder(place, make=True):
             return place
     except OSError:
-        return place  # there is nothing to take over; whoever writes a file to it says why it cannot
+        return place  # there is nothing to take over; a later write raises the reason
     except UntrustedPath as error:
         text = (
             f"portattn keeps nothing for later processes: {error}; set HOME, or PORTATTN_CACHE_DIR to your own folder"
@@ -86,17 +74,16 @@ def _temporary_cache(parent: str, user: int) -> Path:
 
 
 def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bool = False) -> None:
-    """Raise UntrustedPath where another user owns a file or folder, or may write to it.
+    """Raise UntrustedPath unless this user or root owns the file or folder, and no other user may write to it.
 
-    private_group  whether the group may write if it is this user's private group (see `_is_private`). Debian and RHEL
-                   make such a group for each user, and a umask of 0002: files that are made by the umask need this
-    """
+    With `private_group` the user's private group may: Debian and RHEL make one for each user, and a umask of 0002."""
     mode = stat.S_IMODE(seen.st_mode)
     if seen.st_uid not in (os.geteuid(), 0):
         raise UntrustedPath(
             f"the {kind} {name} belongs to user {seen.st_uid} (mode {mode:04o}), "
             f"and this process is user {os.geteuid()}'s"
         )
+    # In a sticky folder others can add files, but neither replace nor remove ours.
     if stat.S_ISLNK(seen.st_mode) or (kind == "folder" and mode & stat.S_ISVTX):
         return
     others = mode & 0o022
@@ -108,14 +95,11 @@ def check_owner(seen: os.stat_result, name: str, kind: str, *, private_group: bo
 
 @functools.lru_cache(maxsize=16)
 def _is_private(group: int, user: int) -> bool:
-    """Return whether a group has the user's name and no other member, as primary group or by its list of members.
-
-    The account must be in /etc/passwd: a directory service (LDAP) need not list its accounts, and may be slow.
-    Group 0 is never private: containers run as any user of group 0.
-    """
+    """Return whether a group has the user's name and no other member. Never group 0, which containers share."""
     if group == 0:
         return False
     try:
+        # Accounts of /etc/passwd only: a directory service (LDAP) need not list its own, and may be slow.
         accounts, groups = _table(_ACCOUNTS), _table(_GROUPS)
         found = grp.getgrgid(group)  # with the members that a directory service adds
     except (OSError, KeyError):
@@ -127,18 +111,15 @@ def _is_private(group: int, user: int) -> bool:
 
 
 def _table(path: Path) -> list[list[str]]:
-    """Return the fields of each line of /etc/passwd or /etc/group."""
     lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     return [fields for line in lines if len(fields := line.split(":")) >= 4]
 
 
 @contextlib.contextmanager
 def trusted_folder(path: Path, make: bool = False) -> Iterator[int]:
-    """Yield the descriptor of a folder that is trusted. Raises UntrustedPath and OSError.
+    """Yield the descriptor of a trusted folder; raise UntrustedPath or OSError.
 
-    make  make it where it is not there, and take the right to write to it from others where it is ours: earlier
-          releases left that to the user's umask. What others wrote there before fails its own check
-    """
+    With `make`, create it, and take others' right to write to our own: earlier releases left that to the umask."""
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -159,12 +140,10 @@ def trusted_folder(path: Path, make: bool = False) -> Iterator[int]:
 
 
 def check_tree(folder: Path) -> None:
-    """Check a folder, all in it, and all that its links lead to. Raises UntrustedPath, OSError if unreadable.
+    """Check a folder, all in it, and the targets of its links; raise UntrustedPath, or OSError if unreadable.
 
-    A link's target is checked together with the folder that holds it, since another user who may write to that folder
-    can replace the target: a virtual environment's Python is such a link. A missing target passes: it holds no code.
-    The Python of this process passes, too: its owner's code runs already.
-    """
+    A target is checked with the folder that holds it, since its writers can replace the target. A missing target
+    passes, as does this process's own Python, whose owner's code runs already."""
     if folder.is_symlink():
         check_owner(os.lstat(folder), str(folder), "file", private_group=True)
         _check_targets(str(folder))
@@ -187,7 +166,7 @@ def check_tree(folder: Path) -> None:
 
 
 def _check_targets(link: str) -> None:
-    """Check a link's target and the folder that holds it; then, if the target is a link, the target's target."""
+    """Check a link's target and the folder that holds it, and so on while the target is a link."""
     for _ in range(_LINKS):
         folder, name = os.path.split(os.path.join(os.path.dirname(link), os.readlink(link).rstrip("/")))
         folder = os.path.realpath(folder)
@@ -202,16 +181,9 @@ def _check_targets(link: str) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666, parents: bool = False) -> None:
-    """Write beside the file and rename over it: a reader sees the old file or the new one.
+    """Write beside the file and rename over it: readers see the old file or the new one, after an OSError the old one.
 
-    durable  have the bytes on the disk before the rename. Without, a machine that loses its power may leave an empty
-             file: enough for a cache whose files carry a checksum, and not worth an fsync in a call
-
-    mode     the file's permissions, of which the user's umask takes some away
-    parents  make its folder: for a cache, and not where a user names the place
-
-    Raises OSError; the old file stays then, and nothing is left beside it.
-    """
+    Unless `durable`, a power failure may leave an empty file: enough for a cache whose files carry a checksum."""
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
@@ -231,11 +203,9 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o
 
 
 def write_named(path: Path, data: bytes) -> None:
-    """Write a file that a user names: whole or not at all, where it is a regular file or is none yet.
+    """Write a user's file: whole if regular or new, else into it (a pipe, a device, an open file: /dev/stdout).
 
-    A link stays one, and the file that it leads to is replaced. What is no regular file (a pipe, a device) is written
-    into, as is what this process has open (/dev/stdout): a rename would put a file in its place. Raises OSError.
-    """
+    A link stays, and its target is replaced. Raises OSError."""
     place = _place(path)
     if isinstance(place, int):
         handle = os.dup(place)
@@ -249,7 +219,7 @@ def write_named(path: Path, data: bytes) -> None:
 
 
 def takes_no_file(path: Path) -> str:
-    """Why a file that a user names cannot be written; empty where it can."""
+    """Return why a user's file cannot be written, or an empty string."""
     try:
         place = _place(path)
     except OSError as error:
@@ -262,10 +232,8 @@ def takes_no_file(path: Path) -> str:
 
 
 def _place(path: Path) -> Path | int:
-    """What a path's links lead to; the descriptor, where that is what this process has open.
-
-    The kernel's links of open files show the names that they were opened by, which may be other files by now.
-    """
+    """Return the target of a path's links, or the descriptor if this process has it open."""
+    # Links there show the names by which files were opened, which may be other files by now.
     opened = Path("/proc/self/fd").resolve()
     for _ in range(_LINKS):
         folder = path.parent.resolve()
@@ -278,12 +246,7 @@ def _place(path: Path) -> Path | int:
 
 
 def read_limited(path: Path, most: int, *, owned: bool = False) -> bytes:
-    """Return a regular file's bytes.
-
-    owned  check the opened file's owner and mode first
-
-    Raises OSError for anything else (a device, a pipe, which is not waited for), a longer file, and UntrustedPath.
-    """
+    """Return a regular file's bytes, checking its owner if `owned`; raise OSError otherwise or over `most` bytes."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         if owned:
@@ -294,7 +257,7 @@ def read_limited(path: Path, most: int, *, owned: bool = False) -> bytes:
 
 
 def read_open(handle: int, path: Path, most: int) -> bytes:
-    """Return all bytes of an open descriptor, from its beginning. Raises OSError as `read_limited`."""
+    """Return all bytes of an open descriptor, from its beginning; raise OSError like `read_limited`."""
     seen = os.fstat(handle)
     if stat.S_ISDIR(seen.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -313,7 +276,7 @@ def read_open(handle: int, path: Path, most: int) -> bytes:
 
 
 def takes_no_files(folder: Path) -> str:
-    """Why a folder takes no files; empty where it does. Makes the folder, and writes a file that is removed again."""
+    """Return why a folder takes no files, or an empty string. Creates the folder, and a file that is removed again."""
     if folder.exists() and not folder.is_dir():
         return "it is not a folder"
     trial = folder / f".trial.{secrets.token_hex(4)}"
@@ -327,21 +290,17 @@ def takes_no_files(folder: Path) -> str:
 
 @contextlib.contextmanager
 def workshop(folder: Path) -> Iterator[Path]:
-    """A folder of its own inside a folder, gone with all that is in it after the block, or when the process ends."""
+    """Yield a new folder inside a folder, removed with its files after the block or at the end of the process."""
     with tempfile.TemporaryDirectory(prefix=".making.", suffix=".part", dir=folder, ignore_cleanup_errors=True) as made:
         yield Path(made)
 
 
 def replace_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> int:
-    """Write a folder as a whole, beside its place, and put it there: a reader finds the old folder or the new one.
+    """Write a folder beside its place and rename it: readers find the old or the new one. Return the number of files.
 
-    files  paths in the folder, and what each file holds; they may be made as they are asked for
-
-    Returns how many were written. Raises OSError; after that, and after an interrupt, the old folder is there as it
-    was. Between two renames there is neither: where a process was killed at that moment, the next call that replaces a
-    folder beside it first puts the old one back. The files are not synced.
-    """
-    folder = folder.resolve()  # a link stays one: what it leads to is replaced
+    After an OSError or an interrupt the old folder is in place. If a process is killed between the two renames, the
+    next `replace_folder` beside it puts the old one back. Files are not synced."""
+    folder = folder.resolve()  # a link stays, and its target is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     _put_back(folder.parent)
     sweep(folder.parent)
@@ -369,18 +328,15 @@ def replace_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> int:
 
 
 def _put_back(parent: Path) -> None:
-    """Put folders back that were moved away by processes which were killed before their new ones were there.
-
-    A process that lives, and is between its two renames at this moment, is told that another one writes the folder.
-    """
+    """Put back folders of processes that were killed between the two renames; a live process there raises EBUSY."""
     for old in parent.glob(f".*.part/{_OLD}/*"):
         if _PART.fullmatch(old.parent.parent.name) and not os.path.lexists(parent / old.name):
-            with contextlib.suppress(OSError):  # somebody else put it back, or it is not ours
+            with contextlib.suppress(OSError):  # another process put it back, or it is not ours
                 old.rename(parent / old.name)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what was being made in a folder by processes that were killed."""
+    """Remove the unfinished files and folders of killed processes from a folder."""
     old = time.time() - _LEFT_OVER_SECONDS
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -395,12 +351,10 @@ def sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold a lock among processes inside the block; whether it is held.
+    """Hold a lock among processes inside the block, and yield whether it is held; the kernel frees a dead holder's.
 
-    It is not where the folder takes no files, the file system has no locks, or another process holds it for longer
-    than `seconds` (it is stopped, or stuck). The block runs all the same: this is for work that may be done twice.
-    The kernel releases it when its holder dies.
-    """
+    The block runs without it if the folder takes no files, its file system has no locks, or another process keeps the
+    lock for over `seconds`. So the work must be safe to do twice."""
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

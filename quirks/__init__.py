@@ -1,1 +1,1 @@
-"""The registry's data: one TOML file a quirk, in a folder named after its backend; any/ concerns all. No code here."""
+"""The registry's data: a TOML file for each quirk, in a folder named after its backend; any/ concerns all. No code."""

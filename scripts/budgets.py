@@ -56,8 +56,6 @@ IRREGULAR = frozenset({
 
 @dataclass(frozen=True)
 class Source:
-    """A Python file of the tree: its path from the root, its text and its syntax tree."""
-
     path: str
     text: str
 
@@ -71,7 +69,6 @@ class Source:
 
     @cached_property
     def docstrings(self) -> list[ast.Constant]:
-        """The docstrings of the module, its classes and its functions."""
         owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         bodies = [node.body for node in ast.walk(self.tree) if isinstance(node, owners) and node.body]
         first = [body[0].value for body in bodies if isinstance(body[0], ast.Expr)]
@@ -79,7 +76,7 @@ class Source:
 
     @cached_property
     def prose(self) -> list[tuple[int, str]]:
-        """Docstrings and comments with the lines on which they begin; comments on adjacent lines are one text."""
+        """Return docstrings and comments with their first lines; comments on adjacent lines are one text."""
         found = [(node.lineno, node.value) for node in self.docstrings if isinstance(node.value, str)]
         last = -1
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
@@ -111,13 +108,12 @@ class Tree:
 
     @cached_property
     def pages(self) -> list[tuple[str, str]]:
-        """(path, text) of README.md and of the pages under docs/."""
         paths = [self.root / "README.md", *sorted((self.root / "docs").rglob("*.md"))]
         return [(path.relative_to(self.root).as_posix(), path.read_text("utf-8")) for path in paths if path.exists()]
 
     @cached_property
     def jit_functions(self) -> list[tuple[str, str, int]]:
-        """(name, path:line, number of parameters) of each Triton or Gluon function."""
+        """Return (name, path:line, number of parameters) of each Triton or Gluon function."""
         found = []
         for source in self.library:
             for node in ast.walk(source.tree):
@@ -127,7 +123,7 @@ class Tree:
 
     @cached_property
     def called_inside(self) -> set[str]:
-        """Names that functions of the library call: a jit function among them is no entry point of a launch."""
+        """Return names that the library's functions call: a jit function among them is no entry point of a launch."""
         calls = (n for s in self.library for n in ast.walk(s.tree) if isinstance(n, ast.Call))
         return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
@@ -142,7 +138,7 @@ def modules(tree: Tree) -> list[str]:
 
 
 def single_importers(tree: Tree) -> list[str]:
-    """Modules that exactly one other module imports; packages and entry points (no importer at all) are not counted."""
+    """Return modules that exactly one other module imports; packages and entry points do not count."""
     import grimp
 
     graph = grimp.build_graph("portattn", cache_dir=None)
@@ -182,7 +178,7 @@ def inner_jit_parameters(tree: Tree) -> int:
 
 
 def wide_functions(tree: Tree) -> list[str]:
-    """Triton functions of more than MANY_PARAMETERS parameters that other functions call: no entry points."""
+    """Return Triton functions of more than MANY_PARAMETERS parameters that other functions call."""
     return [
         f"{place} {name}: {count}"
         for name, place, count in sorted(tree.jit_functions)
@@ -191,7 +187,7 @@ def wide_functions(tree: Tree) -> list[str]:
 
 
 def hidden_imports(tree: Tree) -> list[str]:
-    """Calls of import_module on a literal name of portattn's own, which import contracts do not see."""
+    """Return calls of import_module on a literal name of portattn's own, which import contracts do not see."""
     found = []
     for source in tree.library:
         for node in ast.walk(source.tree):
@@ -216,7 +212,7 @@ def words(tree: Tree) -> int:
 
 
 def docstring_share(tree: Tree) -> float:
-    """Per cent of the library's lines that are docstrings."""
+    """Return the percentage of the library's lines that are docstrings."""
     lines = sum(source.lines for source in tree.library)
     own = sum((node.end_lineno or node.lineno) - node.lineno + 1 for s in tree.library for node in s.docstrings)
     return round(100 * own / max(lines, 1), 1)
@@ -239,20 +235,12 @@ def long_files(tree: Tree) -> list[str]:
 
 # Name in budgets.toml -> the measure: a number, or the places of which there are so many.
 MEASURES: dict[str, Callable[[Tree], Any]] = {
-    "modules": modules,
-    "single_importers": single_importers,
-    "repeated_classes": repeated_classes,
-    "participles": participles,
-    "phrases": phrases,
-    "inner_jit_parameters": inner_jit_parameters,
-    "wide_functions": wide_functions,
-    "hidden_imports": hidden_imports,
-    "docstring_share": docstring_share,
-    "machinery_lines": machinery_lines,
-    "test_lines": test_lines,
-    "words": words,
-    "long_files": long_files,
-}
+    of.__name__: of
+    for of in (
+        modules, single_importers, repeated_classes, participles, phrases, inner_jit_parameters, wide_functions,
+        hidden_imports, docstring_share, machinery_lines, test_lines, words, long_files,
+    )
+}  # fmt: skip
 
 
 def measure(name: str, tree: Tree) -> float:
@@ -277,10 +265,7 @@ def _git(root: Path, *words: str) -> str:
 
 
 def earlier_limits(root: Path) -> dict[str, float]:
-    """Return the lowest limit of each budget in HEAD, its first parent, the merge base with upstream and the last tag.
-
-    Empty if none of these commits exists, or has the file.
-    """
+    """Return each budget's lowest limit in HEAD, its first parent, the merge base and the last tag; {} if absent."""
     upstream = next((name for name in ("@{upstream}", "origin/HEAD") if _git(root, "rev-parse", "--verify", name)), "")
     base = _git(root, "merge-base", "HEAD", upstream) if upstream else ""
     commits = ["HEAD", "HEAD^", base, _git(root, "describe", "--tags", "--abbrev=0")]

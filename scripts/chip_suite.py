@@ -22,7 +22,6 @@ Exit status: 0 all that were asked for have passed or were skipped; 1 a test fai
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import hashlib
 import json
@@ -32,11 +31,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import chip_suite_plugin as plugin
+import msgspec
 
 from portattn.errors import PortattnError
 from portattn.tools.run_log import RunLog
@@ -70,7 +69,16 @@ print(json.dumps({
 
 
 class Failed(Exception):
-    """What went wrong, for people."""
+    """The command failed; the text is for people."""
+
+
+class Identity(msgspec.Struct):
+    """The part of a file's identity that a summary needs."""
+
+    chip: str
+    toolchain: str
+    torch: str
+    gpus: list[str]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,64 +98,60 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="only say what ran")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
     given = parser.parse_args(words[:at])
-    try:
-        with interrupted_by(signal.SIGTERM, signal.SIGHUP):
-            found = reported(given.out) if given.report else [run(given, words[at + 1 :])]
+    before = {one: signal.signal(one, signal.default_int_handler) for one in (signal.SIGTERM, signal.SIGHUP)}
+    try:  # these signals end all processes, as Ctrl-C does
+        found = reported(given.out) if given.report else [run(given, words[at + 1 :])]
     except (Failed, PortattnError, OSError) as failed:
         print(f"chip_suite: {failed}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("chip_suite: interrupted; what has ended is kept, and the same command runs the rest", file=sys.stderr)
         return 130
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
     print(json.dumps(found, indent=2) if given.json else as_text(found))
     if not given.report and not found[0]["complete"]:
         return 3
     return 1 if any(one["failed"] or one["collection"] for one in found) else 0
 
 
-@contextlib.contextmanager
-def interrupted_by(*signals: signal.Signals) -> Iterator[None]:
-    """Inside the block these end the run as Ctrl-C does: with all its processes."""
-    before = {one: signal.signal(one, signal.default_int_handler) for one in signals}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
 def run(given: argparse.Namespace, of_pytest: list[str]) -> dict[str, Any]:
-    """Run what has not passed yet; the summary of the file. Raises Failed where nothing could be run."""
+    """Run the tests that have not passed yet; return the file's summary. Raises Failed if nothing could be run."""
     if given.seconds < 0 or given.jobs < 0:
         raise Failed(f"--seconds {given.seconds:g} --jobs {given.jobs}: neither may be below 0")
     environment = environment_of(given.triton)
     machine = machine_of(environment)
-    gpus = visible(environment.get(machine["variable"]), len(machine["gpus"]))
-    environment |= {plugin.GPUS: ",".join(gpus), plugin.VARIABLE: machine["variable"]}
-    jobs = given.jobs or min(PROCESSES_A_GPU * len(gpus), os.cpu_count() or 1)
+    jobs = given.jobs or min(PROCESSES_A_GPU * len(machine["gpus"]), os.cpu_count() or 1)
     results = given.out / f"{machine['chip'] or 'chip'}-{machine['toolchain']}.jsonl"
-    lock = RunLog(results, given.out / ".lock", op="chip_suite", option="--out", shown=given.out)
+    words = [*([] if given.all else ["--chip-only"]), "-n", str(jobs), "--timeout", str(TEST_SECONDS), *of_pytest]
+    return run_pytest(
+        results, machine | {"source": source_digest(given.out)}, words, environment, given.seconds, given.again
+    )
+
+
+def run_pytest(
+    results: Path, identity: dict[str, Any], words: list[str], environment: dict[str, str], seconds: float,
+    again: bool = False, lock_name: str = ".lock",
+) -> dict[str, Any]:  # fmt: skip
+    """Run the tests that have not passed by a file of results; return its summary, with `complete`: all have run.
+
+    identity: of the machine and the tests. Raises Failed if there was nothing to run, or it could not be run."""
+    gpus = visible(environment.get(identity["variable"]), len(identity["gpus"]))
+    environment |= {plugin.GPUS: ",".join(gpus), plugin.VARIABLE: identity["variable"]}
+    lock = RunLog(results, results.with_name(lock_name), op="chip_suite", option="--out", shown=results.parent)
     with lock, tempfile.TemporaryDirectory(prefix="chip-suite-") as folder:
-        before = begun(results, machine | {"source": source_digest(given.out)}, given.again)
+        before = begun(results, identity, again)
         names = Path(folder) / "before.json"
         names.write_text(json.dumps(before), encoding="utf-8")
         command = [
-            sys.executable, "-m", "pytest", "-p", "chip_suite_plugin", "-n", str(jobs), "-q",
-            "--chip-results", str(results.resolve()), "--chip-before", str(names),
-            *([] if given.all else ["--chip-only"]), "--timeout", str(TEST_SECONDS), *of_pytest,
+            sys.executable, "-m", "pytest", "-p", "chip_suite_plugin", "-q", "--chip-results", str(results.resolve()),
+            "--chip-before", str(names), *words,
         ]  # fmt: skip
-        said = f"{len(gpus)} × {machine['gpus'][0]}, {machine['toolchain']}, torch {machine['torch']}"
-        print(f"chip_suite: {said}: {jobs} processes, {len(before['passed'])} tests have passed", file=sys.stderr)
+        said = f"{len(gpus)} × {identity['gpus'][0]}, {identity['toolchain']}, torch {identity['torch']}"
+        print(f"chip_suite: {said}: {len(before['passed'])} tests have passed", file=sys.stderr)
         begin = results.stat().st_size
-        status = until(command, environment, given.seconds)
-        return checked(results, begin, status)
-
-
-def checked(results: Path, begin: int, status: int | None) -> dict[str, Any]:
-    """The summary after a run whose lines begin at a byte, where pytest ended so (None: its time ran out).
-
-    `complete`: whether all that were asked for have run. Raises Failed where nothing was to be run, or could be.
-    """
+        status = until(command, environment, seconds)
     told = [line["selected"] for line in decoded(results.read_bytes()[begin:])[0] if "selected" in line]
     found = summary(results, begin)
     if status is not None and not found["ran"] and not found["collection"]:
@@ -161,7 +165,7 @@ def checked(results: Path, begin: int, status: int | None) -> dict[str, Any]:
 
 
 def environment_of(triton: Path | None) -> dict[str, str]:
-    """Of the test processes: this checkout's packages, and another Triton before the installed one."""
+    """Return the test processes' environment: this checkout's packages, and another Triton before the installed one."""
     if triton is not None and not (triton / "triton" / "__init__.py").is_file():
         raise Failed(f"--triton {triton}: no folder triton/ with a package lies in it")
     first = [str(triton.resolve())] if triton else []
@@ -172,30 +176,29 @@ def environment_of(triton: Path | None) -> dict[str, str]:
 
 
 def machine_of(environment: dict[str, str]) -> dict[str, Any]:
-    """Chip, GPUs, torch and toolchain, as the test processes will see them."""
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", MACHINE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+            [sys.executable, "-c", MACHINE], cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
             timeout=MACHINE_SECONDS,
         )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        raise Failed(error.stderr.strip()[-2000:] or str(error)) from None
     except subprocess.TimeoutExpired:
         raise Failed(f"torch and Triton were not imported within {MACHINE_SECONDS} seconds") from None
-    last = asked.stdout.strip().splitlines()[-1:]
-    if asked.returncode or not last:
-        said = asked.stderr.strip()[-2000:]
-        raise Failed(said if said else f"a process that imports torch and Triton ended with {asked.returncode}")
-    found: dict[str, Any] = json.loads(last[0])
+    if not asked.stdout.strip():
+        raise Failed(asked.stderr.strip()[-2000:] or "a process that imports torch and Triton printed nothing")
+    found: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
     return found
 
 
 def visible(variable: str | None, count: int) -> list[str]:
-    """Names of the devices that a process sees: the variable's own, or their numbers where it is not set."""
+    """Return names of the visible devices: the variable's own, or their numbers if it is not set."""
     named = [name.strip() for name in (variable or "").split(",") if name.strip()]
     return named[:count] if named else [str(index) for index in range(count)]
 
 
 def source_digest(out: Path) -> str:
-    """Of the checkout's files, apart from hidden ones, what Python compiles, and results that lie in it."""
+    """Digest the checkout's files, without hidden ones, compiled Python, and results in it."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(ROOT):
         folders[:] = sorted(
@@ -209,7 +212,7 @@ def source_digest(out: Path) -> str:
 
 
 def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, list[str]]:
-    """The tests of an earlier run, by whether they need another one; a new file is begun where there is none."""
+    """Return an earlier run's tests, by whether they need another run; begin a new file without one."""
     if again and results.exists():
         results.rename(aside(results))
     if not results.exists():
@@ -220,7 +223,7 @@ def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, lis
     differing = [name for name in SAME if before.get(name) != identity[name]]
     if differing:
         said = ", ".join(f"{name} {before.get(name)}, now {identity[name]}" for name in differing)
-        raise Failed(f"{results} is of another state ({said}): --out another folder, or --again")
+        raise Failed(f"{results} is of another state ({said}): name another place, or --again")
     whole = results.read_bytes()
     os.truncate(results, whole.rfind(b"\n") + 1)  # the next line must not follow half a one
     passed = sorted(name for name, test in tests.items() if test["outcome"] == "passed")
@@ -228,38 +231,31 @@ def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, lis
 
 
 def aside(results: Path) -> Path:
-    """A name for results that are put aside, which no other file has: each --again keeps what the one before found.
-
-    Its end is another than that of results, which --report reads.
-    """
+    """Return an unused name for earlier results, which --again keeps; --report does not read its ending."""
     changed = datetime.datetime.fromtimestamp(results.stat().st_mtime, datetime.timezone.utc)
     names = (f"{results.name}.before-{changed:%Y%m%d-%H%M%S}{'' if n == 1 else f'-{n}'}" for n in range(1, 10_000))
     return next(path for name in names if not (path := results.with_name(name)).exists())
 
 
 def decoded(data: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file's lines, and how many lines are damaged. Half a last line, cut by a kill, is neither."""
+    """Return the objects of a file's lines, and the number of damaged lines; an unfinished last line is neither."""
     found, damaged = [], 0
     for line in data[: data.rfind(b"\n") + 1].splitlines():
         try:
-            one = json.loads(line)
-        except ValueError:  # of UTF-8 too
-            damaged += 1
-            continue
-        if isinstance(one, dict):
-            found.append(one)
-        else:
+            found.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except (msgspec.DecodeError, UnicodeDecodeError):
             damaged += 1
     return found, damaged
 
 
 def read(results: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]:
-    """Identity, the last line of each test, and how many lines are damaged. Raises Failed where it has no identity."""
+    """Return identity, the last line of each test, and the number of damaged lines. Failed without identity."""
     lines, damaged = decoded(results.read_bytes())
-    identity = lines[0].get("identity") if lines else None
-    needed = {"chip": str, "toolchain": str, "torch": str, "gpus": list}
-    if not isinstance(identity, dict) or not all(isinstance(identity.get(n), kind) for n, kind in needed.items()):
-        raise Failed(f"{results} does not begin as results of chip_suite do: --again puts it aside")
+    try:
+        identity: dict[str, Any] = lines[0]["identity"]
+        msgspec.convert(identity, Identity)
+    except (IndexError, KeyError, msgspec.ValidationError):
+        raise Failed(f"{results} does not begin as results of chip_suite do: --again puts it aside") from None
     tests = {}
     for line in lines[1:]:
         if isinstance(line.get("test"), str) and line.get("outcome") in OUTCOMES:
@@ -270,10 +266,9 @@ def read(results: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]
 
 
 def until(command: list[str], environment: dict[str, str], seconds: float) -> int | None:
-    """The command's exit status; None where its time ran out. However it ends, its process group has ended then.
+    """Return the command's exit status, or None after a timeout; its process group has then ended.
 
-    A compiler's child in a group of its own (portattn/worker/child.py) ends with what it is at.
-    """
+    A compiler's child in a group of its own (portattn/worker/child.py) ends after its current step."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
         return process.wait(seconds or None)
@@ -298,11 +293,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def summary(results: Path, begin: int = 0) -> dict[str, Any]:
-    """Of a file of results: identity, how many tests passed, failed and were skipped, and what failed and why.
+    """Return the summary of a file of results: identity, counts by outcome, and the failures with reasons.
 
-    ran, failures, collection  of the lines from byte `begin` on: tests that ended, those that failed, and files that
-                               could not be collected
-    """
+    ran, failures, collection: tests, failed tests and uncollected files of the lines from byte `begin` on"""
     identity, tests, damaged = read(results)
     lines, _ = decoded(results.read_bytes()[begin:])
     lately = {line["test"]: line for line in lines if line.get("outcome") in OUTCOMES}
@@ -318,7 +311,7 @@ def summary(results: Path, begin: int = 0) -> dict[str, Any]:
 
 
 def reported(out: Path) -> list[dict[str, Any]]:
-    """Summaries of all files of results in a folder; others are named. Collection is of the last run, and left out."""
+    """Return summaries of all files of results in a folder, without `collection`; other files are named."""
     if not out.is_dir():
         raise Failed(f"--out {out}: no such folder")
     found = []

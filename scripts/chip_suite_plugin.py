@@ -1,8 +1,7 @@
-"""pytest's side of scripts/chip_suite.py: which tests are run, on which GPU, and a line for each as it ends.
+"""pytest's side of scripts/chip_suite.py: choose tests and their GPU, and write a line for each as it ends.
 
-Loaded by `-p chip_suite_plugin` in the process that pytest starts in and in each of xdist's workers, before any
-conftest: a worker's GPU is chosen before anything asks for a device.
-"""
+Loaded by `-p chip_suite_plugin` in pytest's first process and in each of xdist's workers, before any conftest: a
+worker's GPU must be chosen before anything asks for a device."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def on_chip(item: pytest.Item) -> bool:
-    """Whether the test runs on the device where there is one: by the fixture `device`, or as it is marked."""
+    """Return whether the test runs on the device if there is one: by the fixture `device`, or a mark."""
     marked = any(item.get_closest_marker(name) is not None for name in ("gpu", "on_device"))
     return marked or "device" in getattr(item, "fixturenames", ())
 
 
 class Selected:
-    """In a worker: what is run, and in which order."""
+    """A worker's tests, and their order."""
 
     def __init__(self, config: pytest.Config, before: dict[str, list[str]]) -> None:
         self.only = config.getoption("--chip-only")
@@ -66,7 +65,7 @@ class Selected:
 
 
 class Results:
-    """Adds a test's outcome to the file when its last phase ends: what has ended is kept, however the run ends."""
+    """Writes a test's outcome when its last phase ends, so that it is kept however the run ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,6 +76,7 @@ class Results:
         found["seconds"] = round(found["seconds"] + report.duration, 3)
         if report.failed:
             found |= {"outcome": "failed", "phase": report.when, "why": report.longreprtext[-4000:]}
+            found |= {"said": report.capstdout[-1500:]}
         elif report.skipped and found["outcome"] == "passed":
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
             found |= {"outcome": "skipped", "why": str(why)}
@@ -88,7 +88,7 @@ class Results:
             self.write({"collection": report.nodeid, "why": report.longreprtext[-4000:]})
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
-        """Of a worker that has ended: what it was asked for. One that died has told nothing."""
+        """Write a finished worker's requested tests; a killed worker has told nothing."""
         told = getattr(node, "workeroutput", {}).get("chip_suite")
         if told:
             self.write({"selected": told})

@@ -18,273 +18,281 @@ Exit status: 0 done; 1 bad arguments, or what `test` found; 3 the environment ca
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
+import hashlib
 import json
 import os
+import re
+import runpy
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-import filelock
-from engine_recipes import MARKER, ROOT, CannotBeMade, Recipe, Refused, known, python_of, recipe, root, state
+from portattn.files import write_whole
+from portattn.schema import toml_reader
+from portattn.tools.lab.folders import MAKING, LabError, discard, interpreter, lock, sweep
+from portattn.tools.lab.run_programs import CommandError, Commands, Say
 
-MAKING, REMOVING = ".making-", ".removing-"
+ROOT = Path(__file__).resolve().parent.parent
+LISTS = ROOT / "tests" / "engines" / "requirements"
+MARKER = "engine.json"  # written last: a folder without it is no environment
+SIZE = 3000  # megabytes while an environment is made, where its list says nothing else
 BAD, CANNOT, INTERRUPTED = 1, 3, 130
 SECONDS = 600.0  # for one environment, its downloads included
 TRY_SECONDS = 300.0  # to import an engine for the first time
+TOLD_SECONDS = 5.0  # between two lines of progress
+_EXACT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[a-z0-9,-]+\])?==([A-Za-z0-9][A-Za-z0-9.+!_-]*)")
+_SETTING = re.compile(r"#: (size|try|env) (.+)")
 _LEFT = {  # of a command that was interrupted
     "make": "; nothing is left of it",
     "remove": "; the same again removes what is left",
     "test": "; the environment stays as it was",
 }
-LAST_LINES = 12  # of pip's output that an error keeps
-TOLD_SECONDS = 5.0  # between two lines of progress where nobody sits at a terminal
+
+
+class Refused(Exception):
+    """An argument is wrong."""
+
+
+class CannotBeMade(Exception):
+    """The environment cannot be made on this machine, or not in time; the text says why."""
+
+
+@dataclass
+class Recipe:
+    """One list of packages with its requirements, from the lines `#: size …`, `#: try …` and `#: env …`."""
+
+    name: str
+    version: str
+    packages: list[str] = field(default_factory=list)
+    size: int = SIZE  # megabytes on the disk while it is made
+    trial: str = ""  # the Python statement that must work in a finished environment; by default the engine's import
+    variables: dict[str, str] = field(default_factory=dict)  # of every process in it
+    digest: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return root() / f"{self.name}-{self.version}"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return the variables of a process in the environment."""
+        outside = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        return {name: value for name, value in os.environ.items() if name not in outside} | self.variables | more
+
+    @property
+    def state(self) -> str:
+        if not self.folder.exists():
+            return "absent"
+        try:
+            marker = json.loads((self.folder / MARKER).read_text())
+        except FileNotFoundError:
+            return f"broken: no {MARKER}"
+        except (OSError, ValueError) as error:
+            return f"broken: {MARKER}: {error}"
+        if not os.access(interpreter(self.folder), os.X_OK):
+            return "broken: its Python is gone"
+        return "made" if marker.get("list") == self.digest else "outdated: its list has changed"
+
+
+def root() -> Path:
+    given = os.environ.get("ENGINES_HOME", "")
+    return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "portattn" / "engines"
+
+
+def known() -> list[str]:
+    """Return NAME-VERSION of each list, in the order of names, then of versions."""
+
+    def key(text: str) -> tuple[str, list[int]]:
+        name, _, version = text.rpartition("-")
+        return name, [int(part) for part in re.findall(r"\d+", version)]
+
+    return sorted((path.stem for path in LISTS.glob("*-*.txt")), key=key)
+
+
+def recipe(text: str) -> Recipe:
+    """Return the recipe of NAME==VERSION or NAME-VERSION. Raises Refused if unknown, or if a line is not exact."""
+    name, separator, version = text.partition("==")
+    if not separator:
+        name, _, version = text.rpartition("-")
+    path = LISTS / f"{name}-{version}.txt"
+    if not name or not version or os.sep in text or not path.is_file():
+        raise Refused(f"{text}: there is no list of its packages in {LISTS}; those there are: {', '.join(known())}")
+    content = path.read_text()
+    made = Recipe(name, version, digest=hashlib.sha256(content.encode()).hexdigest(), trial=f"import {name}")
+    for number, line in enumerate(map(str.strip, content.splitlines()), 1):
+        setting = _SETTING.fullmatch(line)
+        limit = ""
+        if setting and setting[1] == "size":
+            limit = "" if setting[2].isdecimal() else f"size must be a number of megabytes, not {setting[2]!r}"
+            made.size = int(setting[2]) if not limit else 0
+        elif setting and setting[1] == "try":
+            made.trial = setting[2]
+        elif setting:
+            variable, equals, value = setting[2].partition("=")
+            made.variables[variable] = value
+            limit = "" if equals else "must be `#: env NAME=VALUE`"
+        elif line.startswith("#:"):
+            limit = "must be `#: size MB`, `#: try STATEMENT` or `#: env NAME=VALUE`"
+        elif line and not line.startswith("#"):
+            limit = "" if _EXACT.fullmatch(line) else f"must be NAME==VERSION, an exact one, not {line!r}"
+            made.packages.append(line)
+        if limit:
+            raise Refused(f"{path}:{number}: {limit}")
+    names = {re.split(r"\[|==", package)[0].lower() for package in made.packages}
+    missing = sorted({name.lower(), "torch", "pytest", "msgspec", "numpy"} - names)
+    if missing:
+        raise Refused(f"{path}: lacks {', '.join(missing)}")
+    return made
 
 
 # ------------------------------------------------------------------------------------------------ making
 
 
 def make(one: Recipe, seconds: float) -> bool:
-    """Make an environment, unless it is there; whether it was made now. Raises CannotBeMade; nothing is left then."""
+    """Make an environment unless it is there; return whether it was made now. CannotBeMade leaves nothing behind."""
     deadline = time.monotonic() + seconds
     try:
-        root().mkdir(parents=True, exist_ok=True)
-        with _lock(one, seconds):
-            found = state(one)
-            if found == "made":
+        with lock(one.folder, seconds, setting="ENGINES_HOME"):
+            if one.state == "made":
                 return False
-            if found != "absent":
-                tell(f"{one.folder.name}: {found}: made again")
-            _sweep(one)
-            _room(one)
+            if one.state != "absent":
+                tell(f"{one.folder.name}: {one.state}: made again")
+            sweep(one.folder)
+            free = _free()
+            if free < one.size:
+                needs = f"needs {one.size} MB while it is made, and {root()} has {free} MB left"
+                raise CannotBeMade(f"{one.folder.name}: {needs}; ENGINES_HOME names another folder")
             _build(one, deadline, seconds)
+    except LabError as error:
+        raise CannotBeMade(str(error)) from None
     except OSError as error:
-        raise CannotBeMade(f"{one.folder.name}: {_why(error)}") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = _full() if full else f"{error.filename or root()}: {error.strerror or error}"
+        raise CannotBeMade(f"{one.folder.name}: {why}") from None
     return True
 
 
-def _why(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _full(shutil.disk_usage(root()).free)
-    return f"{error.filename or root()}: {error.strerror or error}"
+def _free() -> int:
+    return shutil.disk_usage(root()).free // 1_000_000
 
 
-def _full(free: int) -> str:
-    return f"the disk is full: {root()} has {free // 1_000_000} MB left; ENGINES_HOME names another folder"
-
-
-def _room(one: Recipe) -> None:
-    free = shutil.disk_usage(root()).free
-    if free < one.size * 1_000_000:
-        needs = f"needs {one.size} MB while it is made, and {root()} has {free // 1_000_000} MB left"
-        raise CannotBeMade(f"{one.folder.name}: {needs}; ENGINES_HOME names another folder")
-
-
-@contextlib.contextmanager
-def _lock(one: Recipe, seconds: float) -> Iterator[None]:
-    """One maker at a time. The kernel gives the lock back when its holder dies."""
-    lock = filelock.FileLock(root() / f".{one.folder.name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        tell(f"{one.folder.name}: another process makes or removes it; waiting")
-        try:
-            lock.acquire(timeout=seconds)
-        except filelock.Timeout:
-            raise CannotBeMade(f"{one.folder.name}: another process held it for {seconds:.0f} s") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _sweep(one: Recipe) -> None:
-    """Remove what makers and removers of this environment left when they were killed. Needs the lock."""
-    for left in (*root().glob(f"{MAKING}{one.folder.name}-*"), *root().glob(f"{REMOVING}{one.folder.name}-*")):
-        shutil.rmtree(left, ignore_errors=True)
+def _full() -> str:
+    return f"the disk is full: {root()} has {_free()} MB left; ENGINES_HOME names another folder"
 
 
 def _build(one: Recipe, deadline: float, seconds: float) -> None:
     making = root() / f"{MAKING}{one.folder.name}-{secrets.token_hex(4)}"
     temporary = making / "tmp"  # pip's, on the same disk, and gone with the rest
+    python = str(interpreter(making))
+    pip = [sys.executable, "-m", "pip", "--python", python, "--no-input", "install", "--no-deps", "--only-binary"]
+    options = [":all:", "--progress-bar", "off", "--no-warn-script-location", "--no-compile", *one.packages]
+    elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_QUIET", "PIP_CONSTRAINT")
+    variables = {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    of_pip = {name: value for name, value in one.environment(**variables).items() if name not in elsewhere}
     try:
         temporary.mkdir(parents=True)
         tell(f"{one.folder.name}: {len(one.packages)} packages, into {one.folder}")
-        _run([sys.executable, "-I", "-m", "venv", "--without-pip", str(making)], one, deadline, seconds, {})
-        pip = [sys.executable, "-m", "pip", "--python", str(python_of(making)), "--no-input", "install", "--no-deps"]
-        options = ["--only-binary", ":all:", "--progress-bar", "off", "--no-warn-script-location", "--no-compile"]
-        elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_QUIET", "PIP_CONSTRAINT")
-        variables = dict.fromkeys((*elsewhere, "PYTHONPATH", "PYTHONHOME"), "")
-        variables |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        _run([*pip, *options, *one.packages], one, deadline, seconds, variables, _Progress(one))
+        run([sys.executable, "-I", "-m", "venv", "--without-pip", str(making)], one, deadline, seconds, of_pip)
+        run([*pip, *options], one, deadline, seconds, of_pip, _progress(one))
         tell(f"{one.folder.name}: trying it: {one.trial}")
-        trial = [str(python_of(making)), "-c", one.trial]
-        _run(trial, one, min(deadline, time.monotonic() + TRY_SECONDS), seconds, _own(one), folder=temporary)
+        trial_ends = min(deadline, time.monotonic() + TRY_SECONDS)
+        run([python, "-c", one.trial], one, trial_ends, seconds, one.environment(), folder=temporary)
         shutil.rmtree(temporary)
         for script in (making / "bin").iterdir():  # they hold the name under which they were installed
             if not script.name.startswith("python"):
                 script.unlink()
         marker = {"engine": one.name, "version": one.version, "list": one.digest, "made": time.strftime("%Y-%m-%d")}
-        _synced(making / MARKER, json.dumps(marker, indent=1) + "\n")
+        write_whole(making / MARKER, f"{json.dumps(marker, indent=1)}\n".encode())
         if one.folder.exists():
-            _discard(one)
+            discard(one.folder)
         making.rename(one.folder)
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _progress(one: Recipe) -> Say:
+    """Return a teller of pip's current package, every few seconds."""
+    count, told, begun = 0, 0.0, time.monotonic()
 
-
-def _own(one: Recipe) -> dict[str, str]:
-    """Variables of a process in the environment; an empty one is taken away."""
-    return {"PYTHONPATH": "", "PYTHONHOME": "", "VIRTUAL_ENV": "", **one.variables}
-
-
-class _Progress:
-    """Says which of the packages pip has come to: at a terminal on one line, else every few seconds."""
-
-    def __init__(self, one: Recipe) -> None:
-        self._name, self._all = one.folder.name, len(one.packages)
-        self._count, self._told, self._begun = 0, 0.0, time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        if line.startswith("Collecting ") or line.startswith("Requirement already"):
-            self._count += 1
-            self._tell(f"{self._count} of {self._all}: {line.split()[1]}")
-        elif line.lstrip().startswith("Downloading") and "MB" in line:
-            self._tell(line.strip(), always=True)
-        elif line.startswith("Installing collected"):
-            self._tell("unpacking", always=True)
-
-    def _tell(self, text: str, always: bool = False) -> None:
+    def say(line: str) -> None:
+        nonlocal count, told
+        package = line.startswith(("Collecting ", "Requirement already"))
+        count += package
         now = time.monotonic()
-        if sys.stderr.isatty():
-            print(f"\r\033[K{self._name}: {text[:70]}", end="" if not always else "\n", file=sys.stderr, flush=True)
-        elif always or now - self._told > TOLD_SECONDS:
-            self._told = now
-            tell(f"{self._name}: {now - self._begun:.0f} s: {text}")
+        if package and now - told > TOLD_SECONDS:
+            told = now
+            tell(f"{one.folder.name}: {now - begun:.0f} s: {count} of {len(one.packages)}: {line.split()[1]}")
+        elif line.startswith("Installing collected") or (line.startswith("Downloading") and "MB" in line):
+            tell(f"{one.folder.name}: {now - begun:.0f} s: {line.split(':')[0] if 'collected' in line else line}")
+
+    return say
 
 
-def _run(
-    command: list[str], one: Recipe, deadline: float, seconds: float, variables: dict[str, str],
-    each: _Progress | None = None, folder: Path | None = None,
+def run(
+    command: list[str], one: Recipe, deadline: float, seconds: float, environment: dict[str, str],
+    say: Say = lambda line: None, folder: Path | None = None,
 ) -> None:  # fmt: skip
     """Run a program until the deadline. Raises CannotBeMade with the last lines that it printed."""
-    environment = {name: value for name, value in {**os.environ, **variables}.items() if value or name not in variables}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env=environment, cwd=folder, start_new_session=True,
-    )  # fmt: skip
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        _kill(process)
-
-    timer = threading.Timer(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX), end)
-    timer.start()
-    lines: list[str] = []
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.strip():
-                lines.append(line.rstrip())
-                if each:
-                    each(line)
-        status = process.wait()
-    except BaseException:
-        _kill(process)
-        raise
-    finally:
-        timer.cancel()
-    if late.is_set():
-        last = f"; last: {lines[-1].strip()}" if lines else ""
-        raise CannotBeMade(f"{one.folder.name}: not made within {seconds:.0f} s (--seconds allows more){last}")
-    if status:
-        text = "\n".join(lines)
-        if "No space left on device" in text or "Errno 28" in text:
-            raise CannotBeMade(f"{one.folder.name}: {_full(shutil.disk_usage(root()).free)}")
-        shown = [line for line in lines if not line.startswith("WARNING")][-LAST_LINES:]
-        what = "pip" if "pip" in command else command[-1] if "-c" in command else "venv"
-        raise CannotBeMade("\n  ".join([f"{one.folder.name}: {what}: exit status {status}", *shown]))
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _discard(one: Recipe) -> None:
-    """Take an environment away: out of its name first, so that nobody finds half of it."""
-    aside = one.folder.with_name(f"{REMOVING}{one.folder.name}-{secrets.token_hex(4)}")
-    one.folder.rename(aside)
-    shutil.rmtree(aside)
+        Commands().run(command, say, environment, folder, until=deadline)
+    except CommandError as error:
+        text = "\n".join(error.lines)
+        if error.late:
+            last = f"; last: {error.lines[-1].strip()}" if error.lines else ""
+            why = f"not made within {seconds:.0f} s (--seconds allows more){last}"
+        elif "No space left on device" in text or "Errno 28" in text:
+            why = _full()
+        else:
+            what = "pip" if "pip" in command else command[-1] if "-c" in command else "venv"
+            why = "\n  ".join([f"{what}: {error.why}", *(x for x in error.lines if not x.startswith("WARNING"))])
+        raise CannotBeMade(f"{one.folder.name}: {why}") from None
 
 
 # ------------------------------------------------------------------------------------------------ using
 
 
 def test(one: Recipe, arguments: list[str]) -> int:
-    """Run tests/engines/<name> in the environment; pytest's exit status."""
-    found = state(one)
-    if found != "made":
+    """Run tests/engines/<name> in the environment; return pytest's exit status."""
+    if one.state != "made":
         again = f"`python scripts/engine_env.py make {one.name}=={one.version}` makes it"
-        raise CannotBeMade(f"{one.folder.name}: its environment is {found}; {again}")
-    tests = f"tests/engines/{one.name}"
+        raise CannotBeMade(f"{one.folder.name}: its environment is {one.state}; {again}")
     named = any(argument.split("::")[0].startswith("tests") for argument in arguments)
+    tests = [] if named else [f"tests/engines/{one.name}"]
     with tempfile.TemporaryDirectory(prefix="portattn-engine-") as temporary:
-        described = _distribution(Path(temporary))
-        environment = {**os.environ, **_own(one), "PYTHONPATH": os.pathsep.join([str(described), str(ROOT)])}
-        environment = {name: value for name, value in environment.items() if value}
-        environment |= {"PORTATTN_ENGINE": one.name, "PORTATTN_ENGINE_VERSION": one.version}
-        command = [str(python_of(one.folder)), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-        return subprocess.run(
-            [*command, *([] if named else [tests])], cwd=ROOT, env=environment, check=False
-        ).returncode
+        _distribution(Path(temporary))
+        places = os.pathsep.join([temporary, str(ROOT)])
+        told = {"PORTATTN_ENGINE": one.name, "PORTATTN_ENGINE_VERSION": one.version, "PYTHONPATH": places}
+        command = [str(interpreter(one.folder)), "-m", "pytest", "-p", "no:cacheprovider", *arguments, *tests]
+        return subprocess.run(command, cwd=ROOT, env=one.environment(**told), check=False).returncode
 
 
-def _distribution(folder: Path) -> Path:
-    """A folder for PYTHONPATH that describes the checkout as an installed distribution, its entry points too."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    described = folder / f"portattn-{project['version']}.dist-info"
+def _distribution(folder: Path) -> None:
+    """Describe the checkout as an installed distribution, with entry points, in a folder for PYTHONPATH."""
+    entry_points = toml_reader.read(ROOT / "pyproject.toml")[0]["project"].get("entry-points", {})
+    version = runpy.run_path(str(ROOT / "portattn" / "version.py"))["__version__"]
+    described = folder / f"portattn-{version}.dist-info"
     described.mkdir()
-    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: portattn\nVersion: {project['version']}\n")
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: portattn\nVersion: {version}\n")
     groups = [
         "\n".join([f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()), ""])
-        for group, entries in project.get("entry-points", {}).items()
+        for group, entries in entry_points.items()
     ]
     (described / "entry_points.txt").write_text("\n".join(groups))
-    return folder
 
 
 def remove(one: Recipe) -> None:
-    """Remove an environment and what was left of making it. Raises Refused where there is none."""
-    if not root().is_dir():
-        raise Refused(f"{one.folder.name}: there is no environment in {root()}")
-    with _lock(one, seconds=0):
-        _sweep(one)
+    """Remove an environment and leftovers of making it. Raises Refused if there is none."""
+    with lock(one.folder, 0, setting="ENGINES_HOME"):
+        sweep(one.folder)
         if not one.folder.exists():
             raise Refused(f"{one.folder.name}: there is no environment in {root()}")
-        _discard(one)
+        discard(one.folder)
 
 
 def tell(text: str) -> None:
@@ -292,7 +300,6 @@ def tell(text: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    assert __doc__
     made = argparse.ArgumentParser(
         prog="engine_env.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,61 +320,49 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     given = parser().parse_args(arguments)
-    one: Recipe | None = None
     try:
         if given.command == "list":
-            return _newest() if given.newest else _list(given.json)
+            return _list(given)
         one = recipe(given.engine)
-        if given.command == "make":
-            if not given.seconds > 0:
-                raise Refused(f"--seconds must be greater than 0, not {given.seconds}")
-            new = make(one, given.seconds)
-            if given.json:
-                print(json.dumps({"engine": one.folder.name, "folder": str(one.folder), "new": new}))
-            else:
-                print(f"{one.folder.name}: {'made' if new else 'there already'}: {one.folder}")
-            return 0
+        if given.command == "test":
+            return test(one, given.arguments)
         if given.command == "remove":
             remove(one)
             print(f"{one.folder.name}: removed")
-            return 0
-        return test(one, given.arguments)
+        elif given.seconds <= 0:
+            raise Refused(f"--seconds must be greater than 0, not {given.seconds}")
+        else:
+            new = make(one, given.seconds)
+            told = {"engine": one.folder.name, "folder": str(one.folder), "new": new}
+            text = f"{one.folder.name}: {'made' if new else 'there already'}: {one.folder}"
+            print(json.dumps(told) if given.json else text)
     except Refused as error:
         tell(f"engine_env.py: {error}")
         return BAD
-    except CannotBeMade as error:
+    except (CannotBeMade, LabError) as error:
         tell(f"engine_env.py: {error}")
-        if given.command == "make" and given.json and one:
+        if given.command == "make" and given.json:
             print(json.dumps({"engine": one.folder.name, "error": str(error)}))
         return CANNOT
     except KeyboardInterrupt:
         tell(f"engine_env.py: {given.command} was interrupted{_LEFT.get(given.command, '')}")
         return INTERRUPTED
-
-
-def _newest() -> int:
-    newest = {name.rpartition("-")[0]: name for name in known()}  # sorted by version: the last one stays
-    for name in newest.values():
-        engine, _, version = name.rpartition("-")
-        print(f"{engine}=={version}")
     return 0
 
 
-def _list(as_json: bool) -> int:
-    states = {name: state(recipe(name)) for name in known()}
-    if as_json:
+def _list(given: argparse.Namespace) -> int:
+    if given.newest:
+        newest = {name.rpartition("-")[0]: name.rpartition("-")[2] for name in known()}  # the last of each stays
+        print("\n".join(f"{engine}=={version}" for engine, version in newest.items()))
+        return 0
+    states = {name: recipe(name).state for name in known()}
+    if given.json:
         print(json.dumps({"folder": str(root()), "engines": states}, indent=1))
     else:
-        for name, found in states.items():
-            print(f"{name:24} {found}")
-        print(f"in {root()}")
+        print("\n".join([*(f"{name:24} {found}" for name, found in states.items()), f"in {root()}"]))
     return 0
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

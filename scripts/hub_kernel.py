@@ -21,12 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 from portattn.files import replace_folder
+from portattn.schema import toml_reader
 from portattn.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +45,7 @@ numpy, packaging and platformdirs, and on an accelerator Triton.
 
 
 class Failed(Exception):
-    """What went wrong, for people."""
+    """The command failed; the text is for people."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(out: Path, variants: list[str]) -> dict[str, Any]:
-    """Write the repository; what was written. Raises Failed, OSError."""
+    """Write the repository and return its description. Raises Failed, OSError."""
     for name in variants:
         if name not in VARIANTS:
             raise Failed(f"--variants has {name!r}, but must be of {', '.join(VARIANTS)}")
@@ -97,7 +93,6 @@ def write(out: Path, variants: list[str]) -> dict[str, Any]:
 
 
 def variant_files(backend: str, library: dict[str, bytes]) -> dict[str, bytes]:
-    """Paths and contents of one variant's folder."""
     unset, own = 'VERSION = "0"', f'VERSION = "{__version__}"'
     init = INIT.read_text(encoding="utf-8")
     if init.count(unset) != 1:
@@ -122,22 +117,19 @@ def variant_files(backend: str, library: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def library_files() -> Iterator[tuple[str, bytes]]:
-    """What an installed portattn has, by pyproject.toml: modules and data of its packages."""
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        told = tomllib.load(file)["tool"]["setuptools"]
-    folders, data = told["package-dir"], told["package-data"]
-    for package in told["packages"]:
-        top = max((known for known in folders if f"{package}.".startswith(f"{known}.")), key=len)
-        folder = ROOT / folders[top] / package[len(top) :].replace(".", "/").lstrip("/")
-        place = package.replace(".", "/")
-        for pattern in ("*.py", *data.get(package, ())):
-            for path in sorted(folder.glob(pattern)):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    yield f"{place}/{path.relative_to(folder).as_posix()}", path.read_bytes()
+    """Yield path and content of the files of an installed portattn: modules and data of its packages."""
+    told = toml_reader.read(ROOT / "pyproject.toml")[0]["tool"]["setuptools"]
+    data = told["package-data"]
+    for top, root in told["package-dir"].items():
+        for folder in sorted(path.parent for path in (ROOT / root).rglob("__init__.py")):
+            package = ".".join((top, *folder.relative_to(ROOT / root).parts))
+            patterns = ("*.py", *data["*"], *data.get(package, ()))
+            for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
+                yield f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}", path.read_bytes()
 
 
 def _check_replaceable(out: Path) -> None:
-    """Refuse to replace what this script has not written."""
+    """Raise Failed if the folder was not written by this script."""
     if out.exists() and not out.is_dir():
         raise Failed(f"--out is {out}, a file, but must be a folder or nothing yet")
     if not out.is_dir() or not any(out.iterdir()):

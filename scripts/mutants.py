@@ -44,7 +44,7 @@ DIGITS = "3716905284"
 
 
 class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One fault made by hand: `old` occurs once in `file`, and becomes `new`. `tests` are what must fail then."""
+    """One fault made by hand: `old` occurs once in `file`, and becomes `new`; `tests` must then fail."""
 
     name: str
     group: str
@@ -54,7 +54,7 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tests: tuple[str, ...]
 
     def applied(self, text: str) -> str | None:
-        """The file's text with the fault in it; None where the old text is not there exactly once."""
+        """Return the file's text with the fault in it; None if the old text does not occur exactly once."""
         return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
 
 
@@ -66,10 +66,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Equivalent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes that no test can notice, for a reason.
-
-    change  a regular expression for all of "old line -> new line", both stripped
-    """
+    """Changes that no test can notice, for a reason; change: a regex for all of "old line -> new line", stripped."""
 
     file: str
     change: str
@@ -77,14 +74,12 @@ class Equivalent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """mutants.toml."""
-
     groups: dict[str, Group]
     equivalent: tuple[Equivalent, ...] = ()
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """How one mutant ended. detail: what was changed, or why it is counted as it is."""
+    """One mutant's outcome; detail: the change, or why it counts so."""
 
     name: str
     group: str
@@ -106,10 +101,9 @@ def groups(path: Path = GROUPS) -> Config:
 
 @contextlib.contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of what git tracks or would add, in a folder of its own that goes afterwards.
+    """Copy all files that git tracks or would add to a temporary folder.
 
-    Without git, as in an unpacked archive: of every file outside hidden folders and caches of compiled modules.
-    """
+    Without git, as in an unpacked archive: every file outside hidden folders and caches of compiled modules."""
     if (root / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -130,13 +124,13 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """This process's environment, in which Python imports the copy and leaves no compiled files of mutants behind."""
+    """Return this process's environment with the copy on PYTHONPATH, and without compiled files of mutants."""
     own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PORTATTN_CACHE_DIR": str(copy.parent / "cache")}
     return {**os.environ, **own}
 
 
 def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """pytest's exit status (None: it ran out of time, and was killed with its children), and the end of its output."""
+    """Return pytest's exit status (None: it timed out, and was killed with its children), and the end of its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -155,7 +149,7 @@ def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | N
 
 
 def run_by_hand(root: Path, mutants: Sequence[Mutant], seconds: float) -> Iterator[Finding]:
-    """Each mutant's end. Raises NothingLearnt where the tests fail without a mutant."""
+    """Yield each mutant's outcome. Raises NothingLearnt if the tests fail without a mutant."""
     with copied(root) as copy:
         tests = sorted({test for mutant in mutants for test in mutant.tests})
         status, output = run_tests(copy, tests, seconds * max(len(mutants), 1))
@@ -190,10 +184,9 @@ def _ended(status: int | None, output: str, mutant: Mutant) -> tuple[Outcome, st
 def run_tool(
     root: Path, name: str, config: Config, tenths: int, children: int, only: Sequence[str] = ()
 ) -> Iterator[Finding]:
-    """mutmut's mutants of a group, tested in a copy. Raises NothingLearnt where mutmut does not run through.
+    """Yield mutmut's mutants of a group, tested in a copy. Raises NothingLearnt if mutmut does not run through.
 
-    only  patterns of mutants' names; without any, so many tenths of all
-    """
+    `only`: patterns of mutants' names; without any, so many tenths of all"""
     group = config.groups[name]
     if importlib.util.find_spec("mutmut") is None:
         raise NothingLearnt(f"{sys.executable} has no mutmut: pip install -e '.[mutants]'")
@@ -226,7 +219,7 @@ def run_tool(
 
 
 def configure(pyproject: Path, group: Group) -> None:
-    """Add what mutmut changes, and the tests, to its table in a copy's pyproject.toml."""
+    """Add mutmut's modules and tests to its table in a copy's pyproject.toml."""
     document = tomlkit.parse(pyproject.read_text(encoding="utf-8"))
     table = document["tool"]["mutmut"]
     table["only_mutate"] = list(group.modules)
@@ -235,7 +228,7 @@ def configure(pyproject: Path, group: Group) -> None:
 
 
 def ended(results: str) -> Iterator[tuple[str, Outcome]]:
-    """(mutant, outcome) for each line of `mutmut results`; those that a sample left out are not among them."""
+    """Yield (mutant, outcome) for each line of `mutmut results`, without mutants that a sample left out."""
     for line in results.splitlines():
         name, colon, status = line.strip().rpartition(": ")
         if not colon or status == "not checked":
@@ -246,7 +239,7 @@ def ended(results: str) -> Iterator[tuple[str, Outcome]]:
 
 
 def judged(found: Finding, shown: str, known: Sequence[Equivalent]) -> tuple[Finding, Equivalent | None]:
-    """A survivor with what was changed; as equivalent, and by which entry, where mutants.toml says why."""
+    """Return a survivor with its change; as equivalent, with the entry, if mutants.toml says why."""
     file = re.search(r"^--- (\S+)$", shown, re.MULTILINE)
     lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
     old, new = (" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
@@ -259,7 +252,7 @@ def judged(found: Finding, shown: str, known: Sequence[Equivalent]) -> tuple[Fin
 
 
 def summary(findings: Sequence[Finding]) -> dict[str, dict[str, int | float]]:
-    """For each group the number of mutants of each outcome, and the share that was caught, of those that could be."""
+    """Return each group's number of mutants by outcome, and the share of catchable ones that was caught."""
     counts: dict[str, Counter[str]] = {}
     for found in findings:
         counts.setdefault(found.group, Counter())[found.outcome] += 1
@@ -273,7 +266,6 @@ def summary(findings: Sequence[Finding]) -> dict[str, dict[str, int | float]]:
 
 
 def report(findings: Sequence[Finding], as_json: bool) -> int:
-    """Print what was found; the exit status."""
     left = [found for found in findings if found.outcome not in (*CAUGHT, "equivalent")]
     if as_json:
         print(json.dumps({"summary": summary(findings), "findings": msgspec.to_builtins(findings)}, indent=1))

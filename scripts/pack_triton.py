@@ -31,7 +31,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from portattn.backends.cuda.ptxas import releases
+from portattn.backends.cuda import releases
 from portattn.schema import compilers
 from portattn.schema.toolchain import Toolchain
 
@@ -50,7 +50,7 @@ STRIPPED_FROM = 1 << 20  # bytes: smaller libraries gain nothing
 
 
 class Failed(Exception):
-    """What went wrong, for people."""
+    """The command failed; the text is for people."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def pack(version: str, out: Path, tag: str, arch: str = "") -> str:
-    """Make the archive, for one chip if `arch` names one; a line that says what it is. Raises Failed."""
+    """Make the archive, for one chip if `arch` names one; return its description. Raises Failed."""
     _check(version, out, tag, arch)
     with tempfile.TemporaryDirectory(prefix="pack-triton-") as folder, _whole(out) as part:
         wheel = _downloaded(version, tag, Path(folder))
@@ -89,7 +89,7 @@ def pack(version: str, out: Path, tag: str, arch: str = "") -> str:
 
 
 def _check(version: str, out: Path, tag: str, arch: str) -> None:
-    """What can be known before 250 MB are fetched."""
+    """Check the arguments before 250 MB are fetched."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:\.post\d+)?", version):
         raise Failed(
             f"{version!r} is no release such as 3.8.0; known: {', '.join(compilers.released_versions('triton'))}"
@@ -109,7 +109,7 @@ def _check(version: str, out: Path, tag: str, arch: str) -> None:
 
 @contextlib.contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """A file beside `out`, which takes its place at the end of the block, and goes where the block fails."""
+    """Yield a file beside `out`, which is renamed at the end of the block, and removed if the block fails."""
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         yield part
@@ -136,7 +136,7 @@ def _downloaded(version: str, tag: str, folder: Path) -> Path:
 
 
 def _reduce(tree: Path, version: str, arch: str) -> None:
-    """Leave out what no run needs, and symbols."""
+    """Remove files that no run needs, and symbols."""
     triton = tree / "triton"
     for pattern in (*UNUSED, *(f"backends/nvidia/bin/{spare}" for spare in _spare_ptxas(version, arch))):
         for path in triton.glob(pattern):
@@ -152,9 +152,7 @@ def _reduce(tree: Path, version: str, arch: str) -> None:
 
 
 def _spare_ptxas(version: str, arch: str) -> list[str]:
-    """Of the two ptxas of a release those that it runs for newer chips alone, or for others than `arch`; none where it
-    has one, or is not known.
-    """
+    """Return the release's spare ptxas: for newer chips only, or not for `arch`; none if unknown."""
     named = Toolchain.parse(f"triton=={version}")
     release = next((one for one in releases() if named.within("triton", one.triton)), None)
     if not (release and release.blackwell):
@@ -165,8 +163,6 @@ def _spare_ptxas(version: str, arch: str) -> list[str]:
 
 
 def _archive(tree: Path, part: Path) -> None:
-    """A tar of the tree through xz, without what differs from one run to the next."""
-
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.mtime, member.uid, member.gid, member.uname, member.gname = 0, 0, 0, "", ""
         return member

@@ -23,11 +23,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    "portattn/api/ops",
-    "portattn/distributed",
-    "portattn/integrations/flash_attn/flash_attn_interface",
+    "portattn/api/ops", "portattn/distributed", "portattn/integrations/flash_attn/flash_attn_interface",
     "portattn/integrations/flash_attn_interface",
-)
+)  # fmt: skip
 FLAGS = ("return_lse", "return_attn_probs", "return_softmax_lse")
 HEADER = "# Written by scripts/typing_stubs.py from the signatures of the modules. Do not edit.\n# fmt: off\n"
 _GLUE = "\0"
@@ -36,8 +34,7 @@ _GLUE = "\0"
 def stub_of(package: str) -> str:
     """Return the text of a package's stub: overloads of functions and methods with a flag, other names as they are.
 
-    package  its folder, or a module without its ending, from the root of the tree
-    """
+    package: its folder, or a module without its ending, from the root of the tree"""
     imports: set[tuple[str, str]] = set()
     parts: list[str] = []
     bases: list[str] = []
@@ -47,7 +44,9 @@ def stub_of(package: str) -> str:
     assigned = {ast.unparse(node.targets[0]): node for node in tree.body if isinstance(node, ast.Assign)}
     names = sorted(pair for pair in pairs if pair[0].startswith("portattn."))
     if not (ROOT / package).is_dir():
-        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        defined = [
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        ]
         public = ast.literal_eval(assigned["__all__"].value) if "__all__" in assigned else defined
         names = sorted({pair for pair in names if pair[1] in public} | {(own, name) for name in defined})
     classes = {name for module, name in names if any(_methods(_definition(module, name), _module(module), set()))}
@@ -87,7 +86,6 @@ def path_of(package: str, ending: str = ".pyi") -> Path:
 
 
 def _methods(node: ast.stmt | None, source: Module, imports: set[tuple[str, str]]) -> Iterator[str]:
-    """Yield the overloads of a class's methods."""
     for member in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
             yield from _overloads(member, source, imports)
@@ -117,18 +115,15 @@ def _overloads(function: ast.FunctionDef, source: Module, imports: set[tuple[str
 
 
 def _parameters(
-    function: ast.FunctionDef,
-    source: Module,
-    imports: set[tuple[str, str]],
-    flag: Mapping[str, str] = MappingProxyType({}),
-    first_keyword: int | None = None,
-    required: int = 0,
-) -> list[str]:
+    function: ast.FunctionDef, source: Module, imports: set[tuple[str, str]],
+    flag: Mapping[str, str] = MappingProxyType({}), first_keyword: int | None = None, required: int = 0,
+) -> list[str]:  # fmt: skip
     """Return the parameters as a stub has them, without the ones that only refuse (`**unknown: NoReturn`).
 
-    flag           the flag's name with its type, and its default
-    first_keyword  place of the first parameter that goes by keyword only; None for the function's own
-    required       how many of the first parameters lose their defaults
+    Args:
+        flag: the flag's name with its type, and its default
+        first_keyword: place of the first keyword-only parameter; None for the function's own
+        required: how many of the first parameters lose their defaults
     """
     arguments = function.args
     known = [*arguments.args, *arguments.kwonlyargs]
@@ -203,7 +198,6 @@ def _module(name: str) -> Module:
 
 
 def _definition(module: str, name: str) -> ast.stmt | None:
-    """Return the function or class of this name; None if the module has another kind of object by it."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     return next((node for node in _module(module).tree.body if isinstance(node, kinds) and node.name == name), None)
 
@@ -222,7 +216,6 @@ def _wrap(text: str) -> str:
 
 
 def main() -> int:
-    """Write the stubs, or check them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a stub is out of date")
     check = parser.parse_args().check

@@ -1,8 +1,6 @@
 """What every test gets: a device to run kernels on, settings of its own, and no state left over from another test.
-
 Triton decides once a process whether kernels are compiled or interpreted, so the choice is made here, before anything
-imports it: compiled where there is an accelerator, interpreted (numpy on the CPU) where there is none.
-"""
+imports it: compiled on an accelerator, interpreted (numpy on the CPU) without one."""
 
 from __future__ import annotations
 
@@ -39,10 +37,8 @@ _start = subprocess.Popen.__init__
 
 @functools.wraps(_start)
 def _start_beside_the_tree(self: subprocess.Popen[Any], args: Any, *rest: Any, **named: Any) -> None:
-    """Start a program; a Python with an environment of its own finds the tree behind all that its PYTHONPATH names.
-
-    An installed portattn would come next: mutants were judged by tests of it.
-    """
+    """Start a program; a Python with an environment of its own finds the tree behind all that its PYTHONPATH names. An
+    installed portattn would come next: mutants were judged by tests of it."""
     command = [args] if isinstance(args, (str, os.PathLike)) else list(args)
     own = named.get("env")
     if own is not None and os.fspath(command[0]) == sys.executable and WITHOUT_PORTATTN not in own:
@@ -67,6 +63,7 @@ else:
 sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import support`
 
 import support  # noqa: E402
+import tiers  # noqa: E402
 from places import WITHOUT_PORTATTN  # noqa: E402
 from quick_interpreter import quick_interpreter  # noqa: E402
 
@@ -83,11 +80,24 @@ def pytest_configure(config: pytest.Config) -> None:
     # Triton's interpreter turns one-element arrays into scalars, and reduces over rows that hold only NaN (padding).
     for ignored in ("DeprecationWarning:triton.runtime.interpreter", "RuntimeWarning:triton.runtime.interpreter"):
         config.addinivalue_line("filterwarnings", f"ignore::{ignored}")
+    times = config.getoption("--durations-to")
+    if times is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(tiers.Recorder(Path(times)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.getoption("--tier")
+    if tier != "all":
+        listed = tiers.slow_tests()
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[tiers.is_slow(item.nodeid, listed)].append(item)
+        config.hook.pytest_deselected(items=parts[tier != "slow"])
+        items[:] = parts[tier == "slow"]
     no_interpreter = support.no_interpreter()
     for item in items:
+        if config.getoption("--durations-to"):
+            tiers.note_shared_fixtures(item)
         if item.get_closest_marker("gpu") and not ACCELERATOR:
             item.add_marker(pytest.mark.skip(reason="torch sees no accelerator"))
         if item.get_closest_marker("interpreter") and ACCELERATOR:
@@ -130,9 +140,8 @@ def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 @pytest.fixture(scope="session")
 def _users_lab() -> Path:
-    """Where it lies by the developer's settings: asked before a test has its own. Asked as this file is imported,
-    mutmut's mutants of what it asks would end pytest before any test.
-    """
+    """Return the lab's folder by the developer's settings, read before a test has its own settings. Reading them at
+    import would let a mutant in `folders.root` end pytest before any test."""
     return folders.root()
 
 
@@ -147,20 +156,24 @@ def real_lab(_users_lab: Path, _own_settings: None, tmp_path: Path) -> None:
 def _nothing_left_over() -> Iterator[None]:
     """Plans, warnings given and the last plan are the process's: each test starts without any."""
     from portattn.api import dispatch
-    from portattn.compile import compile_check
+    from portattn.compile import ensure_compiled
 
     detect = dispatch.detect_target  # tests may put another in its place
     dispatch.forget_plans()
     detect.cache_clear()
     dispatch._warned.clear()
     dispatch._last.set(None)
-    compile_check._ready.clear()
+    ensure_compiled._ready.clear()
     yield
     dispatch.forget_plans()
     detect.cache_clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier", choices=["fast", "slow", "all"], default="all", help="the tests that tests/slow.txt lists, or others"
+    )
+    parser.addoption("--durations-to", metavar="FILE", help="write each test's seconds as JSON, a line each")
     parser.addoption("--forms", action="store_true", help="compile every form of the variants' kernels, not a handful")
     parser.addoption(
         "--release", default="", metavar="triton==VERSION",
@@ -187,6 +200,20 @@ def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
     return target
 
 
+@pytest.fixture
+def kept(device: support.Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A device where calls are launched by the core's kernels, and cached."""
+    import opcalls
+
+    from portattn.launch import cache
+
+    if device.path == "interpreter":
+        opcalls.pretend_accelerator(monkeypatch)
+    cache.forget()
+    yield device.name
+    cache.forget()
+
+
 @pytest.fixture(scope="module")
 def gluon_target(request: pytest.FixtureRequest) -> Target:
     """sm_90 with the release of Triton that compiles the scheduled kernels: the installed one, or that of --release."""
@@ -207,11 +234,9 @@ def gluon_compiler(gluon_target: Target) -> Iterator[Any]:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
-    """Puts a program in the place of the child's Python: what it does after announcing the stage `ttgir`.
-
-    Returns the file to which it adds a line for each request.
-    """
-    from portattn.compile import compile_check
+    """Puts a program in the place of the child's Python: what it does after announcing the stage `ttgir`. Returns the
+    file to which it adds a line for each request."""
+    from portattn.compile import ensure_compiled
     from portattn.worker.client import Worker
 
     workers: list[Worker] = []
@@ -219,7 +244,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def plant(behaviour: str) -> Path:
         script, requests = support.fake_python(tmp_path, behaviour)
         workers.append(Worker(python=str(script)))
-        monkeypatch.setattr(compile_check, "_worker", workers[-1])
+        monkeypatch.setattr(ensure_compiled, "_worker", workers[-1])
         return requests
 
     yield plant

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portattn.launch import native, triton_compat
-from portattn.launch.driver_launch import SCRATCH, Direct
+from portattn.launch.driver_launch import SCRATCH, DriverLauncher
 from portattn.schema.kernel_step import Step, launch_steps
 
 found: dict[str, object] = {"triton": triton.__version__}
@@ -46,15 +46,17 @@ def seen(launches: list[fakedriver.Launch]) -> list[list[object]]:
     return [[*launch[:5], launch.stream, launch.parameters.hex()] for launch in launches]
 
 
-def tell(kernels: Direct) -> None:
+def tell(kernels: DriverLauncher) -> None:
     for kernel in kernels._kernels:
         fake.describe(kernel.compiled.function, triton_compat.ptx_sizes(kernel.compiled.asm["ptx"]))
 
 
-def compare(name: str, steps: list[Step], others: list[Step], names: list[str], addresses: list[int]) -> list[Direct]:
+def compare(
+    name: str, steps: list[Step], others: list[Step], names: list[str], addresses: list[int]
+) -> list[DriverLauncher]:
     """`steps` are kept; `others` are the same with the tensors that `addresses` are of. Returns the cached launches by
     Python and by native.c."""
-    direct, by_c = Direct(steps, names), Direct(steps, names, in_c)
+    direct, by_c = DriverLauncher(steps, names), DriverLauncher(steps, names, in_c)
     tell(direct)
     launch_steps(others)
     launches = {"triton": fake.launches()}
@@ -96,7 +98,7 @@ twice[1].roles = others[1].roles = swapped
 compare("two", twice, others, ["x", "y"], [u.data_ptr(), v.data_ptr()])
 shifted = [t[1:] for t in tensors()]
 compare("unaligned", [step(x[1:], y[1:])], [step(*shifted)], ["x", "y"], [t.data_ptr() for t in shifted])
-nothing = Direct([Step(copy, (0,), step(x, y).arguments, {}, {"x": "x", "y": "y"})], ["x", "y"])
+nothing = DriverLauncher([Step(copy, (0,), step(x, y).arguments, {}, {"x": "x", "y": "y"})], ["x", "y"])
 nothing(7, [0, 0])
 found["nothing"] = len(fake.launches())
 
@@ -105,7 +107,7 @@ if hasattr(tl, "make_tensor_descriptor"):
     triton.set_allocator(lambda size, alignment, stream: flat)
     one = Step(described, (2, 3), {"x": wide, "y": flat, "rows": 64, "WIDTH": 64}, {}, {"x": "x", "y": "y"})
     compare("scratch", [one], [one], ["x", "y", SCRATCH], [wide.data_ptr(), flat.data_ptr(), flat.data_ptr()])
-    found["scratch without a role"] = Direct([one], ["x", "y"]).reason
+    found["scratch without a role"] = DriverLauncher([one], ["x", "y"]).reason
 if triton_compat.version() >= (3, 4):
     pdl = Step(copy, (4,), step(x, y).arguments, {"launch_pdl": True}, {"x": "x", "y": "y"})
     compare("dependent", [pdl], [pdl], ["x", "y"], [x.data_ptr(), y.data_ptr()])
@@ -138,7 +140,7 @@ if triton_compat.version() >= (3, 5):
         fake.library.fake_lose_context()
         maps(7, [wide.data_ptr() + 64 * number, c.data_ptr()])
         found["maps without a context"].append(len(fake.launches()))
-    by_python = Direct([hosted(a, c)], ["source", "target"])
+    by_python = DriverLauncher([hosted(a, c)], ["source", "target"])
     for place in range(200):
         both[1](7, [16 * (place + 1), c.data_ptr()])
         by_python(7, [16 * (place + 1), c.data_ptr()])

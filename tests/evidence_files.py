@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from portattn.planning import evidence
+from portattn.planning import core_path
 from portattn.planning.data_files import load_verified
 
 # Of 3.6.0 all was run; 3.7.1 lacks latent attention and gradients, 3.9.0 a format of caches and two of queries.
@@ -41,4 +41,4 @@ def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of PARTS are all that is known, of every backend."""
     (folder / "verified.toml").write_text(PARTS, encoding="utf-8")
     found = load_verified(folder)
-    monkeypatch.setattr(evidence, "_seen", lambda backend: found)
+    monkeypatch.setattr(core_path, "_seen", lambda backend: found)

@@ -1,7 +1,5 @@
 """CPU tensors that count as an H100's: plans are for one, calls are cached, fakedriver's library takes the launches.
-
-For programs that run with that library; they install it before Triton is imported.
-"""
+For programs that run with that library; they install it before Triton is imported."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ import opcalls
 import torch
 
 import portattn.launch.cached_launch
-from portattn.api import dispatch, kernel_backward
-from portattn.backends.cuda import counters
+from portattn.api import backward, dispatch
+from portattn.backends.cuda import launch_parts
 from portattn.launch import device_api, triton_compat
-from portattn.planning import gradients
+from portattn.planning import core_path
 from portattn.planning.registry import parse_target
 
 
@@ -30,11 +28,9 @@ def _zeros(count: int) -> torch.Tensor:
 
 
 def pretend(
-    current: Callable[[], int | None] = lambda: None,
-    stream: Callable[[int], int] = lambda index: 7,
-    empty: Callable[..., torch.Tensor] = _empty,
-    zeros: Callable[[int], torch.Tensor] = _zeros,
-) -> None:
+    current: Callable[[], int | None] = lambda: None, stream: Callable[[int], int] = lambda index: 7,
+    empty: Callable[..., torch.Tensor] = _empty, zeros: Callable[[int], torch.Tensor] = _zeros,
+) -> None:  # fmt: skip
     """Calls on CPU tensors are planned for an H100 and cached.
 
     current  index of the current device, None as a CPU tensor's is
@@ -46,31 +42,33 @@ def pretend(
 
     target = parse_target("cuda:sm_90", f"triton=={triton.__version__}")
     dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
-    kernel_backward.own_path = lambda backend, device_type: gradients.own_path(backend, "cuda")  # type: ignore[assignment]
+    backward.own_path = lambda backend, device_type: core_path.own_path(backend, "cuda")  # type: ignore[assignment]
     fakedriver.keep_everywhere()
     runtime = device_api.Runtime(current=current, stream=stream, empty=empty)
     device_api.runtime = portattn.launch.cached_launch.runtime = lambda device_type: runtime  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
-    counters._of_device[None] = counters.Counters(zeros)  # type: ignore[index]
+    launch_parts._of_device[None] = launch_parts.Counters(zeros)  # type: ignore[index]
 
 
 def leave_bodies_out() -> None:
-    """From now on kernels are compiled with empty bodies, in a tenth of a second and not in two or ten.
-
-    What is launched follows from their signatures. Without bodies none asks for shared memory, or for memory to build
-    descriptors in. They go into Triton's cache as others do: for a process with a cache of its own.
-    """
+    """From now on kernels are compiled with empty bodies, in a tenth of a second and not in two or ten. What is
+    launched follows from their signatures. Without bodies none asks for shared memory, or for memory to build
+    descriptors in. They go into Triton's cache as others do: for a process with a cache of its own."""
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITFunction
 
-    parse = JITFunction.parse
+    from portattn.kernels.records import _Rewriting
 
-    def parsed(function: Any) -> ast.Module:
-        module = parse(function)
-        module.body[0].body = [ast.copy_location(ast.Pass(), module.body[0].body[-1])]
-        return module
+    def without_body(parse: Callable[..., ast.Module]) -> Callable[..., ast.Module]:
+        def parsed(*given: Any) -> ast.Module:
+            module = parse(*given)
+            module.body[0].body = [ast.copy_location(ast.Pass(), module.body[0].body[-1])]
+            return module
 
-    JITFunction.parse = parsed
+        return parsed
+
+    JITFunction.parse = without_body(JITFunction.parse)
+    _Rewriting.tree = without_body(_Rewriting.tree)  # type: ignore[method-assign]
     CUDABackend.make_cubin = lambda self, src, metadata, options, capability: b"none"
 
 
@@ -118,7 +116,7 @@ class Chip:
 
     def normal(self, launches: list[fakedriver.Launch], arguments: dict[str, Any]) -> list[list[Any]]:
         """Launches with names in place of the addresses of what was allocated, since each call allocates anew."""
-        places = {one.data_ptr(): "counter" for made in self.counters for one in made.split(counters.APART)}
+        places = {one.data_ptr(): "counter" for made in self.counters for one in made.split(launch_parts.APART)}
         # Buffers lie in one piece of memory, each from a multiple of 256 bytes on.
         places |= {
             t.data_ptr() + offset: f"allocated {i}" + (f" + {offset}" if offset else "")

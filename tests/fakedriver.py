@@ -1,8 +1,6 @@
 """Triton's own CUDA driver on a machine without a device: over a libcuda.so.1 that records launches (fake_cuda.c).
-
 Kernels are really compiled, and Triton's launcher really runs: what reaches the driver can be compared, byte for byte.
-For a process of its own: `environment` gives it the library, `install` then makes Triton use it.
-"""
+For a process of its own: `environment` gives it the library, `install` then makes Triton use it."""
 
 from __future__ import annotations
 
@@ -88,10 +86,8 @@ def run(program: str, folder: Path, triton: Path, *arguments: str) -> dict[str, 
 def environment(folder: Path) -> dict[str, str]:
     """For a process that is to use it."""
     return {
-        "LD_LIBRARY_PATH": str(folder),
-        "TRITON_LIBCUDA_PATH": str(folder),
-        "TRITON_CACHE_DIR": str(folder / "cache"),
-    }
+        "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache"),
+    }  # fmt: skip
 
 
 class Fake:

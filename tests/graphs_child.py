@@ -1,7 +1,5 @@
-"""Run by test_graph_launches.py, with fakedriver's library: repeated calls, whose launches native.c makes graphs of.
-
-Prints as JSON whether their launches are those of the same kernels by themselves, and when graphs are made.
-"""
+"""Run by test_hot_path.py, with fakedriver's library: repeated calls, whose launches native.c makes graphs of.
+Prints as JSON whether their launches are those of the same kernels by themselves, and when graphs are made."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 

@@ -1,8 +1,6 @@
-"""Run by test_hot_path.py, with fakedriver's library: calls on CPU tensors that count as an H100's.
-
-Their kernels are really compiled, their launches recorded. Prints as JSON how calls by native.c compare with the same
-calls by Python, and what warm-up and monitor do.
-"""
+"""Run by test_hot_path.py, with fakedriver's library: calls on CPU tensors that count as an H100's. Their kernels are
+really compiled, their launches recorded. Prints as JSON how calls by native.c compare with the same calls by Python,
+and what warm-up and monitor do."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
@@ -14,7 +12,6 @@ import gc
 import json
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -43,12 +40,10 @@ found: dict[str, Any] = {
 
 SIZES: dict[str, dict[str, Any]] = {
     "attention": {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64},
-    "varlen": {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64},
-    "decode": {"dtype": "fp16", "num_splits": 3},
-    "paged": {"dtype": "fp16", "num_splits": 2},
-    "sparse": {"dtype": "fp16"},
+    "varlen": {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64}, "decode": {"dtype": "fp16", "num_splits": 3},
+    "paged": {"dtype": "fp16", "num_splits": 2}, "sparse": {"dtype": "fp16"},
     "mla": {"dtype": "bf16", "head_dim": 576, "head_dim_v": 512, "page_size": 64, "seq_k": 128},
-}
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "attention gluon": {
         "dtype": "bf16", "head_dim": 128, "head_dim_v": 128, "seq_q": 512, "seq_k": 512, "leftpad_q": False,
@@ -224,18 +219,6 @@ def compare(name: str, path: str) -> None:
         }  # fmt: skip
 
 
-def loop(function: Any) -> float:
-    best = 1e9
-    for _ in range(5):
-        begun = time.perf_counter()
-        for _ in range(200):
-            function()
-        best = min(best, (time.perf_counter() - begun) / 200)
-        fake.library.fake_clear()
-        chip.allocated.clear()
-    return round(best * 1e6, 2)
-
-
 def concurrent() -> None:
     """Threads that make the same kind of call: every launch has its own addresses."""
     op, arguments = calls("decode", "triton")
@@ -402,16 +385,4 @@ if triton_compat.version() >= (3, 6):
 concurrent()
 taken()
 warm()
-if "--time" in sys.argv:
-    with portattn.settings(isolate="never", canary="never"):
-        for name, path in (("attention", "triton"), ("decode", "triton"), ("attention", "auto")):
-            op, arguments = calls(name, path)
-            opcalls.perform(op, arguments)
-            perform = getattr(portattn, op)
-            entry = kind_of(op)
-            times = [loop(lambda: perform(**arguments))]  # noqa: B023
-            hit, entry.hit = entry.hit, None
-            times.append(loop(lambda: perform(**arguments)))  # noqa: B023
-            entry.hit = hit
-            found[f"µs {name} {path}"] = times
 print(json.dumps(found))

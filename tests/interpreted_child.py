@@ -1,7 +1,6 @@
-"""Run by test_interpreted_releases.py: public calls that Triton's interpreter carries out, of the Triton that comes
+"""Run by test_direct.py: public calls that Triton's interpreter carries out, of the Triton that comes
 first on the path. Prints as JSON that Triton's version, and the largest distance of each result from float64's, in
-parts of the largest number where that is above 1.
-"""
+parts of the largest number where that is above 1."""
 
 from __future__ import annotations
 
@@ -106,9 +105,7 @@ def caches() -> None:
     compare("paged", portattn.paged_attention(q, pages_k, pages_v, table, lengths, **options), expected)
     at, rows = bounds((3, 1, 2)), numbers(6, HEADS, DIM)
     expected = torch.cat([of_cache(rows[at[b] : at[b + 1]], b) for b in range(batch)])
-    ours = portattn.paged_attention(
-        rows, pages_k, pages_v, table, lengths, cu_seqlens_q=at, max_seqlen_q=3, **options
-    )  # fmt: skip
+    ours = portattn.paged_attention(rows, pages_k, pages_v, table, lengths, cu_seqlens_q=at, max_seqlen_q=3, **options)
     compare("paged, packed", ours, expected)
 
 

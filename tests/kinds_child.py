@@ -4,7 +4,7 @@ H100's.
 Each call is made twice: by what was kept of calls with other sizes, and in a process that has forgotten everything.
 Prints as JSON whether the launches are the same, and how many classes of sizes there were.
 
-    kinds_child.py [seed] [names of cases] [--time]
+    kinds_child.py [seed] [names of cases]
 """
 
 # ruff: noqa: E402 - the driver comes before Triton
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,6 @@ import triton
 from fakechip import Chip, leave_bodies_out
 
 import portattn
-from portattn.api import request
 from portattn.launch import cache, triton_compat
 
 chip = Chip(fake)
@@ -192,7 +190,7 @@ def by_python(op: str, arguments: dict[str, Any]) -> bool:
 
 
 found: dict[str, Any] = {"triton": triton.__version__}
-wanted = [word for word in sys.argv[2:] if word != "--time"]
+wanted = sys.argv[2:]
 if wanted and not any("gluon" in name for name in wanted):  # those have memory for descriptors, as their bodies ask
     leave_bodies_out()
 with portattn.settings(isolate="never", canary="never", validate="never"):
@@ -221,24 +219,4 @@ with portattn.settings(isolate="never", canary="never", validate="never"):
             "paths": sorted({cached.plan.path for kind in kinds for cached in kind.classes}),
             "steps": max(len(cached.program.code) for kind in kinds for cached in kind.classes),
         }  # fmt: skip
-    if "--time" in sys.argv:
-        found["µs"] = {}
-        for name, make in (
-            ("decode", decode),
-            ("attention", lambda b, n: attention(b, n, n, d=128)),
-            ("varlen", lambda b, n: varlen(4 * n, 4 * n, 4, n + 20, d=128)),
-            ("paged", lambda b, n: paged(4, n, 700)),
-        ):
-            calls = [make(4, n) for n in range(300, 600)]
-            for way in ("the same", "another length"):
-                times = []
-                for op, arguments in [calls[0]] * 300 if way == "the same" else calls:
-                    perform = getattr(portattn, op)
-                    begun = time.perf_counter()
-                    perform(**arguments)
-                    times.append(time.perf_counter() - begun)
-                    fake.library.fake_clear()
-                    chip.allocated.clear()
-                found["µs"][f"{name}, {way}"] = round(sorted(times)[len(times) // 2] * 1e6, 2)
-_ = request
 print(json.dumps(found))

@@ -1,9 +1,7 @@
-"""Run by test_first_calls.py, with fakedriver's library: first calls on CPU tensors that count as an H100's.
-
-Compiled in a child process first, as on any device. Prints as JSON how often each kernel was compiled, and which of
-Triton's own launchers were made: before 3.7 it has a C compiler make one for each kernel, which takes longer than all
-else that this process does.
-"""
+"""Run by test_kinds.py, with fakedriver's library: first calls on CPU tensors that count as an H100's. Compiled
+in a child process first, as on any device. Prints as JSON how often each kernel was compiled, and which of Triton's own
+launchers were made: before 3.7 it has a C compiler make one for each kernel, which takes longer than all else that this
+process does."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 

@@ -14,18 +14,17 @@ import torch
 from support import Device
 
 import portattn
-from portattn.api import candidate, dispatch
-from portattn.api.ops import decode, dense, latent, paged, sparse, varlen
+from portattn.api import call as call_module
+from portattn.api import dispatch
 from portattn.planning import core_path
 from portattn.planning.kernel_specs import DecodeSplit
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.call import Call
-from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import COMMON, FEATURES, ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_MLA, NVFP4, UNLIMITED
-from portattn.schema.tensors import BLOCK_SCALES, CACHE_DTYPE, PACKED, spans
+from portattn.schema.problem_limits import UNLIMITED
+from portattn.schema.tensors import BLOCK_SCALES, CACHE_DTYPE, spans
 from portattn.testing import tolerance
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
@@ -91,7 +90,7 @@ def given(call: Call) -> dict[str, Any]:
     if p.op == "mla_attention":
         if p.kv_format != "as_q":
             found |= _latent_scale(call)
-            call = replace(call, k=call.k.view(torch.uint8 if p.kv_format == DS_MLA else CACHE_DTYPE[p.kv_format]))
+            call = replace(call, k=call.k.view(CACHE_DTYPE[p.kv_format]))
         return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
     if p.q_format != "as_q":
         found |= _operand_scales(call, lambda scale: _queries(p, scale[..., None])[..., 0])
@@ -102,13 +101,12 @@ def given(call: Call) -> dict[str, Any]:
         found |= _scales(call)
         if p.kv_scales == "token" and (p.window or p.chunk or p.mask or p.bias or p.causal != "none"):
             found["validate"] = False  # scales of tokens that these hide are wild, and are refused where they are read
-        if p.kv_format == NVFP4:
+        if p.cache_format.block:
             if p.window or p.chunk or p.mask or p.bias or p.tree_mask or p.causal != "none":
                 found["validate"] = False  # as above, of scales of blocks
             blocks = {n: getattr(call, n).view(BLOCK_SCALES) for n in ("k_block_scale", "v_block_scale")}
             found |= {n: _keys(p, scale) for n, scale in blocks.items()}
-        dtype = PACKED if p.kv_format == NVFP4 else CACHE_DTYPE[p.kv_format]
-        call = replace(call, **{n: getattr(call, n).view(dtype) for n in "kv"})
+        call = replace(call, **{n: getattr(call, n).view(CACHE_DTYPE[p.kv_format]) for n in "kv"})
     names = {"attention": ("k", "v"), "paged_attention": ("k_pages", "v_pages")}.get(p.op, ("k_cache", "v_cache"))
     return found | {"q": _queries(p, call.q)} | dict(zip(names, (_keys(p, call.k), _keys(p, call.v)), strict=True))
 
@@ -158,8 +156,7 @@ def _keys(p: Problem, k: torch.Tensor) -> torch.Tensor:
 
 def carry_out_by(function: Callable[..., Any]) -> None:
     """Every public operation hands a request that no cached launch answers to `function`."""
-    for module in (dense, varlen, decode, paged, sparse, latent):
-        vars(module)["perform"] = function
+    call_module.perform = function
 
 
 def perform(op: str, arguments: dict[str, Any], **changes: Any) -> Any:
@@ -219,14 +216,12 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Inside the block the interpreter raises where a kernel touches an address outside the launch's tensors.
-
-    Yields the kernels that ran: an empty list means that nothing was watched.
-    """
+    """Inside the block the interpreter raises where a kernel touches an address outside the launch's tensors. Yields
+    the kernels that ran: an empty list means that nothing was watched."""
     import numpy as np
     from triton.runtime import interpreter
 
-    builder, launch_all = interpreter.InterpreterBuilder, candidate.launch_all
+    builder, launch_all = interpreter.InterpreterBuilder, dispatch.launch_all
     load, store = builder.create_masked_load, builder.create_masked_store
     tensors: list[tuple[str, int, int]] = []  # name, first byte, end
     kernels: list[str] = []
@@ -261,7 +256,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch:
         patch.setattr(builder, "create_masked_load", watched_load)
         patch.setattr(builder, "create_masked_store", watched_store)
-        patch.setattr(candidate, "launch_all", launch_watched)
+        patch.setattr(dispatch, "launch_all", launch_watched)
         yield kernels
 
 
@@ -282,7 +277,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the accelerator in this process")
     from portattn.api.request import Request
-    from portattn.compile import compile_check
+    from portattn.compile import ensure_compiled
     from portattn.launch import cached_launch
     from portattn.launch.run import has_rows, load_kernels
     from portattn.validate import values
@@ -309,12 +304,12 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeSplit, "constexprs", portable)
     monkeypatch.setattr(Registry.load().backends["cuda"], "variants", ())
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
-    monkeypatch.setattr(candidate, "launch_all", launch_all)
+    monkeypatch.setattr(dispatch, "launch_all", launch_all)
     monkeypatch.setattr(Request, "_on_accelerator", lambda request: True)
     # As on an accelerator: lengths are read back only where that is asked for.
     monkeypatch.setattr(values, "reads", lambda settings, tensor: settings.validate == "always")
     monkeypatch.setattr(cached_launch, "load_kernels", kernels)
     monkeypatch.setattr(cached_launch, "descriptor_memory", lambda memory: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is
-    monkeypatch.setattr(compile_check, "ensure", lambda *arguments: None)
+    monkeypatch.setattr(ensure_compiled, "ensure", lambda *arguments: None)
     dispatch.forget_plans()

@@ -42,16 +42,11 @@ def oracle(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     seen = torch.stack(
         [
             visible_keys(
-                p.seq_q,
-                p.seq_k,
-                p.causal,
-                None if call.seqlens_q is None else int(call.seqlens_q[b]),
+                p.seq_q, p.seq_k, p.causal, None if call.seqlens_q is None else int(call.seqlens_q[b]),
                 None if call.seqlens_k is None else int(call.seqlens_k[b]),
-            )
-            for b in range(p.batch)
-        ]
-        or [torch.zeros(p.seq_q, p.seq_k, dtype=torch.bool)]
-    )[: p.batch]
+            ) for b in range(p.batch)
+        ] or [torch.zeros(p.seq_q, p.seq_k, dtype=torch.bool)]
+    )[: p.batch]  # fmt: skip
     return masked_attention(call.q.double().cpu(), call.k.double().cpu(), call.v.double().cpu(), call.scale, seen)
 
 
@@ -80,15 +75,9 @@ def gradients(call: Call, loss: str, dtype: torch.dtype = torch.float64) -> list
 
 
 def random_call(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    device: str = "cpu",
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seqlens_q: list[int] | None = None,
-    seqlens_k: list[int] | None = None,
-) -> Call:
+    problem: Problem, *, seed: int = 0, device: str = "cpu", scale: float | None = None, dropout_p: float = 0.0,
+    seqlens_q: list[int] | None = None, seqlens_k: list[int] | None = None,
+) -> Call:  # fmt: skip
     """A call of random numbers for a problem, in its dtype and layout."""
     p, generator = problem, torch.Generator().manual_seed(seed)
 
@@ -104,15 +93,10 @@ def random_call(
         return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
 
     return Call(
-        problem=p,
-        q=tensor(p.heads_q, p.seq_q, p.head_dim),
-        k=tensor(p.heads_k, p.seq_k, p.head_dim),
-        v=tensor(p.heads_k, p.seq_k, p.head_dim_v),
-        scale=1.0 / math.sqrt(p.head_dim) if scale is None else scale,
-        seqlens_q=lengths(seqlens_q),
-        seqlens_k=lengths(seqlens_k),
-        dropout_p=dropout_p,
-    )
+        problem=p, q=tensor(p.heads_q, p.seq_q, p.head_dim), k=tensor(p.heads_k, p.seq_k, p.head_dim),
+        v=tensor(p.heads_k, p.seq_k, p.head_dim_v), scale=1.0 / math.sqrt(p.head_dim) if scale is None else scale,
+        seqlens_q=lengths(seqlens_q), seqlens_k=lengths(seqlens_k), dropout_p=dropout_p,
+    )  # fmt: skip
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor, call: Call) -> None:
@@ -127,8 +111,7 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor, call: Call) -> None
     tiny = {"fp16": 1e-3, "bf16": 8e-3, "fp32": 2e-6}[call.problem.dtype]
     p = call.problem
     plain = torch.softmax(
-        call.q.detach() @ call.k.detach().repeat_interleave(p.group, dim=1).transpose(-1, -2) * call.scale,
-        dim=-1,
+        call.q.detach() @ call.k.detach().repeat_interleave(p.group, dim=1).transpose(-1, -2) * call.scale, dim=-1
     )
     exact = torch.softmax(
         call.q.detach().double()

@@ -1,11 +1,18 @@
-"""A compiler that fails as it is told: speaks the worker's protocol, and each arch ends in its own way."""
+"""A compiler that fails as it is told: speaks the worker's protocol, and each arch ends in its own way. And the command
+line, called in this process."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import click.testing
 import pytest
+
+from portattn.cli import main
 
 PLANTED = """\
 #!{python}
@@ -43,3 +50,27 @@ def planted(tmp_path: Path) -> str:
     path.write_text(PLANTED.format(python=sys.executable))
     path.chmod(0o755)
     return str(path)
+
+
+class Called:
+    """What a call left: its exit status, standard output, standard error, and output as JSON."""
+
+    def __init__(self, result: click.testing.Result) -> None:
+        self.status, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def portattn() -> Callable[..., Called]:
+    """portattn("plan", "attention", …): run a command; an exception that no user should see fails the test."""
+
+    def call(*arguments: Any) -> Called:
+        result = click.testing.CliRunner().invoke(main, [str(a) for a in arguments], prog_name="portattn")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Called(result)
+
+    return call

@@ -1,8 +1,6 @@
-"""Triton's interpreter without what takes most of its time in these tests; what kernels compute stays the same.
-
-Of a process that runs tests, once and for all of it. Each piece is for releases that have what it replaces: elsewhere
-the interpreter is as it was, and slower.
-"""
+"""Triton's interpreter without what takes most of its time in these tests; what kernels compute stays the same. Of a
+process that runs tests, once and for all of it. Each piece is for releases that have what it replaces: elsewhere the
+interpreter is as it was, and slower."""
 
 from __future__ import annotations
 
@@ -15,12 +13,10 @@ PLAIN = {"handle", "shape", "numel", "type", "dtype"}  # what a tensor of Triton
 
 @functools.cache
 def quick_interpreter() -> None:
-    """Let the interpreter, once a process, leave out the following.
-
-    It looks through all of triton.language at each call of a device function, to patch what it has patched at the
-    launch; computes every int32 sum and product again in int64 for an assertion that is off; and for each value makes
-    anew its shape as a tuple of constants, that tuple's type, and a table of NumPy's types.
-    """
+    """Let the interpreter, once a process, leave out the following. It looks through all of triton.language at each
+    call of a device function, to patch what it has patched at the launch; computes every int32 sum and product again in
+    int64 for an assertion that is off; and for each value makes anew its shape as a tuple of constants, that tuple's
+    type, and a table of NumPy's types."""
     import triton.language as tl
     from triton.runtime import interpreter
 

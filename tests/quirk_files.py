@@ -40,15 +40,9 @@ source    = "planted by a test"
 
 
 def plant(
-    folder: Path,
-    quirk_id: str,
-    effect: str,
-    when: str = "",
-    title: str = "planted",
-    symptom: str = "wrong-result",
-    kind: str = "workaround",
-    evidence: str = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01',
-) -> Path:
+    folder: Path, quirk_id: str, effect: str, when: str = "", title: str = "planted", symptom: str = "wrong-result",
+    kind: str = "workaround", evidence: str = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01',
+) -> Path:  # fmt: skip
     """Write one quirk file under folder/<backend>/ and give its path. `when.backend` follows from the id."""
     backend = quirk_id.split("-")[0]
     if backend != "any":
@@ -72,10 +66,8 @@ def without_variants(backends: Mapping[str, Backend]) -> dict[str, Backend]:
 
 
 def registry(folder: Path, variants: bool = False) -> Registry:
-    """portattn's own backends with the quirks of a folder only, and no tuning: plans start from the defaults.
-
-    Nor any variant, unless `variants`: what quirks make of the core's plans is seen on every chip.
-    """
+    """portattn's own backends with the quirks of a folder only, and no tuning: plans start from the defaults. Nor any
+    variant, unless `variants`: what quirks make of the core's plans is seen on every chip."""
     read = Registry.read(find_backends() if variants else without_variants(find_backends()), folder)
     return Registry(
         backends=read.backends, arches=read.arches, tunings={name: {} for name in read.tunings}, quirks=read.quirks
@@ -83,12 +75,9 @@ def registry(folder: Path, variants: bool = False) -> Registry:
 
 
 def planned(
-    known: Registry,
-    target: str = "cuda:sm_90",
-    toolchain: str = "triton==3.6.0",
-    problem: Problem = PROBLEM,
+    known: Registry, target: str = "cuda:sm_90", toolchain: str = "triton==3.6.0", problem: Problem = PROBLEM,
     **settings: Any,
-) -> Plan:
+) -> Plan:  # fmt: skip
     return plan(problem, known.target(target, toolchain), known, settings=Settings(**settings))
 
 

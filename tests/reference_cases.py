@@ -30,26 +30,16 @@ OPS: dict[str, dict[str, Any]] = {
     "mla_packed": LATENT | {"seq_q": 13, "total_q": 22},
 }  # fmt: skip
 TERMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "softcap": {"softcap": True},
-    "alibi": {"alibi_slopes": True},
-    "sinks": {"sinks": True},
-}
+    "plain": {}, "softcap": {"softcap": True}, "alibi": {"alibi_slopes": True}, "sinks": {"sinks": True},
+}  # fmt: skip
 PLACED: dict[str, dict[str, Any]] = {
-    "causal": {"causal": "bottom_right"},
-    "top_left": {"causal": "top_left"},
-    "window": {"window_left": 4, "window_right": 2},
-    "window_before": {"window_left": 3},
-    "window_after": {"window_right": 1},
-    "window_of_itself": {"window_left": 0, "window_right": 0},
+    "causal": {"causal": "bottom_right"}, "top_left": {"causal": "top_left"},
+    "window": {"window_left": 4, "window_right": 2}, "window_before": {"window_left": 3},
+    "window_after": {"window_right": 1}, "window_of_itself": {"window_left": 0, "window_right": 0},
     "causal_window": {"causal": "bottom_right", "window_left": 5},
-    "top_left_window": {"causal": "top_left", "window_left": 5},
-    "chunk": {"chunk": 5},
-    "causal_chunk": {"causal": "bottom_right", "chunk": 4},
-    "top_left_chunk": {"causal": "top_left", "chunk": 6},
-    "chunk_window": {"window_left": 3, "window_right": 2, "chunk": 7},
-    "bias": {"bias": True},
-    "mask": {"mask": True},
+    "top_left_window": {"causal": "top_left", "window_left": 5}, "chunk": {"chunk": 5},
+    "causal_chunk": {"causal": "bottom_right", "chunk": 4}, "top_left_chunk": {"causal": "top_left", "chunk": 6},
+    "chunk_window": {"window_left": 3, "window_right": 2, "chunk": 7}, "bias": {"bias": True}, "mask": {"mask": True},
     "all": {
         "causal": "bottom_right", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True,
         "mask": True,

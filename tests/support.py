@@ -119,11 +119,9 @@ def lacking() -> frozenset[str]:
 def core_plan(
     device: Device, p: Problem, lowering: dict[str, str] | None = None, launch: dict[str, int] | None = None
 ) -> Plan:
-    """The plan that runs the core kernel with exactly these choices and small tiles.
-
-    How it reads pages is what fits the tiles, or must be: nothing else stops a tile that reaches beyond its page. A
-    test that asks for loads that this Triton does not have is skipped.
-    """
+    """The plan that runs the core kernel with exactly these choices and small tiles. How it reads pages is what fits
+    the tiles, or must be: nothing else stops a tile that reaches beyond its page. A test that asks for loads that this
+    Triton does not have is skipped."""
     small = Launch().changed({"block_m": TILE, "block_n": key_tile(device, p), "num_stages": 1} | (launch or {}))
     fitting = "flat_masked" if p.page_size % small.block_n else "per_page"
     chosen = Lowering(**({"page_loop": fitting} | (lowering or {})))
@@ -133,24 +131,15 @@ def core_plan(
         why = [why for choice, _, why in CORES[p.op].limits(p, chosen, small) if choice == "page_loop"]
         assert not why, f"page_loop = {chosen.page_loop}: {why[0]}"
     return Plan(
-        problem=p,
-        target=device.target,
-        toolchain="as installed",
-        requested=device.path,
-        path=device.path,
-        kernel=CORES[p.op].name,
-        lowering=chosen,
-        launch=small,
-    )
+        problem=p, target=device.target, toolchain="as installed", requested=device.path, path=device.path,
+        kernel=CORES[p.op].name, lowering=chosen, launch=small,
+    )  # fmt: skip
 
 
 def run_core(
-    device: Device,
-    call: Call,
-    lowering: dict[str, str] | None = None,
-    launch: dict[str, int] | None = None,
+    device: Device, call: Call, lowering: dict[str, str] | None = None, launch: dict[str, int] | None = None,
     cores: int = 3,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Run the core kernel on a call into outputs (and partial results) that held NaN before."""
     from portattn import launch as launching
 
@@ -162,11 +151,9 @@ poisoned = tolerance.nan_filled_memory
 
 
 def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None, extra: float = 0.0) -> None:
-    """out and LSE of any op, shaped as the call's own, against the float64 oracle within the library's budget.
-
-    The budget is that of portattn/testing/tolerance.py; `extra` is added to it, for products that are deliberately less
-    exact than the dtype.
-    """
+    """out and LSE of any op, shaped as the call's own, against the float64 oracle within the library's budget. The
+    budget is that of portattn/testing/tolerance.py; `extra` is added to it, for products that are deliberately less
+    exact than the dtype."""
     p = call.problem
     assert out.shape == call.new_out().shape
     assert out.transpose(1, 2).is_contiguous() if p.packed or p.layout == "bshd" else out.is_contiguous()

@@ -10,7 +10,7 @@ import pytest
 import tomlkit
 from places import ROOT
 
-from portattn.worker.import_file import load
+from portattn.worker.own_kernels import load
 
 budgets = load(str(ROOT / "scripts" / "budgets.py"))
 BUDGETS = tomlkit.parse((ROOT / "scripts" / "budgets.toml").read_text(encoding="utf-8")).unwrap()
@@ -38,12 +38,10 @@ FAULTS = [
     ("inner_jit_parameters", "portattn/more.py", JIT.format(names=", ".join(f"p{n}" for n in range(33))), 33),
     ("hidden_imports", "portattn/more.py", 'import importlib\n\nimportlib.import_module("portattn.api")\n', 1),
     ("hidden_imports", "portattn/more.py", 'import importlib\n\nimportlib.import_module("triton")\n', 0),
-    ("machinery_lines", "scripts/more.py", "x = 1\ny = 2\n", 2),
-    ("test_lines", "tests/test_more.py", "x = 1\n", 1),
-    ("words", "docs/page.md", "Four words stand here.\n", 4),
-    ("long_files", "tests/test_more.py", "x = 1\n" * 501, 1),
+    ("machinery_lines", "scripts/more.py", "x = 1\ny = 2\n", 2), ("test_lines", "tests/test_more.py", "x = 1\n", 1),
+    ("words", "docs/page.md", "Four words stand here.\n", 4), ("long_files", "tests/test_more.py", "x = 1\n" * 501, 1),
     ("long_files", "tests/test_more.py", "x = 1\n" * 500, 0),
-]
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -1,13 +1,9 @@
 """No general module names a chip: what differs between chips is a fact in backends/*/arches, or a method of a Backend.
-
 The names are those of the arches' own files: arches (and whatever begins as they do: `gfx9*`), families, and chips of
-their titles. So a new arch is covered as soon as its file is there.
-
-A module may name a chip where nothing is decided by it: in comments and docstrings (examples), in the texts of a
-command's help (`help=`, `metavar=`), and in what says where a thing was seen (`source=`). It may not name one in any
-other string, nor in a name; nor ask whether a backend is a certain one (`target.backend == "rocm"`), nor keep a table
-by backends' names.
-"""
+their titles. So a new arch is covered as soon as its file is there. A module may name a chip where nothing is decided
+by it: in comments and docstrings (examples), in the texts of a command's help (`help=`, `metavar=`), and in what says
+where a thing was seen (`source=`). It may not name one in any other string, nor in a name; nor ask whether a backend is
+a certain one (`target.backend == "rocm"`), nor keep a table by backends' names."""
 
 from __future__ import annotations
 
@@ -63,9 +59,10 @@ def docstrings(tree: ast.AST) -> set[int]:
 
 
 def allowed(tree: ast.AST) -> set[int]:
-    """Identities of nodes below keywords in which a chip may be named."""
-    keywords = (k for k in ast.walk(tree) if isinstance(k, ast.keyword) and k.arg in ALLOWED_KEYWORDS)
-    return {id(node) for keyword in keywords for node in ast.walk(keyword)}
+    """Identities of nodes below keywords, and rows of `options`, in which a chip may be named."""
+    keywords = [k for k in ast.walk(tree) if isinstance(k, ast.keyword) and k.arg in ALLOWED_KEYWORDS]
+    rows = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and ast.unparse(c.func).endswith("options")]
+    return {id(node) for above in (*keywords, *rows) for node in ast.walk(above)}
 
 
 def identifiers(node: ast.AST) -> list[str]:
@@ -125,18 +122,14 @@ def test_there_are_modules_and_names() -> None:
 
 
 PLANTED = [
-    ("if arch.name == 'sm_90': pass", "names 'sm_9'"),
-    ("TARGETS = ('rocm:gfx11*',)", "names 'gfx1'"),
-    ("RDNA3 = 1", "names 'RDNA"),
-    ("import portattn.hopper_things", "names 'hopper'"),
-    ("x = f'on {y} an H100'", "names 'H100'"),
-    ("def tiles_of_hopper(): pass", "names 'hopper'"),
-    ("chip = 'Ascend910B2'", "names 'Ascend9"),
-    ("if target.backend == 'rocm': pass", "asks for the backend 'rocm'"),
+    ("if arch.name == 'sm_90': pass", "names 'sm_9'"), ("TARGETS = ('rocm:gfx11*',)", "names 'gfx1'"),
+    ("RDNA3 = 1", "names 'RDNA"), ("import portattn.hopper_things", "names 'hopper'"),
+    ("x = f'on {y} an H100'", "names 'H100'"), ("def tiles_of_hopper(): pass", "names 'hopper'"),
+    ("chip = 'Ascend910B2'", "names 'Ascend9"), ("if target.backend == 'rocm': pass", "asks for the backend 'rocm'"),
     ("if 'ascend' in (backend, other): pass", "asks for the backend 'ascend'"),
     ("match backend:\n  case 'cuda': pass", "asks for the backend 'cuda'"),
     ("T = {'cuda': 1, 'ascend': 2}", "keeps a table by backends: ascend, cuda"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "said"), PLANTED)
@@ -148,14 +141,10 @@ def test_a_planted_name_is_found(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '"""As on sm_90."""',
-        "x = 1  # gfx942 has 304",
-        "option(help='such as rocm:gfx942', metavar='sm_90')",
-        "Row(source='reproduced for gfx950')",
-        "device = torch.device('cuda', 0)",
-        "if device.type == 'cuda': pass",
+        '"""As on sm_90."""', "x = 1  # gfx942 has 304", "option(help='such as rocm:gfx942', metavar='sm_90')",
+        "Row(source='reproduced for gfx950')", "device = torch.device('cuda', 0)", "if device.type == 'cuda': pass",
         "name = f'{backend}:{arch}'",
     ],
-)
+)  # fmt: skip
 def test_what_decides_nothing_may_name_a_chip(text: str) -> None:
     assert list(faults(text)) == []

@@ -20,8 +20,6 @@ HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_R
 COLUMNS = 120
 CHOOSING = "choosing-a-backend.md"
 # Tables that a program writes, one row an entry or a measurement: a row cannot be broken.
-ARCH_ROW = re.compile(r"\| `\w+:\w+` \|")  # docs/backends.md: holds the titles of arches.toml as they are
-GENERATED = ("quirk-verification.md", "performance/tables.md", "performance/tables-h100.md")
 # Runs the examples that it reads, and writes what each printed.
 CHILD = """
 import contextlib, io, json, sys, warnings
@@ -48,15 +46,10 @@ def _begins(line: str, whole: str) -> bool:
 @pytest.mark.parametrize(
     ("page", "least"),
     [
-        ("operations", 7),
-        ("serving", 3),
-        ("training", 6),
-        ("choosing-a-backend", 2),
-        ("flash-attn", 2),
-        ("context-parallel", 1),
-        ("../README", 1),
+        ("operations", 7), ("serving", 3), ("training", 6), ("choosing-a-backend", 2), ("flash-attn", 2),
+        ("context-parallel", 1), ("low-precision", 4), ("../README", 1),
     ],
-)
+)  # fmt: skip
 def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:
     assert_shown(page, least, tmp_path)
 
@@ -100,7 +93,11 @@ def commands(page: str) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-@pytest.mark.parametrize(("words", "lines"), [pytest.param(*one, id=one[0][3]) for one in commands(CHOOSING)])
+SHOWN = [(page, *one) for page in (CHOOSING, "../README.md") for one in commands(page)]
+assert len(SHOWN) > 5  # the pages that are compared have plans
+
+
+@pytest.mark.parametrize(("words", "lines"), [pytest.param(*one, id=f"{page}-{one[0][3]}") for page, *one in SHOWN])
 def test_a_plan_on_the_page_is_the_plan(words: list[str], lines: list[str]) -> None:
     """Lines may be left out, cut by …, and broken; they come in the page's order."""
     printed = CliRunner().invoke(main, words).output
@@ -114,21 +111,27 @@ def test_a_plan_on_the_page_is_the_plan(words: list[str], lines: list[str]) -> N
         place = found + len(part)
 
 
-def test_the_page_that_is_compared_has_plans() -> None:
-    assert len(commands(CHOOSING)) >= 5
+def test_the_speeds_of_the_readme_are_those_of_one_run() -> None:
+    """Each cell of its table is a set's geometric mean and least ratio in docs/performance/releases.json."""
+    sets = json.loads((DOCS / "performance" / "releases.json").read_text(encoding="utf-8"))["sets"]
+    found = {(one["set"], one["release"]): one for one in sets if one["contender"] == "portattn"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*\(`(\w+)`\) \| (\d+) \| (.*) \| (.*) \| (.*) \| .* \|$", text, re.MULTILINE)
+    assert len(rows) >= 5
+    for name, cells, *shown in rows:
+        ones = [found[name, release] for release in ("3.6.0", "3.8.0", "3.9.0")]
+        assert shown == [f"{one['ratio']:.2f}×, {one['least_ratio']:.2f}×" for one in ones], name
+        assert {one["cells"] for one in ones} == {int(cells)}, name
 
 
 def too_long(text: str) -> list[int]:
-    """Numbers of the lines over the limit, but for what cannot be broken: one long word, and an arch's row of data."""
+    """Return numbers of the lines over the limit, except lines of one long word."""
     lines = enumerate(text.splitlines(), 1)
-    return [
-        number for number, line in lines
-        if len(line) > COLUMNS and " " in line.strip().removeprefix("- ") and not ARCH_ROW.match(line)
-    ]  # fmt: skip
+    return [number for number, line in lines if len(line) > COLUMNS and " " in line.strip().removeprefix("- ")]
 
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")]
-PAGES += sorted(page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in GENERATED)
+PAGES += sorted(DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -141,3 +144,32 @@ def test_a_line_that_is_too_long_is_found() -> None:
     assert too_long(f"short\n{words}end\n| {words}|\n") == [2, 3]
     assert too_long(f"{words.strip()}\n") == []
     assert too_long("- " + "x" * COLUMNS) == []  # an address
+
+
+# A link's target, without its anchor: what the site alone has (scripts/site_pages.py) is no target for a code host.
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)[^)]*\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_of_the_repository(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [link for link in LINK.findall(text) if not (page.parent / link).exists()] == []
+
+
+def test_the_pages_that_the_site_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is in the navigation, in the repository nowhere, and links to files."""
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import site_pages
+
+    made = site_pages.made_pages()
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for path, text in made.items():
+        assert f": {path}\n" in navigation
+        assert text.startswith("# ")
+        assert not (ROOT / path).exists()
+        assert [link for link in LINK.findall(text) if not ((ROOT / path).parent / link).exists()] == []
+    assert "[Quirks](quirks.md" in made["docs/quirk-catalogue.md"]
+    assert "| dense forward, geomean |" in made["docs/performance/tables.md"]
+    assert "| `cuda:sm_90` | H100 SXM, H200, H20, GH200 | hopper | 132 | 227 KiB |" in made["docs/architectures.md"]
+    assert "NVIDIA H100" in made["docs/performance/tables-h100.md"]

@@ -17,9 +17,6 @@ import portattn
 from portattn.schema.problem_limits import OPS
 
 TRANSFORMERS = "integrations.transformers.register"
-SDPA = (
-    "scaled_dot_product_attention", "route", "explain", "last_route", "replaced", "register_flash_impl", "flash_impl",
-)  # fmt: skip
 # Nothing on every machine gives them.
 NO_EXAMPLE = ("CompileWarning", "FallbackWarning", "PluginWarning", "TracingWarning")
 SHARED = ("attention", "varlen_attention", "shard", "unshard", "positions", "documents")
@@ -46,10 +43,11 @@ def found(name: str) -> Any:
 
 FUNCTIONS = [name for name in NAMES if inspect.isfunction(found(name))]
 FUNCTIONS += [f"{name}.{method}" for name, methods in METHODS.items() for method in methods]
-FUNCTIONS += [f"integrations.sdpa.{name}" for name in SDPA]
-FUNCTIONS += ["distributed.context_parallel", *(f"distributed.ContextParallel.{name}" for name in SHARED)]
+FUNCTIONS += [f"integrations.sdpa.{name}" for name in ("scaled_dot_product_attention", "route", "explain")]
+FUNCTIONS += [f"integrations.sdpa.{n}" for n in ("last_route", "replacement", "register_flash_impl", "flash_impl")]
+FUNCTIONS += ["distributed.decode_parallel", "distributed.context_parallel"]
+FUNCTIONS += [f"distributed.ContextParallel.{name}" for name in SHARED]
 CLASSES = [name for name in NAMES if inspect.isclass(found(name)) and name not in NO_EXAMPLE]
-FUNCTIONS += [f"distributed.{name}" for name in ("decode_parallel", "torch_context_parallel")]
 FUNCTIONS += [f"distributed.{name}" for name in ("context_parallel_cost", "decode_parallel_cost")]
 FUNCTIONS += [f"distributed.DecodeParallel.{name}" for name in DECODING]
 FUNCTIONS += [f"distributed.CacheShard.{name}" for name in ("lengths", "positions", "slots")]
@@ -83,14 +81,16 @@ def lacks(function: Callable[..., Any], memory: bool = False) -> list[str]:
     missing = []
     if "\n" in summary or not summary.endswith("."):
         missing.append("a summary of one line")
-    for section in ("Returns ", "Raises ", *(["Memory"] if memory else [])):
+    for section in ("Returns:", *(["Memory"] if memory else [])):
         if not any(paragraph.startswith(section) for paragraph in paragraphs):
-            missing.append(f"a paragraph that begins with {section.strip()}")
-    # Rows of two columns: names, two blanks or more, and what they are.
-    rows = {name for line in prose.splitlines() for name in re.split(r", ", re.split(r" {2,}", line)[0])}
+            missing.append(f"a paragraph that begins with {section}")
+    arguments = next((paragraph for paragraph in paragraphs if paragraph.startswith("Args:")), "")
+    lists = re.findall(r"^    (\**\w+(?:, \**\w+)*): ", arguments, re.MULTILINE)
+    rows = [name.lstrip("*") for names in lists for name in names.split(", ")]
     signature = inspect.signature(function)
     own = [name for name in signature.parameters if name not in ("self", "cls")]
     missing += [f"a row about {name}" for name in own if name not in rows]
+    missing += [f"a parameter {name}, but describes it" for name in rows if name not in own]
     tensors = any("Tensor" in str(one.annotation) for one in signature.parameters.values())
     if tensors and not SHAPE.search(prose):
         missing.append("shapes")
@@ -130,18 +130,19 @@ def test_the_examples_are_right(name: str) -> None:
 
 
 def complete(q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Twice the queries.
+    """Return twice the queries.
 
-    q    (B, Hq, Sq, D)
-    out  where they go, (B, Hq, Sq, D)
+    Args:
+        q: (B, Hq, Sq, D)
+        out: receives them, (B, Hq, Sq, D)
 
-    Returns out.
+    Returns:
+        out.
 
-    Raises nothing.
-
-    >>> import torch
-    >>> torch.ones(1) * 2
-    tensor([2.])
+    Examples:
+        >>> import torch
+        >>> torch.ones(1) * 2
+        tensor([2.])
     """
     raise NotImplementedError
 
@@ -149,13 +150,12 @@ def complete(q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("removed", "missing"),
     [
-        ("Twice the queries.\n", "a summary of one line"),
-        ("    Returns out.\n", "a paragraph that begins with Returns"),
-        ("    Raises nothing.\n", "a paragraph that begins with Raises"),
-        ("    out  where they go, (B, Hq, Sq, D)\n", "a row about out"),
+        ("Return twice the queries.\n", "a summary of one line"),
+        ("    Returns:\n", "a paragraph that begins with Returns:"),
+        ("    out: receives them, (B, Hq, Sq, D)\n", "a row about out"),
         (", (B, Hq, Sq, D)\n", "shapes"),
-        ("    >>> import torch\n", "an example that imports what it uses"),
-        ("    tensor([2.])\n", "an example that shows a result"),
+        ("        >>> import torch\n", "an example that imports what it uses"),
+        ("        tensor([2.])\n", "an example that shows a result"),
     ],
 )
 def test_a_docstring_that_lacks_something_is_red(removed: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +163,10 @@ def test_a_docstring_that_lacks_something_is_red(removed: str, missing: str, mon
     assert lacks(complete, memory=True) == ["a paragraph that begins with Memory"]
     text = complete.__doc__ or ""
     assert removed in text
-    text = text.replace("    q    (B, Hq, Sq, D)\n", "    q    queries\n") if missing == "shapes" else text
+    text = text.replace("    q: (B, Hq, Sq, D)\n", "    q: queries\n") if missing == "shapes" else text
     monkeypatch.setattr(complete, "__doc__", text.replace(removed, "\n" if missing == "shapes" else ""))
     assert missing in lacks(complete)
-    monkeypatch.setattr(complete, "__doc__", text.partition("    >>>")[0])
+    monkeypatch.setattr(complete, "__doc__", text.partition(">>>")[0])
     assert "an example" in lacks(complete)
     monkeypatch.setattr(complete, "__doc__", text.replace("2.]", "3.]"))
     said = list[str]()

@@ -123,10 +123,8 @@ def _raise(out: torch.Tensor) -> torch.Tensor:
 
 
 PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "inexact": lambda out: out * 1.1,
-    "not finite": lambda out: torch.full_like(out, float("nan")),
-    "raised": _raise,
-}
+    "inexact": lambda out: out * 1.1, "not finite": lambda out: torch.full_like(out, float("nan")), "raised": _raise,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -140,13 +138,8 @@ def test_a_fault_is_found_and_its_case_made_smaller(monkeypatch: pytest.MonkeyPa
     p = smaller.problem
     assert (p.sinks, p.return_lse) == (True, False)
     assert (p.alibi_slopes, p.bias, p.causal, p.batch, p.heads_q, smaller.strides) == (
-        False,
-        False,
-        "none",
-        1,
-        1,
-        "plain",
-    )
+        False, False, "none", 1, 1, "plain",
+    )  # fmt: skip
     said: list[Any] = []
     exec(compile(reducing.snippet(smaller, "cpu"), "snippet", "exec"), {"print": said.append})
     assert said[0].kind == kind
@@ -175,6 +168,7 @@ def _recorded(place: Path, *words: str) -> running.Report:
     if support.TRITON is None or (support.TRITON.major, support.TRITON.minor) not in triton_compat.KNOWN:
         pytest.skip("no Triton whose launches are kept is installed")
     line, options = _command("shapes", "--device", "cpu", "--json", str(place), *words)
+    options["env"]["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(line, **options, capture_output=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return msgspec.json.decode(place.read_bytes(), type=running.Report)
@@ -190,7 +184,7 @@ def test_shapes(tmp_path: Path) -> None:
 
 KNOWN_TURNS = {
     # 5, 1 and 5, True are equal: the second was served by what the first had left, and not refused.
-    "a window's type": [("fp32", Shape(alike=("window", 0))), ("fp32", Shape(alike=("window", 1)))],
+    "a window's type": [("fp32", Shape(alike=("window", 0))), ("fp32", Shape(alike=("window", 1)))]
 }
 
 

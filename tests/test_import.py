@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from places import ROOT
+
+import portattn
+from portattn.source_tree import PARTS, install_extra
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # A finder that hides packages, as if they were not installed.
 HIDE = """
@@ -24,6 +35,11 @@ sys.meta_path.insert(0, Hidden())
 """
 MISSING = """
 import importlib.util
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name in {names!r} else find(name, package)
 """
@@ -43,28 +59,21 @@ def python(program: str, *, without: tuple[str, ...] = (), path: Path | None = N
     return done.stdout.strip()
 
 
-def test_importing_imports_nothing_heavy() -> None:
-    loaded = python("""
-        import sys
-        import portattn
-        dir(portattn)
-        heavy = ("torch", "triton", "numpy", "click", "rich", "jinja2", "msgspec", "transformers")
-        print([name for name in heavy if sys.modules.get(name)])
-    """)
-    assert loaded == "[]"
-
-
-def test_the_public_functions_load_no_triton_and_no_registry_data() -> None:
+@pytest.mark.parametrize(
+    ("program", "heavy"),
+    [
+        ("dir(portattn)", "torch triton numpy click rich jinja2 msgspec transformers"),
+        ("import torch; portattn.attention, portattn.plan, portattn.settings",
+         "triton numpy.testing click rich jinja2 tomlkit portattn.backends portattn.tools"),
+        ("import contextlib, io, portattn.cli\nfor words in (['bench'], ['bench', 'report'], ['bench', 'compare']):\n"
+         " with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+         "  portattn.cli.main([*words, '--help'])", "torch numpy triton"),
+    ], ids=["import", "public functions", "bench --help"],
+)  # fmt: skip
+def test_heavy_modules_are_not_imported(program: str, heavy: str) -> None:
     """What a first use costs is measured by `portattn bench` (first calls); here only what it must not load."""
-    loaded = python("""
-        import sys
-        import torch
-        import portattn
-        portattn.attention, portattn.plan, portattn.settings
-        heavy = ("triton", "numpy.testing", "click", "rich", "jinja2", "tomlkit", "portattn.backends", "portattn.tools")
-        print([name for name in heavy if sys.modules.get(name)])
-    """)
-    assert loaded == "[]"
+    loaded = f"print([name for name in {heavy.split()} if sys.modules.get(name)])"
+    assert python(f"import sys, portattn\n{program}\n{loaded}") == "[]"
 
 
 SERVING = """
@@ -96,41 +105,6 @@ def test_a_serving_process_imports_no_tool(path: str, canary: str) -> None:
     if path == "interpreter":
         pytest.importorskip("triton")
     assert python(SERVING.format(path=path, canary=canary)).splitlines()[-1] == "[]"
-
-
-def test_old_names_of_modules_say_the_new_ones() -> None:
-    said = python("""
-        import importlib
-        import portattn
-        from portattn.moved import MOVED
-        for old, new in MOVED.items():
-            importlib.import_module(new)
-            for name in (f"portattn.{old}", f"portattn.{old}.deeper"):
-                try:
-                    importlib.import_module(name)
-                except ModuleNotFoundError as error:
-                    assert str(error) == f"portattn.{old} is now {new}", (name, error)
-                else:
-                    raise SystemExit(f"{name} is still there")
-        try:
-            from portattn import lab
-        except ImportError as error:
-            print(error)
-    """)
-    assert said == "portattn.lab is now portattn.tools.lab"
-
-
-def test_asking_for_an_old_name_raises_nothing() -> None:
-    said = python("""
-        import importlib.util
-        import portattn
-        from portattn.moved import MOVED
-        for old, new in MOVED.items():
-            spec = importlib.util.find_spec(f"portattn.{old}")
-            assert spec.origin == new, spec
-        print(importlib.util.find_spec("portattn.never_there"))
-    """)
-    assert said == "None"
 
 
 ONE_COPY = """
@@ -209,23 +183,7 @@ def test_no_device_is_touched() -> None:
     """)
 
 
-def test_attention_on_a_cpu_needs_no_triton() -> None:
-    out = python(
-        """
-        import torch
-        import portattn
-        q = torch.randn(1, 2, 5, 8)
-        out, lse = portattn.attention(q, q, q, causal=True, return_lse=True)
-        assert out.isfinite().all() and lse.isfinite().all()
-        portattn.decode_attention(q, q, q, torch.tensor([3], dtype=torch.int32))
-        print(portattn.last_plan().path, portattn.last_plan().toolchain)
-        """,
-        without=("triton",),
-    )
-    assert out == "sdpa none"
-
-
-def test_every_op_on_a_cpu_needs_no_triton() -> None:
+def test_every_op_on_a_cpu_needs_neither_triton_nor_numpy_nor_the_command_lines_packages() -> None:
     out = python(
         """
         import torch
@@ -235,7 +193,7 @@ def test_every_op_on_a_cpu_needs_no_triton() -> None:
         pages, table, lengths = torch.randn(3, 8, 2, 8), ints([2, 0]), ints(11)
         chosen, counts = ints(3, 1, 4).expand(1, 2, 3).contiguous(), ints([3, 2])
         results = [
-            portattn.attention(q, cache, cache),
+            *portattn.attention(q, cache, cache, causal=True, return_lse=True),
             portattn.decode_attention(q, cache, cache, lengths),
             portattn.varlen_attention(rows, rows, rows, ints(0, 2, 5), ints(0, 2, 5), 3, 3, causal=True),
             portattn.paged_attention(q, pages, pages, table, lengths),
@@ -243,11 +201,12 @@ def test_every_op_on_a_cpu_needs_no_triton() -> None:
             portattn.mla_attention(q[..., :6], q[..., 6:], pages[:, :, 0], table, lengths, scale=0.3),
         ]
         assert all(result.isfinite().all() for result in results)
-        print(portattn.last_plan().path)
+        assert "sdpa path" in portattn.explain("attention", q, q, q)
+        print(portattn.last_plan().path, portattn.last_plan().toolchain)
         """,
-        without=("triton", "numpy"),
+        without=("triton", "numpy", "click", "rich", "jinja2", "transformers"),
     )
-    assert out == "sdpa"
+    assert out == "sdpa none"
 
 
 def test_without_triton_the_interpreter_says_how_to_get_it() -> None:
@@ -267,19 +226,6 @@ def test_without_triton_the_interpreter_says_how_to_get_it() -> None:
     assert "pip install -e '.[triton]' in the checkout" in out
 
 
-def test_the_library_needs_neither_the_command_lines_packages_nor_numpy() -> None:
-    python(
-        """
-        import torch
-        import portattn
-        q = torch.randn(1, 2, 5, 8)
-        assert portattn.attention(q, q, q).shape == q.shape
-        print(portattn.explain("attention", q, q, q))
-        """,
-        without=("click", "rich", "jinja2", "numpy", "triton", "transformers"),
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
 def test_triton_is_interpreted_only_when_asked_for() -> None:
     """A process that compiles must not find its kernels interpreted."""
@@ -294,28 +240,9 @@ def test_triton_is_interpreted_only_when_asked_for() -> None:
     """)
 
 
-def test_the_first_interpreted_call_of_a_process_runs() -> None:
-    """Triton decides for the interpreter when it is imported, parts of it at the first launch only."""
-    pytest.importorskip("triton")
-    said = python("""
-        import os
-        os.environ.pop("TRITON_INTERPRET", None)
-        import torch, portattn
-        q = torch.randn(1, 2, 4, 16)
-        try:
-            out = portattn.attention(q, q, q, backend="interpreter")
-        except portattn.PathUnavailable as error:
-            print("unavailable:", str(error).splitlines()[-1])
-            raise SystemExit
-        print((out - torch.nn.functional.scaled_dot_product_attention(q, q, q)).abs().max().item() < 1e-5)
-    """)
-    if said.startswith("unavailable"):
-        pytest.skip(said)
-    assert said.splitlines()[-1] == "True"
-
-
 def test_calls_after_the_first_interpreted_one_run_with_kernels_of_other_modules() -> None:
-    """Each module of kernels is imported when it is first launched, and its functions decide then."""
+    """Triton decides for the interpreter when it is imported, parts of it at the first launch only: each module of
+    kernels is imported when it is first launched, and its functions decide then."""
     pytest.importorskip("triton")
     said = python("""
         import os
@@ -325,11 +252,13 @@ def test_calls_after_the_first_interpreted_one_run_with_kernels_of_other_modules
         q = torch.randn(1, 2, 4, 16, requires_grad=True)
         attention = torch.nn.functional.scaled_dot_product_attention
         try:
-            portattn.attention(q, q, q, backend="interpreter").square().sum().backward()
+            first = portattn.attention(q, q, q, backend="interpreter")
+            first.square().sum().backward()
         except portattn.PathUnavailable as error:
             print("unavailable:", str(error).splitlines()[-1])
             raise SystemExit
         (right,) = torch.autograd.grad(attention(q, q, q).square().sum(), q)
+        print(torch.allclose(first, attention(q, q, q), atol=1e-5))
         print(torch.allclose(q.grad, right, atol=1e-5, rtol=1e-5))
         with torch.no_grad():
             lengths = torch.tensor([4], dtype=torch.int32)
@@ -339,7 +268,7 @@ def test_calls_after_the_first_interpreted_one_run_with_kernels_of_other_modules
     """)
     if said.startswith("unavailable"):
         pytest.skip(said)
-    assert said.split() == ["True", "True", "False"]
+    assert said.split() == ["True", "True", "True", "False"]
 
 
 @pytest.mark.parametrize("package", ["click", "rich", "tomlkit"])
@@ -419,3 +348,56 @@ def test_the_tests_refuse_to_judge_another_portattn(tmp_path: Path) -> None:
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert f"the tests in {ROOT} would judge another portattn, {tmp_path}/portattn/__init__.py" in done.stderr
     assert f"PYTHONPATH={ROOT}" in done.stderr
+
+
+# The distribution: its files, its extras and the hints that name them.
+
+
+def test_the_wheel_has_the_files_of_the_tree(tmp_path: Path) -> None:
+    """An editable install would work without a file that the distribution lacks."""
+    pytest.importorskip("setuptools", minversion="77.0.3")
+    tree = tmp_path / "tree"
+    for name in ("portattn", *PARTS):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, tree]
+    subprocess.run(command, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"portattn-{portattn.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    found = [path.relative_to(ROOT) for name in ("portattn", *PARTS) for path in (ROOT / name).rglob("*.*")]
+    files = {path.as_posix() for path in found if (ROOT / path).is_file() and path.suffix != ".pyc"}
+    assert packed == {f"portattn/{path}" if path.startswith(PARTS) else path for path in files}
+
+
+def test_an_extra_is_installed_from_where_portattn_is(tmp_path: Path) -> None:
+    """No index has what is in a checkout; an installed portattn has backends/ inside its own folder."""
+    package = tmp_path / "portattn"
+    (tmp_path / "backends").mkdir()
+    package.mkdir()
+    assert install_extra("triton", str(package)) == "pip install -e '.[triton]' in the checkout"
+    assert install_extra("triton") == "pip install -e '.[triton]' in the checkout"
+    (package / "backends").mkdir()
+    assert install_extra("triton", str(package)) == "pip install 'triton<3.10,>=3.2'"
+    tools = install_extra("tools", str(package))
+    assert re.fullmatch(r"pip install 'click>=8.2' 'rich>=13.0' 'jinja2>=3.1' 'tomlkit>=0.13'", tools)
+    assert install_extra("bench", str(package)) == f"{tools} 'matplotlib>=3.8'"
+
+
+def test_every_hint_names_an_extra_that_there_is() -> None:
+    """In code through install_extra alone, so that nobody is told to ask an index for a checkout's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    named = set()
+    for path in [*(ROOT / "portattn").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        named |= set(re.findall(r"install_extra\([\"'](\w+)[\"']", text))
+        assert "pip install " not in text or path.name == "source_tree.py", path
+    assert {"triton", "tools", "transformers", "diffusers", "bench"} == named & extras == named
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        assert "pip install 'portattn[" not in text, page
+        for several in re.findall(r"pip install (?:-e )?'\.\[([\w,]+)\]'", text):
+            assert set(several.split(",")) <= extras, page

@@ -11,9 +11,10 @@ from pathlib import Path
 import click.testing
 import msgspec
 import pytest
+import tiers
 from places import ROOT
 
-from portattn.worker.import_file import load
+from portattn.worker.own_kernels import load
 
 mutants = load(str(ROOT / "scripts" / "mutants.py"))
 BY_HAND, CONFIG = mutants.by_hand(), mutants.groups()
@@ -107,12 +108,10 @@ def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("outcomes", "status"),
     [
-        (["killed", "timeout", "equivalent"], 0),
-        (["killed", "survived"], 1),
-        (["stale", "survived"], 2),
+        (["killed", "timeout", "equivalent"], 0), (["killed", "survived"], 1), (["stale", "survived"], 2),
         (["broken"], 2),
     ],
-)
+)  # fmt: skip
 def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: list[str], status: int) -> None:
     found = [mutants.Finding(f"m{i}", "g", outcome) for i, outcome in enumerate(outcomes)]
     assert mutants.report(found, as_json=True) == status
@@ -178,3 +177,52 @@ def test_a_group_is_added_to_the_tools_table(tmp_path: Path) -> None:
     assert table["only_mutate"] == list(CONFIG.groups["planner"].modules)
     assert table["pytest_add_cli_args_test_selection"] == list(CONFIG.groups["planner"].tests)
     assert table["source_paths"] == ["portattn"]
+
+
+# The tiers of tests: tests/slow.txt, and how it is made from measured times.
+def lines(*tests: tuple[str, str, float, str]) -> list[dict[str, object]]:
+    return [dict(zip(("test", "when", "seconds", "shared"), test, strict=True)) for test in tests]
+
+
+def test_times_make_the_list() -> None:
+    """A shared fixture's set-up is divided among its tests."""
+    seconds = tiers.seconds_of(
+        lines(
+            ("tests/a.py::one", "setup", 2.0, "tests/a.py model=None"),
+            ("tests/a.py::one", "call", 0.1, "tests/a.py model=None"),
+            ("tests/a.py::two", "call", 0.1, "tests/a.py model=None"), ("tests/b.py::three[x]", "call", 1.1, ""),
+            ("tests/b.py::three[y]", "call", 0.9, ""),
+            ("tests/b.py::four[z]", "setup", 1.5, ""),
+        )
+    )  # fmt: skip
+    slow = tiers.slow_by(*seconds, mutants=[], share=0.8)
+    assert slow == {"tests/a.py::one", "tests/a.py::two", "tests/b.py::three[x]", "tests/b.py::four[z]"}
+    assert list(tiers.lines_of(slow, seconds[0])) == ["tests/a.py", "tests/b.py::four", "tests/b.py::three[x]"]
+    with pytest.raises(SystemExit, match="no measured test detects the mutant of tests/gone"):
+        tiers.slow_by(*seconds, mutants=[["tests/gone.py::one"]])
+    kept = tiers.slow_by(*seconds, [["tests/a.py::one", "tests/b.py::three"], ["tests/b.py::four"]], 0.8)
+    assert kept == {"tests/a.py::one", "tests/a.py::two"}
+
+
+@pytest.mark.parametrize(("name", "slow"), [("t/a.py::x[1]", True), ("t/b.py::y[1]", True), ("t/b.py::z[2]", False)])
+def test_a_line_names_a_file_a_function_or_a_case(name: str, slow: bool) -> None:
+    assert tiers.is_slow(name, frozenset(["t/a.py", "t/b.py::y", "t/b.py::z[1]"])) is slow
+
+
+def function_exists(name: str) -> bool:
+    file, _, function = name.partition("[")[0].partition("::")
+    path = ROOT / file
+    return path.is_file() and (not function or f"def {function.rpartition('::')[2]}(" in path.read_text("utf-8"))
+
+
+def test_a_fast_test_detects_each_mutant_made_by_hand() -> None:
+    listed = tiers.slow_tests()
+    for mutant in tiers.tomllib.loads(tiers.MUTANTS.read_text(encoding="utf-8"))["mutant"]:
+        assert any(function_exists(test) and not tiers.is_slow(test, listed) for test in mutant["tests"]), mutant[
+            "name"
+        ]
+
+
+def test_the_list_names_tests_that_there_are() -> None:
+    assert [name for name in tiers.slow_tests() if not function_exists(name)] == []
+    assert tiers.LIST.read_text(encoding="utf-8").startswith("# Written by tests/tiers.py")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from portattn.worker.own_kernels import load
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "pack_triton.py"
 pytestmark = pytest.mark.skipif(
     not (shutil.which("strip") and shutil.which("xz")), reason="needs strip and xz (binutils, xz-utils)"
@@ -24,11 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pack_triton", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(str(SCRIPT))
     monkeypatch.setattr(module, "STRIPPED_FROM", 1)
     monkeypatch.setattr(module.signal, "signal", lambda *given: None)  # this process keeps its handlers
     return module

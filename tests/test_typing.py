@@ -19,24 +19,19 @@ import pytest
 from places import ROOT
 
 FUNCTIONS = {
-    "portattn": (
-        "attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention",
-    ),
-    "portattn.integrations.flash_attn": (
-        "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-        "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
-    ),
-    "portattn.integrations.flash_attn.flash_attn_interface": (
-        "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-        "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
-    ),
-    "portattn.integrations.flash_attn_interface": (
-        "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
-    ),
-    "portattn.distributed": (
-        "ContextParallel.attention", "ContextParallel.varlen_attention", "DecodeParallel.decode_attention",
-        "DecodeParallel.paged_attention", "DecodeParallel.mla_attention",
-    ),
+    "portattn": ("attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention",
+                 "mla_attention"),
+    "portattn.integrations.flash_attn": ("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+        "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+        "flash_attn_with_kvcache"),
+    "portattn.integrations.flash_attn.flash_attn_interface": ("flash_attn_func", "flash_attn_kvpacked_func",
+        "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
+        "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache"),
+    "portattn.integrations.flash_attn_interface": ("flash_attn_func", "flash_attn_qkvpacked_func",
+        "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    "portattn.distributed": ("ContextParallel.attention", "ContextParallel.varlen_attention",
+                             "DecodeParallel.decode_attention", "DecodeParallel.paged_attention",
+                             "DecodeParallel.mla_attention"),
 }  # fmt: skip
 FLAGS = {"return_lse": 2, "return_softmax_lse": 2, "return_attn_probs": 3}  # results with the flag
 FLAGS_3 = {"return_softmax_lse": 4, "return_attn_probs": 2}  # of FlashAttention-3
@@ -143,7 +138,7 @@ def test_overloads_have_the_parameters_of_the_signatures() -> None:
 
 def test_the_api_reference_reads_the_modules_and_not_the_stubs() -> None:
     griffe = pytest.importorskip("griffe", reason="griffe is of the extra `docs`")
-    extensions = griffe.load_extensions(str(ROOT / "scripts" / "aligned_docstrings.py"))
+    extensions = griffe.load_extensions(str(ROOT / "scripts" / "griffe_stubs.py"))
     loader = griffe.GriffeLoader(search_paths=[str(ROOT)], extensions=extensions)
     loader.load("portattn")
     loader.resolve_aliases(implicit=True)

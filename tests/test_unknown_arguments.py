@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import portattn
-from portattn.api.other_libraries import TABLES, ArgumentRow, Table
-from portattn.api.unknown_arguments import operation, require, unknown_argument
+from portattn.api.argument_errors import TABLES, ArgumentRow, Table, register, require, unknown_argument
 from portattn.schema.ops import PUBLIC
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
@@ -62,14 +61,10 @@ def test_a_row_names_what_there_is(table: Table, row: ArgumentRow) -> None:
 
 # What somebody who comes from another library writes, in which operation, and what must be said.
 WRITTEN = [
-    ("attention", "is_causal", 'causal="top_left"'),
-    ("attention", "attn_mask", "mask: True = attend"),
-    ("attention", "attn_mask", "bias"),
-    ("attention", "softmax_scale", "-> scale"),
-    ("attention", "enable_gqa", "not needed"),
-    ("attention", "window_size", "window=(left, right)"),
-    ("attention", "attn_bias", "attn_bias=LowerTriangularMask() -> causal="),
-    ("attention", "sm_scale", "-> scale"),
+    ("attention", "is_causal", 'causal="top_left"'), ("attention", "attn_mask", "mask: True = attend"),
+    ("attention", "attn_mask", "bias"), ("attention", "softmax_scale", "-> scale"),
+    ("attention", "enable_gqa", "not needed"), ("attention", "window_size", "window=(left, right)"),
+    ("attention", "attn_bias", "attn_bias=LowerTriangularMask() -> causal="), ("attention", "sm_scale", "-> scale"),
     ("attention", "logits_soft_cap", "-> softcap"),
     ("attention", "cu_seqlens_q", "an argument of varlen_attention, paged_attention, mla_attention"),
     ("attention", "max_seqlen_q", "an argument of varlen_attention"),
@@ -79,26 +74,21 @@ WRITTEN = [
     ("attention", "sclae", "did you mean scale?"),
     ("attention", "zzz", "it takes q, k, v, q_scale, k_scale, v_scale, scale, causal, window"),
     ("decode_attention", "dropout_p", "an argument of attention, varlen_attention"),
-    ("decode_attention", "cache_seqlens", "-> seqlens_k"),
-    ("decode_attention", "k", "or did you mean k_cache?"),
+    ("decode_attention", "cache_seqlens", "-> seqlens_k"), ("decode_attention", "k", "or did you mean k_cache?"),
     ("decode_attention", "block_table", "-> page_table, of paged_attention"),
     ("paged_attention", "block_table", "-> page_table, of paged_attention"),
     ("paged_attention", "indptr", "PageTable.from_csr(indptr, indices, last_page_len)"),
     ("paged_attention", "kv_layout", 'page_layout="phd"'),
     ("sparse_attention", "causal", "an argument of attention, varlen_attention, decode_attention"),
-    ("mla_attention", "sm_scale", "-> scale"),
-    ("merge_states", "s", "-> lses"),
+    ("mla_attention", "sm_scale", "-> scale"), ("merge_states", "s", "-> lses"),
     ("attention", "score_mod", "scores change by bias, alibi_slopes and softcap alone"),
     ("attention", "mask_mod", "-> mask; better causal, window or seqlens_k"),
     ("attention", "attention_mask", "mask=attention_mask[:, None, None, :].bool()"),
     ("attention", "key_padding_mask", "mask=~key_padding_mask[:, None, None, :]"),
     ("attention", "deterministic", "no: portattn.settings(deterministic=True)"),
-    ("attention", "return_attn_probs", "-> return_lse=True"),
-    ("attention", "s_aux", "-> sinks"),
-    ("attention", "p", "from xformers: p -> dropout_p"),
-    ("attention", "k_cache", "an argument of decode_attention"),
-    ("varlen_attention", "learnable_sink", "-> sinks"),
-    ("varlen_attention", "scaling", "-> scale"),
+    ("attention", "return_attn_probs", "-> return_lse=True"), ("attention", "s_aux", "-> sinks"),
+    ("attention", "p", "from xformers: p -> dropout_p"), ("attention", "k_cache", "an argument of decode_attention"),
+    ("varlen_attention", "learnable_sink", "-> sinks"), ("varlen_attention", "scaling", "-> scale"),
     ("varlen_attention", "p", "from xformers: p -> dropout_p"),
     ("varlen_attention", "seqused_k", "with packed queries, of paged_attention"),
     ("varlen_attention", "block_tables", "page_table is an argument of paged_attention"),
@@ -106,8 +96,7 @@ WRITTEN = [
     ("decode_attention", "cache_batch_idx", "page_table=cache_batch_idx[:, None]"),
     ("decode_attention", "v", "append_kv or write_pages writes them first"),
     ("paged_attention", "rotary_cos", "append_kv and write_pages rotate new keys"),
-    ("attention", "q_descale", "-> q_scale, k_scale, v_scale"),
-    ("decode_attention", "seqused_k", "-> seqlens_k"),
+    ("attention", "q_descale", "-> q_scale, k_scale, v_scale"), ("decode_attention", "seqused_k", "-> seqlens_k"),
     ("decode_attention", "pack_gqa", "not needed"),
     ("decode_attention", "kv_indices", "page_table is an argument of paged_attention"),
     ("paged_attention", "k_cache", "-> k_pages, v_pages of paged_attention"),
@@ -115,7 +104,7 @@ WRITTEN = [
     ("paged_attention", "kv_last_page_len", "PageTable.from_csr"),
     ("paged_attention", "custom_mask", "-> mask, broadcast to (B, Hq, Sq, Sk)"),
     ("paged_attention", "window_size", "-> window=(left, right)"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "name", "said"), WRITTEN, ids=[f"{op} {name}" for op, name, _ in WRITTEN])
@@ -145,10 +134,8 @@ def test_no_row_is_silent() -> None:
 EXCESS: list[tuple[str, int, tuple[Any, ...], str]] = [
     ("attention", 3, (True,), "(q, k, v), but 4 were given; all others are given by name: did you mean causal=True?"),
     ("attention", 3, (None, 0.0, True), "but 6 were given; all others are given by name: did you mean causal=True?"),
-    ("attention", 3, (Q.bool(),), "did you mean mask=...?"),
-    ("attention", 3, (Q,), "did you mean bias=...?"),
-    ("attention", 3, (0.125,), "did you mean scale=0.125?"),
-    ("attention", 3, ("bshd",), "did you mean layout='bshd'?"),
+    ("attention", 3, (Q.bool(),), "did you mean mask=...?"), ("attention", 3, (Q,), "did you mean bias=...?"),
+    ("attention", 3, (0.125,), "did you mean scale=0.125?"), ("attention", 3, ("bshd",), "did you mean layout='bshd'?"),
     ("attention", 3, ("top_left",), "did you mean causal='top_left'?"),
     ("attention", 3, ((3, 0),), "did you mean window=(3, 0)?"),
     ("attention", 3, (INTS,), "did you mean seqlens_k=...?"),
@@ -229,12 +216,9 @@ MISSING: list[tuple[str, tuple[Any, ...], str]] = [
     ("paged_attention", (Q, Q, Q), "paged_attention() missing 1 required positional argument: 'page_table'"),
     ("mla_attention", (Q, Q, Q, INTS), "mla_attention() missing 1 required keyword-only argument: 'scale'"),
     ("merge_states", ([Q],), "merge_states() missing 1 required positional argument: 'lses'"),
-    (
-        "varlen_attention",
-        (Q, Q, Q, INTS, INTS),
-        "varlen_attention() missing 2 required positional arguments: 'max_seqlen_q' and 'max_seqlen_k'",
-    ),
-]
+    ("varlen_attention", (Q, Q, Q, INTS, INTS),
+     "varlen_attention() missing 2 required positional arguments: 'max_seqlen_q' and 'max_seqlen_k'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "given", "said"), MISSING, ids=[said for _, _, said in MISSING])
@@ -250,7 +234,7 @@ def test_pythons_words_are_pythons() -> None:
 
     def plain(a: int, b: int, c: int, *, d: int, e: int) -> None: ...
 
-    @operation
+    @register
     def ours(a: int, b: int, c: int, *, d: int, e: int, **unknown: NoReturn) -> None:
         require("ours", {"a": a, "b": b, "c": c, "d": d, "e": e})
 

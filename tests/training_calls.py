@@ -16,10 +16,8 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def qkv(heads_k: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [
-        leaf(2, 4, 9, 16, dtype=dtype),
-        leaf(2, heads_k, 13, 16, dtype=dtype),
-        leaf(2, heads_k, 13, 16, dtype=dtype),
-    ]
+        leaf(2, 4, 9, 16, dtype=dtype), leaf(2, heads_k, 13, 16, dtype=dtype), leaf(2, heads_k, 13, 16, dtype=dtype),
+    ]  # fmt: skip
 
 
 def gradients(call: Callable[[str], Any], inputs: list[torch.Tensor], backend: str) -> list[torch.Tensor]:

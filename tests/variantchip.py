@@ -7,7 +7,7 @@ import torch
 from support import Device
 
 from portattn.api.dispatch import detect_target
-from portattn.launch.variant import run_variant
+from portattn.launch.run import run_variant
 from portattn.planning.backend import Variant
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem

@@ -1,8 +1,6 @@
-"""Run by test_warmed_sizes.py, with fakedriver's library: warm-ups of calls whose sizes vary, on CPU tensors that count
-as an H100's, and then every call that they were for.
-
-Prints as JSON what the warm-ups reported, and how many calls had to be planned afterwards.
-"""
+"""Run by test_kinds.py, with fakedriver's library: warm-ups of calls whose sizes vary, on CPU tensors that count
+as an H100's, and then every call that they were for. Prints as JSON what the warm-ups reported, and how many calls had
+to be planned afterwards."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
@@ -22,7 +20,7 @@ import triton
 
 import portattn
 from portattn.api import dispatch, warmup
-from portattn.api.specs import Spec
+from portattn.api.warmup import Spec
 from portattn.launch import cache
 
 warmup.synchronize = lambda device: None  # type: ignore[assignment]
@@ -87,11 +85,8 @@ def ends() -> dict[str, Any]:
     warmup.MAX_CLASSES = 2  # type: ignore[misc]
     many = portattn.warmup([SPECS["decode"]], device="cpu").specs
     heads = {
-        "op": "attention",
-        "q": "bf16[1,4,64,64]",
-        **dict.fromkeys("kv", "bf16[1,H,64,64]"),
-        "sizes": {"H": [3, 4]},
-    }
+        "op": "attention", "q": "bf16[1,4,64,64]", **dict.fromkeys("kv", "bf16[1,H,64,64]"), "sizes": {"H": [3, 4]},
+    }  # fmt: skip
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         wrong = portattn.warmup([heads], device="cpu").specs

@@ -1,4 +1,4 @@
-"""Run by test_cached_writes.py, with fakedriver's library: calls that fill a cache, on CPU tensors that count as an
+"""Run by test_hot_path.py, with fakedriver's library: calls that fill a cache, on CPU tensors that count as an
 H100's. Prints as JSON what a repeated call launches, by native.c and by Python, with other numbers of tokens, prepared.
 """
 

@@ -1,12 +1,6 @@
-"""torch's flash kernel for CPUs, and the ranges of keys that causal masks and windows leave to each row.
+"""torch's flash kernel for CPUs (aten::_scaled_dot_product_flash_attention_for_cpu), by the keys that rows see.
 
-scaled_dot_product_attention runs it (aten::_scaled_dot_product_flash_attention_for_cpu). It has a causal mask that is
-aligned at the top left, and an additive mask. Both are used here so that no row block reads keys that none of its rows
-sees.
-
-The kernel gets some rows wrong: its maximum passes over NaN if there is no mask, and a row that it takes for an empty
-one has an output and an LSE of 0. `check_rows` raises NotFinite if a row may be such.
-"""
+Its causal mask is top-left; its maximum passes over NaN, and a row that it takes for empty has output and LSE 0."""
 
 from __future__ import annotations
 
@@ -37,7 +31,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotFinite(ArithmeticError):
-    """A row may attend a score that is NaN or +inf, or scores that are all -inf: torch's kernel may be wrong there."""
+    """A row may attend a score of NaN or +inf, or only -inf: torch's kernel may be wrong there."""
 
 
 def check_rows(
@@ -48,15 +42,10 @@ def check_rows(
     mask: torch.Tensor | None = None,
     idle: torch.Tensor | None = None,
 ) -> None:
-    """Raise NotFinite if the kernel's LSE (B,Hq,Sq) is NaN or +inf in a row that is not idle, or 0 and perhaps wrong.
+    """Raise NotFinite if the LSE (B,Hq,Sq) is NaN or +inf in a row that is not idle, or 0 and perhaps wrong.
 
-    An LSE of 0 is right where a row's only score is 0 (the first row of a causal call whose first query or key is 0).
-    The kernel also gives it to a row whose scores are all -inf or NaN. q, k, scale and mask, the kernel's arguments,
-    tell whether there can be such scores; they are read only if an LSE is 0. x/x is NaN for NaN, +inf and 0, and one
-    sum finds it.
-
-    idle  rows that are known to attend nothing, bool, broadcast to the LSE's shape
-    """
+    0 is right for a lone score of 0, but scores all -inf or NaN give it too: then q, k, scale and mask are read. x/x is
+    NaN for NaN, +inf and 0: one sum finds it."""
     if lse.is_meta:  # a tensor without numbers
         return
     counted = lse if idle is None else lse.masked_fill(idle, 1.0)
@@ -67,7 +56,7 @@ def check_rows(
 
 
 def _has_finite_scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor | None) -> bool:
-    """Return whether no score can be NaN or infinite but where the mask is -inf: by bounds, of one pass per tensor."""
+    """Return whether no score but a masked one can be NaN or infinite, by bounds in one pass per tensor."""
     bound = _largest(q) * _largest(k) * q.shape[3] * max(abs(scale), 1.0)
     if mask is not None:
         bound += _largest(mask.masked_fill(mask == -math.inf, 0.0))
@@ -75,27 +64,25 @@ def _has_finite_scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: tor
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest magnitude in a tensor; NaN if it has NaN."""
     low, high = tensor.detach().aminmax()
     return max(-low.item(), high.item())
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Row i sees keys i + shift - left to i + shift + right; a side that is infinite hides nothing."""
+    """Row i sees keys i + shift - left to i + shift + right; an infinite side hides nothing."""
 
     shift: int
     left: float
     right: float
 
     def keys(self, first: int, last: int, count: int) -> tuple[int, int]:
-        """The keys [begin, end) of `count` that some row of [first, last) sees."""
+        """Return the range [begin, end) of keys that some row of [first, last) sees."""
         begin = max(first + self.shift - self.left, 0)
         end = min(last - 1 + self.shift + self.right + 1, count)
         return int(min(begin, count)), int(max(end, 0))
 
     def rows(self, rows: int, keys: int) -> tuple[int, int]:
-        """Return the rows [first, last) that see any key."""
         first = min(max(-self.shift - self.right, 0), rows)
         last = min(max(keys - self.shift + self.left, first), rows)
         return int(first), int(last)
@@ -107,18 +94,17 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A bias, a mask (True = attend) or both, (B,Hq,Sq,Sk) views that are broadcast by strides of 0."""
+    """A bias, a mask (True = attend) or both, as (B,Hq,Sq,Sk) views, broadcast by strides of 0."""
 
     bias: torch.Tensor | None
     mask: torch.Tensor | None
 
     @property
     def spread(self) -> int:
-        """Masks of rows and keys that there are in memory, over batch and heads."""
+        """The stored (rows, keys) masks, over batch and heads."""
         return max(math.prod(collapse_broadcast(t).shape[:2]) for t in (self.bias, self.mask) if t is not None)
 
     def part(self, rows: slice, keys: slice) -> Terms:
-        """Return the bias and mask of some rows and keys."""
         return Terms(*(None if t is None else t[:, :, rows, keys] for t in (self.bias, self.mask)))
 
     def added(self) -> torch.Tensor:
@@ -142,14 +128,10 @@ def attend(
     terms: Terms | None = None,
     wide: bool = False,
 ) -> Result:
-    """(out (B,Hq,Sq,Dv) in q's dtype, LSE (B,Hq,Sq) float32), neither contiguous. Rows that see nothing: 0 and -inf.
+    """Return (out in q's dtype, LSE float32), neither contiguous; rows that see nothing have 0 and -inf.
 
-    q, k, v  (B,Hq,Sq,D), (B,Hk,Sk,D), (B,Hk,Sk,Dv), any strides. Keys that no row sees can hold anything
-    wide     compute in float32 whatever the dtype: the kernel's LSE of 16-bit tensors is off by 4e-5, a hundred units
-             in float32's last place
-
-    Raises NotFinite if a row's scores may not be finite, hidden ones included: NaN less infinity is NaN.
-    """
+    `wide` computes in float32: the kernel's LSE of 16-bit tensors is off by 4e-5. Raises NotFinite if scores may not be
+    finite, hidden ones too: NaN less infinity is NaN. Keys that no row sees can hold anything."""
     rows, keys = q.shape[2], k.shape[2]
     if terms is None and sight.hides(rows, keys) == (False, False) and rows and keys and q.shape[0]:
         return _seen_by_all(q, k, v, scale, wide)
@@ -179,10 +161,7 @@ def attend_in_chunks(
     terms: Terms | None = None,
     wide: bool = False,
 ) -> Result:
-    """Like `attend`, but each row sees no keys outside the chunk of its own position, its key i + shift.
-
-    The rows of a chunk and its keys are attention of their own.
-    """
+    """Like `attend`, but each row sees only the chunk of its key i + shift: each chunk is its own attention."""
     rows, keys = q.shape[2], k.shape[2]
     out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
     for begin in range(max(sight.shift, 0) // chunk * chunk, min(keys, sight.shift + rows), chunk):
@@ -196,7 +175,7 @@ def attend_in_chunks(
 
 
 def _seen_by_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wide: bool) -> Result:
-    """Every row sees every key, so query heads that share keys are rows of one head: their keys are read once."""
+    """Attend every key: query heads that share keys become rows of one head, and keys are read once."""
     batch, heads, rows, width = q.shape
     group = heads // k.shape[1]
     if group == 1 or rows > WINDOW_ROWS:
@@ -206,7 +185,7 @@ def _seen_by_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, diagonal: int, wide: bool) -> Result:
-    """Row i sees keys 0 to i + diagonal, and diagonal is at least 0."""
+    """Attend keys 0 to i + diagonal in row i; diagonal is at least 0."""
     rows, keys = q.shape[2], k.shape[2]
     if diagonal == 0:
         return _wide(q, k, v, scale, wide, causal=True)
@@ -222,7 +201,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, dia
 def _in_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sight: Sight, terms: Terms | None, wide: bool
 ) -> Result:
-    """Row blocks one after the other, each over the keys that its rows can see, under a mask of their size."""
+    """Attend row blocks in turn, each over its visible keys, under a mask of that size."""
     rows, keys = q.shape[2], k.shape[2]
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     reach = min(sight.left + sight.right + WINDOW_ROWS, keys) * (1 if terms is None else terms.spread)
@@ -247,14 +226,14 @@ def _in_blocks(
 
 
 def _sight_mask(sight: Sight, rows: int, keys: int, shift: int) -> torch.Tensor | None:
-    """The additive mask of a block whose first row stands at its key `shift`; None where it hides nothing."""
+    """Return the additive mask of a block whose first row stands at its key `shift`; None if it hides nothing."""
     if Sight(shift, sight.left, sight.right).hides(rows, keys) == (False, False):
         return None
     return _range_mask(rows, keys, shift - sight.left, shift + sight.right)
 
 
 def _range_mask(rows: int, keys: int, first: float, last: float) -> torch.Tensor:
-    """(1, 1, rows, keys) float32: row i sees keys i + first to i + last."""
+    """Return a mask (1, 1, rows, keys) float32: row i sees keys i + first to i + last."""
     place = torch.arange(keys, dtype=torch.int32, device="cpu")
     place = place - torch.arange(rows, dtype=torch.int32, device="cpu")[:, None]
     return place.new_zeros(place.shape, dtype=torch.float32).masked_fill_((place > last) | (place < first), -math.inf)[
@@ -263,8 +242,7 @@ def _range_mask(rows: int, keys: int, first: float, last: float) -> torch.Tensor
 
 
 def _shown(mask: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows that see no key, (B or 1, Hq or 1, rows or 1), and K and V with 0 where no row sees a key: what lies there
-    can be NaN, and 0·NaN is NaN."""
+    """Return rows that see no key, and K and V with 0 at keys that no row sees: they may hold NaN, and 0·NaN is NaN."""
     shown = mask != -math.inf
     seen = shown.any(dim=2)  # (B or 1, Hq or 1, keys)
     if not seen.all():
@@ -284,10 +262,7 @@ def _wide(
     causal: bool = False,
     idle: torch.Tensor | None = None,
 ) -> Result:
-    """Run the kernel and check its rows; 16-bit tensors in float32, some heads at a time, if asked or if faster.
-
-    idle  rows that the mask hides from all keys, as of `check_rows`
-    """
+    """Run the kernel and check its rows; 16-bit tensors in float32, some heads at a time, if asked or faster."""
     if q.dtype is torch.float32 or not (wide or _slow(q, k)):
         out, lse = kernel(q, k, v, scale, mask, causal)
     else:
@@ -316,12 +291,11 @@ def _in_float32(
 
 
 def _slow(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the kernel takes longer in a 16-bit dtype than in float32, conversions included.
+    """Return whether the kernel is slower in a 16-bit dtype than in float32, conversions included.
 
-    Measured with AVX-512, one thread. Eight heads of causal 1024 × 1024: 40 ms in bf16 and in float32, 54 ms in fp16.
-    4 × 8 rows over 2048 keys each: 14 ms in bf16, 21 ms in fp16, 7 to 8 ms in float32. Four rows each: 7, 23 and 10 ms.
-    AMX computes 16-bit types; machines other than x86 are taken to be fast.
-    """
+    Measured with AVX-512, one thread. Eight heads of causal 1024 × 1024: 40 ms in bf16 and float32, 54 in fp16. 4 × 8
+    rows over 2048 keys each: 14 ms in bf16, 21 in fp16, 7 to 8 in float32. Four rows each: 7, 23 and 10 ms. AMX
+    computes 16-bit types; machines other than x86 are assumed fast."""
     if q.shape[2] * k.shape[2] < WIDE_PRODUCTS:
         return False
     if q.dtype is torch.bfloat16:
@@ -331,7 +305,6 @@ def _slow(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 @functools.cache
 def _plain_x86() -> bool:
-    """An x86 without AMX."""
     x86 = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2", "AVX512")
     return x86 and not getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
@@ -339,7 +312,7 @@ def _plain_x86() -> bool:
 def kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool
 ) -> Result:
-    """One call of torch's kernel: with a scale above 0, contiguous rows, and V as wide as K, which it needs."""
+    """Call torch's kernel as it needs: with a scale above 0, contiguous rows, and V as wide as K."""
     if mask is None and (k.shape[2] < VECTOR_KEYS or _loses_nan()):
         mask = _no_mask()  # the maximum of masked scores does not pass over NaN
     if scale <= 0.0:  # a causal mask would be multiplied by it

@@ -1,9 +1,6 @@
-"""Small problems for the variants' canaries: each form of the kernels' loops once.
+"""Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.
 
-A problem's lengths and the release of Triton (tuning/sm_90.toml) decide its form; some problems have their lengths for
-no other reason. tests/backends/cuda/test_canary_forms.py compares the forms of these problems with the forms in the
-tuning data, for each release that was run on a chip and for one that was not.
-"""
+tests/backends/cuda/test_canary_forms.py compares the forms with the tuning data's, per release."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ FORWARD = (
             dtype="bf16"),
 )  # fmt: skip
 # The forms that differ with e4m3 operands: each width, scales of a batch and of packed sequences, values out of sight.
-NARROW_FORWARD = (
+FP8_FORWARD = (
     Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
     Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
     Problem(**_COMMON, **_NARROW, seq_q=77, seq_k=1541, head_dim=128, dtype="bf16", softcap=True),
@@ -75,7 +72,7 @@ NARROW_FORWARD = (
     Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=192, dtype="bf16", window_left=70),
 )
 # The forms that differ with int8 queries and keys: scales of each row and key, of a batch and of packed sequences.
-WHOLE_FORWARD = (
+INT8_FORWARD = (
     Problem(**_COMMON, **_WHOLE, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
     Problem(**_COMMON, **_WHOLE, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
     Problem(**_COMMON, **_WHOLE, seq_q=77, seq_k=1541, head_dim=128, dtype="bf16"),

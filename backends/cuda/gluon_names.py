@@ -1,27 +1,23 @@
-"""One spelling for what Triton's Gluon calls differently from release to release: all that the Hopper kernels need.
+"""One spelling of Triton's Gluon across releases, chosen at import: all that the Hopper kernels need.
 
-Chosen as the kernels are imported, by what the release has, and used by every variant. Read in the sources of 3.6.0,
-3.7.1, 3.8.0 and 3.9.0, and compiled with each of them:
+Read in the sources of 3.6.0, 3.7.1, 3.8.0 and 3.9.0, and compiled with each of them:
 
                 3.6.0, 3.7.1                 3.8.0                          3.9.0
-load            async_copy_global_to_shared  async_load, and the old name   async_load; the old name raises as it is
-                                                                            compiled
+load            async_copy_global_to_shared  async_load, and the old name   async_load; the old name raises
 store           async_copy_shared_to_global  async_store, and the old name  async_store; the old name raises
-reduce_add      none: the builder has it     async_atomic_add               async_atomic_add
+reduce_add      a method of the builder      async_atomic_add               async_atomic_add
 reinterpreted   descriptor._reinterpret      descriptor._reinterpret        descriptor.reinterpret
-aggregate       triton.language.core._aggregate in all, and gluon.aggregate from 3.8 on. From 3.8 on the fields of one
-                that is made cannot be set again
+aggregate       triton.language.core._aggregate in all, and gluon.aggregate from 3.8 on, with frozen fields
 
 The same in all, as far as these kernels call it:
 
-mbarrier        init(barrier, count), expect(barrier, bytes), wait(barrier, phase, pred=…), arrive(barrier, count=…).
-                `expect` calls its bytes `bytes` in 3.6 and `bytes_per_cta` later: by place. One block is no cluster, so
-                that what 3.9 adds (from_cta) stays as it is. `invalidate` is not called: a block's barriers end with it
-store_wait      store_wait(pendings) until shared memory has been read. Later releases say read_only=True, the default
-fences          fence_async_shared(), between what threads write to shared memory and what TMA or a product reads
+mbarrier        init, expect, wait, arrive. `expect` names its bytes `bytes` in 3.6 and `bytes_per_cta` later: by place.
+                One block is no cluster, so 3.9's from_cta keeps its default. A block's barriers end without invalidate
+store_wait      store_wait(pendings) until shared memory has been read: later releases' default, read_only=True
+fences          fence_async_shared(), between threads' writes to shared memory and reads by TMA or a product
 warp_specialize ([(function, arguments), …], warps of the workers, their registers); optional from 3.7 on
-hardware barriers  none of Gluon's functions names one: named_barriers.py does. The compilers take 0 to 2 of the 16 for
-                their own synchronisation in these kernels (0 to 4 is what 3.6 may), a test looks with each release
+hardware barriers  only sync and arrive (gluon_names.py) name one. Compilers take 0 to 2 of the 16 in these kernels
+                (3.6: up to 4), checked by a test for each release
 """
 
 import triton
@@ -43,7 +39,7 @@ else:
 
     @builtin
     def reduce_add(tensor_desc, coord, src, _semantic=None):
-        """Add a block of shared memory to global memory, elementwise, in any order with others."""
+        """Add a block of shared memory to global memory, elementwise, unordered with others."""
         place = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, place, src.handle)
@@ -57,9 +53,27 @@ else:
 
 # A tile's 32 addresses, at fixed distances of each other, which move with a loop's number: 3.6.0 to 3.8.0 (LLVM 22 and
 # 23) carry one pointer over the loop for all of them, 3.9.0 (LLVM 24) 29 of two registers each, be they used only in a
-# branch that is hardly ever taken. whole.hidden keeps the number from it. No name of a release tells: its number does.
+# branch that is hardly ever taken. low_precision_products.hide_from_llvm keeps the number from it. No name tells the
+# releases apart here: their number does.
 CARRIES_ADDRESSES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
-__all__ = ["aggregate", "load", "reduce_add", "reinterpreted", "store"]
+__all__ = ["CARRIES_ADDRESSES", "aggregate", "arrive", "load", "reduce_add", "reinterpreted", "store", "sync"]
+
+
+# The hardware's named barriers. A call names a barrier, and how many threads meet there. There are 16 in a block.
+# Triton's warp specialisation takes 0 to 4 (3.6): a kernel's own begin at 5.
+@gluon.jit
+def sync(barrier, threads):
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive(barrier, threads):
+    # Waits for nobody, where mbarrier.arrive would first bring the whole warp group together.
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -23,7 +23,7 @@ class RocmBackend(Backend):
     title = "AMD"
     device_type = "cuda"
     folder = Path(__file__).parent
-    compiler_folders = ("backends/amd/",)
+    compiler_folders = ("backends/amd/", "third_party/amd/")
     compiler_words = ("llvm-amdgpu",)
     compiler_says = ("AMDGPU DAG->DAG", "%llvm.amdgcn.", "TritonAMDGPU")
     device_words = (
@@ -37,11 +37,7 @@ class RocmBackend(Backend):
     vendor = (SdpaPath(),)
 
     def detect(self, index: int | None = None) -> str | None:
-        """Arch of AMD device `index`; None without one, and for a processor that no arch's file knows.
-
-        A processor that is close to a known one is not mapped to it: AMD's code objects run on the processor that they
-        were compiled for only.
-        """
+        """Return the arch of AMD device `index`, or None. AMD's code objects run on their own processor only."""
         properties = torch_device_properties("hip", index)
         if properties is None:
             return None
@@ -53,7 +49,7 @@ class RocmBackend(Backend):
         return "" if properties is None else f"processor {properties.gcnArchName.split(':')[0]}"
 
     def machine_components(self) -> dict[str, str]:
-        """`rocm` (the HIP that torch was built with) and `driver` (amdgpu-dkms), where there are any."""
+        """Return the versions `rocm` (the HIP of torch's build) and `driver` (amdgpu-dkms), if present."""
         import torch
 
         # The amdgpu module of a distribution's own kernel has no version file: then the driver is not known.

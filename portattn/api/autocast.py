@@ -1,4 +1,4 @@
-"""torch.autocast, as of torch.nn.functional.scaled_dot_product_attention: queries, keys and values in its dtype."""
+"""torch.autocast, as in scaled_dot_product_attention: queries, keys and values are cast to its dtype."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import DIFFERENTIABLE, ROWS
 from portattn.schema.tensors import KV_FORMAT
 
-# What must have one dtype with q. Everything else may be float32, and is left so: it is added in float32.
+# Tensors that must have q's dtype. All others may be float32 and stay so: they are added in float32.
 _AS_Q = frozenset({"q", "k", "v", "q_rope"})
 _NAMES = {op: tuple(row.tensors) for op, row in ROWS.items()}
 _WIDE = (torch.float32, torch.float64)
-_KEPT = dict.fromkeys(_AS_Q, (torch.float64,)) | dict.fromkeys(("alibi_slopes", "sinks", "bias", "log_weights"), _WIDE)
+_KEPT = dict.fromkeys(DIFFERENTIABLE, _WIDE) | dict.fromkeys(_AS_Q, (torch.float64,))
 
 
 def _narrow(op: str, name: str) -> tuple[torch.dtype, ...]:
-    """What is quantised stays so, as its caller chose: float8 counts as floating-point too."""
+    """Return the dtypes of quantised tensors, which stay: float8 counts as floating-point too."""
     return tuple(KV_FORMAT) if f"{name}_scale" in _NAMES[op] else ()
 
 
@@ -30,13 +30,12 @@ _PLACES = {
 }
 
 
-# Devices that have an autocast: torch raises when it is asked of another (meta), and dynamo cannot trace the question
-# which those are. An NPU's has the name that torch_npu gives it.
+# Types of devices with an autocast: torch raises for any other (meta), and dynamo cannot trace torch's own test for
+# them. torch_npu names an NPU's.
 _HAVING = frozenset({"cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia", "xla", "ipu", "privateuseone", "npu"})
 
 
 def is_on(q: Any) -> bool:
-    """Whether autocast is on for the device that q lies on."""
     if not isinstance(q, torch.Tensor):
         return False
     device_type = q.device.type
@@ -44,12 +43,12 @@ def is_on(q: Any) -> bool:
 
 
 def cast(op: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """A Request's tensors as autocast has them; as they are where it is off. Traced by dynamo: plain Python alone."""
+    """Return a Request's tensors, cast if autocast is on. Traced by dynamo: plain Python alone."""
     return cast_now(op, tensors) if is_on(tensors[0]) else tensors
 
 
 def cast_now(op: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """As `cast`, where autocast is on."""
+    """Like `cast`, if autocast is on."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     found = list(tensors)
     for place, kept in _PLACES.get(op, ()):
@@ -63,7 +62,7 @@ def cast_now(op: str, tensors: Sequence[Any]) -> Sequence[Any]:
 
 
 class off:  # noqa: N801  # a context manager, in a tenth of the time that torch.autocast takes
-    """Inside the block autocast is off for a type of devices for which it is on."""
+    """A block without autocast for a type of devices that has it on."""
 
     __slots__ = ("_device_type",)
 

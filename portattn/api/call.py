@@ -1,30 +1,86 @@
-"""The entry of every eager call: cached launches, torch's dispatcher, autocast, autograd."""
+"""The entry of every eager call: cached launches, torch's dispatcher, autocast, autograd.
+
+A call that compilers, exporters or modes see is one node of their graph, its torch operator (in_graph)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from portattn.api import autocast, dispatch, training
+from portattn.api import autocast, dispatch, torch_ops, training
+from portattn.api.autocast import cast
 from portattn.api.execute import lookup, run_request, to_caller_layout
-from portattn.api.graph_call import in_graph, new_seed
-from portattn.api.jagged import are_jagged
-from portattn.api.request import Request, Result, request_from
-from portattn.api.torch_ops import RETURNS_LSE
+from portattn.api.jagged import are_jagged, call_jagged
+from portattn.api.request import Request, Result, checked_request, request_from
+from portattn.api.torch_ops import RETURNS_LSE, SIGNATURES, arguments_of
 from portattn.api.transform_checks import (
     are_dispatched,
     are_transformed,
     check_has_storage,
+    is_sure,
+    leave_out,
+    left_out,
     refuse_what_no_kernel_sees,
     shapes_alone,
 )
 from portattn.launch import cache
 from portattn.launch.guards import in_mode
 from portattn.planning.planner import plan
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
+from portattn.validate.checks import as_value
+
+# Of operations that can drop: the places of dropout_p among the values, and of the seed among the tensors.
+_DROPOUT = {
+    op: (ROWS[op].fixed.index("dropout_p"), tuple(ROWS[op].tensors).index("dropout_seed"))
+    for op in SIGNATURES
+    if "dropout_p" in ROWS[op].fixed
+}
+
+
+def in_graph(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Result:
+    """Call the operator with a Request's parts (request_from). Traced by dynamo: plain Python alone."""
+    names, fixed = SIGNATURES[op].values, len(values)
+    values = [graph_number(op, name, v) for name, v in zip(names[:fixed], values, strict=True)]
+    lengths = [graph_number(op, name, v) for name, v in zip(names[fixed:], lengths, strict=True)]
+    if op in _DROPOUT:
+        share, seed = _DROPOUT[op]
+        if values[share] and tensors[seed] is None:
+            tensors = [*tensors[:seed], new_seed(tensors[0]), *tensors[seed + 1 :]]
+    arguments = arguments_of(op, cast(op, tensors), values, lengths)
+    out, lse = getattr(torch.ops.portattn, op)(*arguments)
+    return (out, lse) if values[RETURNS_LSE[op]] else out
+
+
+def graph_number(op: str, name: str, value: Any) -> Any:
+    """Return `as_value`'s number; dynamo breaks the graph to read a number that the graph holds.
+
+    Operators take no symbolic float, which dynamo makes of `.item()` with capture_scalar_outputs."""
+    if not torch.compiler.is_dynamo_compiling():
+        return as_value(op, name, value)
+    if isinstance(value, float):
+        known = is_sure(value >= 0.0) or is_sure(value <= 0.0)
+    else:
+        known = value is None or isinstance(value, (bool, int, str, tuple, list, torch.dtype))
+    return value if known else left_out["number"](op, name, value)
+
+
+leave_out(
+    "number",
+    as_value,
+    "portattn reads this number when the graph runs: give a Python number, or multiply q by it, with scale=1.0",
+)
+
+
+def new_seed(q: torch.Tensor) -> torch.Tensor:
+    """Return a seed for dropout, drawn on q's device: torch.manual_seed decides it, and nothing is read back."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+
+
+torch_ops.define()  # where torch was imported in a way that portattn's hooks do not see
 
 
 def try_cached(
@@ -32,11 +88,13 @@ def try_cached(
 ) -> Result | None:
     """Return the result of a call whose call key and shape class are cached, else None. Dynamo traces the operator.
 
-    tensors, values, lengths  in the order of the Request, with `backend` and `validate` last among values; nothing is
-                              validated
+    Args:
+        tensors, values, lengths: in a Request's order, `backend` and `validate` last among values; not validated
     """
     if torch.compiler.is_dynamo_compiling():
-        return None if op == "attention" and are_jagged(*tensors[:3]) else in_graph(op, tensors, values, lengths)
+        if op == "attention" and are_jagged(*tensors[:3]):
+            return call_jagged(tensors, values)
+        return in_graph(op, tensors, values, lengths)
     found = lookup(op, tensors, values, lengths)
     if found is not None:
         return found
@@ -53,18 +111,23 @@ def try_cached(
 
 
 def _trained(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result | None:
-    """Like `execute.lookup`, for a call that requires gradients."""
     found = training.lookup_trained(op, tensors, values, lengths)
     if found is None:
         return None
     return found if values[RETURNS_LSE[op]] else found[0]
 
 
+def first_call(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result:
+    """Validate, plan and run a call that is not cached. The arguments are `try_cached`'s."""
+    if op == "attention" and are_jagged(*tensors[:3]):
+        return call_jagged(tensors, values)
+    return perform(checked_request(op, tensors, values, lengths))
+
+
 def perform(request: Request) -> Result:
     """Run a request and return `out` in the caller's layout, with the LSE if it is requested.
 
-    Calls that torch records or transforms, and tensor subclasses, go through torch's dispatcher.
-    """
+    Calls that torch records or transforms, and tensor subclasses, go through torch's dispatcher."""
     tensors, values, lengths = request.parts
     # Plain tensors too, inside a transform of others: their results are wrapped there, without storage.
     if are_transformed(tensors) or are_dispatched(tensors) or torch._C._are_functorch_transforms_active():
@@ -78,7 +141,6 @@ def perform(request: Request) -> Result:
 
 
 def _as_autocast(request: Request) -> Result:
-    """Run a request in the dtype of autocast, with autocast off."""
     tensors, values, lengths = request.parts
     tensors = tuple(autocast.cast(request.op, tensors))
     with autocast.off(tensors[0].device.type):
@@ -86,7 +148,7 @@ def _as_autocast(request: Request) -> Result:
 
 
 def draw_seed(request: Request, draw: Callable[[torch.Tensor], torch.Tensor] = new_seed) -> None:
-    """Where something is dropped and no seed is given, give one, from torch's generator. Nothing is validated yet."""
+    """Draw a seed from torch's generator if the request drops without a seed. Nothing is validated yet."""
     share, q = request.values["dropout_p"], request.tensors["q"]
     if request.tensors["dropout_seed"] is None and isinstance(share, float) and share and isinstance(q, torch.Tensor):
         request.tensors["dropout_seed"] = draw(q)
@@ -94,17 +156,17 @@ def draw_seed(request: Request, draw: Callable[[torch.Tensor], torch.Tensor] = n
 
 def run_with_autograd(request: Request) -> Result:
     """Run a request, as a node of autograd's graph if kernels compute its gradients."""
-    if not torch.is_grad_enabled() or not training.is_planned(request):
+    if not torch.is_grad_enabled():
         return run_request(request)
-    out, lse = training.call(request.op, *request.parts)
+    kind, call = training.plan_training(request)
+    if kind is None:
+        return run_request(request, call)
+    out, lse = training.run(kind, request, call)
     return (out, lse) if request.return_lse else out
 
 
 def fake_result(request: Request) -> Result | None:
-    """Return a handle's result for fake tensors, or None for tensors with data.
-
-    Raise for tensors that no kernel can read (transform_checks.py).
-    """
+    """Return a handle's result for fake tensors, or None for real ones. Raises on tensors that no kernel can read."""
     refuse_what_no_kernel_sees(request.op, request.named_tensors)
     if not shapes_alone(request.tensors.values()):
         return None
@@ -113,7 +175,6 @@ def fake_result(request: Request) -> Result | None:
 
 
 def plan_request(request: Request, target: Target | None = None) -> Plan:
-    """Return how a request would run here, or on another target, without running it."""
     if "dropout_seed" in request.tensors:  # the plan is the same for any seed, and torch's generator stays as it is
         draw_seed(request, lambda q: torch.zeros(1, dtype=torch.int64, device=q.device))
     tensors, values, lengths = request.parts

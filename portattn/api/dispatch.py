@@ -1,4 +1,4 @@
-"""From a Call to its result: detect the target, plan, see that the kernel compiles, run, and say what happened."""
+"""Run a Call: detect the target, plan, check that the kernel compiles, launch, and note the plan."""
 
 from __future__ import annotations
 
@@ -7,29 +7,144 @@ import datetime
 import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from portattn.api import autocast, shape_polymorphism
-from portattn.api.candidate import Candidate, candidate
-from portattn.compile import compile_check
+from portattn.compile import ensure_compiled, variants
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
-from portattn.launch import cache, has_rows
+from portattn.launch import cache, has_rows, kernel_calls, launch_all
 from portattn.launch.cached_launch import CachedLaunch
-from portattn.launch.run import INTERPRET_HINT, NOT_TO_INTERPRET, device_guard, may_interpret
-from portattn.planning.detect_target import detect_target
+from portattn.launch.run import INTERPRET_HINT, NOT_TO_INTERPRET, device_guard, launch_tensors, may_interpret
+from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
-from portattn.reference import blockwise, gradients, writing
+from portattn.planning.registry import Registry, detect_target
+from portattn.reference import blockwise, write
 from portattn.schema.call import Call
 from portattn.schema.compile_record import CompileRecord
 from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Candidate(Protocol):
+    """A kernel of portattn's that a plan runs."""
+
+    def compiled(self) -> Sequence[ensure_compiled.Compiled]:
+        """Return its launches as a compiler sees them."""
+        ...
+
+    def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
+        """Return the record of a known failure to compile here, or None. Compiles nothing."""
+        ...
+
+    def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
+        """Return the record of a failed compile (compiling first if needed), or None."""
+        ...
+
+    def results(self) -> Results:
+        """Return memory for out (B, Hq, Sq, Dv) and the requested LSE (B, Hq, Sq), the same at each call."""
+        ...
+
+    def run(self) -> None:
+        """Launch through Triton, into `results`."""
+        ...
+
+    def cached(
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
+    ) -> CachedLaunch:
+        """Return its launches for calls with the same call key. On the call's device."""
+        ...
+
+
+class CoreCandidate:
+    def __init__(self, plan: Plan, call: Call, cores: int) -> None:
+        self._plan, self._call = plan, call
+        self._launches, self._out, self._lse = kernel_calls(plan, call, cores)
+
+    @property
+    def _interpreted(self) -> bool:
+        return self._plan.path == "interpreter"
+
+    def compiled(self) -> Sequence[ensure_compiled.Compiled]:
+        return [] if self._interpreted else self._launches
+
+    def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
+        return None if self._interpreted else ensure_compiled.known_failure(self._plan, self._launches, settings)
+
+    def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
+        if self._interpreted:
+            return None
+        return ensure_compiled.ensure(self._plan, self._launches, self._call.q, target, settings)
+
+    def results(self) -> Results:
+        return self._out, self._lse
+
+    def run(self) -> None:
+        launch_all(self._launches, self._plan, self._call.q)
+
+    def cached(
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
+    ) -> CachedLaunch:
+        return shape_polymorphism.cache_core(
+            recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device
+        )
+
+
+class VariantCandidate:
+    def __init__(self, variant: Variant, plan: Plan, call: Call) -> None:
+        self._variant, self._plan, self._call = variant, plan, call
+        self._tensors: dict[str, Any] = {}
+        self._launcher: Any = None
+
+    def compiled(self) -> Sequence[ensure_compiled.Compiled]:
+        return variants.launch_signatures(self._variant, self._plan, self._call)
+
+    def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
+        return variants.known_failure(self._variant, self._plan, self._call, target, settings)
+
+    def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
+        return variants.failure(self._variant, self._plan, self._call, target, settings)
+
+    def results(self) -> Results:
+        tensors, _ = self._described()
+        return tensors["out"], tensors["lse"]
+
+    def _described(self) -> tuple[Mapping[str, Any], Any]:
+        """Return the call's tensors and results, and the launcher, made once a kernel is known to compile."""
+        if self._launcher is None:
+            self._launcher, self._tensors = self._variant.launcher(self._call), launch_tensors(self._call)
+        return self._tensors, self._launcher
+
+    def run(self) -> None:
+        tensors, launcher = self._described()
+        with device_guard(self._call.q):
+            launcher(tensors)
+
+    def cached(
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
+    ) -> CachedLaunch:
+        tensors, launcher = self._described()
+        return shape_polymorphism.cache_variant(
+            recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device
+        )
+
+
+def candidate(plan: Plan, call: Call, target: Target) -> Candidate | None:
+    """Return a plan's candidate, or None for a vendor's path or the reference."""
+    if not plan.key:
+        return None
+    variant = variants.variant_of(plan)
+    if variant is None:
+        return CoreCandidate(plan, call, target.arch.cores)
+    return VariantCandidate(variant, plan, call)
+
 
 _last = cache.last_plan
 # Like _last, for the process's last backward pass: autograd runs each device's backward in a thread of its own.
@@ -45,15 +160,15 @@ def last_plan() -> Plan | None:
 
     A cached call plans nothing: its plan is made when it is asked for here.
 
-    Returns the Plan.
+    Returns:
+        The Plan.
 
-    Raises nothing.
-
-    >>> import torch, portattn
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> out = portattn.attention(q, q, q)
-    >>> portattn.last_plan().path
-    'sdpa'
+    Examples:
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> out = portattn.attention(q, q, q)
+        >>> portattn.last_plan().path
+        'sdpa'
     """
     found = _last.get()
     if type(found) is tuple:
@@ -66,20 +181,19 @@ def last_plan() -> Plan | None:
 def last_backward_plan() -> Plan | None:
     """The plan of the last backward pass that portattn computed in this process, in whatever thread; None before any.
 
-    It is one of the gradients' operations (`attention_backward`, `varlen_attention_backward`). Where their kernels did
-    not run after all, it is that of the forward which was computed anew and differentiated. Where torch differentiates
-    the forward's own path, such as `sdpa`, portattn computes no backward pass, and this stays as it was: the notes of
-    the forward's plan say `gradients by sdpa`.
+    It is one of the gradients' operations (`attention_backward`, `varlen_attention_backward`). If their kernels did not
+    run after all, it is the plan of the recomputed forward. If torch differentiates the forward's own path, such as
+    `sdpa`, portattn computes no backward pass, and this plan stays: the forward's plan notes `gradients by sdpa`.
 
-    Returns the Plan.
+    Returns:
+        The Plan.
 
-    Raises nothing.
-
-    >>> import torch, portattn
-    >>> q = torch.randn(1, 2, 5, 16, requires_grad=True)
-    >>> portattn.attention(q, q, q, backend="interpreter").sum().backward()
-    >>> portattn.last_plan().problem.op, portattn.last_backward_plan().problem.op
-    ('attention', 'attention_backward')
+    Examples:
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16, requires_grad=True)
+        >>> portattn.attention(q, q, q, backend="interpreter").sum().backward()
+        >>> portattn.last_plan().problem.op, portattn.last_backward_plan().problem.op
+        ('attention', 'attention_backward')
     """
     global _last_backward
     found = _last_backward
@@ -98,25 +212,23 @@ def _materialize_plan(noted: tuple[Any, Any]) -> Any:
 
 
 def last_plan_state() -> Any:
-    """Return the state of `last_plan`, which `set_last_plan` restores."""
     return _last.get()
 
 
 def forget_backward() -> None:
-    """Forget the last backward pass: what `last_backward_plan` says then is of a later one."""
     global _last_backward
     _last_backward = None
 
 
 def note_backward(before: Any) -> None:
-    """Remember what was noted last as the backward pass's, and `before`, which it replaced, as this thread's call."""
+    """Make this thread's last plan the backward pass's, and restore `before`, which it replaced."""
     global _last_backward
     _last_backward = _last.get()
     _last.set(before)
 
 
 def set_last_plan(made: Any) -> None:
-    """Remember as the last one a plan that ran by other means than `run`, or what makes it (CachedLaunch.note)."""
+    """Set the last plan of a call that ran by other means than `run`: the plan, or its source (CachedLaunch.note)."""
     _last.set(made)
 
 
@@ -144,24 +256,23 @@ def forget_plans() -> None:
 
 
 class LaunchRecorder(Protocol):
-    """What keeps the launches of a call (request.CacheWriter).
+    """A store of a call's launches (request.CacheWriter)."""
 
-    given   names of the tensors that the call brings, in order
-    inputs  its sizes and strides
-    """
-
-    given: tuple[str, ...]
-    inputs: list[int]
+    given: tuple[str, ...]  # names of the tensors that the call brings, in order
+    inputs: list[int]  # its sizes and strides
 
     def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> shape_polymorphism.CallRecipe: ...
 
-    def keep(self, cached: CachedLaunch, seconds: float) -> None:
-        """seconds  that it may be kept"""
-        ...
+    def keep(self, cached: CachedLaunch, seconds: float) -> None: ...
+
+
+def plan_problem(problem: Problem, device: torch.device, settings: Settings) -> Plan:
+    """Return the plan of a problem on a device, without the records of compiles that failed."""
+    return _planned(problem, device.type, device.index, settings)
 
 
 def plan_call(call: Call, settings: Settings) -> Plan:
-    """How a call would run here, with what failed to compile before taken into account. Nothing is launched."""
+    """Return the plan of a call here, known failures to compile taken into account. Launches nothing."""
     call.dry = True
     made, _, _ = _compilable(call, settings)
     _refuse(made, settings)
@@ -169,12 +280,11 @@ def plan_call(call: Call, settings: Settings) -> Plan:
 
 
 def prepare_call(call: Call, settings: Settings, caching: LaunchRecorder) -> tuple[Plan, CachedLaunch | None]:
-    """A call's plan, its kernels compiled and found right here, and its launches; None where no kernel of portattn's
-    runs, as after a compile that failed, also one that may pass: what is prepared is not prepared again. Nothing is
-    launched, and nothing kept for other calls.
-    """
+    """Return a call's plan and its launches, compiled and checked. Launches nothing and caches nothing.
+
+    The launches are None if no kernel of portattn's runs, also after a passing failure: a handle is prepared once."""
     call.dry = False
-    with _without_autocast(call.q):  # canaries are compared with what torch computes in their dtype
+    with _without_autocast(call.q):  # canaries are compared with torch's results in their dtype
         made, own, failed = _compilable(call, settings)
     _refuse(made, settings)
     return made, None if own is None else _cached(own, call, caching, failed)
@@ -193,22 +303,21 @@ def _target(call: Call) -> Target:
 def run(
     call: Call, settings: Settings, caching: LaunchRecorder | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
+    """Run a call by its plan and return (out (B, Hq, Sq, Dv), LSE (B, Hq, Sq) float32 or None). Autocast is off.
 
-    caching  records the launches of portattn's own kernels for calls with the same call key
+    A failed compile becomes an Incident, and the call is planned again without that path; the core after a failed
+    variant is no fall-back. A passing failure caches nothing; a launch cached after a time-out is dropped when the
+    time-out's record expires. An error while a kernel runs passes through: it is never retried elsewhere.
 
-    A failed compile becomes an Incident, and the call is planned again without that path; after a failed variant the
-    core runs, which is no fall-back. A passing failure caches nothing; a launch cached after a time-out is dropped when
-    the time-out's record expires. An error while a kernel runs passes through: it is never retried elsewhere.
-
-    Autocast is off: kernels do not see it, and the other paths must compute in the given dtypes too.
+    Args:
+        caching: records the launches of portattn's own kernels for calls with the same call key
     """
     with _without_autocast(call.q):
         return _run(call, settings, caching)
 
 
 def _without_autocast(q: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, torch's operators compute in the dtypes that they are given."""
+    """Return a block without autocast: kernels do not see it, and other paths must compute in the given dtypes too."""
     return autocast.off(q.device.type) if autocast.is_on(q) else contextlib.nullcontext()
 
 
@@ -219,7 +328,7 @@ def _run(call: Call, settings: Settings, caching: LaunchRecorder | None) -> tupl
     _refuse(made, settings)
     _warn(made, settings)
     if own is None:
-        result = _run_elsewhere(made, call)
+        result = runner(made)(call)
     else:
         if made.problem.needs_grad:  # its result would have no graph
             raise RuntimeError(f"portattn: {made.path} records no gradients: a training call must be its operator's")
@@ -247,7 +356,7 @@ def _run_cached(first: CachedLaunch, call: Call, out: torch.Tensor, lse: torch.T
 def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None, dict[str, CompileRecord]]:
     """Return a call's plan, its candidate (None for other paths) and the records of candidates that failed here."""
     device = call.q.device
-    made = _planned(call.problem, device.type, device.index, settings)
+    made = plan_problem(call.problem, device, settings)
     if made.path == "interpreter" and not may_interpret():
         no = Rejection(path=made.path, reason=NOT_TO_INTERPRET, hint=INTERPRET_HINT)
         raise PathUnavailable(f"{call.problem.op}: backend={made.path!r} cannot run in this process", (no,))
@@ -255,7 +364,7 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None,
     while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
         target = _target(call)
         if not call.dry and made.path != "interpreter":
-            compile_check.expect(settings)
+            ensure_compiled.expect(settings)
         own = candidate(made, call, target)
         failure = None if own is None else _failure(own, made, call, target, settings)
         if failure is None:
@@ -266,18 +375,17 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None,
 
 
 def _settled(failed: Mapping[str, CompileRecord]) -> bool:
-    """Whether the plan holds for later calls too: no failure that may pass has led to it."""
+    """Return whether the plan holds for later calls: no passing failure led to it."""
     return all(record.standing != "passing" for record in failed.values())
 
 
 def _seconds(failed: Mapping[str, CompileRecord]) -> float:
-    """How long the plan holds: until the first time-out that has led to it is over."""
+    """Return the seconds that the plan holds: until the first time-out that led to it expires."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return min(((v.until - now).total_seconds() for v in failed.values() if v.until is not None), default=math.inf)
 
 
 def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
-    """Return the failure that forbids the candidate (compiling it if needed), or None, as under the interpreter."""
     if made.path == "interpreter":
         return None
     if call.dry:
@@ -300,19 +408,17 @@ def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.dev
     return failure
 
 
-def _run_elsewhere(made: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run on a path that is not portattn's own: a vendor's library, or the reference."""
-    if made.path == "reference" and call.problem.writes:
-        return writing.run(call)
+def runner(made: Plan) -> Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the function that runs a plan without a kernel of portattn's: vendor or reference."""
+    if made.path == "reference" and made.problem.writes:
+        return write.run
     if made.path == "reference":
-        return gradients.run(call) if call.problem.backward else blockwise.run(call)
+        return blockwise.run_backward if made.problem.backward else blockwise.run
     backend = Registry.load().backends[made.target.partition(":")[0]]
-    vendor = next(v for v in backend.vendor if v.name == made.path)
-    return vendor.run(call)
+    return next(v for v in backend.vendor if v.name == made.path).run
 
 
 def _refuse(made: Plan, settings: Settings) -> None:
-    """Raise where falling back is forbidden and the plan does."""
     if made.fell_back and settings.fallback == "error":
         first = made.rejected[0]
         raise PathUnavailable(
@@ -322,7 +428,6 @@ def _refuse(made: Plan, settings: Settings) -> None:
 
 
 def _warn(made: Plan, settings: Settings) -> None:
-    """Warn about a fall-back, once for each cause."""
     if not made.fell_back or settings.fallback == "silent":
         return
     first = made.rejected[0]

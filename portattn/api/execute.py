@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from portattn.api import dispatch, monitor
-from portattn.api.request import CacheWriter, Request, Result, inputs_of
+from portattn.api.request import CacheWriter, Request, Result, inputs_of, settings_for
 from portattn.config import Settings, current
 from portattn.launch import cache
 from portattn.planning.registry import Registry
@@ -23,7 +23,7 @@ Results = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class RepeatedCall:
-    """Calls of one call key and of the sizes of the first: the CachedLaunch of a CPU's path."""
+    """A CPU path's CachedLaunch: calls with one call key and the first call's sizes, training calls too."""
 
     __slots__ = ("inputs", "plan", "run", "settings")
 
@@ -31,21 +31,18 @@ class RepeatedCall:
         self.plan, self.settings, self.inputs, self.run = plan, settings, list(inputs), run
 
     def program(self, inputs: Sequence[int]) -> Sequence[int] | None:
-        """Return the sizes if they are those of the first call, else None."""
         return self.inputs if inputs == self.inputs else None
 
     def note(self, inputs: Sequence[int]) -> Plan:
         return self.plan
 
     def native(self) -> None:
-        """native.c launches kernels; this calls torch."""
         return
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], sizes: Sequence[int],
         place: torch.Tensor | None = None,
     ) -> Results:  # fmt: skip
-        """Run with these tensors and return (out, LSE or None). place: memory for `out`."""
         out, lse = self.run(*tensors)
         return (out if place is None else place.copy_(out)), lse
 
@@ -53,18 +50,44 @@ class RepeatedCall:
 def keep(request: Request, call: Call, plan: Any) -> None:
     """Cache a call that ran on a CPU by this plan, if its path can repeat calls.
 
-    Calls that require gradients, run under autocast or are not `Request.repeatable` are not cached.
-    """
-    if call.q.device.type != "cpu" or not isinstance(plan, Plan) or plan.key or call.problem.needs_grad:
+    Calls under autocast, by another path than the request's, and calls that are not `Request.repeatable` are not
+    cached."""
+    if call.q.device.type != "cpu" or not isinstance(plan, Plan) or plan.key or call.copied:
         return
+    if torch.is_autocast_enabled("cpu") or not request.repeatable():
+        return
+    run = _repeated_training(request, call, plan) if call.problem.needs_grad else _repeated(call, plan)
+    if run is None or request.settings != settings_for(request.op, *request.asked):
+        return
+    kind, inputs = request.kind(), inputs_of(request)
+    if kind.find(inputs) is None:
+        kind.add(cast("CachedLaunch", RepeatedCall(plan, request.settings, inputs, run)))
+        cache.remember(kind)
+
+
+def _repeated(call: Call, plan: Plan) -> Callable[..., Results] | None:
     backend = Registry.load().backends[plan.target.partition(":")[0]]
     vendor = next((v for v in backend.vendor if v.name == plan.path), None)
-    run = None if vendor is None else vendor.repeated(call)
-    if run is None or call.copied or torch.is_autocast_enabled("cpu") or not request.repeatable():
-        return
-    kind = request.kind()
-    kind.add(cast("CachedLaunch", RepeatedCall(plan, request.settings, inputs_of(request), run)))
-    cache.remember(kind)
+    return None if vendor is None else vendor.repeated(call)
+
+
+def _repeated_training(request: Request, call: Call, plan: Plan) -> Callable[..., Results] | None:
+    """Return a function that runs training calls of these sizes and holds none of the call's tensors, or None.
+
+    The path itself runs each call, so torch records its graph. Only Q, K and V may be given: their views need no more
+    than a transposition."""
+    if request.given != ("q", "k", "v"):
+        return None
+    problem, scale, softcap, run = call.problem, call.scale, call.softcap, dispatch.runner(plan)
+    swapped = problem.layout == "bshd"
+
+    def repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+        if swapped:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = run(Call(problem=problem, q=q, k=k, v=v, scale=scale, softcap=softcap))
+        return out.transpose(1, 2) if swapped else out, lse if problem.return_lse else None
+
+    return repeat
 
 
 def lookup(
@@ -74,10 +97,7 @@ def lookup(
     lengths: tuple[Any, ...],
     place: torch.Tensor | None = None,
 ) -> Result | None:
-    """Like `call.try_cached`, but the call must not be traced.
-
-    place  memory for `out`, shaped as the call would allocate it; None allocates it
-    """
+    """Like `call.try_cached`, for a call that is not traced. place: memory for `out`, as the call would allocate it."""
     find = cache.finder
     if find is not None:
         found: Any = find(op, tensors, values, lengths, place)
@@ -108,9 +128,9 @@ def lookup(
     return None
 
 
-def run_request(request: Request) -> Result:
-    """Plan and run a request whose tensors have storage, and cache its launches."""
-    call = request.build()
+def run_request(request: Request, call: Call | None = None) -> Result:
+    """Plan and run a request whose tensors have storage, and cache its launches. call: the request's, if built."""
+    call = request.build() if call is None else call
     caching = CacheWriter(request) if request.cacheable() else None
     with monitor.watching(request):
         out, lse = dispatch.run(call, request.settings, caching)

@@ -1,23 +1,19 @@
-"""attention of jagged nested tensors: their rows are packed, which varlen_attention takes as they lie."""
+"""attention of jagged nested tensors: varlen_attention takes their packed rows as they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from portattn.api.argument_errors import OPERATIONS
 from portattn.errors import ArgumentError
+from portattn.schema.ops import ROWS
 
-# Arguments that varlen_attention has, too; all others must have their defaults.
-_TAKEN = (
-    "q_scale", "k_scale", "v_scale", "out_dtype", "scale", "causal", "window", "chunk", "softcap", "alibi_slopes",
-    "sinks", "dropout_p", "dropout_seed", "return_lse", "backend", "validate",
-)  # fmt: skip
-_DEFAULTS: Mapping[str, Any] = {
-    "bias": None, "mask": None, "block_mask": None, "seqlens_q": None, "seqlens_k": None,
-    "leftpad_q": None, "leftpad_k": None,
-}  # fmt: skip
+_OWN = ("q", "k", "v", "layout")
+# Arguments that varlen_attention has, too; all others must be None.
+_TAKEN = (*ROWS["varlen_attention"].parameters, *ROWS["varlen_attention"].fixed, "backend", "validate")
 
 
 def are_jagged(q: Any, k: Any, v: Any) -> bool:
@@ -28,14 +24,19 @@ def _is_jagged(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_nested and tensor.layout is torch.jagged
 
 
-def packed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of varlen_attention for an attention call whose q, k and v are jagged.
+def _named(tensors: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
+    row = ROWS["attention"]
+    names = (*row.parameters, *row.fixed, "backend", "validate")
+    return dict(zip(names, (*tensors, *values), strict=True))
+
+
+def packed(tensors: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
+    """Return varlen_attention's arguments for an attention call, in its row's order, with jagged q, k and v.
 
     The ragged axis of q is (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd". The longest length comes from the
-    tensors' metadata; without it their offsets are read back once.
-
-    Raises ArgumentError for a tensor that is ragged elsewhere and for an argument that packed rows cannot have.
-    """
+    tensors' metadata; without it their offsets are read back once. Raises ArgumentError for a tensor that is ragged
+    elsewhere and for an argument that packed rows cannot have."""
+    given = _named(tensors, values)
     bshd = given["layout"] == "bshd"
     axis = 1 if bshd else 2
     rows = {}
@@ -48,8 +49,8 @@ def packed(given: Mapping[str, Any]) -> dict[str, Any]:
         if tensor.lengths() is not None:
             raise ArgumentError("attention", name, "jagged with holes", "must have no holes (hint: .contiguous())")
         rows[name] = tensor if bshd else tensor.transpose(1, 2)
-    for name, default in _DEFAULTS.items():
-        if given[name] is not default and given[name] != default:
+    for name in given:
+        if name not in (*_OWN, *_TAKEN) and given[name] is not None:
             value = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else given[name]
             raise ArgumentError("attention", name, value, "goes with dense tensors only, not with jagged ones")
     q, k, v = rows["q"], rows["k"], rows["v"]
@@ -59,19 +60,25 @@ def packed(given: Mapping[str, Any]) -> dict[str, Any]:
         "q": q.values(), "k": k.values(), "v": v.values(),
         "cu_seqlens_q": q.offsets().int(), "cu_seqlens_k": k.offsets().int(),
         "max_seqlen_q": q._get_max_seqlen(), "max_seqlen_k": k._get_max_seqlen(),
-    } | {name: given[name] for name in _TAKEN}  # fmt: skip
+    } | {name: given[name] for name in given if name in _TAKEN and name not in _OWN}  # fmt: skip
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(torch.equal(one, other))
 
 
-def jagged_results(given: Mapping[str, Any], found: Any) -> Any:
-    """Results of varlen_attention as jagged tensors with q's sequences: out in q's layout, the LSE (B, Hq, *)."""
-    q = given["q"] if given["layout"] == "bshd" else given["q"].transpose(1, 2)
+def call_jagged(tensors: Sequence[Any], values: Sequence[Any]) -> Any:
+    """Run attention of jagged tensors by varlen_attention; tensors and values are in the order of attention's row."""
+    found = OPERATIONS["varlen_attention"](**packed(tensors, values))
+    return _jagged_results(tensors[0], _named(tensors, values)["layout"], found)
+
+
+def _jagged_results(q: torch.Tensor, layout: str, found: Any) -> Any:
+    """Return varlen_attention's results as jagged tensors with q's sequences: out in q's layout, the LSE (B, Hq, *)."""
+    q = q if layout == "bshd" else q.transpose(1, 2)
     out, lse = found if isinstance(found, tuple) else (found, None)
     ragged = _like(q, out)
-    ragged = ragged if given["layout"] == "bshd" else ragged.transpose(1, 2)
+    ragged = ragged if layout == "bshd" else ragged.transpose(1, 2)
     return ragged if lse is None else (ragged, _like(q, lse.transpose(0, 1)).transpose(1, 2))
 
 

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 import torch
 
-from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.argument_errors import require, wrong_arguments
+from portattn.api.signatures import operation
 from portattn.api.transform_checks import are_dispatched, transformed_or_traced
-from portattn.api.unknown_arguments import operation, require
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.validate import values
@@ -27,29 +27,34 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over parts of the keys into attention over all of them: exact, in any order.
 
-    outs  N partial results, each (..., Sq, Dv), as (B, Hq, Sq, Dv), of one shape and floating-point dtype; or one
-          tensor with N as its first axis. Of packed results (Tq, Hq, Dv) give out.transpose(0, 1)
-    lses  their log-sum-exps, natural logarithm, float32: each outs' shape without the last axis
+    Args:
+        outs: N partial results, each (..., Sq, Dv), as (B, Hq, Sq, Dv), of one shape and floating-point dtype; or one
+            tensor with N as its first axis. Of packed results (Tq, Hq, Dv) give out.transpose(0, 1)
+        lses: their log-sum-exps, natural logarithm, float32: each outs' shape without the last axis
 
-    Weights are exp(lseᵢ − max lse). A part that attended nothing (−inf) has none, whatever its out holds. With sinks,
-    let one part alone have them. Runs as torch operations on any device, and is differentiable.
+    Weights are exp(lseᵢ − max lse). A part that attended nothing (−inf) has weight 0, whatever its out holds. Give
+    sinks to one part alone. Runs as torch operations on any device, and is differentiable.
 
-    Returns (out, lse): out (..., Sq, Dv) in outs' dtype, lse (..., Sq) float32. A row that no part attended gives 0 and
-    −inf.
+    Returns:
+        (out, lse): out (..., Sq, Dv) in outs' dtype, lse (..., Sq) float32. A row that no part attended gives 0 and
+        −inf.
 
     Memory beyond the inputs: the results, and a few float32 tensors of one part's size. Parts are added one after the
     other in float32.
 
-    Raises ArgumentError where shapes, dtypes or devices do not go together, and for an LSE of +inf, as FlashAttention
-    2 gives it to a row without keys; UnknownArgument for another keyword. LSEs are looked at on a CPU, on other devices
-    with the setting validate="always", and not in graphs and transforms. +inf gives NaN where they are not.
+    Raises:
+        ArgumentError: Shapes, dtypes or devices do not go together, or an LSE is +inf, as FlashAttention 2 gives it to
+            a row without keys. LSEs are read on a CPU, and elsewhere with the setting validate="always"; not in graphs
+            and transforms. An unread +inf gives NaN.
+        UnknownArgument: A keyword is unknown.
 
-    >>> import torch, portattn
-    >>> q, k, v = torch.randn(3, 1, 4, 50, 64).unbind()
-    >>> parts = [portattn.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(20), slice(20, 50))]
-    >>> out, lse = portattn.merge_states([out for out, _ in parts], [lse for _, lse in parts])
-    >>> torch.allclose(out, portattn.attention(q, k, v), atol=1e-6)
-    True
+    Examples:
+        >>> import torch, portattn
+        >>> q, k, v = torch.randn(3, 1, 4, 50, 64).unbind()
+        >>> parts = [portattn.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(20), slice(20, 50))]
+        >>> out, lse = portattn.merge_states([out for out, _ in parts], [lse for _, lse in parts])
+        >>> torch.allclose(out, portattn.attention(q, k, v), atol=1e-6)
+        True
     """
     if excess or unknown:
         raise wrong_arguments(OP, excess, unknown)
@@ -102,8 +107,7 @@ def merge_states(
 
 
 def _check_finite(first: torch.Tensor, lses: Sequence[torch.Tensor]) -> None:
-    """Raise ArgumentError for an LSE of +inf. Values are read back, so a call that is traced or transformed is not
-    checked."""
+    """Raise ArgumentError for an LSE of +inf. Values are read back, unless the call is traced or transformed."""
     if torch.compiler.is_dynamo_compiling() or not values.reads(current(), first):
         return
     if transformed_or_traced() or are_dispatched(lses):

@@ -1,4 +1,4 @@
-"""The monitor: a warning for each kernel that is compiled once a program should be warm, and what brought it about."""
+"""The monitor: a warning for each kernel that is compiled after warm-up, with the cause."""
 
 from __future__ import annotations
 
@@ -27,26 +27,30 @@ _OURS = ("portattn.kernels.", "portattn.backends.")
 
 
 def monitor(on: bool = True) -> None:
-    """Warn from now on (CompileWarning) when a call compiles a kernel, or loads one from Triton's cache; or no more.
+    """Warn (CompileWarning) from now on when a call compiles a kernel or loads it from Triton's cache; or no more.
 
-    on  True to warn, False to warn no more
+    Args:
+        on: True to warn, False to warn no more
 
     `warmup` does this by itself. Each kernel's specialisation is warned about once; the warning names the call, the
-    seconds it took, the plan's key, and in what the call differs from the nearest one that was cached: an argument's
-    shape, strides, type, alignment, or another argument's value.
+    seconds it took, the plan's key, and the differences from the most similar cached call: an argument's shape,
+    strides, type, alignment, or another argument's value.
 
     The setting `monitor` (PORTATTN_MONITOR) overrules it: "always" warns from the first call on, "never" never.
 
-    Returns nothing.
+    Returns:
+        Nothing.
 
-    Raises nothing. A call warns as Python's `warnings` does: where warnings are errors, it raises CompileWarning.
+    Raises:
+        CompileWarning: A call compiles, and Python's `warnings` turn warnings into errors.
 
-    >>> import torch, portattn
-    >>> portattn.monitor()
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> portattn.attention(q, q, q).shape  # compiles nothing on a CPU, and warns of nothing
-    torch.Size([1, 2, 5, 16])
-    >>> portattn.monitor(False)
+    Examples:
+        >>> import torch, portattn
+        >>> portattn.monitor()
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> portattn.attention(q, q, q).shape  # compiles nothing on a CPU, and warns of nothing
+        torch.Size([1, 2, 5, 16])
+        >>> portattn.monitor(False)
     """
     global _armed
     _armed = bool(on)
@@ -57,13 +61,11 @@ def arm() -> None:
 
 
 def should_warn(settings: Settings) -> bool:
-    """Whether a compile is to be warned about now."""
     return not _silent.get() and (settings.monitor == "always" or (settings.monitor == "auto" and _armed))
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Inside the block compiles are expected."""
     token = _silent.set(True)
     try:
         yield
@@ -73,7 +75,7 @@ def silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting() -> Iterator[list[str]]:
-    """Yields a list that, after the block, names portattn's kernels that this process compiled or loaded in it."""
+    """Yield a list that, after the block, names portattn's kernels that this process compiled or loaded in it."""
     before, found = _specialisations(), list[str]()
     yield found
     found += [name for name, _ in sorted(_specialisations() - before)]
@@ -81,7 +83,7 @@ def counting() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def watching(request: Request) -> Iterator[None]:
-    """Around what a call does that none was kept for: warns, where that is wanted, about what it compiled."""
+    """Warn, if wanted, about kernels that an uncached call compiles inside the block."""
     if not should_warn(request.settings):
         yield
         return
@@ -144,8 +146,7 @@ def nearest(request: Request) -> list[str] | None:
 
 
 def _facts(kind: cache.CallKey, inputs: Sequence[int], called: Mapping[str, str]) -> Facts:
-    """What a call of a kind is: tensors as _FACTS, other arguments as they are. called: what its caller calls them,
-    where kernels have other names."""
+    """Return a call's facts by the caller's names (called): tensors as _FACTS, other arguments as they are."""
     numbers, layouts = iter(inputs), []
     for one in kind.kinds:
         shape = tuple(next(numbers) for _ in range(one.ndim))
@@ -189,7 +190,7 @@ def _said(fact: Any) -> str:
 
 
 def _specialisations() -> set[tuple[str, str]]:
-    """Every kernel of portattn's that Triton has compiled or loaded in this process: (name, specialised on what)."""
+    """Return (name, specialisation) of every kernel of portattn's that Triton compiled or loaded in this process."""
     found = set()
     for name, module in list(sys.modules.items()):
         if name.startswith(_OURS):

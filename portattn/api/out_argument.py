@@ -1,4 +1,4 @@
-"""An operation's result in memory that the caller brings, as engines do: by the kernel itself where that can be."""
+"""An operation's result in the caller's memory, as engines need it, written by the kernel itself if possible."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from portattn.api import ops
 from portattn.api.execute import lookup
-from portattn.api.signatures import arguments_as_parts, named_arguments
+from portattn.api.signatures import arguments_as_parts
 from portattn.api.torch_ops import RETURNS_LSE
 from portattn.api.transform_checks import transformed_or_traced
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.launch.cache import kinds
-from portattn.launch.tensor_memory import reader
+from portattn.launch.native import reader
 from portattn.schema.ops import ROWS
 from portattn.schema.tensors import POINTER_ALIGNMENT
 from portattn.validate.checks import check_dense
@@ -27,23 +27,15 @@ _PACKED = torch.uint8
 def into(place: torch.Tensor, op: str, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Call an operation for inference, with its result written into `place`, which is returned.
 
-    place  of the result's shape and dtype, on q's device, any strides
-    op     the operation's name, "paged_attention" say; not with return_lse
-    args, kwargs  the operation's own arguments
+    Kernels write into it if the call is cached and `place` is as such a call would allocate it: contiguous, from a
+    multiple of 16 bytes on, and apart from q, k and v. Otherwise the result is copied. Raises as the operation does,
+    and ArgumentError if `place` is not as the result or requires a gradient, or return_lse is requested; nothing is
+    written then.
 
-    Kernels write into it where the call is like an earlier one and `place` is what such a call would allocate:
-    contiguous, from a multiple of 16 bytes on, and apart from q, k and v. In any other case the result is copied.
-
-    Raises what the operation raises; ArgumentError where `place` is not as the result, or requires a gradient, or
-    return_lse is asked for. Nothing is written then.
-
-    >>> import torch, portattn
-    >>> from portattn.api.out_argument import into
-    >>> q, place = torch.randn(1, 2, 5, 16), torch.empty(1, 2, 5, 16)
-    >>> into(place, "attention", q, q, q) is place
-    True
-    >>> torch.equal(place, portattn.attention(q, q, q))
-    True
+    Args:
+        place: of the result's shape and dtype, on q's device, any strides
+        op: the operation's name, "paged_attention" say; not with return_lse
+        args, kwargs: the operation's own arguments
     """
     if torch.compiler.is_dynamo_compiling():
         return place.copy_(getattr(ops, op)(*args, **kwargs))
@@ -62,13 +54,8 @@ def into(place: torch.Tensor, op: str, /, *args: Any, **kwargs: Any) -> torch.Te
     plain = not (transformed_or_traced() or any(isinstance(t, torch.Tensor) and t.is_nested for t in tensors[:3]))
     if plain and _launched(op, tensors, values, lengths, place):
         return place
-    row, named = ROWS[op], named_arguments(op)(*args, **kwargs)
-    if row.arguments:
-        row.load("arguments")(named)
-    tensors = tuple([named[name] for name in row.parameters])
-    if plain and _as_allocated(place, tensors, row.latent):
-        values = (*[named[name] for name in row.fixed], named["backend"], named["validate"])
-        found = lookup(op, tensors, values, tuple([named[name] for name in row.lengths]), place)
+    if plain and _as_allocated(place, tensors, ROWS[op].latent):
+        found = lookup(op, tensors, values, lengths, place)
         if found is not None:
             return place
     result = getattr(ops, op)(*args, **kwargs)
@@ -82,10 +69,8 @@ def into(place: torch.Tensor, op: str, /, *args: Any, **kwargs: Any) -> torch.Te
 
 
 def _launched(op: str, tensors: Any, values: Any, lengths: Any, place: torch.Tensor) -> bool:
-    """Whether native.c knew the call, found `place` to be what it would allocate, and launched the kernels.
-
-    It reads the shape, the strides, the dtype, the device and the address, for less than Python takes for one of them.
-    """
+    """Return whether native.c knew the call, found `place` as it would allocate it, and launched the kernels.
+    It reads the shape, strides, dtype, device and address in less time than Python takes for one of them."""
     if reader() is None or torch._C._is_any_autocast_enabled() or place.is_neg():
         return False
     known, settings = kinds(op, values), current()
@@ -100,7 +85,7 @@ def _launched(op: str, tensors: Any, values: Any, lengths: Any, place: torch.Ten
 
 
 def _apart(place: torch.Tensor, tensors: Sequence[Any]) -> bool:
-    """Whether q, k and v are tensors of other memory. Of sparse ones, which have none, the operation says so."""
+    """Return whether q, k and v lie in other memory; False for sparse tensors, which the operation refuses."""
     memory = place.untyped_storage().data_ptr()
     return all(
         isinstance(t, torch.Tensor) and t.layout is torch.strided and t.untyped_storage().data_ptr() != memory
@@ -109,9 +94,11 @@ def _apart(place: torch.Tensor, tensors: Sequence[Any]) -> bool:
 
 
 def _as_allocated(place: torch.Tensor, tensors: Sequence[Any], latent: bool) -> bool:
-    """Whether a call of these tensors would allocate what `place` is. latent: v is the latent row, wider than out."""
+    """Return whether a call of these tensors would allocate such memory. latent: v is a whole row, wider than out."""
     q, k, v = tensors[:3]
     if not all(isinstance(t, torch.Tensor) for t in (q, k, v)) or torch._C._is_any_autocast_enabled():
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
     if (
         (v.dtype is _PACKED and not latent)

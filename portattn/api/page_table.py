@@ -18,18 +18,20 @@ NO_PAGE = -1
 class PageTable:
     """Page ids of each sequence and, where it is known, how full its last page is.
 
-    pages          (B, pages a sequence) int32; what lies past a sequence's own pages is not read (from_csr: -1)
-    counts         (B,) int32: pages of each sequence
-    last_page_len  (B,) int32: tokens in each sequence's last page
+    Attributes:
+        pages: (B, pages a sequence) int32; ids past a sequence's own pages are not read (from_csr: -1)
+        counts: (B,) int32: pages of each sequence
+        last_page_len: (B,) int32: tokens in each sequence's last page
 
-    Raises ArgumentError where one is no dense int32 tensor of these axes, or they are of different numbers of
-    sequences.
+    Raises:
+        ArgumentError: A tensor is not dense int32 with these axes, or numbers of sequences differ.
 
-    >>> import torch, portattn
-    >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
-    >>> table = portattn.PageTable(pages=ints([3, 1], [0, -1]), counts=ints(2, 1), last_page_len=ints(8, 1))
-    >>> table.seqlens(page_size=16).tolist()
-    [24, 1]
+    Examples:
+        >>> import torch, portattn
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> table = portattn.PageTable(pages=ints([3, 1], [0, -1]), counts=ints(2, 1), last_page_len=ints(8, 1))
+        >>> table.seqlens(page_size=16).tolist()
+        [24, 1]
     """
 
     pages: torch.Tensor
@@ -54,26 +56,30 @@ class PageTable:
         last_page_len: torch.Tensor,
         max_pages: int | None = None,
     ) -> PageTable:
-        """A table from FlashInfer's form of one.
+        """Make a table from FlashInfer's compressed rows.
 
-        indptr         (B + 1,) int32: sequence b's pages are indices[indptr[b]:indptr[b + 1]]
-        indices        (pages in all,) int32 page ids
-        last_page_len  (B,) int32: tokens in each sequence's last page, 1..page_size; of one without pages, anything
-        max_pages      most pages of one sequence. None: found by reading the lengths back, which waits for the device
-                       once, and checks them
+        Args:
+            indptr: (B + 1,) int32: sequence b's pages are indices[indptr[b]:indptr[b + 1]]
+            indices: (pages in all,) int32 page ids
+            last_page_len: (B,) int32: tokens in each sequence's last page, 1..page_size; anything without pages
+            max_pages: most pages of one sequence. None: found by reading the lengths back, which waits for the device
+                once, and checks them
 
         All on one device.
 
-        Returns the PageTable: pages (B, max_pages), each row filled up with -1.
+        Returns:
+            The PageTable: pages (B, max_pages), each row filled up with -1.
 
-        Raises ArgumentError on what is no such tensor, and, where the lengths are read back, on the first value that
-        cannot be.
+        Raises:
+            ArgumentError: A tensor has another dtype or shape; or, where lengths are read back, a value is impossible
+                (the first one is named).
 
-        >>> import torch, portattn
-        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
-        >>> table = portattn.PageTable.from_csr(ints(0, 2, 3), ints(3, 1, 0), ints(8, 1))
-        >>> table.pages.tolist()
-        [[3, 1], [0, -1]]
+        Examples:
+            >>> import torch, portattn
+            >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+            >>> table = portattn.PageTable.from_csr(ints(0, 2, 3), ints(3, 1, 0), ints(8, 1))
+            >>> table.pages.tolist()
+            [[3, 1], [0, -1]]
         """
         for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
             check_dense(OP, name, tensor)
@@ -102,18 +108,22 @@ class PageTable:
     def check(self, op: str, page_size: int) -> None:
         """Read the lengths of last pages back, which waits for the device.
 
-        op         the operation that asks, for the error's text
-        page_size  tokens a page
+        Args:
+            op: the operation that asks, for the error's text
+            page_size: tokens a page
 
-        Returns nothing.
+        Returns:
+            Nothing.
 
-        Raises ArgumentError on the first length (B,) that does not fit its page.
+        Raises:
+            ArgumentError: A length (B,) does not fit its page; the first one is named.
 
-        >>> import torch, portattn
-        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
-        >>> portattn.PageTable(ints([0]), ints(1), ints(17)).check("paged_attention", 16)
-        Traceback (most recent call last):
-        portattn.errors.ArgumentError: paged_attention: page_table.last_page_len[0] is 17, but must be in 1..16, ...
+        Examples:
+            >>> import torch, portattn
+            >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+            >>> portattn.PageTable(ints([0]), ints(1), ints(17)).check("paged_attention", 16)
+            Traceback (most recent call last):
+            portattn.errors.ArgumentError: paged_attention: page_table.last_page_len[0] is 17, but must be in 1..16, ...
         """
         for index, (count, length) in enumerate(zip(self.counts.tolist(), self.last_page_len.tolist(), strict=True)):
             if count and not 1 <= length <= page_size:
@@ -121,18 +131,19 @@ class PageTable:
                 raise ArgumentError(op, f"page_table.last_page_len[{index}]", length, limit)
 
     def seqlens(self, page_size: int) -> torch.Tensor:
-        """Tokens of each sequence, computed where the table is: nothing waits for the device.
+        """Return the tokens of each sequence, computed on the table's device: nothing waits for it.
 
-        page_size  tokens a page
+        Args:
+            page_size: tokens a page
 
-        Returns a (B,) int32 tensor.
+        Returns:
+            A (B,) int32 tensor.
 
-        Raises nothing.
-
-        >>> import torch, portattn
-        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
-        >>> portattn.PageTable(ints([3, 1]), ints(2), ints(8)).seqlens(page_size=16)
-        tensor([24], dtype=torch.int32)
+        Examples:
+            >>> import torch, portattn
+            >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+            >>> portattn.PageTable(ints([3, 1]), ints(2), ints(8)).seqlens(page_size=16)
+            tensor([24], dtype=torch.int32)
         """
         full = (self.counts - 1).clamp(min=0) * page_size + self.last_page_len
         return torch.where(self.counts > 0, full, 0).to(torch.int32)
@@ -143,7 +154,6 @@ def _kind(value: object) -> object:
 
 
 def _most(indptr: list[int], last_page_len: list[int], pages: int) -> int:
-    """Most pages of one sequence, where all is as it must be."""
     if indptr[0] != 0:
         raise ArgumentError(OP, "indptr[0]", indptr[0], "must be 0, the first page")
     most = 0

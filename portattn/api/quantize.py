@@ -25,7 +25,7 @@ from portattn.validate.checks import (
     check_tensor,
 )
 from portattn.validate.dense import AXES, check_layout
-from portattn.validate.quantised import SIXTEEN_BITS
+from portattn.validate.quantized import SIXTEEN_BITS
 from portattn.validate.values import cu_seqlens as check_order
 from portattn.validate.values import reads
 from portattn.validate.varlen import AXES as PACKED_AXES
@@ -37,25 +37,27 @@ METHODS = ("e4m3", "e5m2", "e4m3fnuz", SAGE)
 SCALES = ("head", "tensor")
 BLOCK = SAGE_BLOCK
 INT8_LARGEST = 127.0  # symmetric: -128 is never made
-# Blocks and widths that the kernel takes (kernels/quantise.py); of others torch makes the same numbers.
+# Blocks and widths that the kernel takes (kernels/quantize.py); of others torch makes the same numbers.
 BLOCKS, WIDEST = (16, 32, 64, 128), 256
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What `quantize` made.
+    """The result of `quantize`.
 
-    q, k, v   in the layout of the originals; v is the original where method is "sage"
-    q_scale, k_scale, v_scale  float32, what the numbers are multiplied by; v_scale is None where method is "sage"
-    lse_shift  float32, shaped as the LSE: what each query's scores lost by smoothing, before the factor `scale`; None
-              where nothing was smoothed
-    layout    "bshd" where q, k and v are laid out so; None else
+    Attributes:
+        q, k, v: in the layout of the originals; v is the original where method is "sage"
+        q_scale, k_scale, v_scale: float32 factors of the numbers; v_scale is None where method is "sage"
+        lse_shift: float32, shaped as the LSE: the loss of each query's scores by smoothing, before the factor `scale`;
+            None without smoothing
+        layout: "bshd" if q, k and v have this layout, else None
 
-    >>> import torch, portattn
-    >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.bfloat16).unbind()
-    >>> narrow = portattn.quantize(q, k, v)
-    >>> portattn.attention(**narrow.arguments(), causal=True).dtype
-    torch.bfloat16
+    Examples:
+        >>> import torch, portattn
+        >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.bfloat16).unbind()
+        >>> narrow = portattn.quantize(q, k, v)
+        >>> portattn.attention(**narrow.arguments(), causal=True).dtype
+        torch.bfloat16
     """
 
     q: torch.Tensor
@@ -68,15 +70,16 @@ class Quantized:
     layout: str | None = None
 
     def arguments(self, **others: Any) -> dict[str, Any]:
-        """q, k, v, the scales and a layout of "bshd" by the names that attention and varlen_attention have for them,
-        and `others` as given.
+        """Return q, k, v, scales and a layout of "bshd" as arguments of attention and varlen_attention, and `others`.
 
-        Raises ArgumentError where `others` has another layout, and where it has a softcap or sinks and the keys were
-        smoothed: a softcap and a sink see what smoothing took away, so that the results would be others.
+        Raises:
+            ArgumentError: `others` has another layout, and where it has a softcap or sinks and the keys were smoothed:
+                they would see the scores without the smoothed part.
 
-        >>> narrow = portattn.quantize(*torch.randn(3, 1, 2, 8, 16).half().unbind(), "sage", smooth_k=False)
-        >>> portattn.attention(**narrow.arguments(softcap=20.0)).shape
-        torch.Size([1, 2, 8, 16])
+        Examples:
+            >>> narrow = portattn.quantize(*torch.randn(3, 1, 2, 8, 16).half().unbind(), "sage", smooth_k=False)
+            >>> portattn.attention(**narrow.arguments(softcap=20.0)).shape
+            torch.Size([1, 2, 8, 16])
         """
         if self.lse_shift is not None:
             for name, given in others.items():
@@ -90,11 +93,13 @@ class Quantized:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | others
 
     def corrected(self, lse: torch.Tensor, scale: Number | None = None) -> torch.Tensor:
-        """The LSE over the keys as they were before smoothing: lse + scale·q·k̄.
+        """Return the LSE over the keys as they were before smoothing: lse + scale·q·k̄.
 
-        scale  the factor on the scores that attention was called with; None for 1/√D
+        Args:
+            scale: the factor on the scores that attention was called with; None for 1/√D
 
-        Raises ArgumentError where the shape is not the LSE's, or scale is no finite number.
+        Raises:
+            ArgumentError: The shape is not the LSE's, or scale is no finite number.
         """
         if self.lse_shift is None:
             return lse
@@ -120,34 +125,37 @@ def quantize(
 ) -> Quantized:
     """Quantise queries, keys and values, for attention, or packed for varlen_attention.
 
-    q, k, v  (B, Hq, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv) in `layout`; with cu_seqlens packed, (Tq, Hq, D), (Tk, Hk,
-             D), (Tk, Hk, Dv). float16, bfloat16 or float32, all alike; with "sage" of 16 bits. Scales count all rows,
-             padding too: they must be finite
-    method   "e4m3", "e5m2" or "e4m3fnuz": number = x / s rounded to float8, s = max|x| / largest(format), and one s for
-             q, one for k, one for v (Shah et al., "FlashAttention-3", 2024, section 3.3; 448, 57344 and 240 are the
-             formats' largest numbers).
-             "sage": number = round(x / s) as int8, s = max|x| / 127 over a block of tokens, of q, and of k less its
-             mean k̄ over each sequence's tokens; v stays as it is (Zhang et al., "SageAttention", 2024, section 4).
-             A term common to all scores of a row cancels in softmax, so results need no correction; the LSE does, by
-             scale·q·k̄ (`Quantized.corrected`)
-    scales   of float8: "head", a scale for each sequence and key/value head (its query heads together), or "tensor"
-    block    of "sage": tokens in a row that share a scale, from 1 on; a block of packed rows may span two sequences
-    smooth_k  of "sage": subtract k̄. Not with `softcap` or `sinks`: there the common term does not cancel
-    layout   "bhsd" or "bshd", of tensors that are not packed
-    cu_seqlens_q, cu_seqlens_k  (B + 1,) int32, as of varlen_attention; both or none
+    Args:
+        q, k, v: (B, Hq, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv) in `layout`; with cu_seqlens packed, (Tq, Hq, D), (Tk,
+            Hk, D), (Tk, Hk, Dv). float16, bfloat16 or float32, all alike; with "sage" of 16 bits. Scales count all
+            rows, padding too: they must be finite
+        method: "e4m3", "e5m2" or "e4m3fnuz": number = x / s rounded to float8, s = max|x| / largest(format), and one s
+            for q, one for k, one for v (Shah et al., "FlashAttention-3", 2024, section 3.3; 448, 57344 and 240 are the
+            formats' largest numbers). "sage": number = round(x / s) as int8, s = max|x| / 127 over a block of tokens,
+            of q, and of k less its mean k̄ over each sequence's tokens; v stays as it is (Zhang et al.,
+            "SageAttention", 2024, section 4). A term common to all scores of a row cancels in softmax, so results need
+            no correction; the LSE does, by scale·q·k̄ (`Quantized.corrected`)
+        scales: of float8: "head", a scale for each sequence and key/value head (its query heads together), or "tensor"
+        block: of "sage": tokens in a row that share a scale, from 1 on; a block of packed rows may span two sequences
+        smooth_k: of "sage": subtract k̄. Not with `softcap` or `sinks`: there the common term does not cancel
+        layout: "bhsd" or "bshd", of tensors that are not packed
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, as of varlen_attention; both or none
 
-    Returns a Quantized: `arguments()` are the keyword arguments of the operation. Nothing is read back but on a CPU,
-    and no gradient goes through it.
+    Returns:
+        A Quantized: `arguments()` are the keyword arguments of the operation. Nothing is read back but on a CPU, and no
+        gradient goes through it.
 
-    Raises ArgumentError for a wrong argument, on a CPU also for NaN or infinity in q, k or v.
+    Raises:
+        ArgumentError: For a wrong argument, on a CPU also for NaN or infinity in q, k or v.
 
-    >>> import torch, portattn
-    >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.float16).unbind()
-    >>> narrow = portattn.quantize(q, k, v, method="sage")
-    >>> out, lse = portattn.attention(**narrow.arguments(), return_lse=True)
-    >>> exact, exact_lse = portattn.attention(q, k, v, return_lse=True)
-    >>> torch.allclose(out, exact, atol=2e-2), torch.allclose(narrow.corrected(lse), exact_lse, atol=2e-2)
-    (True, True)
+    Examples:
+        >>> import torch, portattn
+        >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.float16).unbind()
+        >>> narrow = portattn.quantize(q, k, v, method="sage")
+        >>> out, lse = portattn.attention(**narrow.arguments(), return_lse=True)
+        >>> exact, exact_lse = portattn.attention(q, k, v, return_lse=True)
+        >>> torch.allclose(out, exact, atol=2e-2), torch.allclose(narrow.corrected(lse), exact_lse, atol=2e-2)
+        (True, True)
     """
     if method not in METHODS:
         raise ArgumentError(OP, "method", method, f"must be one of {', '.join(METHODS)}")
@@ -168,7 +176,7 @@ def quantize(
 
 
 def _check_tensors(q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_q: Any, cu_seqlens_k: Any) -> bool:
-    """Whether the tensors are packed. Raises ArgumentError."""
+    """Return whether the tensors are packed. Raises ArgumentError."""
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     axes = PACKED_AXES if packed else AXES[layout]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -178,7 +186,7 @@ def _check_tensors(q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_
         if method == SAGE and tensor.dtype not in SIXTEEN_BITS:
             limit = f"must be {' or '.join(map(str, SIXTEEN_BITS))} with method 'sage'"
             raise ArgumentError(OP, f"{name}.dtype", tensor.dtype, limit)
-        # A value cannot be asked for while a graph is made.
+        # Values cannot be read while a graph is made.
         if not torch.compiler.is_compiling() and reads(current(), tensor) and not tensor.isfinite().all():
             raise ArgumentError(OP, name, "NaN or infinity", "must be finite in all rows, those of padding too")
     heads = axes.index("heads")
@@ -271,7 +279,7 @@ def _sage_by_torch(
 
 
 def _kernel_takes(q: torch.Tensor, k: torch.Tensor, block: int) -> bool:
-    """Whether the kernel makes SAGE's numbers: on NVIDIA's GPUs, where it was tried."""
+    """Return whether the kernel makes SAGE's numbers: on NVIDIA's GPUs, which it was tried on."""
     blocks = block in BLOCKS and 0 < q.shape[-1] <= WIDEST and bool(q.numel()) and bool(k.numel())
     beside = all(t.stride(-1) == 1 and type(t) in (torch.Tensor, torch.nn.Parameter) for t in (q, k))
     return (
@@ -283,8 +291,8 @@ def _kernel_takes(q: torch.Tensor, k: torch.Tensor, block: int) -> bool:
 def _sage_by_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, smooth: bool, rows_first: bool
 ) -> Quantized:
-    """What _sage makes of tensors that are not packed, in a launch for q and one for k."""
-    from portattn.kernels.quantise import quantise_rows
+    """Like `_sage_by_torch`, for tensors that are not packed: a launch for q and a launch for k."""
+    from portattn.kernels.quantize import quantise_rows
 
     queries, keys = _heads_first(q, rows_first), _heads_first(k, rows_first)
     mean = shift = None
@@ -314,30 +322,30 @@ def _heads_first(tensor: torch.Tensor, rows_first: bool) -> torch.Tensor:
 
 
 def _as_given(values: torch.Tensor, tensor: torch.Tensor, rows_first: bool) -> torch.Tensor:
-    """(B, H, S, …) with the axes of the caller's tensor, contiguous."""
+    """Return (B, H, S, …) with the axes of the caller's tensor, contiguous."""
     values = values[0] if tensor.ndim == 3 else values
     return (values.transpose(-3, -2) if rows_first else values).contiguous()
 
 
 def _amax(values: torch.Tensor, axis: int) -> torch.Tensor:
-    """Largest magnitudes along an axis, float32; 0 along one without elements."""
+    """Return the largest magnitudes along an axis, float32; 0 for an axis without elements."""
     if not values.shape[axis]:
         return values.new_zeros((*values.shape[:axis], *values.shape[axis + 1 :]), dtype=torch.float32)
     return values.float().abs().amax(axis)
 
 
 def _scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """Positive whatever there is: 1 for zeros alone, and no smaller than float32's smallest normal number."""
+    """Return a positive scale: 1 for zeros alone, and at least float32's smallest normal number."""
     return torch.where(amax > 0, (amax / largest).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
 
 
 def _owners(cu_seqlens: torch.Tensor, rows: int) -> torch.Tensor:
-    """The sequence of each packed row; B for those after the last."""
+    """Return the sequence of each packed row; B for rows after the last sequence."""
     return torch.bucketize(torch.arange(rows, device=cu_seqlens.device), cu_seqlens[1:], right=True)
 
 
 def _per_sequence(by_row: torch.Tensor, owner: torch.Tensor | None, cu: torch.Tensor | None) -> torch.Tensor:
-    """The largest of each sequence's rows, (B, H), of (B, H, S) or packed (1, H, T)."""
+    """Return the largest of each sequence's rows, (B, H), from (B, H, S) or packed (1, H, T)."""
     if owner is None or cu is None:
         return _amax(by_row, 2)
     found = by_row.new_zeros(cu.shape[0], by_row.shape[1])
@@ -346,7 +354,7 @@ def _per_sequence(by_row: torch.Tensor, owner: torch.Tensor | None, cu: torch.Te
 
 
 def _means(keys: torch.Tensor, owner: torch.Tensor | None, cu: torch.Tensor | None) -> torch.Tensor:
-    """The mean of each sequence's keys, (B, Hk, D); packed (B + 1, Hk, D), the last 0, for rows of no sequence."""
+    """Return the mean of each sequence's keys, (B, Hk, D); packed (B + 1, Hk, D), with 0 for rows of no sequence."""
     if owner is None or cu is None:
         return keys.sum(2) / max(keys.shape[2], 1)
     sums = keys.new_zeros(cu.shape[0], keys.shape[1], keys.shape[3]).index_add_(0, owner, keys[0].transpose(0, 1))

@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch.autograd import forward_ad
 
+from portattn.api.argument_errors import require
 from portattn.api.shape_polymorphism import CallRecipe
-from portattn.api.unknown_arguments import require
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.launch import cache
@@ -22,7 +22,7 @@ from portattn.schema.call import Call
 from portattn.schema.compile_record import CompileRecord
 from portattn.schema.ops import ROWS
 from portattn.schema.target import Target
-from portattn.validate.builders import build_call
+from portattn.validate import build_call
 from portattn.validate.checks import as_value, check_dense, refuse_gradients
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -32,21 +32,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(slots=True)
 class Request:
-    """What the caller gave.
-
-    tensors  by the names that they have in kernels' arguments; None for those that are not given
-    values   everything else that decides the plan, by the caller's names
-    asked    `backend` and `validate` as the caller gave them
-    """
-
     op: str
     settings: Settings
-    tensors: dict[str, Any]
-    values: dict[str, Any]
-    asked: tuple[Any, Any] = (None, None)
+    tensors: dict[str, Any]  # by the names of kernels' arguments; None: not given
+    values: dict[str, Any]  # all other arguments that decide the plan, by the caller's names
+    asked: tuple[Any, Any] = (None, None)  # `backend` and `validate` as the caller gave them
 
     def build(self) -> Call:
-        """Validate, and make the Call. Raises ArgumentError."""
+        """Validate, and return the Call. Raises ArgumentError."""
         call = build_call(self.op, self.settings, self.tensors, self.values)
         if call.problem.needs_grad:
             refuse_gradients(self.op, self.named_tensors, self.settings.backend)
@@ -58,41 +51,37 @@ class Request:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the tensors that the caller gave."""
         return tuple(name for name, tensor in self.tensors.items() if tensor is not None)
 
     @property
     def named_tensors(self) -> dict[str, Any]:
-        """The tensors by the names that the caller knows them by."""
         called = ROWS[self.op].called
         return {called[name]: tensor for name, tensor in self.tensors.items()}
 
     @property
     def lengths(self) -> dict[str, Any]:
-        """The arguments that are sizes."""
         return {name: self.values[name] for name in ROWS[self.op].lengths}
 
     @property
     def fixed_values(self) -> tuple[Any, ...]:
-        """All other arguments, and what the call asked for."""
+        """Return the values that are no sizes, then `asked`."""
         return (*(self.values[name] for name in ROWS[self.op].fixed), *self.asked)
 
     @property
     def parts(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """What `request_from` makes it of: tensors, fixed values, sizes."""
+        """Return the arguments of `request_from`: tensors, fixed values, sizes."""
         return tuple(self.tensors.values()), self.fixed_values, tuple(self.lengths.values())
 
     def cacheable(self) -> bool:
         """Return whether the launch cache may hold calls like it.
 
-        Not on a CPU, nor with arguments that are no tensors, tensor subclasses (fake tensors have no storage) and
-        lazily negated views. Nor with validation at each call, arguments of unusual types, forward-mode differentiation
-        or an active torch mode: no later call would match.
-        """
+        It may not on a CPU, with tensor subclasses (fake tensors have no storage) or lazily negated views. No later
+        call would match one with validation at each call, arguments of unusual types, forward-mode differentiation or
+        an active torch mode."""
         return self._comparable() and self.launched_by_address()
 
     def repeatable(self) -> bool:
-        """The same of a call on a CPU whose tensors hold nothing that is checked at each call."""
+        """Like `cacheable`, for a call on a CPU."""
         return self._comparable() and self._has_addresses()
 
     def _comparable(self) -> bool:
@@ -101,7 +90,7 @@ class Request:
         return forward_ad._current_level < 0 and not in_mode()
 
     def launched_by_address(self) -> bool:
-        """Whether kernels get the tensors' addresses as they are, and each has one."""
+        """Return whether kernels get the tensors' addresses unchanged, and each tensor has one."""
         return self._on_accelerator() and self._has_addresses()
 
     def _has_addresses(self) -> bool:
@@ -115,7 +104,7 @@ class Request:
         return isinstance(q, torch.Tensor) and q.device.type not in ("cpu", "meta")
 
     def kind(self) -> cache.CallKey:
-        """The kind of the call: one that is known, or a new one, which is not remembered yet."""
+        """Return the call's key: a cached one that matches, or a new one, not cached yet."""
         settings, values, lengths = current(), self.fixed_values, self.lengths
         for known in cache.kinds(self.op, values):
             if known.match(tuple(self.tensors.values()), values, tuple(lengths.values()), settings) is not None:
@@ -123,37 +112,27 @@ class Request:
         return self.new_kind()
 
     def new_kind(self, only: list[int] | None = None) -> cache.CallKey:
-        """The kind of the call anew; of calls with these sizes alone where some are given."""
+        """Return a new call key. only: sizes that it is limited to."""
         lengths = self.lengths
         return cache.CallKey(self.op, self.tensors, self.fixed_values, lengths, current(), only, ROWS[self.op].fixed)
 
 
-def request_of(op: str, given: Mapping[str, Any]) -> Request:
-    """The request of a call with these arguments, by the names of the operation's parameters; others are passed over.
+def checked_request(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Request:
+    """Like `request_from`, but check required arguments, dense tensors and scalars, as the caller gave them.
 
-    Nothing is validated but `backend`, `validate`, what stands for several tensors, and that each tensor is a dense
-    one. Raises ArgumentError, and TypeError where an argument that must be given is not.
-    """
-    row, given = ROWS[op], dict(given)
-    require(op, given)
-    if row.arguments:
-        row.load("arguments")(given)
-    for name, parameter in row.tensors.items():
-        check_dense(op, row.called[name], given[parameter])
-    for name in row.values:
-        given[name] = as_value(op, name, given[name])
-    backend, validate = given["backend"], given["validate"]
-    return Request(
-        op, settings_for(op, backend, validate), {name: given[parameter] for name, parameter in row.tensors.items()},
-        {name: given[name] for name in row.values}, (backend, validate),
-    )  # fmt: skip
+    Raises ArgumentError, and TypeError if a required argument is missing."""
+    row = ROWS[op]
+    require(op, dict(zip((*row.parameters, *row.fixed, *row.lengths), (*tensors, *values[:-2], *lengths), strict=True)))
+    for name, tensor in zip(row.tensors, tensors, strict=True):
+        check_dense(op, row.called[name], tensor)
+    *fixed, backend, validate = values
+    lengths = [as_value(op, name, value) for name, value in zip(row.lengths, lengths, strict=True)]
+    fixed = [as_value(op, name, value) for name, value in zip(row.fixed, fixed, strict=True)]
+    return request_from(op, tensors, (*fixed, backend, validate), lengths)
 
 
 def request_from(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Request:
-    """The request of a call by the values of its row, in their order; `backend` and `validate` come last of `values`.
-
-    Raises ArgumentError for these two.
-    """
+    """Return a call's request; values are in its row's order, `backend` and `validate` last. Raises ArgumentError."""
     row = ROWS[op]
     *fixed, backend, validate = values
     named = dict(zip(row.fixed, fixed, strict=True)) | dict(zip(row.lengths, lengths, strict=True))
@@ -164,14 +143,12 @@ def request_from(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths
 
 
 def inputs_of(request: Request) -> list[int]:
-    """What decides the class of its sizes: sizes and strides of each tensor once, and the arguments that are sizes."""
+    """Return the inputs of a shape class: sizes and strides of each tensor once, then the arguments that are sizes."""
     distinct = list({id(t): t for t in request.tensors.values() if t is not None}.values())
     return cache.sizes_of(distinct) + [n for n in request.lengths.values() if n is not None]
 
 
 class CacheWriter:
-    """Keeps what a call launches, for calls of its kind."""
-
     def __init__(self, request: Request, only: bool = False) -> None:
         self._request = request
         self.kind, self.given = request.kind(), request.given
@@ -180,7 +157,6 @@ class CacheWriter:
             self.kind = request.new_kind(self.inputs)
 
     def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> CallRecipe:
-        """What makes calls of its kind of their sizes."""
         request = self._request
         return CallRecipe(
             op=request.op, settings=request.settings, kinds=self.kind.kinds, tensors=self.kind.places,
@@ -193,7 +169,6 @@ class CacheWriter:
 
 
 def settings_for(op: str, backend: Any, validate: Any) -> Settings:
-    """The settings in force, with a call's own path and its own word on reading values back."""
     settings = current()
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(op, "backend", backend, "must be the name of a path, or None")
@@ -206,6 +181,5 @@ def settings_for(op: str, backend: Any, validate: Any) -> Settings:
 
 @functools.lru_cache(maxsize=64)
 def _changed(settings: Settings, backend: str, validate: bool | None) -> Settings:
-    """Built once, not at every call."""
     reading = settings.validate if validate is None else "always" if validate else "never"
     return msgspec.structs.replace(settings, backend=backend, validate=reading)

@@ -1,10 +1,6 @@
-"""What a first call's sizes decided, so that calls with other sizes can be launched without planning them.
-
-A call is validated, planned and described once more with Sizes in place of its sizes and strides
-(schema/symbolic_int.py). Every comparison on the way becomes a condition on other calls' sizes, everything computed a
-formula. The result is compared with what the call itself was planned to launch: where they differ, or something cannot
-be traced, the call is kept for its own sizes alone, and `CachedLaunch.why_fixed` says why.
-"""
+"""Shape classes: a call is validated, planned and described again with Sizes in place of sizes and strides.
+Comparisons become guards, results formulas (schema/symbolic_int.py). If the launches differ from the call's own or
+cannot be traced, the call is cached for its own sizes alone, and `CachedLaunch.why_fixed` says why."""
 
 from __future__ import annotations
 
@@ -20,8 +16,7 @@ from portattn.config import Settings
 from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
 from portattn.launch.cached_launch import CachedLaunch, ShapeClass, Templates, core_steps, exact_shape_class
-from portattn.launch.described import constexprs, unspecialised_arguments
-from portattn.launch.kernelcall import KernelCall
+from portattn.launch.kernelcall import KernelCall, constexprs, unspecialised_arguments
 from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
@@ -32,33 +27,27 @@ from portattn.schema.plan import Plan
 from portattn.schema.symbolic_int import Size, Trace, Untraceable, pin_sizes, plain_sizes
 from portattn.schema.target import Target
 from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
-from portattn.validate.builders import build_call
+from portattn.validate import build_call
 
-# What code that was not written for Sizes raises where it meets one: isinstance(x, int) fails, an assertion does.
+# Errors of code that was not written for Sizes: isinstance(x, int) is False, an assertion fails.
 _REFUSALS = (Untraceable, PortattnError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 
 
 @dataclass(slots=True, frozen=True)
 class CallRecipe:
-    """A call without its sizes, strides, and data.
-
-    kinds    of its tensors, each once
-    tensors  by name the place among `kinds`; None where it is not given
-    values   its other arguments; those named in `lengths` are sizes
-    failed   records that rejected other paths when it was planned
-    """
+    """A call without its sizes, strides and data."""
 
     op: str
     settings: Settings
-    kinds: tuple[TensorKind, ...]
-    tensors: Mapping[str, int | None]
-    values: Mapping[str, Any]
-    lengths: tuple[str, ...]
+    kinds: tuple[TensorKind, ...]  # of its tensors, each once
+    tensors: Mapping[str, int | None]  # name -> place among `kinds`; None: not given
+    values: Mapping[str, Any]  # all other arguments
+    lengths: tuple[str, ...]  # names of the `values` that are sizes
     target: Target
-    failed: Mapping[str, CompileRecord]
+    failed: Mapping[str, CompileRecord]  # records that rejected other paths in its plan
 
     def call(self, numbers: Iterator[int]) -> Call:
-        """The validated call of these sizes and strides, tensor by tensor, and then lengths."""
+        """Return the validated call with these sizes and strides, tensor by tensor, then lengths."""
         made = []
         for kind in self.kinds:
             sizes = [next(numbers) for _ in range(kind.ndim)]
@@ -71,7 +60,6 @@ class CallRecipe:
         return plan(call.problem, self.target, records=self.failed, settings=self.settings)
 
     def planner(self, inputs: bytes) -> Plan:
-        """The plan of a call with these sizes and strides, given as int64."""
         numbers = array("q")
         numbers.frombytes(inputs)
         return self.plan(self.call(iter(numbers)))
@@ -81,7 +69,6 @@ def cache_core(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
     out: torch.Tensor, lse: torch.Tensor | None, device: torch.device,
 ) -> CachedLaunch:  # fmt: skip
-    """Keep a core plan's launches."""
     steps, buffers = core_steps(launches, out, lse)
 
     def describe(call: Call, planned: Plan) -> tuple[list[Step], Buffers]:
@@ -98,10 +85,7 @@ def cache_variant(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
     launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
 ) -> CachedLaunch:  # fmt: skip
-    """Keep a variant's launches: directly where its launcher is a StepLauncher, and else by calling it.
-
-    tensors  the Call's tensors by name, "out" and "lse" among them
-    """
+    """Return a variant's cached launch: direct if its launcher is a StepLauncher, else by calling the launcher."""
     settings, problem = recipe.settings, made.problem
 
     def by_name(named: Mapping[str, Any]) -> None:
@@ -123,8 +107,7 @@ def cache_variant(
         return launcher.steps({**named, **{name: fresh[name] for name in launcher.each}}), launcher.buffers
 
     sized = _sized(recipe, inputs, made, steps, launch.buffers, describe)
-    # What `by_name` launches has its own buffers; it is for the sizes of this call alone, and is called where no Direct
-    # could be made.
+    # `by_name` has its own buffers, for the sizes of this call alone, and runs if no DriverLauncher could be made.
     cached = CachedLaunch(made, settings, given, device, by_name, steps, sized, recipe.planner, each=launch.each)
     if cached.direct is None:
         alone = exact_shape_class(inputs, problem, [], {}, "Triton launches it")
@@ -136,7 +119,7 @@ def _sized(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, steps: Sequence[Step], buffers: Buffers,
     describe: Callable[[Call, Plan], tuple[list[Step], Buffers]],
 ) -> ShapeClass:  # fmt: skip
-    """The launches made of Sizes; of the call's own sizes where that cannot be done."""
+    """Return the shape class of a trace, or of the call's own sizes alone."""
     trace = Trace()
     try:
         call = recipe.call(trace.input(number) for number in inputs)
@@ -156,14 +139,14 @@ def _sized(
 
 
 def _with_constants(step: Step) -> Step:
-    """The step with what a kernel is compiled for, its constants and options, as numbers."""
+    """Return the step with a kernel's constants and options pinned: it is compiled for their values."""
     constants = constexprs(step.kernel)
     arguments = {name: pin_sizes(value) if name in constants else value for name, value in step.arguments.items()}
     return dataclasses.replace(step, arguments=arguments, options=pin_sizes(dict(step.options)))
 
 
 def _compare(steps: Sequence[Step], others: Sequence[Step], buffers: Buffers, between: Buffers) -> None:
-    """Raise Untraceable where launches made of Sizes are, with this call's own sizes, not the call's launches."""
+    """Raise Untraceable if the traced launches are not the call's own at the call's sizes."""
     if plain_sizes({name: shape for name, (shape, _) in between.items()}) != {
         name: tuple(shape) for name, (shape, _) in buffers.items()
     }:
@@ -185,7 +168,7 @@ def _compare(steps: Sequence[Step], others: Sequence[Step], buffers: Buffers, be
 
 
 def _layout(value: Any) -> tuple[Any, ...] | None:
-    """Sizes and strides of a tensor or a descriptor; a counter's are not looked at."""
+    """Return a descriptor's sizes, strides and block, or a tensor's dtype and number of axes."""
     if hasattr(value, "block_shape"):
         return plain_sizes(tuple(value.shape)), plain_sizes(tuple(value.strides)), tuple(value.block_shape)
     if not isinstance(value, torch.Tensor):
@@ -194,8 +177,7 @@ def _layout(value: Any) -> tuple[Any, ...] | None:
 
 
 def _specialise(step: Step) -> None:
-    """Make conditions of what Triton compiles a kernel for: integers that are 1, multiples of 16 or beyond 32 bits, and
-    tensors of 2 GiB. Comparing is all that it takes: a trace writes comparisons down."""
+    """Record Triton's specialisation as guards: integers of 1, multiples of 16, beyond 32 bits; tensors of 2 GiB."""
     general = unspecialised_arguments(step.kernel)
     for name, value in zip(step.kernel.arg_names, step.values, strict=True):
         if isinstance(value, Size):

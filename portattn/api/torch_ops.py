@@ -1,13 +1,6 @@
-"""The operations as torch operators, `torch.ops.portattn.attention` and so on: what a graph holds of a call.
-
-A plain eager call never comes here: it launches its kernels directly. A call that is compiled, exported, traced or
-transformed, or that a dispatch mode sees, is one node of the operator. Its arguments are the tensors of the operation's
-row, each once, and then its other arguments as an operator's schema can have them.
-
-This module is imported as soon as torch is (after_import.py), so that exported programs can be loaded: it imports
-nothing of the library but the table of operations. What an operator does is in torch_ops_impl.py, its gradients are
-in operator_autograd.py.
-"""
+"""The operations as torch operators, `torch.ops.portattn.attention` and so on: one graph node for each compiled,
+exported, traced or transformed call. Plain eager calls launch kernels directly. portattn's hooks import this module
+with torch, to load exported programs: it imports the table of operations alone, and the implementations later."""
 
 from __future__ import annotations
 
@@ -18,7 +11,7 @@ from typing import Any
 
 import torch
 
-from portattn.schema.ops import PUBLIC, ROWS, WRITERS, OpRow
+from portattn.schema.ops import DIFFERENTIABLE, PUBLIC, ROWS, WRITERS, OpRow
 
 NAMESPACE = "portattn"
 # Types of an operator's arguments by the parameter's name. A size is symbolic where shapes are dynamic.
@@ -36,18 +29,13 @@ _GIVEN = frozenset({
 })  # fmt: skip
 # Of an operation over pages or latent rows, packed queries are an option.
 _OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q"}}
-# Tensors that gradients can be asked for.
-_DIFFERENTIABLE = frozenset({
-    "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "alibi_slopes", "sinks",
-    "bias", "log_weights",
-})  # fmt: skip
 # Tensors that an operation which fills a cache may write to.
 _WRITTEN = ("k_cache", "v_cache", "k_pages", "v_pages", "k_scale", "v_scale", "k_block_scale", "v_block_scale")
 _NO_LIMIT = -1
 
 
 def _causal(value: Any) -> Any:
-    """A word that no caller can give stands for no mask."""
+    """Return the alignment, or "" for no mask, which no caller can give."""
     return value if isinstance(value, str) else "bottom_right" if value else ""
 
 
@@ -61,7 +49,7 @@ def _numbers(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# How an argument is written for an operator, and read again.
+# Converters of an argument to the operator schema's form, and back.
 _WRITE: dict[str, Callable[[Any], Any]] = {
     "causal": _causal,
     "window": _window,
@@ -77,28 +65,20 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 
 class OperatorSignature:
-    """The arguments of one operation's operator.
-
-    op, row    name and row of the operation
-    kept       places of the Request's tensors that are arguments: each parameter once
-    shared     for each of the Request's tensors the place of its argument
-    tensors    names of tensor arguments
-    gradients  places of differentiable tensors, in the order of the backward operator's results
-    values     names of all other arguments: fixed values, backend, validate, sizes
-    write      (place, function) that converts an argument to the schema's form
-    read       (place, function) that converts it back to the Request's form
-    """
-
     __slots__ = ("gradients", "kept", "op", "read", "row", "shared", "tensors", "values", "write")
 
     def __init__(self, row: OpRow) -> None:
         self.op, self.row = row.name, row
-        self.tensors = tuple(dict.fromkeys(row.parameters))
+        self.tensors = tuple(dict.fromkeys(row.parameters))  # names of tensor arguments, each parameter once
+        # Of each tensor argument its place in a Request, and of each tensor of a Request the place of its argument.
         self.kept = tuple(row.parameters.index(parameter) for parameter in self.tensors)
         self.shared = tuple(self.tensors.index(parameter) for parameter in row.parameters)
-        self.gradients = tuple(place for place, name in enumerate(self.tensors) if name in _DIFFERENTIABLE)
-        self.values = (*row.fixed, "backend", "validate", *row.lengths)
+        # Places of differentiable tensors, in the order of the backward operator's results.
+        differentiable = {row.tensors.get(name) for name in DIFFERENTIABLE}
+        self.gradients = tuple(place for place, name in enumerate(self.tensors) if name in differentiable)
+        self.values = (*row.fixed, "backend", "validate", *row.lengths)  # names of all other arguments
         count = len(self.tensors)
+        # (place, function) that converts an argument to the schema's form, and back to a Request's.
         self.write = tuple((count + i, _WRITE[name]) for i, name in enumerate(self.values) if name in _WRITE)
         self.read = tuple((count + i, _READ[name]) for i, name in enumerate(self.values) if name in _READ)
 
@@ -110,7 +90,6 @@ class OperatorSignature:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Names of written tensors."""
         return tuple(name for name in self.tensors if self.row.writes and name in _WRITTEN)
 
     def _tensor(self, name: str) -> str:
@@ -129,11 +108,10 @@ class OperatorSignature:
         return tensors, tuple(found[len(self.tensors) : end]), tuple(found[end:])
 
     def value(self, arguments: Sequence[Any], name: str) -> Any:
-        """Return an argument that is no tensor, in the operator's form."""
         return arguments[len(self.tensors) + self.values.index(name)]
 
 
-# Operations that have a result, and those that fill a cache in place.
+# Operations with a result, and operations that fill a cache in place.
 SIGNATURES = {op: OperatorSignature(ROWS[op]) for op in PUBLIC if op not in WRITERS}
 WRITING = {op: OperatorSignature(ROWS[op]) for op in WRITERS}
 # The place of `return_lse` among a Request's fixed values.
@@ -181,28 +159,28 @@ def _define(signature: OperatorSignature) -> None:
         torch.library.impl(name, "default", _later("torch_ops_impl", what, op))
         torch.library.register_fake(name, _later("torch_ops_impl", f"{what}_shapes", op))
         torch.library.register_vmap(name, _later("torch_ops_impl", f"{what}_vmapped", op))
-        _library().impl(name.partition("::")[2], _later("operator_autograd", what, op), "Autograd")
+        _library().impl(name.partition("::")[2], _later("torch_ops_impl", f"autograd_{what}", op), "Autograd")
 
 
 def _define_writing(signature: OperatorSignature) -> None:
-    """An operator that fills a cache: its schema says what it writes to, and it has neither result nor gradient."""
+    """Register an operator that fills a cache: its schema names the written tensors; no result, no gradient."""
     op = signature.op
     name = f"{NAMESPACE}::{op}"
     torch.library.define(name, f"({signature.schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(name, "default", _later("torch_ops_writing", "write", op, WRITING))
-    torch.library.register_fake(name, _later("torch_ops_writing", "check", op, WRITING))
-    _library().impl(op, _later("torch_ops_writing", "without_gradient", op, WRITING), "Autograd")
+    torch.library.impl(name, "default", _later("torch_ops_impl", "write", op, WRITING))
+    torch.library.register_fake(name, _later("torch_ops_impl", "check_write", op, WRITING))
+    _library().impl(op, _later("torch_ops_impl", "without_gradient", op, WRITING), "Autograd")
 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
-    return torch.library.Library(NAMESPACE, "IMPL")  # kept: what it has registered goes with it
+    return torch.library.Library(NAMESPACE, "IMPL")  # cached: its registrations end with it
 
 
 def _later(
     module: str, what: str, op: str, signatures: Mapping[str, OperatorSignature] = SIGNATURES
 ) -> Callable[..., Any]:
-    """A function of a module beside this one, which is imported when it is first called."""
+    """Return a function of a module beside this one, imported at its first call."""
 
     found: Any = None
     signature = signatures[op]

@@ -1,24 +1,27 @@
-"""Plain calls that gradients are asked of, where kernels of portattn's compute them: one node of autograd's graph each.
-
-What torch records or transforms goes through the operators (operator_autograd.py); these calls go past torch's
-dispatcher.
-"""
+"""Training calls whose gradients portattn's kernels compute: one node of autograd's graph each.
+They go past torch's dispatcher; recorded and transformed calls are operators (torch_ops_impl.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 
-from portattn.api import dispatch, kernel_backward
+from portattn.api import backward, dispatch
 from portattn.api.execute import lookup, run_request
 from portattn.api.request import Request, request_from
 from portattn.api.transform_checks import transformed_or_traced
+from portattn.compile.variants import variant_of
 from portattn.config import current, using
+from portattn.errors import PathUnavailable
 from portattn.launch.cache import identical
 from portattn.launch.guards import in_mode
+from portattn.planning.kernel_specs import CORES
+from portattn.schema.call import Call
 from portattn.schema.ops import BACKWARD, ROWS
+from portattn.schema.problem import Problem
 from portattn.schema.tensors import are_mapped
 
 # The place of return_lse among a Request's fixed values, and of V among its tensors.
@@ -34,13 +37,7 @@ Trained = tuple[torch.Tensor, torch.Tensor]
 
 
 class _TrainingKey:
-    """What calls of one kind have in common: everything but their tensors and lengths.
-
-    values    of the call; `asked` are those by which it is computed, with the LSE whether or not the call asks for it:
-              the backward pass takes it
-    settings  in force as it was made
-    places    of the tensors that are given, among the operation's; `names` are theirs
-    """
+    """The call key of training calls: everything but their tensors and lengths."""
 
     __slots__ = ("_absent", "asked", "names", "op", "places", "returns_lse", "settings", "values")
 
@@ -50,13 +47,13 @@ class _TrainingKey:
         every, lse = tuple(ROWS[op].tensors), _LSE[op]
         self.names = tuple(every[place] for place in self.places)
         self.returns_lse = bool(values[lse])
+        # The values to run with: the backward pass takes the LSE, also of calls that do not request it.
         self.asked = values if values[lse] is True else (*values[:lse], True, *values[lse + 1 :])
-        # Where the first ones alone are given, as Q, K and V are, there is nothing to sort.
+        # If the first tensors alone are given, as Q, K and V are, nothing must be sorted.
         first = self.places == tuple(range(len(self.places)))
         self._absent = (None,) * (len(every) - len(self.places)) if first else None
 
     def tensors(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """As a Request has them, None for those that are not given."""
         if self._absent is not None:
             return given + self._absent
         found: list[Any] = [None] * len(ROWS[self.op].tensors)
@@ -65,18 +62,16 @@ class _TrainingKey:
         return tuple(found)
 
 
-# Calls whose gradients kernels were planned for, by everything that plans differ by but sizes. A plan that differs by
-# other sizes costs time alone: what no kernel computes is computed by other means.
+# Keys of calls whose gradients kernels were planned for. Plans differ by sizes too, which costs time alone: if no
+# kernel takes these sizes, another path computes the gradients.
 _known: dict[Any, _TrainingKey] = {}
 
 
 def has_cached() -> bool:
-    """Return whether any call was planned to be trained by kernels."""
     return bool(_known)
 
 
 def forget() -> None:
-    """Forget what was planned: records or data have changed."""
     _known.clear()
 
 
@@ -100,29 +95,62 @@ def lookup_trained(
 
 
 def is_planned(request: Request) -> bool:
-    """Whether gradients are asked of a call, and the plan is that kernels of portattn's compute them."""
+    return plan_training(request)[0] is not None
+
+
+def plan_training(request: Request) -> tuple[_TrainingKey | None, Call | None]:
+    """Return the key of a training call that kernels compute, and its Call if it had to be built.
+
+    The key is None if torch differentiates the call; the Call then is the request's own. Otherwise the Call is the
+    forward's, with the LSE and without autograd: its plan here is the plan that runs."""
     op, tensors = request.op, tuple(request.tensors.values())
     q, v = tensors[0], request.tensors["v"]
     if op not in _LSE or not isinstance(q, torch.Tensor) or not isinstance(v, torch.Tensor):
-        return False
+        return None, None
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        return False
+        return None, None
     if not q.ndim or not v.ndim:  # validation names it
-        return False
-    if not kernel_backward.may_have_kernels(op, q, v, request.settings.backend):
-        return False
-    key = _key(op, tensors, request.fixed_values)
+        return None, None
+    if not backward.may_have_kernels(op, q, v, request.settings.backend):
+        return None, None
+    values = request.fixed_values
+    key = _key(op, tensors, values)
     try:
-        if key in _known:
-            return True
+        kind = _known.get(key)
     except TypeError:
-        return False
-    if not dispatch.plan_call(request.build(), request.settings).key:
-        return False  # a call with other sizes may have kernels: to find out costs time, not to would lose its graph
+        return None, None
+    if kind is not None:
+        return kind if identical(values, kind.values) else _TrainingKey(op, tensors, values), None
+    call = request.build()
+    problem = call.problem
+    forward = msgspec.structs.replace(problem, needs_grad=False, return_lse=True)
+    trained = backward.has_kernel(problem, q.device, request.settings) and _has_key(call, forward, request)
+    if not trained:  # a call with other sizes may have kernels: planning it takes time, not planning it loses its graph
+        trained = bool(dispatch.plan_call(_with_problem(call, problem), request.settings).key)
+    call.dry = False
+    if not trained:
+        return None, call
     while len(_known) >= _MOST_KNOWN:
         _known.pop(next(iter(_known)))
-    _known[key] = _TrainingKey(op, tensors, request.fixed_values)
-    return True
+    kind = _known[key] = _TrainingKey(op, tensors, values)
+    return kind, _with_problem(call, forward)
+
+
+def _has_key(call: Call, forward: Problem, request: Request) -> bool:
+    """Return whether a kernel that autograd may ask gradients of is planned for the forward of a training call."""
+    try:
+        made = dispatch.plan_call(_with_problem(call, forward), request.settings)
+    except PathUnavailable:
+        return False
+    if not made.key:
+        return False
+    variant = variant_of(made)
+    return "needs_grad" in (CORES[made.problem.op].takes if variant is None else variant.takes)
+
+
+def _with_problem(call: Call, problem: Problem) -> Call:
+    call.problem = problem
+    return call
 
 
 def _key(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
@@ -132,30 +160,30 @@ def _key(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
     return op, values, types, q.dtype, q.device, q.size(-1), width, current()
 
 
-def call(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained:
-    """(out, lse), with the LSE whether or not it is asked for: the backward pass takes it."""
-    return _applied(_TrainingKey(op, tensors, values), tensors, lengths)
+def run(kind: _TrainingKey, request: Request, call: Call | None) -> Trained:
+    """Return (out, lse) of a call that plan_training planned: the backward pass takes the LSE, requested or not."""
+    tensors, _, lengths = request.parts
+    return _applied(kind, tensors, lengths, call)
 
 
-def _applied(kind: _TrainingKey, tensors: Sequence[Any], lengths: tuple[Any, ...]) -> Trained:
-    # torch handles each argument of a node by itself: what is no tensor is one argument, and tensors that are not given
-    # are none.
-    found: Trained = _Call.apply((kind, lengths), *[tensors[place] for place in kind.places])
+def _applied(kind: _TrainingKey, tensors: Sequence[Any], lengths: tuple[Any, ...], call: Call | None = None) -> Trained:
+    # torch handles each argument of a node by itself: all others are one argument, and absent tensors are no arguments.
+    found: Trained = _Call.apply((kind, lengths, call), *[tensors[place] for place in kind.places])
     return found
 
 
 class _Call(torch.autograd.Function):
-    """(kind, lengths) of a call, and the tensors that are given -> (out, lse)."""
+    """A node: (kind, lengths, the forward's Call or None) and the given tensors -> (out, lse)."""
 
     @staticmethod
-    def forward(ctx: Any, about: tuple[_TrainingKey, tuple[Any, ...]], *given: Any) -> Any:
-        kind, lengths = about
+    def forward(ctx: Any, about: tuple[_TrainingKey, tuple[Any, ...], Call | None], *given: Any) -> Any:
+        kind, lengths, call = about
         tensors = kind.tensors(given)
         found = lookup(kind.op, tensors, kind.asked, lengths)
         if found is None:
-            found = run_request(request_from(kind.op, tensors, kind.asked, lengths))
+            found = run_request(request_from(kind.op, tensors, kind.asked, lengths), call)
         ctx.save_for_backward(*given, *found)
-        ctx.about = about
+        ctx.about = kind, lengths
         ctx.set_materialize_grads(False)
         return found
 
@@ -169,10 +197,10 @@ class _Call(torch.autograd.Function):
             return (None,) * (1 + len(names))
         given, out, lse = saved[:-2], saved[-2], saved[-1]
         asked = [name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed]
-        # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
+        # create_graph=True: second derivatives are refused when they are computed. is_grads_batched=True: torch
         # calls an operator for each gradient, which no kernel could tell apart.
         record = torch.is_grad_enabled() or are_mapped(grad_out, grad_lse)
-        compute = kernel_backward.record_gradients if record else kernel_backward.compute_gradients
+        compute = backward.record_gradients if record else backward.compute_gradients
         parts = kind.op, kind.tensors(given), kind.values, lengths, out, lse, grad_out, grad_lse, asked
         if current() is kind.settings:
             made = compute(*parts)

@@ -1,56 +1,214 @@
-"""warmup(): compile, check and keep calls before they are made: the first real one costs what any other does."""
+"""warmup(): compile, check and cache calls ahead, so that the first real call costs as much as any other."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import torch
 
-from portattn.api import dispatch, monitor, writing
+from portattn.api import dispatch, monitor, signatures
 from portattn.api.call import perform
-from portattn.api.candidate import candidate
+from portattn.api.dispatch import candidate
 from portattn.api.ops import make_request
+from portattn.api.page_table import PageTable
 from portattn.api.request import Request, inputs_of
-from portattn.api.specs import Spec
-from portattn.compile import compile_check
+from portattn.compile import ensure_compiled
 from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature
 from portattn.launch.cache import MAX_CLASSES, CallKey
 from portattn.launch.device_api import synchronize
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import PUBLIC, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
+from portattn.schema.tensors import CACHE_DTYPE, TORCH_DTYPE
+from portattn.validate.checks import check_dense
 from portattn.worker.client import Worker
 
+MOST_SIZES = 1 << 17  # combinations of a spec's sizes: each takes about 30 µs to look at (a decode, on a CPU)
+_SIZE = r"(?:\d+|[A-Za-z_]\w*)"
+_SIZES = rf"\s*(?:{_SIZE}\s*(?:,\s*{_SIZE}\s*)*,?\s*)?"
+_NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
+_TENSOR = re.compile(rf"(\w+)\[({_SIZES})\](?::({_NUMBERS}))?")
+_RANGE = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
+_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "bool": torch.bool} | CACHE_DTYPE
+_PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    shape: tuple[int | str, ...]  # sizes, or names of sizes that vary
+    strides: tuple[int, ...] | None  # in elements; None: contiguous
+    dtype: torch.dtype
+
+    def allocate(self, device: torch.device, sizes: Mapping[str, int], fill: float = 0.0) -> torch.Tensor:
+        shape = [sizes[size] if isinstance(size, str) else size for size in self.shape]
+        strides = self.strides
+        if device.type == "meta":  # no memory
+            made = torch.empty(shape, dtype=self.dtype, device=device)
+            return made if strides is None else torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+        if strides is None:
+            return torch.full(shape, fill, dtype=self.dtype, device=device)
+        reached = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        elements = 0 if 0 in shape else reached + 1
+        return torch.full((elements,), fill, dtype=self.dtype, device=device).as_strided(shape, strides)
+
+    @property
+    def names(self) -> set[str]:
+        return {size for size in self.shape if isinstance(size, str)}
+
+
+class Spec:
+    """One spec: an operation and its arguments. Raises ArgumentError for a malformed spec."""
+
+    def __init__(self, place: int, given: Any) -> None:
+        self.place, name = place, f"specs[{place}]"
+        if not isinstance(given, Mapping):
+            raise ArgumentError("warmup", name, given, 'must be a mapping of "op" and the operation\'s arguments')
+        self.op = given.get("op")
+        if self.op not in PUBLIC:
+            raise ArgumentError("warmup", f"{name}.op", self.op, f"must be one of {', '.join(PUBLIC)}")
+        rest = {str(key): value for key, value in given.items() if key not in ("op", "sizes")}
+        self._arguments = {key: _argument(f"{name}.{key}", key, value) for key, value in rest.items()}
+        self.sizes = _all_sizes(f"{name}.sizes", given.get("sizes"))
+        self._check_names(name)
+
+    def _check_names(self, name: str) -> None:
+        used: set[str] = set()
+        for key, value in self._arguments.items():
+            if isinstance(value, str) and value in self.sizes:
+                used.add(value)
+            if isinstance(value, TensorSpec):
+                used |= value.names
+                unknown = sorted(value.names - set(self.sizes))
+                if unknown:
+                    limit = "must be a number or one of the spec's sizes" + (
+                        f", {', '.join(self.sizes)}" * bool(self.sizes)
+                    )
+                    raise ArgumentError("warmup", f"{name}.{key}'s size", unknown[0], limit)
+        unused = [size for size in self.sizes if size not in used]
+        if unused:
+            raise ArgumentError("warmup", f"{name}.sizes", unused[0], "must be the size of a tensor, or an argument")
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for value in self._arguments.values() if isinstance(value, torch.Tensor)]
+
+    @property
+    def largest(self) -> dict[str, int]:
+        return {name: max(values) for name, values in self.sizes.items()}
+
+    @property
+    def count(self) -> int:
+        return math.prod(map(len, self.sizes.values()))
+
+    def combinations(self) -> Iterator[dict[str, int]]:
+        for values in itertools.product(*self.sizes.values()):
+            yield dict(zip(self.sizes, values, strict=True))
+
+    def arguments(self, device: torch.device, sizes: Mapping[str, int]) -> dict[str, Any]:
+        found = {}
+        for name, value in self._arguments.items():
+            if isinstance(value, TensorSpec):
+                # A scale must not be 0.
+                scale = name in ("q_scale", "k_scale", "v_scale", "kv_scale")
+                value = value.allocate(device, sizes, 1.0) if scale else value.allocate(device, sizes)
+            elif isinstance(value, str):
+                value = sizes.get(value, value)
+            found[name] = value
+        return found
+
+
+def _argument(name: str, argument: str, value: Any) -> Any:
+    check_dense("warmup", name, value)
+    if argument == "out_dtype" and isinstance(value, str):
+        if value not in TORCH_DTYPE:
+            raise ArgumentError("warmup", name, value, f"must be one of {', '.join(TORCH_DTYPE)}")
+        return TORCH_DTYPE[value]
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return TensorSpec(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, (torch.Tensor, PageTable)) or not isinstance(value, (str, list)):
+        return value
+    if isinstance(value, list):
+        return tuple(_argument(name, argument, item) for item in value) if argument in _PAIRS else value
+    found = _TENSOR.fullmatch(value.strip())
+    if found is None:
+        if "[" in value:
+            raise ArgumentError("warmup", name, value, 'describes a tensor as "bf16[8,32,1,128]"')
+        return value
+    if found[1] not in _DTYPES:
+        raise ArgumentError("warmup", name, value, f"must be of a type among {', '.join(_DTYPES)}")
+    shape = tuple(int(part) if part.isdigit() else part for part in _parts(found[2]))
+    strides = None if found[3] is None else tuple(map(int, _parts(found[3])))
+    if strides is not None and len(strides) != len(shape):
+        raise ArgumentError("warmup", name, value, f"must have as many strides as its {len(shape)} axes")
+    return TensorSpec(shape, strides, _DTYPES[found[1]])
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _all_sizes(name: str, given: Any) -> dict[str, tuple[int, ...]]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ArgumentError("warmup", name, given, 'must be a mapping of names to sizes, as {"S": "1..4096"}')
+    for key in given:
+        if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_]\w*", key):
+            raise ArgumentError("warmup", f"{name}'s name", key, "must be a letter, or several with digits and _")
+    found = {key: _values(f"{name}.{key}", value) for key, value in given.items()}
+    count = math.prod(map(len, found.values()))
+    if count > MOST_SIZES:
+        limit = f"must be at most {MOST_SIZES} combinations: leave some out of a list, or make two specs"
+        raise ArgumentError("warmup", name, count, limit)
+    return found
+
+
+def _values(name: str, given: Any) -> tuple[int, ...]:
+    if isinstance(given, str):
+        bounds = _RANGE.fullmatch(given.strip())
+        if bounds is None or int(bounds[1]) > int(bounds[2]):
+            raise ArgumentError("warmup", name, given, 'must be a range, as "1..4096", which has both ends')
+        given = range(int(bounds[1]), int(bounds[2]) + 1)
+    values = given if isinstance(given, (list, tuple, range)) else [None]
+    if len(values) > MOST_SIZES:
+        raise ArgumentError("warmup", name, given, f"must be at most {MOST_SIZES} sizes")
+    if not values or any(type(value) is not int or value < 0 for value in values):
+        raise ArgumentError("warmup", name, given, 'must be integers from 0 on, or a range, as "1..4096"')
+    return tuple(sorted(set(values)))
+
+
 Say = Callable[[str], None]
-MOST_JOBS = 8
-SAY_SECONDS = 1.0  # between two reports of how far a range of sizes has been looked at
+MOST_JOBS, SAY_SECONDS = 8, 1.0  # SAY_SECONDS: between two reports of how far a range of sizes has been looked at
 
 
-class Warmed(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one spec.
+class WarmupResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one spec, or of one of its shape classes.
 
-    spec      its place among the specs; one whose sizes vary has a report for each class of them
-    call      the problem, in words, and the sizes that vary
-    path      that it takes
-    key       of its kernels' specialisation, as in plans and records; empty on a vendor's or the reference path
-    way       how it is launched from now on: "native" (C), "driver" (Python, through ctypes), "compiled" (Triton's
-              launcher of the cached kernel), "triton" (Triton's own way); empty where no kernel of portattn's runs
-    why       why it is not "native"
-    compiled  whether a child process compiled something for it now; else it was compiled before, or in this process
-    loaded    kernels that this process compiled or loaded from Triton's cache for it
-    seconds   that it took here, after its compile in a child process
-    cached    whether the next call like it finds everything done
-    sizes     why a call of other sizes does not; empty where it does, as long as they are of the same class
-    failed    why it could not be warmed up
+    Attributes:
+        spec: its place among the specs; a spec with varying sizes has a report for each shape class
+        call: the problem, in words, and the sizes that vary
+        path: the path that it takes
+        key: of its kernels' specialisation, as in plans and records; empty on a vendor's or the reference path
+        way: how it is launched from now on: "native" (C), "driver" (Python, through ctypes), "compiled" (Triton's
+            launcher of the cached kernel), "triton" (Triton's own way); empty where no kernel of portattn's runs
+        why: why it is not "native"
+        compiled: whether a child process compiled something for it now
+        loaded: kernels that this process compiled or loaded from Triton's cache for it
+        seconds: that it took here, after its compile in a child process
+        cached: whether the launch cache holds the next call like it
+        sizes: why it does not hold calls of other sizes of the same shape class; empty where it does
+        failed: why it could not be warmed up
     """
 
     spec: int
@@ -68,14 +226,14 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Warmup(msgspec.Struct, frozen=True, kw_only=True):
-    """What `warmup` did. compile_seconds: of all compiles in child processes, side by side; seconds: in all."""
+    """The report of `warmup`. compile_seconds: of all compiles in child processes, side by side; seconds: in all."""
 
-    specs: tuple[Warmed, ...]
+    specs: tuple[WarmupResult, ...]
     compile_seconds: float
     seconds: float
 
     @property
-    def failed(self) -> tuple[Warmed, ...]:
+    def failed(self) -> tuple[WarmupResult, ...]:
         return tuple(one for one in self.specs if one.failed)
 
 
@@ -88,43 +246,44 @@ def warmup(
 ) -> Warmup:
     """Prepare calls to come: compile and load their kernels, run canaries as set, and keep how they are launched.
 
-    specs   one mapping a call: "op", and the operation's own arguments by name. A tensor is given as itself, as a meta
-            tensor, or described: "bf16[8,32,1,128]", with strides "bf16[8,32,1,128]:4096,128,128,1"; types are fp16,
-            bf16, fp32, i32, i64, bool, and formats of caches (e4m3, int8). Given tensors are used, never written (an
-            operation that fills a cache gets no slot for its tokens), so that a cache that fills the device need not be
-            there twice. Described tensors are allocated during their own warm-up, holding zeros: sequences of no keys.
-            Their sizes can be names, for which "sizes" has a list, a range, or both ends of one: "k":
+    Args:
+        specs: one mapping a call: "op", and the operation's own arguments by name. A tensor is given as itself, as a
+            meta tensor, or described: "bf16[8,32,1,128]", with strides "bf16[8,32,1,128]:4096,128,128,1"; types are
+            fp16, bf16, fp32, i32, i64, bool, and formats of caches (e4m3, int8). Given tensors are used, never written
+            (an operation that fills a cache gets no slot for its tokens), so that a cache that fills the device need
+            not be there twice. Described tensors are allocated during their own warm-up, holding zeros: sequences of no
+            keys. Their sizes can be names, for which "sizes" has a list, a range, or both ends of one: "k":
             "bf16[8,8,S,128]" with "sizes": {"S": "1..65536"}. An argument that is a length can be such a name, too
-    device  of described tensors; None for the current accelerator, or else the CPU
-    jobs    child processes that compile side by side; None for half of the cores, at most MOST_JOBS. They are used
-            if a first compile is isolated (the setting `isolate`); else this process compiles
-    say     called with a line of text about each step
+        device: of described tensors; None for the current accelerator, or else the CPU
+        jobs: child processes that compile side by side; None for half of the cores, at most MOST_JOBS. They are used if
+            a first compile is isolated (the setting `isolate`); else this process compiles
+        say: called with a line of text about each step
 
     Afterwards a call with the same call key (arguments, types, alignment to 16 bytes, settings) and shape class neither
-    compiles nor waits for the device, and can be captured in a CUDA graph at its first time. A shape class has the
-    spec's shapes and strides and others that launch the same kernels in the same way (other lengths and batches mostly;
-    not once keys are split, or strides lose a multiple of 16), or the spec's alone if `sizes` of the report is not
-    empty. The monitor is armed: a later compile warns (`portattn.monitor`).
+    compiles nor waits for the device, and can be captured in a CUDA graph at its first time. Calls of a shape class
+    launch the same kernels in the same way, mostly at other lengths and batches. `sizes` of the report says why a class
+    has the spec's shapes alone. The monitor is armed: a later compile warns (`portattn.monitor`).
 
-    Each spec is run once, or once for each of its shape classes (up to MAX_CLASSES), the largest sizes first. A class
-    first met in serving would cost milliseconds, and seconds if a kernel is compiled. A spec that no path can run, or
-    whose tensors do not fit the device, is reported with `failed`, with a CompileWarning; the others are warmed up.
+    Each spec is run once, or once for each of its shape classes (up to MAX_CLASSES), the largest sizes first. A spec
+    that no path can run, or whose tensors do not fit the device, is reported with `failed`, with a CompileWarning.
 
-    Returns a Warmup: for each spec and shape class the kernels compiled, loaded and cached, or the reason why not.
+    Returns:
+        A Warmup: for each spec and shape class the kernels compiled, loaded and cached, or the reason why not. It takes
+        the memory of one spec's described tensors at a time, at their largest sizes.
 
-    Memory: described tensors of one spec at a time, at their largest sizes.
+    Raises:
+        ArgumentError: A spec is malformed. Nothing is compiled.
 
-    Raises ArgumentError on a malformed spec, before anything is compiled.
-
-    >>> import portattn
-    >>> tensors = {"q": "fp32[B,8,1,64]", "k_cache": "fp32[B,2,S,64]", "v_cache": "fp32[B,2,S,64]"}
-    >>> lengths = {"seqlens_k": "i32[B]", "sizes": {"B": [1, 2, 4, 8], "S": "1..512"}}
-    >>> report = portattn.warmup([{"op": "decode_attention"} | tensors | lengths], device="cpu")
-    >>> print(report.specs[0].call, report.specs[0].path)
-    decode_attention q (8,8,1,64) kv (8,2,512,64) fp32 seqlens_k; B = 8, S = 512 sdpa
-    >>> portattn.monitor(False)  # warmup arms it
+    Examples:
+        >>> import portattn
+        >>> tensors = {"q": "fp32[B,8,1,64]", "k_cache": "fp32[B,2,S,64]", "v_cache": "fp32[B,2,S,64]"}
+        >>> lengths = {"seqlens_k": "i32[B]", "sizes": {"B": [1, 2, 4, 8], "S": "1..512"}}
+        >>> report = portattn.warmup([{"op": "decode_attention"} | tensors | lengths], device="cpu")
+        >>> print(report.specs[0].call, report.specs[0].path)
+        decode_attention q (8,8,1,64) kv (8,2,512,64) fp32 seqlens_k; B = 8, S = 512 sdpa
+        >>> portattn.monitor(False)  # warmup arms it
     """
-    begun, say = time.perf_counter(), say or _nothing
+    begun, say = time.perf_counter(), say or (lambda text: None)
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         raise ArgumentError("warmup", "jobs", jobs, "must be None or an integer from 1 on")
     where = _here() if device is None else _device(device)
@@ -151,8 +310,6 @@ def warmup(
 
 
 class _Warming:
-    """One spec at some sizes, on its way."""
-
     def __init__(self, spec: Spec, sizes: Mapping[str, int], device: torch.device) -> None:
         self.spec, self.sizes, self.device = spec, dict(sizes), device
         self.call, self.failed, self.why, self.compiled, self.cached, self.seconds = "", "", "", False, False, 0.0
@@ -164,11 +321,10 @@ class _Warming:
         self._cached: Any = None
 
     def request(self, device: torch.device, sizes: Mapping[str, int]) -> Request:
-        """The request of a call with tensors on a device; allocates what is described."""
         arguments = self.spec.arguments(device, sizes)
         try:
             return make_request("warmup", self.spec.op, (), arguments)
-        except TypeError as error:  # an argument that the operation has not, or one that is missing
+        except TypeError as error:  # an unknown or a missing argument
             raise ArgumentError("warmup", f"specs[{self.spec.place}]", sorted(arguments), str(error)) from None
 
     def plan(self) -> None:
@@ -181,7 +337,7 @@ class _Warming:
             made = dispatch.plan_call(call, request.settings)
             self.made, self.settings = made, request.settings
             own = candidate(made, call, self.target)
-            self.launches = [] if own is None else [compile_check.signature_of(launch) for launch in own.compiled()]
+            self.launches = [] if own is None else [ensure_compiled.signature_of(launch) for launch in own.compiled()]
 
     @property
     def target(self) -> Target:
@@ -190,15 +346,14 @@ class _Warming:
         return dispatch.detect_target(device.type, _index(device))[0]
 
     def run(self) -> None:
-        """Run it once, as its caller would: whatever is left to do is done."""
         if self.failed:
             return
         begun = time.perf_counter()
         with self._failures(), monitor.counting() as loaded:
             request = self.request(self.device, self.sizes)
             if ROWS[request.op].writes:
-                writing.nowhere(request)
-                writing.carry_out(request)
+                signatures.nowhere(request)
+                signatures.carry_out(request)
             else:
                 perform(request)
             if request.cacheable():
@@ -210,14 +365,12 @@ class _Warming:
         self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
 
     def needs_compile(self) -> bool:
-        """Return whether a child process must compile its launches first."""
         if not self.launches or self.made is None or self.settings is None:
             return False
-        return compile_check.unseen(self.made, self.launches, self.settings)
+        return ensure_compiled.unseen(self.made, self.launches, self.settings)
 
     @property
     def why_not(self) -> str:
-        """Why a call of other sizes is not launched by what was kept; empty where it is."""
         return "" if self._cached is None else self._cached.why_fixed
 
     @contextlib.contextmanager
@@ -233,12 +386,12 @@ class _Warming:
             self.failed = str(error)
         except torch.OutOfMemoryError as error:
             hint = "give tensors that are there already in place of described ones"
-            self.failed = f"out of memory: {compile_check.first_line(str(error))}; {hint}"
+            self.failed = f"out of memory: {ensure_compiled.first_line(str(error))}; {hint}"
 
-    def report(self) -> Warmed:
+    def report(self) -> WarmupResult:
         cached = self._cached
         direct = None if cached is None else cached.direct
-        return Warmed(
+        return WarmupResult(
             spec=self.spec.place, call=self.call, path=self.made.path if self.made else "",
             key=self.made.key if self.made else "",
             way="" if cached is None else "triton" if direct is None else direct.way,
@@ -249,19 +402,18 @@ class _Warming:
 
 
 def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
-    """Compile the missing kernels in child processes, side by side; return the seconds."""
     begun = time.perf_counter()
     wanted: dict[str, list[_Warming]] = {}
     for one in made:
         if one.needs_compile():
             assert one.made is not None
-            wanted.setdefault(compile_check.code_key(one.made, one.launches), []).append(one)
+            wanted.setdefault(ensure_compiled.code_key(one.made, one.launches), []).append(one)
     if not wanted:
         return 0.0
     count = min(jobs or min(max((os.cpu_count() or 2) // 2, 1), MOST_JOBS), len(wanted))
     say(f"compiling {len(wanted)} in {count} child processes")
     with contextlib.ExitStack() as stack:
-        free = [stack.enter_context(compile_check.new_worker()) for _ in range(count)]
+        free = [stack.enter_context(ensure_compiled.new_worker()) for _ in range(count)]
         pool = stack.enter_context(ThreadPoolExecutor(count))
         for done, same in enumerate(pool.map(functools.partial(_compile_one, free), wanted.values())):
             say(f"compiled {done + 1} of {len(wanted)}: {same[0].call}")
@@ -271,23 +423,18 @@ def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
 
 
 def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
-    """Compile what several specs have in common, in a worker that is free: there are as many as threads."""
     worker, first = free.pop(), same[0]
     try:
         assert first.made is not None
         assert first.settings is not None
-        compile_check.ahead(first.made, first.launches, first.target, first.settings, worker)
+        ensure_compiled.ahead(first.made, first.launches, first.target, first.settings, worker)
     finally:
         free.append(worker)
     return same
 
 
 def _classes(first: _Warming, say: Say) -> list[_Warming]:
-    """A spec at its largest sizes, which has run, and at sizes of every further class; runs those.
-
-    Stops where sizes decide something else than a class: a call that fails, or is not cached (on a CPU, and on paths
-    that are not portattn's own), and one that is cached for its own sizes alone.
-    """
+    """Run a spec at sizes of its further shape classes, until a call fails or is not cached for other sizes."""
     made, kinds, spec = [first], [first.kind], first.spec
     meta, said = torch.device("meta"), time.monotonic()
     if not spec.sizes:
@@ -309,7 +456,7 @@ def _classes(first: _Warming, say: Say) -> list[_Warming]:
         made.append(one)
         try:
             one.plan()
-        except ArgumentError as error:  # sizes that do not go together; what was run before it stays
+        except ArgumentError as error:  # sizes that do not go together; earlier runs stay
             one.failed = str(error).removeprefix("warmup: ")
             break
         one.compiled = one.needs_compile()
@@ -325,7 +472,6 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 
 def _here() -> torch.device:
-    """Return torch's current accelerator, or else the CPU."""
     from portattn.planning.registry import Registry
 
     for kind in dict.fromkeys(b.device_type for b in Registry.load().backends.values() if b.device_type != "cpu"):
@@ -339,7 +485,7 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        limit = f"must be a device of torch's: {compile_check.first_line(str(error))}"
+        limit = f"must be a device of torch's: {ensure_compiled.first_line(str(error))}"
         raise ArgumentError("warmup", "device", device, limit) from error
 
 
@@ -348,7 +494,3 @@ def _index(device: torch.device) -> int | None:
         return device.index
     index: int = getattr(torch, device.type).current_device()
     return index
-
-
-def _nothing(text: str) -> None:
-    """Where nobody is told."""

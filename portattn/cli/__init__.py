@@ -1,4 +1,4 @@
-"""The `portattn` command. Subcommands are imported when they are called, so that `portattn --help` is quick."""
+"""The `portattn` command; subcommands are imported when they are called, so that `portattn --help` is quick."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class, split_arg_string
 
 from portattn.cli.errors import INTERRUPTED, JSON_KEY, command_line_error
 from portattn.errors import PortattnError
@@ -19,6 +20,39 @@ from portattn.version import __version__
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+
+BREAKS = ":="  # of COMP_WORDBREAKS, those that our values hold
+
+
+class Bash(BashComplete):
+    """Joins words that bash split, and answers with the text behind the last split."""
+
+    _before = 0  # characters of each answer that bash leaves as they stand
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        words, at = split_arg_string(os.environ["COMP_WORDS"]), int(os.environ["COMP_CWORD"])
+        whole: list[str] = []
+        broken = False
+        for word in words[: at + 1]:
+            is_break = not word.strip(BREAKS)
+            if whole and (is_break or broken):
+                whole[-1] += word
+            else:
+                whole.append(word)
+            broken = is_break
+        typed = whole.pop() if at < len(words) else ""
+        value = typed.partition("=")[2] if typed.startswith("-") else typed
+        self._before = max(map(value.rfind, BREAKS)) + 1
+        return whole[1:], typed
+
+    def format_completion(self, item: CompletionItem) -> str:
+        return f"{item.type},{item.value[self._before :]}"
+
+
+def register() -> None:
+    add_completion_class(Bash)
+
+
 COMPLETING = "_PORTATTN_COMPLETE"  # the variable by which a shell asks for completion
 EXIT_STATUSES = """\b
 Exit status:
@@ -26,6 +60,7 @@ Exit status:
   1    what was checked is red: a failed check, a red cell, a path that cannot run
   2    bad input; one line on standard error names the argument, its value and the limit.
        Also what the system refuses: output that cannot be written, a full disk
+  3    nothing was checked; standard error says why
   130  interrupted (Ctrl-C); what was finished is kept
 
 Every command takes --json: one JSON document on standard output, errors included."""
@@ -56,7 +91,7 @@ def _one_line(message: Warning | str, category: type[Warning], filename: str, li
 
 
 class CommandLine(click.Group):
-    """The root group: loads subcommands by name, and turns every refusal into one line and an exit status."""
+    """The root group: loads subcommands by name, and turns every error into one line and an exit status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -71,9 +106,7 @@ class CommandLine(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if COMPLETING in os.environ:
-            from portattn.cli import completion
-
-            completion.register()
+            register()
         # In one line: the caller of a command has no place in the code.
         before, warnings.formatwarning = warnings.formatwarning, _one_line
         try:
@@ -82,7 +115,6 @@ class CommandLine(click.Group):
             warnings.formatwarning = before
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Commands without importing them, then options."""
         from click.shell_completion import CompletionItem
 
         found = [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
@@ -113,7 +145,7 @@ class CommandLine(click.Group):
 
 @contextlib.contextmanager
 def _system_told(ctx: click.Context) -> Iterator[None]:
-    """What the system refuses, such as a full disk, is one line too. No check is red by that."""
+    """Turn the system's errors, such as a full disk, into one line; they never mean a red check."""
     try:
         yield
     except OSError as error:

@@ -1,24 +1,34 @@
-"""`portattn bench`: time portattn beside the peers that this machine has, and make something of the figures."""
+"""`portattn bench`: time portattn beside this machine's peers, with one release of Triton or several."""
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
+from click.core import ParameterSource
 
-from portattn.cli import benchreleases, benchreport
+from portattn.cli import bench_workloads, benchreport
 from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option
+from portattn.cli.progress import BenchProgress, ProgressCounter
 from portattn.errors import ArgumentError, PortattnError
-from portattn.tools.number_ranges import SECONDS
+from portattn.files import write_whole
+from portattn.tools.param_types import SECONDS
 
 if TYPE_CHECKING:
-    from portattn.tools.bench.cases import Case
-    from portattn.tools.bench.firstcall import FirstCall
-    from portattn.tools.bench.results import Result, Row
-    from portattn.tools.bench.run import BenchOptions
+    from portattn.tools.bench.cases import Case, Cell
+    from portattn.tools.bench.releases import Release, ReleaseProcess
+    from portattn.tools.bench.results import BenchRun, Result, Store
+    from portattn.tools.bench.run import BenchOptions, Item
+
+FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
@@ -30,55 +40,38 @@ if TYPE_CHECKING:
 @click.option("--rounds", default=5, type=click.IntRange(1, 100), help="In which all take turns, at least.")
 @click.option("--peer", "peers", multiple=True, metavar="NAME", help="Peer to time; can be repeated. [default: all]")
 @click.option(
-    "--peer-libs",
-    "libraries",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of torch op libraries (*.so) of peers that are not installed.",
+    "--peer-libs", "libraries", type=FOLDER, help="Folder of torch op libraries (*.so) of peers that are not installed."
 )
 @click.option(
-    "--peer-file",
-    "files",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    "--peer-file", "files", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Python file that defines contenders(case, t): a peer by the file's name; can be repeated.",
-)
+)  # fmt: skip
 @click.option("--budget", type=SECONDS, help="Seconds after which no further cell is begun.")
 @click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
+    "--jobs", type=click.IntRange(min=1),
     help="Compile portattn's kernels first, in so many processes. [default: as each case comes]",
-)
+)  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
 @click.option(
-    "--release",
-    "releases",
-    multiple=True,
-    metavar="VERSION[=FOLDER]",
+    "--release", "releases", multiple=True, metavar="VERSION[=FOLDER]",
     help="Release of Triton to time, in a process of its own; can be repeated. [default: the installed one, here]",
-)
+)  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on with the run in --out: what it finished is kept.")
 @click.option("--commit", default="", metavar="TEXT", help="The commit that is measured, where git cannot tell.")
+@click.option("--tiny", is_flag=True, help="Small sizes, on a CPU too; of sets from scripts/bench_sets/.")
+@click.option("--check", is_flag=True, help="Check results and time nothing; of the same sets.")
+@click.option(
+    "--against", type=FOLDER, help="Another checkout of portattn, which takes turns with this one; of the same sets."
+)
+@click.option("--ranks", type=click.IntRange(min=2), default=2, help="GPUs of the set context-parallel.")
 @json_option
 @click.pass_context
 def bench(
-    ctx: click.Context,
-    sets: tuple[str, ...],
-    only: str | None,
-    backend: str,
-    core: bool,
-    only_host: bool,
-    rounds: int,
-    peers: tuple[str, ...],
-    libraries: Path | None,
-    files: tuple[Path, ...],
-    budget: float | None,
-    jobs: int | None,
-    out: Path | None,
-    releases: tuple[str, ...],
-    resume: bool,
-    commit: str,
-    as_json: bool,
-) -> None:
+    ctx: click.Context, sets: tuple[str, ...], only: str | None, backend: str, core: bool, only_host: bool, rounds: int,
+    peers: tuple[str, ...], libraries: Path | None, files: tuple[Path, ...], budget: float | None, jobs: int | None,
+    out: Path | None, releases: tuple[str, ...], resume: bool, commit: str, tiny: bool, check: bool,
+    against: Path | None, ranks: int, as_json: bool,
+) -> None:  # fmt: skip
     """Time portattn and its peers: every contender is checked against float64 before it is timed.
 
     Sets: dense18, dense-gqa, dense-packed, dense-window, dense-short-q, dense-beyond, decode, paged, decode-quantised,
@@ -95,10 +88,18 @@ def bench(
     (scripts/pack_triton.py). They and the peers take turns. --out gets releases.json and releases.md, which compare
     them, and a folder for each with its own results.
 
+    A checkout has more sets, of calls that are no such cases (scripts/bench_sets/): engines, fp8-forward, cache-write,
+    transformers, training-step, host-cost, cpu, host-without-gpu, context-parallel. Their contenders take turns and are
+    checked as well; --out gets SET.json, which `portattn bench report` reads. They are not part of `all`.
+
     Exit status 1 when portattn itself is wrong on a case or cannot run it, or the device was lost, or a release does
-    not start; 2 without a CUDA or ROCm device; 130 after Ctrl-C, with all that was finished.
-    """
+    not start; 2 without a CUDA or ROCm device; 130 after Ctrl-C, with all that was finished."""
     if ctx.invoked_subcommand is not None:
+        return
+    if bench_workloads.are_workloads(ctx, sets):
+        given = ctx.get_parameter_source("rounds") == ParameterSource.COMMANDLINE
+        limits = {"rounds": rounds if given else None, "tiny": tiny, "check": check, "against": against, "ranks": ranks}
+        bench_workloads.run(sets, only or "", libraries, budget, out, commit, as_json, **limits)
         return
     chosen = _chosen(sets, only)
     wanted = _wanted(peers)
@@ -107,35 +108,34 @@ def bench(
 
     import torch
 
-    from portattn.tools.bench.peers import PEERS, from_file
+    from portattn.tools.bench import peers as bench_peers
+    from portattn.tools.bench import releases as bench_releases
+    from portattn.tools.bench.report import document
+    from portattn.tools.bench.run import BenchOptions
 
-    others = dict(from_file(file) for file in files)
+    others = dict(bench_peers.from_file(file) for file in files)
     for name in others:
-        if name in PEERS:
+        if name in bench_peers.PEERS:
             raise ArgumentError("bench", "--peer-file", name, "has the name of a peer that is known already")
     if not torch.cuda.is_available():
         raise PortattnError("bench: no CUDA or ROCm device is here to time anything on")
 
-    from portattn.tools.bench.run import BenchOptions
-
+    several = bench_releases.releases(releases)  # nobody is to make a folder for a machine that cannot time anything
     options = BenchOptions(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
-    if releases:
-        from portattn.tools.bench.releases import named
-
-        several = named.releases(releases)  # nobody is to make a folder for a machine that cannot time anything
-        benchreleases.bench(several, chosen, options, libraries, budget, jobs, out, resume, commit, as_json)
-        return
-    result, ended = _measure(chosen, options, libraries, budget, jobs, out, resume, commit)
-    written = benchreport.write(result, out) if out else []
-    if as_json:
-        from portattn.tools.bench.summary import document
-
-        emit_json(document(result))
-    else:
-        benchreport.show(result, written)
+    job, found = BenchJob(chosen, options, several, libraries, budget, jobs, out, resume, commit), BenchOutcome()
+    ended = _measure(job, found)
+    if several:
+        _show_releases(found, out, as_json)
+    elif "" in found.results:
+        result = found.results[""]
+        written = benchreport.write(result, out) if out else []
+        if as_json:
+            emit_json(document(result))
+        else:
+            benchreport.show(result, written)
     if ended:
         raise SystemExit(ended)
-    if result.failed:
+    if found.failed or any(result.failed for result in found.results.values()):
         raise SystemExit(RED)
 
 
@@ -145,7 +145,6 @@ bench.add_command(benchreport.join)
 
 
 def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
-    """The sets' cases that are asked for."""
     from portattn.tools.bench.sets import SETS
 
     names = list(SETS) if "all" in sets else list(dict.fromkeys(sets))
@@ -159,7 +158,6 @@ def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
 
 
 def _wanted(peers: tuple[str, ...]) -> tuple[str, ...]:
-    """The peers to look for; all when none is named."""
     from portattn.tools.bench.peers import PEERS
 
     for name in peers:
@@ -168,89 +166,204 @@ def _wanted(peers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in peers if name != "none") if peers else tuple(PEERS)
 
 
-def _measure(
-    chosen: dict[str, list[Case]],
-    options: BenchOptions,
-    libraries: Path | None,
-    budget: float | None,
-    jobs: int | None,
-    out: Path | None,
-    resume: bool,
-    commit: str,
-) -> tuple[Result, int]:
-    """Measure what is not measured yet; the result, and the exit status if the run ended before its end."""
-    from portattn.cli.benchprogress import BenchProgress
-    from portattn.tools.bench import peers, schedule
-    from portattn.tools.bench.clock import DeviceClock
-    from portattn.tools.bench.firstcall import COLD_START
-    from portattn.tools.bench.gate import DeviceLost
-    from portattn.tools.bench.provenance import this_run
-    from portattn.tools.bench.results import Result
-    from portattn.tools.bench.run import run_cells
-    from portattn.tools.bench.store import Store
+@dataclass(frozen=True, slots=True)
+class BenchJob:
+    """One call of `portattn bench`; without releases, portattn is timed in this process."""
 
-    cells = schedule.covering(chosen) if budget is not None else schedule.plain(chosen)
-    loaded = peers.load(libraries)
-    clock = DeviceClock()
+    chosen: Mapping[str, Sequence[Case]]
+    options: BenchOptions
+    releases: Sequence[Release]
+    libraries: Path | None
+    budget: float | None
+    jobs: int | None
+    out: Path | None
+    resume: bool
+    commit: str
+
+
+@dataclass(slots=True)
+class BenchOutcome:
+    """Results by release; this process's is ""."""
+
+    results: dict[str, Result] = field(default_factory=dict)  # of releases that started: each with a run
+    # of releases that did not start: the results that --resume finds in --out
+    earlier: dict[str, Result] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # why a release did not start
+
+
+def _measure(job: BenchJob, found: BenchOutcome) -> int:
+    """Measure the missing cells into `found`; return the exit status of an early end."""
+    from portattn.tools.bench import cases as bench_cases
+    from portattn.tools.bench import peers, rounds
+    from portattn.tools.bench import run as bench_run
+    from portattn.tools.bench.gate import DeviceLost
+    from portattn.tools.bench.peers.packages import load
+    from portattn.tools.bench.releases import TurnsClock
+    from portattn.tools.bench.results import this_run
+
+    options = job.options
+    cells = bench_cases.covering(job.chosen) if job.budget is not None else bench_cases.plain(job.chosen)
+    loaded = load(job.libraries)
+    here = rounds.DeviceClock()
     with ExitStack() as stack:
-        store = stack.enter_context(Store(out)) if out else None
-        limits = None if options.only_host else clock.ceilings()
-        asked = tuple((name, case.name) for name, case in cells)
-        run = this_run(
-            sets=tuple(chosen), asked=asked, rounds=options.rounds, backend=options.backend, core=options.core,
-            only_host=options.only_host, peers=peers.presence(options.wanted, options.others), libraries=loaded,
-            ceilings=limits, commit=commit,
-        )  # fmt: skip
-        result = Result(runs=[], rows=[])
-        if store and resume:
-            result = store.resume(run)
-        elif store and (kept := store.start()):
-            click.echo(f"the rows that were there are now {kept}", err=True)
-        result.runs.append(run)
-        if store:
-            store.append(run)
-        done = result.done
-        left = [(name, case) for name, case in cells if (name, case.name) not in done]
+        limits = None if options.only_host else here.ceilings()
+        about: dict[str, Any] = {
+            "sets": tuple(job.chosen), "asked": tuple((name, case.name) for name, case in cells),
+            "rounds": options.rounds, "backend": options.backend, "core": options.core, "only_host": options.only_host,
+            "peers": peers.presence(options.wanted, options.others), "libraries": loaded, "commit": job.commit,
+        }  # fmt: skip
         try:
-            if jobs:
-                _prime([case for name, case in left if name != COLD_START], options, jobs, budget)
+            processes: dict[str, ReleaseProcess] = {}
+            if job.releases:
+                processes, runs = _started(job.releases, about, stack, found.failed)
+            else:
+                runs = {"": this_run(**about, ceilings=None)}
+            runs = {name: msgspec.structs.replace(run, ceilings=limits) for name, run in runs.items()}
+            stores = _stores(job, runs, found, stack)
+            if not runs:
+                return 0
+            done = set.intersection(*(result.done for result in found.results.values()))
+            left = [(name, case) for name, case in cells if (name, case.name) not in done]
+            if job.jobs:
+                _prime(job, left, job.jobs)
             progress = stack.enter_context(BenchProgress(len(cells), len(cells) - len(left)))
 
-            def keep(item: Row | FirstCall) -> None:
-                if store:
-                    store.append(item)
-                result.add(item)
-                progress.cell(item)
+            def keep(items: Mapping[str, Item]) -> None:
+                for name, item in items.items():
+                    if stores:
+                        stores[name].append(item)
+                    found.results[name].add(item)
+                progress.cell(items)
 
-            count = run_cells(left, len(result.runs) - 1, clock, limits, options, keep, budget, say=progress.doing)
+            indices = {name: len(result.runs) - 1 for name, result in found.results.items()}
+            clock = TurnsClock(here) if processes else here
+            count = bench_run.run_cells(
+                left, indices, clock, limits, options, keep, job.budget, say=progress.doing, processes=processes
+            )
         except KeyboardInterrupt:
-            return result, INTERRUPTED
+            return INTERRUPTED
         except DeviceLost as lost:
             click.echo(f"portattn: {lost}; the same command with --resume goes on behind it", err=True)
-            return result, RED
+            return RED
     if count < len(left):
-        click.echo(f"the budget of {budget:g} s is spent: {len(left) - count} cells are left", err=True)
-    return result, 0
+        click.echo(f"the budget of {job.budget:g} s is spent: {len(left) - count} cells are left", err=True)
+    return 0
 
 
-def _prime(cases: list[Case], options: BenchOptions, jobs: int, budget: float | None) -> None:
-    """Compile what the cases need of portattn, side by side, and say so. Takes half of the budget at most."""
-    import math
+def _prime(job: BenchJob, left: Sequence[Cell], jobs: int) -> None:
+    """Compile the cells' kernels side by side, within half of the budget."""
+    from portattn.tools.bench.firstcall import COLD_START
+    from portattn.tools.bench.releases import Release, prime_releases
 
-    import torch
+    cases = [case for name, case in left if name != COLD_START]
+    releases = job.releases or [Release.installed()]
+    seconds = math.inf if job.budget is None else job.budget / 2
+    with ProgressCounter(len(cases) * len(releases), 0, "compiling") as progress:
 
-    from portattn.cli.progress import ProgressCounter
-    from portattn.tools.bench.precompile import prime_all
+        def done(release: Release, case: Case, failure: str) -> None:
+            of = f"{release.version}  " if job.releases else ""
+            progress.step(f"{of}{case.name}: {failure or 'compiled'}")
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    with ProgressCounter(len(cases), 0, "compiling") as progress:
-
-        def done(case: Case, failure: str) -> None:
-            progress.step(f"{case.name}: {failure or 'compiled'}")
-
-        seconds = math.inf if budget is None else budget / 2
-        complete = prime_all(cases, options.backend, options.core, device, jobs, done, seconds=seconds)
+        complete = prime_releases(releases, cases, job.options.backend, job.options.core, jobs, done, seconds)
     if not complete:
-        click.echo(
-            "not all was compiled: a process died, or its time was over; the rest is compiled as it comes", err=True
-        )
+        click.echo("not all was compiled in time: the rest is compiled as it comes", err=True)
+
+
+def _started(
+    releases: Sequence[Release], about: dict[str, Any], stack: ExitStack, failed: dict[str, str]
+) -> tuple[dict[str, ReleaseProcess], dict[str, BenchRun]]:
+    """Return the releases' processes and runs, by name, and why others did not start."""
+    from portattn.tools.bench.releases import ReleaseProcess, ReleaseProcessError
+    from portattn.tools.bench.results import command
+
+    processes, runs = {}, {}
+    for release in releases:
+        process = stack.enter_context(ReleaseProcess(release))
+        try:
+            run = process.identify(about)
+        except ReleaseProcessError as failure:
+            failed[release.version] = str(failure)
+            click.echo(f"triton=={release.version} does not start: {failure}", err=True)
+            continue
+        processes[release.version] = process
+        runs[release.version] = msgspec.structs.replace(run, command=command(sys.argv))
+    return processes, runs
+
+
+def _stores(job: BenchJob, runs: Mapping[str, BenchRun], found: BenchOutcome, stack: ExitStack) -> dict[str, Store]:
+    """Return the folders in --out with their runs; a cell is measured only if every started release has it.
+
+    Other rows are kept under their date. An interrupt in here leaves `found` empty, with nothing new to write."""
+    from portattn.tools.bench.results import ROWS, Result, Store
+
+    out, resume = job.out, job.resume
+    stores = {name: stack.enter_context(Store(out / name)) for name in runs} if out else {}
+    if resume and job.releases and stores and not any(store.path.exists() for store in stores.values()):
+        started = " among the started releases" if found.failed else ""
+        raise ArgumentError("bench", "--resume", str(out), f"holds no release's {ROWS} to go on with{started}")
+    results = {name: Result(runs=[], rows=[]) for name in runs}
+    new = [name for name, store in stores.items() if not store.path.exists()]
+    for name, store in stores.items():
+        if resume and (not job.releases or store.path.exists()):
+            results[name] = store.resume(runs[name])
+        elif kept := store.start():
+            click.echo(f"the rows that were there are now {kept}", err=True)
+    common = set.intersection(*(result.done for result in results.values())) if results else set()
+    for name, run in runs.items():
+        result = results[name]
+        if result.done - common:
+            if new and (kept := stores[name].rotate()):
+                click.echo(f"triton=={', '.join(new)} begins: triton=={name}'s rows are now {kept}", err=True)
+            _keep_only(result, common)
+            stores[name].replace(result)
+        result.runs.append(run)
+        if stores:
+            stores[name].append(run)
+    found.results.update(results)
+    if resume and out:
+        found.earlier.update(_earlier(out, found, common))
+    return stores
+
+
+def _keep_only(result: Result, cells: Set[tuple[str, str]]) -> None:
+    result.rows = [row for row in result.rows if (row.set, row.name) in cells]
+    result.first_calls = [call for call in result.first_calls if (call.set, call.case) in cells]
+
+
+def _earlier(out: Path, found: BenchOutcome, common: Set[tuple[str, str]]) -> dict[str, Result]:
+    """Return --out's results of releases that did not start, for cells of all others; a later run may start them."""
+    from portattn.tools.bench import results as bench_results
+
+    now = next((result.runs[-1] for result in found.results.values()), None)
+    kept = {}
+    for name in found.failed if now else ():
+        if not (out / name / bench_results.ROWS).exists():
+            continue
+        result = bench_results.read(out / name)
+        if any(getattr(result.runs[0], one) != getattr(now, one) for one in bench_results.SAME if one != "toolchain"):
+            click.echo(f"triton=={name}: what {out / name} holds is of other code or options: left out", err=True)
+            continue
+        _keep_only(result, common)
+        if result.done:
+            kept[name] = result
+    return kept
+
+
+def _show_releases(found: BenchOutcome, out: Path | None, as_json: bool) -> None:
+    """Write releases.json, releases.md and releases' own files; without a figure no earlier file is overwritten."""
+    from portattn.tools.bench import comparison
+
+    every = found.results | found.earlier
+    whole = comparison.comparison(every, found.failed)
+    written: list[Path] = []
+    if out is not None:
+        as_file, as_text = out / comparison.NAME, out / "releases.md"
+        if found.results and not (as_file.exists() and not any(r.done for r in found.results.values())):
+            own = [path for name, result in found.results.items() for path in benchreport.write(result, out / name)]
+            write_whole(as_file, msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
+            write_whole(as_text, comparison.as_markdown(whole).encode())
+            written = [as_file, as_text, *own]
+    if as_json:
+        emit_json(comparison.with_results(whole, every))
+    else:
+        benchreport.show_comparison(whole, written)

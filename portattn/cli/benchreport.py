@@ -1,20 +1,45 @@
-"""`portattn bench report`, `compare` and `join`: what results say, from their files alone."""
+"""`portattn bench report`, `compare` and `join`: results, and comparisons of Triton's releases, from files alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from portattn.cli import benchcomparison
+from portattn.cli import bench_workloads
 from portattn.cli.errors import RED, require_some
 from portattn.cli.output import emit_json, heading, json_option, table, write_texts
 from portattn.errors import ArgumentError
-from portattn.tools.number_ranges import FiniteRange
+from portattn.files import write_whole
+from portattn.tools.param_types import FiniteRange
 
 if TYPE_CHECKING:
+    from portattn.tools.bench.comparison import Comparison
     from portattn.tools.bench.results import Figures, Result, Row
+
+
+def show_comparison(whole: Comparison, written: list[Path]) -> None:
+    from portattn.tools.bench import comparison
+
+    started = whole.started
+    for run in whole.releases:
+        said = f"did not start: {run.said}" if run.failed else f"{run.toolchain}{', ' * bool(run.chip)}{run.chip}"
+        click.echo(f"{run.release}: {said}")
+    click.echo(comparison.FIGURES)
+    table(*comparison.case_lines(whole.cases, started))
+    if whole.first_calls:
+        heading("First calls")
+        table(*comparison.first_call_lines(whole.first_calls, started))
+    heading("Sets: the best peer's time and the best release's time over each one's, geometric means")
+    table(*comparison.set_lines(whole.sets))
+    if whole.goals:
+        heading("Goals")
+        table(*comparison.goal_lines(whole.goals, started))
+    for path in written:
+        click.echo(f"written: {path}")
+
 
 LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown as well
 
@@ -30,32 +55,34 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
     releases.json of a run with --release, or a folder with one of these; the last comes first. No device is needed;
     --plots needs matplotlib (the extra `bench`).
 
-    Exit status 0 whatever the figures say; 2 when they cannot be read.
-    """
-    from portattn.tools.bench import store, tables
-    from portattn.tools.bench.releases import reading
-    from portattn.tools.bench.results import Result
-    from portattn.tools.bench.summary import document
+    Exit status 0 whatever the figures say; 2 when they cannot be read."""
+    from portattn.tools.bench import comparison, workloads
+    from portattn.tools.bench import plots as bench_plots
+    from portattn.tools.bench import report as bench_report
+    from portattn.tools.bench import results as bench_results
 
     _separate({"RESULTS": results, "--markdown": markdown, "--csv": as_csv})
-    comparison = reading.place(results)
-    result = store.read(results) if comparison is None else reading.read(comparison)
+    found: Any = workloads.read(results)
+    if found is None:
+        compared = comparison.place(results)
+        found = bench_results.read(results) if compared is None else comparison.read(compared)
+    kinds: dict[type, tuple[Any, ...]] = {
+        workloads.WorkloadResult: (workloads, None, msgspec.structs.asdict, bench_workloads.show),
+        comparison.Comparison: (comparison, bench_plots.draw_releases, msgspec.structs.asdict, show_comparison),
+        bench_results.Result: (bench_report, bench_plots.draw, bench_report.document, show),
+    }
+    texts, draw, data, show_it = kinds[type(found)]
+    if plots is not None and draw is None:
+        raise ArgumentError("bench report", "--plots", str(plots), f"has no figure for the set {found.set}")
     if plots is not None:
-        from portattn.tools.bench.plots import figure_class
-
-        figure_class()  # without matplotlib nothing is written
-    if not isinstance(result, Result):
-        benchcomparison.report(result, markdown, as_csv, plots, as_json)
-        return
-    written = write_texts(result, ((markdown, tables.as_markdown), (as_csv, tables.as_csv)))
+        bench_plots.figure_class()  # without matplotlib nothing is written
+    written = write_texts(found, ((markdown, texts.as_markdown), (as_csv, texts.as_csv)))
     if plots is not None:
-        from portattn.tools.bench.plots import draw
-
-        written += draw(result, plots)
+        written += draw(found, plots)
     if as_json:
-        emit_json(document(result) | {"written": [str(path) for path in written]})
+        emit_json(data(found) | ({"written": [str(path) for path in written]} if draw else {}))
     else:
-        show(result, written)
+        show_it(found, written)
 
 
 @click.command()
@@ -70,13 +97,12 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
     """What changed from BEFORE to AFTER: how far ahead of the same peer portattn was in each. Times of two runs do not
     compare on a card that is capped in power.
 
-    Exit status 1 when a case has lost more than the tolerance; 3 when no case could be compared.
-    """
-    from portattn.tools.bench import compare as comparing
+    Exit status 1 when a case has lost more than the tolerance; 3 when no case could be compared."""
+    from portattn.tools.bench import report as bench_report
 
-    found = comparing.changes(_of_a_run("before", before), _of_a_run("after", after))
-    slower = comparing.slower(found, tolerance)
-    sets = comparing.by_set(found)
+    found = bench_report.changes(_of_a_run("before", before), _of_a_run("after", after))
+    slower = bench_report.slower(found, tolerance)
+    sets = bench_report.by_set(found)
     if as_json:
         emit_json({"tolerance": tolerance, "sets": sets, "slower": slower, "changes": found})
     else:
@@ -108,14 +134,12 @@ def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
     options, as several GPUs of a host do at a time. --out gets rows.jsonl, bench.json and bench.csv.
 
     Exit status 2 when they cannot be read, are not of one thing, or two have measured the same case; nothing is
-    written then.
-    """
-    from portattn.tools.bench import store
-    from portattn.tools.bench.merge import merge_results
-    from portattn.tools.bench.summary import document
+    written then."""
+    from portattn.tools.bench import results as bench_results
+    from portattn.tools.bench.report import document
 
-    whole = merge_results({path: _of_a_run("results", path) for path in results})
-    with store.Store(out) as folder:
+    whole = bench_results.merge_results({path: _of_a_run("results", path) for path in results})
+    with bench_results.Store(out) as folder:
         if kept := folder.start():
             click.echo(f"the rows that were there are now {kept}", err=True)
         folder.replace(whole)
@@ -127,7 +151,7 @@ def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
 
 def _separate(files: dict[str, Path | None]) -> None:
-    """Raises ArgumentError where one file would be written over another, or over what is read."""
+    """Raise ArgumentError if a file would overwrite another, or an input."""
     seen: dict[Path, str] = {}
     for option, path in files.items():
         if path is None:
@@ -139,36 +163,31 @@ def _separate(files: dict[str, Path | None]) -> None:
 
 
 def _of_a_run(argument: str, path: Path) -> Result:
-    """The results of one run. Raises ArgumentError for a comparison of releases, beside which each has its own."""
-    from portattn.tools.bench import store
-    from portattn.tools.bench.releases import reading
+    """Read the results of one run. Raises ArgumentError for a comparison of releases, beside which each has its own."""
+    from portattn.tools.bench import comparison
+    from portattn.tools.bench import results as bench_results
 
-    if reading.place(path) is not None:
+    if comparison.place(path) is not None:
         limit = "compares releases of Triton: name the folder of one of them, which lies beside it"
         raise ArgumentError("bench", argument, str(path), limit)
-    return store.read(path)
+    return bench_results.read(path)
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """bench.json and bench.csv in the folder; their paths. Without a figure nothing is written over earlier ones."""
-    import msgspec
-
-    from portattn.files import write_whole
-    from portattn.tools.bench import tables
-    from portattn.tools.bench.summary import document
+    """Write bench.json and bench.csv; return their paths. Without a figure no earlier file is overwritten."""
+    from portattn.tools.bench import report as bench_report
 
     as_json, as_csv = folder / "bench.json", folder / "bench.csv"
     if not result.done and as_json.exists():
         return []
-    write_whole(as_json, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")
-    write_whole(as_csv, tables.as_csv(result).encode())
+    write_whole(as_json, msgspec.json.format(msgspec.json.encode(bench_report.document(result)), indent=1) + b"\n")
+    write_whole(as_csv, bench_report.as_csv(result).encode())
     return [as_json, as_csv]
 
 
 def show(result: Result, written: list[Path]) -> None:
-    """A result as text: where it comes from, every contender of every case, the sets and the goals."""
     from portattn.tools.bench.goals import goal_results
-    from portattn.tools.bench.summary import summaries
+    from portattn.tools.bench.report import summaries
 
     for run in result.runs:
         limits = run.ceilings
@@ -222,7 +241,7 @@ def _times(value: float | None) -> str:
 
 
 def _lines(row: Row) -> list[tuple[str, ...]]:
-    from portattn.tools.bench.tables import rate
+    from portattn.tools.bench.report import rate
 
     lines: list[tuple[str, ...]] = []
     for f in row.contenders:
@@ -241,7 +260,6 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
 
 
 def _notes(row: Row, f: Figures) -> str:
-    """What else is known of a contender."""
     notes = [f.path] if f.path else []
     if f.ratio is not None:
         notes.append(f"{f.ratio:.2f}× {row.best_peer}")

@@ -1,223 +1,201 @@
-"""`portattn ci`: what another compiler breaks, for a library's CI."""
+"""`portattn ci`: the breakages of another compiler, for a library's CI; and sections that `quirks upgrade` shares."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from portattn.cli import matrix_verdict
+from portattn.cli import matrix_output
 from portattn.cli.errors import INTERRUPTED, RED, require_some
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural
-from portattn.cli.upgrade_sections import entry_line, names_or_count, show_carried, tell_outcomes
 from portattn.errors import ArgumentError, DataError
-from portattn.tools import shell_values
-from portattn.tools.number_ranges import SECONDS
+from portattn.tools import param_types
+from portattn.tools.display_text import names_or_count
+from portattn.tools.param_types import FILE, FLAG, PATH, CompletionType, options, words
 
 if TYPE_CHECKING:
-    from portattn.tools.ci.cells import SideRun
-    from portattn.tools.ci.report import CiReport
-    from portattn.tools.ci.request import CiRequest
-    from portattn.tools.matrix.expected import ExpectedFailure
+    from portattn.tools.compare.registry_changes import Page, QuirkChange, ScheduleTiming, Upgrade, VariantUpgrade
+    from portattn.tools.compare.report import CiReport
+    from portattn.tools.compare.sides import CiRequest, SideRun
+    from portattn.tools.compare.verdict import ExpectedFailure
+    from portattn.tools.matrix.problems import SetName
     from portattn.tools.matrix.run import Options
 
+OUTCOMES = (
+    '"probed there: TARGET: OUTCOME" is what the probe saw without the work-around. "fail:signature" is how the bug '
+    'shows itself, as the entry describes it; "fail:" and another word a failure of another kind; "pass" none'
+)
 
-def document(found: CiReport) -> dict[str, object]:
-    import msgspec
 
-    from portattn.tools.ci.summary import verdict
+def show_carried(made: Upgrade) -> None:
+    from portattn.tools.compare.registry_changes import pages
 
-    return {"verdict": verdict(found), "lost": len(found.losses)} | msgspec.structs.asdict(found)
+    if made.variants:
+        heading(f"variants: {len(made.variants)}")
+        pairs((f"{one.name} on {one.target}", variant_line(one)) for one in made.variants)
+    timed = [one for one in made.schedules if one.timed_with]
+    if timed:
+        heading(f"schedules that were timed: {sum(one.carries for one in timed)} of {len(timed)} carry over")
+        pairs((f"{one.kernel} on {one.target}", schedule_line(one, made.after)) for one in timed)
+    if never := len(made.schedules) - len(timed):
+        click.echo(f"\n{plural(never, 'schedule')} never timed on the chip")
+    if found := pages(made.figures):
+        some = sum(one.in_part for one in found)
+        in_part = f", {some} in part" if some else ""
+        heading(f"pages with figures: {sum(one.carries for one in found)} of {len(found)} carry over{in_part}")
+        pairs((one.page, page_line(one)) for one in found)
+
+
+def tell_outcomes(entries: Iterable[QuirkChange]) -> None:
+    seen = [outcome.rpartition(": ")[2] for entry in entries for outcome in entry.verified]
+    if any(outcome.startswith("fail") for outcome in seen):
+        click.echo(f"\n{OUTCOMES}")
+
+
+def entry_line(entry: QuirkChange) -> str:
+    seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
+    if entry.verified and entry.unprobed:
+        seen += f" (not on {names_or_count(entry.unprobed, 'target')})"
+    return "; ".join(part for part in (entry.title, names_or_count(entry.targets, "target"), seen, entry.note) if part)
+
+
+def variant_line(one: VariantUpgrade) -> str:
+    why = next(iter((one.refuses or one.leaves).values()), "")
+    said = f"{one.said}: {why}" if why else one.said
+    return f"{said}; {one.evidence}" if one.evidence else said
+
+
+def schedule_line(one: ScheduleTiming, after: str) -> str:
+    lost = "" if one.carries else f", not {after}"
+    return f"timed with {one.timed_with}{lost}; {names_or_count(one.problems, 'problem')}"
+
+
+def page_line(page: Page) -> str:
+    if page.carries:
+        releases = dict.fromkeys(release for one in page.figures for release in one.releases)
+        return f"carries over: has figures of {', '.join(releases)} on {page.target}"
+    word = "carries over in part" if page.in_part else "does not carry over"
+    parts = (
+        f"of {one.measured_with}{'' if one.carries else ' alone'} for {one.what}"
+        for one in sorted(page.figures, key=lambda one: not one.carries)
+    )
+    return f"{word}: has figures on {page.target} {'; '.join(parts)}"
 
 
 def show(found: CiReport) -> None:
-    """The report as text: losses first."""
-    from portattn.tools.ci.report import alike
-    from portattn.tools.ci.summary import verdict
+    from portattn.tools.compare.report import alike, verdict_line
 
     made = found.upgrade
     click.secho(f"{found.before} -> {found.after} on {names_or_count(found.targets, 'target')}", bold=True)
     for loss in found.losses:
         click.secho(f"\nLOST  {', '.join(loss.kinds)}: {loss.what}", fg="red")
-        rows = (
-            ("on", ", ".join(loss.targets)),
-            ("of", names_or_count(loss.problems, "problem")),
-            ("cause", loss.cause),
-        )
-        pairs([row for row in (*rows, ("do", loss.todo)) if row[1]], indent=6)
+        on, of = ", ".join(loss.targets), names_or_count(loss.problems, "problem")
+        pairs([row for row in (("on", on), ("of", of), ("cause", loss.cause), ("do", loss.todo)) if row[1]], indent=6)
     for title, changes in (("won", found.won), ("changed", found.changed)):
         if changes:
             heading(f"{title}: {plural(len(changes), 'cell')}")
             for one in alike(changes):
-                click.echo(
-                    f"  {names_or_count(one.targets, 'target')}; {names_or_count(one.problems, 'problem')}: {one.what}"
-                )
-    shown = {
-        "quirks that fall away": [one for one in made.entries if one.change == "falls away"],
-        "quirks that newly apply": [one for one in made.entries if one.change == "newly applies"],
-        f"quirks that stay, not probed on every target with {found.after}": [
-            one for one in made.entries if one.change == "stays" and one.unprobed
-        ],
-    }
-    tell_outcomes(one for entries in shown.values() for one in entries)
-    for title, entries in shown.items():
-        if entries:
+                where = f"{names_or_count(one.targets, 'target')}; {names_or_count(one.problems, 'problem')}"
+                click.echo(f"  {where}: {one.what}")
+    stay = f"quirks that stay, not probed on every target with {found.after}"
+    titles = {"falls away": "quirks that fall away", "newly applies": "quirks that newly apply", "stays": stay}
+    shown = [one for one in made.entries if one.change != "stays" or one.unprobed]
+    tell_outcomes(shown)
+    for change, title in titles.items():
+        if entries := [one for one in shown if one.change == change]:
             heading(f"{title}: {len(entries)}")
             pairs((one.id, entry_line(one)) for one in entries)
     show_carried(made)
     click.echo()
     for note in found.notes:
         click.echo(f"note: {note}")
-    click.secho(verdict(found), fg="red" if found.losses else "green")
+    click.secho(verdict_line(found), fg="red" if found.losses else "green")
 
 
-PATH = click.Path(path_type=Path)
 BEFORE, AFTER = "before", "after"  # folders of --out
-COMMAND = "portattn ci"
 MANY = 1000  # cells that take seconds to plan, and not a fraction of one
+COMPILER = {"type": param_types.TOOLCHAIN, "metavar": "NAME==VERSION"}
 
 
-def _kinds() -> Iterator[tuple[str, str]]:
-    """What --fail-on takes, for the shell."""
-    from portattn.tools.ci.report import FAIL_ON
+def _kinds() -> Sequence[str]:
+    from portattn.tools.compare.report import FAIL_ON
 
-    return ((word, "") for word in FAIL_ON)
+    return FAIL_ON
 
 
 @click.command()
-@click.option(
-    "--from",
-    "before",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler that is left; the baseline's, or the installed one.",
-)
-@click.option(
-    "--to",
-    "after",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler that comes; the installed one, where --from or --baseline is given.",
-)
-@click.option(
-    "--targets",
-    multiple=True,
-    type=shell_values.TARGETS,
-    metavar="GLOB",
-    help="Targets, as of `matrix run`; repeat it, or use commas. The baseline's, or those of the quick set.",
-)
-@click.option("--problems", multiple=True, metavar="GLOB", help="Ops, or names of problems; repeat it, or use commas.")
-@click.option("--quick", is_flag=True, help="The quick set of problems (the default).")
-@click.option("--full", is_flag=True, help="The full set of problems: seconds of plans, hours of compiling.")
-@click.option(
-    "--baseline",
-    type=PATH,
-    metavar="FILE",
-    help="A baseline, or an earlier run, in place of the old compiler's side.",
-)
-@click.option(
-    "--quirk-folder",
-    type=PATH,
-    metavar="DIR",
-    help="Quirk files of your own that come with the change: they hold on the new side alone.",
-)
-@click.option("--compile", "compiled", is_flag=True, help="Compile the cells of both sides, as `matrix run` does.")
-@click.option("--create", is_flag=True, help="With --compile: first make the lab environments that are missing.")
-@click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Cells compiled at a time.")
-@click.option(
-    "--seconds",
-    type=SECONDS,
-    default=120.0,
-    show_default=True,
-    help="Limit of each compile and each numerical check.",
-)
-@click.option("--emulate/--no-emulate", default=True, help="Run AMD's machine code in a model of the chip.")
-@click.option("--expected", type=matrix_verdict.FILE, metavar="FILE", help="The expected failures, as of `matrix run`.")
-@click.option("--today", type=click.DateTime(["%Y-%m-%d"]), help="The day that expiry dates are compared with.")
-@click.option(
-    "--fail-on",
-    multiple=True,
-    type=shell_values.CompletionType("words", _kinds, listed=True),
-    metavar="WORDS",
-    help="What else is red: new, facts, quirks, won, note, not_run, red; and of what is less sure unprobed, canaries, "
-    "schedules, figures. Repeat it, or use commas.",
-)
-@click.option(
-    "--summary",
-    type=matrix_verdict.FILE,
-    metavar="FILE",
-    help="Write the summary in Markdown there, and not to $GITHUB_STEP_SUMMARY.",
-)
-@click.option(
-    "--out",
-    type=PATH,
-    metavar="DIR",
-    help="Keep the runs: DIR/after, and DIR/before where there is no baseline, as of `matrix run`.",
-)
+@options(
+    ("--from before", COMPILER, "The compiler that is left; the baseline's, or the installed one."),
+    ("--to after", COMPILER, "The compiler that comes; the installed one, where --from or --baseline is given."),
+    ("--targets", matrix_output.TARGETS,
+     "Targets, as of `matrix run`; repeat it, or use commas. The baseline's, or those of the quick set."),
+)  # fmt: skip
+@matrix_output.cell_options
+@options(
+    ("--quick", FLAG, "The quick set of problems (the default)."),
+    ("--full", FLAG, "The full set of problems: seconds of plans, hours of compiling."),
+    ("--baseline", PATH | {"metavar": "FILE"}, "A baseline, or an earlier run, in place of the old compiler's side."),
+    ("--quirk-folder", PATH | {"metavar": "DIR"},
+     "Quirk files of your own that come with the change: they hold on the new side alone."),
+    ("--compile compiled", FLAG, "Compile the cells of both sides, as `matrix run` does."),
+    ("--create", FLAG, "With --compile: first make the lab environments that are missing."),
+    ("--expected", FILE, "The expected failures, as of `matrix run`."),
+)  # fmt: skip
+@matrix_output.today_option
+@options(
+    ("--fail-on", {"multiple": True, "metavar": "WORDS", "type": CompletionType("words", words(_kinds), listed=True)},
+     "What else is red: new, facts, quirks, won, note, not_run, red; and of what is less sure unprobed, canaries, "
+     "schedules. Repeat it, or use commas."),
+    ("--summary", FILE, "Write the summary in Markdown there, and not to $GITHUB_STEP_SUMMARY."),
+    ("--out", PATH | {"metavar": "DIR"},
+     "Keep the runs: DIR/after, and DIR/before where there is no baseline, as of `matrix run`."),
+)  # fmt: skip
 @json_option
 def ci(
-    before: str | None,
-    after: str | None,
-    targets: tuple[str, ...],
-    problems: tuple[str, ...],
-    quick: bool,
-    full: bool,
-    baseline: Path | None,
-    quirk_folder: Path | None,
-    compiled: bool,
-    create: bool,
-    jobs: int,
-    seconds: float,
-    emulate: bool,
-    expected: Path | None,
-    today: datetime.datetime | None,
-    fail_on: tuple[str, ...],
-    summary: Path | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Say what breaks with another compiler: cells that lose something, quirks, variants, schedules, figures.
+    before: str | None, after: str | None, targets: tuple[str, ...], problems: tuple[str, ...], quick: bool, full: bool,
+    baseline: Path | None, quirk_folder: Path | None, compiled: bool, create: bool, jobs: int, seconds: float,
+    emulate: bool, expected: Path | None, today: datetime.datetime | None, fail_on: tuple[str, ...],
+    summary: Path | None, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Say what breaks with another compiler: cells that lose something, quirks, variants, schedules.
 
     Without --compile the plans of both compilers are compared, which takes seconds and needs neither of them. The
     summary in Markdown is appended to $GITHUB_STEP_SUMMARY where that is set; on GitHub's runners each loss is an
     annotation, too.
 
     Exit status 1: a cell is gone, or has lost its level, the core path, its variant or its interpreted numbers; or what
-    --fail-on names has happened. 2: bad input. 3: no cell could be compiled. 130: interrupted.
-    """  # fmt: skip
+    --fail-on names has happened. 2: bad input. 3: no cell could be compiled. 130: interrupted."""
     from portattn.files import takes_no_file, takes_no_files
-    from portattn.tools.ci.request import read_request
+    from portattn.tools.compare.report import verdict_line
+    from portattn.tools.compare.sides import LEFT_OUT, read_request
     from portattn.tools.matrix.run import Options
 
-    if quick and full:
-        raise ArgumentError("ci", "--full", "on", "goes without --quick")
+    matrix_output.one_set("ci", quick, full)
     if create and not compiled:
         raise ArgumentError("ci", "--create", "on", "goes with --compile")
-    red, listed = _fail_on(fail_on, compiled), matrix_verdict.expected_of(expected)
-    what = read_request(
-        before, after, targets, problems, which="full" if full else "quick" if quick else None, baseline=baseline,
-        quirks=quirk_folder,
-    )  # fmt: skip
+    red, listed = _fail_on(fail_on, compiled), matrix_output.expected_of(expected)
+    which: SetName | None = "full" if full else "quick" if quick else None
+    what = read_request(before, after, targets, problems, which=which, baseline=baseline, quirks=quirk_folder)
     for option, path, reason in (("--summary", summary, takes_no_file), ("--out", out, takes_no_files)):
         if path and (why := reason(path)):  # said before the work
             raise ArgumentError("ci", option, str(path), f"cannot be written: {why}")
-    options = Options(seconds=seconds, jobs=jobs, left_out=_left_out(emulate))
+    made = Options(seconds=seconds, jobs=jobs, left_out=LEFT_OUT if emulate else (*LEFT_OUT, "emulated"))
     if compiled:
         _need_compilers(what, create)
     try:
-        found = _compared(what, options, compiled, out, targets, problems, red, listed, matrix_verdict.today(today))
+        found = _compared(what, made, compiled, out, red, listed, matrix_output.today(today))
     except KeyboardInterrupt:
         kept = f"; what was finished is in {out}" if out and compiled else ""
         click.echo(f"interrupted{kept}", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if as_json:
-        emit_json(document(found))
+        emit_json({"verdict": verdict_line(found), "lost": len(found.losses)} | msgspec.structs.asdict(found))
     else:
         show(found)
     _tell_runner(found, summary, as_json)
@@ -227,124 +205,88 @@ def ci(
 
 
 def _fail_on(texts: tuple[str, ...], compiled: bool) -> frozenset[str]:
-    from portattn.tools.ci.report import COMPILED, FAIL_ON
-    from portattn.tools.matrix.verdict import words
+    from portattn.tools.compare import verdict
+    from portattn.tools.compare.report import COMPILED, FAIL_ON
 
-    found = words(texts, "ci", FAIL_ON)
+    found = verdict.words(texts, "ci", FAIL_ON)
     blind = sorted(found & COMPILED)
     if blind and not compiled:
         raise ArgumentError("ci", "--fail-on", blind[0], "is about compiled cells, and needs --compile")
     return found
 
 
-def _left_out(emulate: bool) -> tuple[str, ...]:
-    from portattn.tools.ci.cells import LEFT_OUT
-
-    return LEFT_OUT if emulate else (*LEFT_OUT, "emulated")
-
-
 def _need_compilers(what: CiRequest, create: bool) -> None:
-    """Raise ArgumentError where a side cannot be compiled here, and LabError where its environment cannot be made."""
-    from portattn.cli.lab import create_all
-    from portattn.tools.ci.cells import missing
-    from portattn.tools.lab import LabError, folders
+    from portattn.cli.lab import create_or_fail
+    from portattn.tools.compare.sides import missing
+    from portattn.tools.lab import folders
 
     sides = [("--to", what.new)] if what.baseline else [("--from", what.old), ("--to", what.new)]
     for option, toolchain in sides:
         if (names := missing([(option, toolchain)])) and not create:
-            limit = (
-                f"is neither installed nor in the lab, {folders.root()}: `portattn lab create {names[0]}`, --create, "
-                "another PORTATTN_CACHE_DIR, or no --compile"
-            )
-            raise ArgumentError("ci", option, names[0], limit)
-    _, failed = create_all(names) if (names := missing(sides)) else ([], {})
-    if failed:
-        raise LabError("\n".join(failed.values()))
+            limit = f"is neither installed nor in the lab, {folders.root()}: `portattn lab create {names[0]}`, --create"
+            raise ArgumentError("ci", option, names[0], f"{limit}, another PORTATTN_CACHE_DIR, or no --compile")
+    create_or_fail(missing(sides))
 
 
 def _compared(
-    what: CiRequest,
-    options: Options,
-    compiled: bool,
-    out: Path | None,
-    targets: tuple[str, ...],
-    problems: tuple[str, ...],
-    red: frozenset[str],
-    listed: Sequence[ExpectedFailure],
-    today: datetime.date | None,
-) -> CiReport:
-    """Make the sides that are needed, and compare them."""
-    from portattn.tools.ci import cells
-    from portattn.tools.ci.report import report
-    from portattn.tools.ci.request import counts
-    from portattn.tools.matrix.diff import compare
-    from portattn.tools.matrix.snapshot import snapshot
-    from portattn.tools.upgrade.compare import compare as upgraded
+    what: CiRequest, options: Options, compiled: bool, out: Path | None, red: frozenset[str],
+    listed: Sequence[ExpectedFailure], today: datetime.date | None,
+) -> CiReport:  # fmt: skip
+    from portattn.tools.compare.changes import compare
+    from portattn.tools.compare.registry_changes import compare as upgraded
+    from portattn.tools.compare.report import report
+    from portattn.tools.compare.sides import as_planned, begin_side_run
+    from portattn.tools.matrix.cells import snapshot
 
-    ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")
-    command = shlex.join(["portattn", *sys.argv[1:]]) if ours else COMMAND
-    sides = {AFTER: cells.begin_side_run(what, [pair.new for pair in what.pairs], command, options)}
+    command = matrix_output.command_line("ci")
+    runs = {} if what.baseline else {BEFORE: begin_side_run(what, [pair.old for pair in what.pairs], command, options)}
+    runs[AFTER] = after = begin_side_run(what, [pair.new for pair in what.pairs], command, options)
+    _make(runs, options, compiled, out)
     if what.baseline is None:
-        sides = {BEFORE: cells.begin_side_run(what, [pair.old for pair in what.pairs], command, options)} | sides
-    _make(sides, options, compiled, out)
-    after = sides[AFTER]
-    new = snapshot(after.run, after.cells, str(what.new))
-    if what.baseline is None:
-        old = snapshot(sides[BEFORE].run, sides[BEFORE].cells, str(what.old))
+        old = snapshot(runs[BEFORE].run, runs[BEFORE].cells, str(what.old))
     else:
-        old = what.baseline if compiled else cells.as_planned(what.baseline)
-    diff = compare(old, new, counts(what, targets, problems))
+        old = what.baseline if compiled else as_planned(what.baseline)
+    diff = compare(old, snapshot(after.run, after.cells, str(what.new)), what.counts())
     upgrade = upgraded(what.pairs, what.problems)
     return report(what, diff, after, upgrade, compiled=compiled, fail_on=red, expected=listed, today=today)
 
 
-def _make(sides: dict[str, SideRun], options: Options, compiled: bool, out: Path | None) -> None:
-    """Make the cells of the sides, and keep them where --out says."""
-    from portattn.cli.progress import CellProgress
-    from portattn.tools.ci import cells
+def _make(runs: dict[str, SideRun], options: Options, compiled: bool, out: Path | None) -> None:
+    from portattn.cli.progress import ProgressCounter
 
     if not compiled:
-        for name, made in sides.items():
+        for name, made in runs.items():
             if len(made.specs) > MANY:
                 click.echo(f"planning {len(made.specs)} cells of {name}", err=True)
-            cells.plan_all(made)
-        _keep(sides, out)
+            made.plan()
+        _keep(runs, out)
         return
-    with CellProgress(sum(len(made.specs) for made in sides.values()), 0) as progress:
+    with ProgressCounter(sum(len(made.specs) for made in runs.values()), 0, "cells") as progress:
         try:
-            for made in sides.values():
-                cells.compile_all(made, options, progress.cell)
+            for made in runs.values():
+                made.compile(options, progress.matrix_cell)
         finally:  # also what was finished before Ctrl-C
-            _keep(sides, out)
+            _keep(runs, out)
 
 
-def _keep(sides: dict[str, SideRun], out: Path | None) -> None:
-    """Write each side as a run of the matrix, an earlier one under its date."""
-    from portattn.cli.matrix_page import PAGE, write_page
-    from portattn.tools.matrix.results import Results
-
-    for name, made in sides.items() if out else ():
-        assert out is not None
-        with Results(out / name, "ci") as file:
-            if kept := file.replace(made.run, made.cells):
-                click.echo(f"the results that were there are now {kept}", err=True)
-            write_page(made.run, made.cells, out / name / PAGE)
+def _keep(runs: dict[str, SideRun], out: Path | None) -> None:
+    for name, made in runs.items():
+        if out is not None:
+            matrix_output.write_run(out / name, "ci", made.run, made.cells)
 
 
 def _tell_runner(found: CiReport, summary: Path | None, as_json: bool) -> None:
-    """The summary, where --summary or the runner wants it, and annotations on a runner."""
-    from portattn.tools.ci import github
-    from portattn.tools.ci.summary import render
+    from portattn.tools.compare.report import SUMMARY, annotation_lines, append, on_runner, render
     from portattn.tools.matrix.results import write_data
 
-    if github.on_runner(os.environ):
-        for line in github.annotation_lines(found):
+    if on_runner(os.environ):
+        for line in annotation_lines(found):
             click.echo(line, err=as_json)  # a runner reads both streams
-    step = os.environ.get(github.SUMMARY)
+    step = os.environ.get(SUMMARY)
     try:
         if summary:
             write_data(summary, render(found).encode())
-        elif step and not github.append(Path(step), found):
+        elif step and not append(Path(step), found):
             click.echo("portattn: the step's summary is full, and has none of this", err=True)
     except DataError as error:
         if not found.losses:

@@ -1,13 +1,21 @@
-"""`portattn context-parallel`: what a call over several ranks computes, sends and keeps, and a model of its time."""
+"""`portattn context-parallel`: computation, traffic, memory and modelled time of a call over several ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from portattn.cli.output import emit_json, json_option
-from portattn.tools.problem_text import shape
+from portattn.errors import ArgumentError
+from portattn.tools.problem_options import shape
+
+if TYPE_CHECKING:
+    from portattn.distributed.cost_report import Cost
+
+OP = "context-parallel"
 
 
 @click.command("context-parallel")
@@ -44,12 +52,10 @@ def context_parallel(
     \b
     portattn context-parallel --q 1,32,131072,128 --kv 1,8,131072,128 --ranks 8 --causal
     portattn context-parallel --q 1,32,8388608,128 --kv 1,8,8388608,128 --ranks 2048 --inner 8 --causal
-    portattn context-parallel --decode --q 1,64,1,128 --kv 1,8,1048576,128 --ranks 2 --rate link=300e9
-    """
+    portattn context-parallel --decode --q 1,64,1,128 --kv 1,8,1048576,128 --ranks 2 --rate link=300e9"""
     from portattn.distributed.cost import context_parallel_cost, decode_parallel_cost
 
-    op = "context-parallel"
-    given: dict[str, Any] = {"q": shape(op, "--q", q), "kv": shape(op, "--kv", kv)}
+    given: dict[str, Any] = {"q": shape(OP, "--q", q), "kv": shape(OP, "--kv", kv)}
     given |= {"ranks": ranks, "dim_v": dv, "dtype": dtype, "rates": _rates(rate)}
     if options.pop("decode"):
         for name in ("inner", "layout", "causal", "window", "forward_only"):
@@ -57,56 +63,62 @@ def context_parallel(
                 raise click.UsageError(f"--{name.replace('_', '-')} does not go with --decode")
         if options["heads"] is None:
             del options["heads"]
-        found = decode_parallel_cost(**given, **options)
+        function: Callable[..., Cost] = decode_parallel_cost
+        given |= options
     else:
         for name in ("heads", "latent"):
             if options.pop(name):
                 raise click.UsageError(f"--{name} goes with --decode alone")
-        window = _window(options.pop("window"))
-        backward = not options.pop("forward_only")
-        some = {name: value for name, value in options.items() if value is not None}
-        found = context_parallel_cost(window=window, backward=backward, **given, **some)
+        given |= {"window": _window(options.pop("window")), "backward": not options.pop("forward_only")}
+        given |= {name: value for name, value in options.items() if value is not None}
+        function = context_parallel_cost
+    try:
+        found = function(**given)
+    except ArgumentError as error:
+        limit = re.sub(r"\b(inner|heads_k)\b", lambda word: _option(word[0]), error.limit)
+        raise ArgumentError(OP, _option(error.argument), error.value, limit) from None
     if as_json:
         emit_json(found.data())
     else:
         click.echo(found.explain())
 
 
+def _option(argument: str) -> str:
+    """Return the command's words for an argument of the cost functions."""
+    named = {"S": "S of --q", "heads_q": "H of --q", "heads_k": "H of --kv", "dim_v": "--dv"}
+    return named.get(argument, f"--{argument}")
+
+
 def _rates(given: tuple[str, ...]) -> Any:
     import msgspec
 
     from portattn.distributed.cost_report import Rates
-    from portattn.errors import ArgumentError
 
     rates, known = Rates(), Rates.__struct_fields__
     for text in given:
         name, _, number = text.partition("=")
         if name not in known:
-            raise ArgumentError(
-                "context-parallel", "--rate", text, f"must be one of {', '.join(known)}, = and a number"
-            )
+            raise ArgumentError(OP, "--rate", text, f"must be one of {', '.join(known)}, = and a number")
         try:
             value = float(number)
         except ValueError:
             value = 0.0
         if not 0.0 < value < float("inf"):
-            raise ArgumentError("context-parallel", "--rate", text, "must have a positive number behind =")
+            raise ArgumentError(OP, "--rate", text, "must have a positive number behind =")
         rates = msgspec.structs.replace(rates, **{name: int(value) if name == "per_host" else value})
     if rates.per_host < 1:
-        raise ArgumentError("context-parallel", "--rate", f"per_host={rates.per_host}", "must be at least 1")
+        raise ArgumentError(OP, "--rate", f"per_host={rates.per_host}", "must be at least 1")
     return rates
 
 
 def _window(text: str | None) -> tuple[int | None, int | None]:
-    from portattn.errors import ArgumentError
-
     if text is None:
         return None, None
     try:
         left, right = (int(side) for side in text.split(","))
     except ValueError:
-        raise ArgumentError("context-parallel", "--window", text, "must be two integers, L,R") from None
+        raise ArgumentError(OP, "--window", text, "must be two integers, L,R") from None
     for side in (left, right):
         if side < -1:
-            raise ArgumentError("context-parallel", "--window", text, "must be integers ≥ 0, or -1 for all keys")
+            raise ArgumentError(OP, "--window", text, "must be integers ≥ 0, or -1 for all keys")
     return tuple(None if side < 0 else side for side in (left, right))  # type: ignore[return-value]

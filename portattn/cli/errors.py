@@ -23,7 +23,7 @@ JSON_KEY = "portattn.json"  # in click's meta: whether --json was given
 
 
 class CommandLineError(click.ClickException):
-    """An error as the command line shows it. click prints it through `show` and exits with `exit_code`."""
+    """An error in the command line's form: click prints it through `show` and exits with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int, document: dict[str, Any] | None) -> None:
         super().__init__(message)
@@ -38,7 +38,6 @@ class CommandLineError(click.ClickException):
 
 
 def command_line_error(error: Exception, ctx: click.Context) -> CommandLineError:
-    """The Refused for one of portattn's errors, of click's own about the command line, or of the system's."""
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "portattn"
         text, kind = error.format_message(), "UsageError"
@@ -57,12 +56,9 @@ def command_line_error(error: Exception, ctx: click.Context) -> CommandLineError
 
 
 def require_some(count: int, done: str, reasons: Iterable[str]) -> None:
-    """Exit with status 3 if a command has checked nothing, and print why on standard error.
+    """Exit with status 3 if a command has checked nothing, and print the first three different reasons.
 
-    count    number of checks made, green or red
-    done     past participle of the command's verb: "verified"
-    reasons  why each check was left out, with repetitions; the first three different reasons are printed
-    """
+    `done` is the past participle of the command's verb: "verified"."""
     if count:
         return
     different = list(dict.fromkeys(filter(None, reasons)))
@@ -72,7 +68,6 @@ def require_some(count: int, done: str, reasons: Iterable[str]) -> None:
 
 
 def _of_system(error: OSError) -> str:
-    """What the system refused, and of which file: the one that has no name is what a command prints to."""
     what = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
     if not what and error.errno in _NOT_WRITTEN:
         what = "output cannot be written"

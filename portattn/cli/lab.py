@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import datetime
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,13 +12,12 @@ import click
 from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
-from portattn.tools import shell_values
+from portattn.tools import param_types
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from portattn.tools.lab import Environment, ToolchainState
-    from portattn.tools.lab.commands import Say
 
 
 @click.group()
@@ -43,7 +42,7 @@ def list_(as_json: bool) -> None:
 
 
 @lab.command()
-@click.argument("toolchains", metavar="NAME==VERSION…", type=shell_values.TOOLCHAIN, nargs=-1)
+@click.argument("toolchains", metavar="NAME==VERSION…", type=param_types.TOOLCHAIN, nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Every toolchain that `portattn lab list` names.")
 @click.option("--jobs", type=click.IntRange(1, 16), default=1, show_default=True, help="Environments made at a time.")
 @click.option("--python", metavar="PATH", help="The Python to make them with; one that fits is found otherwise.")
@@ -54,8 +53,7 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
     Any version that the package index has can be named, such as triton==3.3.0. An interrupted or failed creation
     leaves nothing.
 
-    Exit status 1: one could not be made; the others are.
-    """
+    Exit status 1: one could not be made; the others are."""
     from portattn.tools.lab.folders import canonical, programs
     from portattn.tools.lab.folders import toolchains as listed
 
@@ -80,7 +78,7 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
 
 
 @lab.command()
-@click.argument("toolchains", metavar="NAME==VERSION…", type=shell_values.TOOLCHAIN, nargs=-1, required=True)
+@click.argument("toolchains", metavar="NAME==VERSION…", type=param_types.TOOLCHAIN, nargs=-1, required=True)
 @json_option
 def remove(toolchains: tuple[str, ...], as_json: bool) -> None:
     """Remove environments, broken ones too, and say how much disk that gave back."""
@@ -96,37 +94,54 @@ def remove(toolchains: tuple[str, ...], as_json: bool) -> None:
         emit_json({"removed": [{"toolchain": name, "bytes": number} for name, number in freed.items()]})
 
 
-def create_all(names: list[str], jobs: int = 1, python: str | None = None) -> tuple[list[Environment], dict[str, str]]:
-    """Make environments with progress on standard error: those made, and the error text of those not, by name.
+def create_or_fail(names: list[str]) -> None:
+    """Make environments before a run. Raises LabError if one cannot be made: the run would lack its cells."""
+    from portattn.tools.lab import LabError
 
-    Bad arguments are raised. Ctrl-C ends what is under way, and the command.
-    """
+    _, failed = create_all(names) if names else ([], {})
+    if failed:
+        raise LabError("\n".join(failed.values()))
+
+
+def create_all(names: list[str], jobs: int = 1, python: str | None = None) -> tuple[list[Environment], dict[str, str]]:
+    """Make environments with progress; return the made ones, and the others' error texts by name."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     from portattn.tools.lab import LabError, creating
-    from portattn.tools.lab.commands import Commands
+    from portattn.tools.lab.run_programs import Commands
 
     commands = Commands()
     made: dict[str, Environment] = {}
     failed: dict[str, str] = {}
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="lab")
-    with _Progress() as progress:
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(name: str, text: str, completed: int = 0) -> None:
+            if console.is_terminal:
+                shown.update(tasks[name], completed=completed, description=f"{name}: {text[:100]}")
+            else:
+                click.echo(f"{name}: {text}", err=True)
 
         def make(name: str) -> Environment:
-            return creating.create(name, progress.teller(name), python=python, commands=commands)
+            tasks[name] = shown.add_task(name, total=1)
+            return creating.create(name, lambda text: tell(name, text), python=python, commands=commands)
 
-        running: dict[Future[Environment], str] = {
-            pool.submit(contextvars.copy_context().run, make, name): name
-            for name in names  # with this thread's settings
-        }
+        # With this thread's settings.
+        running = {pool.submit(contextvars.copy_context().run, make, name): name for name in names}
         try:
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     name = running.pop(future)
                     try:
                         made[name] = future.result()
-                        progress.ended(name, "ready")
+                        tell(name, "ready", 1)
                     except LabError as error:
                         failed[name] = str(error)
-                        progress.ended(name, "failed")
+                        tell(name, "failed", 1)
         except KeyboardInterrupt:
             click.echo("interrupted; nothing half made is left", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
@@ -137,42 +152,6 @@ def create_all(names: list[str], jobs: int = 1, python: str | None = None) -> tu
     return [made[name] for name in names if name in made], failed
 
 
-class _Progress:
-    """What each environment is at: a line that changes on a terminal, a line a step elsewhere."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        self._shown = Progress(*columns, console=console) if console.is_terminal else None
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _Progress:
-        if self._shown:
-            self._shown.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._shown.stop()
-
-    def teller(self, name: str) -> Say:
-        """A function that shows the latest step of one environment."""
-        if self._shown is None:
-            return lambda text: click.echo(f"{name}: {text}", err=True)
-        shown, task = self._shown, self._shown.add_task(name, total=1)
-        self._tasks[name] = task
-        return lambda text: shown.update(task, description=f"{name}: {text[:100]}")
-
-    def ended(self, name: str, how: str) -> None:
-        if self._shown is None:
-            click.echo(f"{name}: {how}", err=True)
-        else:
-            self._shown.update(self._tasks[name], completed=1, description=f"{name}: {how}")
-
-
 def _row(state: ToolchainState) -> tuple[str, ...]:
     made = state.environment
     if made is None:
@@ -181,7 +160,7 @@ def _row(state: ToolchainState) -> tuple[str, ...]:
 
 
 def _lacking(made: Environment) -> str:
-    """What an environment cannot do for want of programs beside Python, as NPUs' need them; empty for any other."""
+    """Return an environment's limits without missing programs beside Python (NPUs need them), or ""."""
     from portattn.tools.lab.folders import programs
 
     lacking = [name for name in getattr(programs(made.toolchain), "ALL", ()) if name not in made.tools]

@@ -1,35 +1,247 @@
-"""`portattn quirks bisect|retire|upgrade`: what becomes of an entry as compilers change."""
+"""`portattn quirks new|reduce|bisect|retire|upgrade`: the life cycle of an entry."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from portattn.cli.drafting import new, reduce
+from portattn.cli.ci import entry_line, show_carried, tell_outcomes
 from portattn.cli.errors import RED
-from portattn.cli.named import quirk_of, tell_unknown
-from portattn.cli.output import emit_json, heading, json_option, pairs, plural, status, table
-from portattn.cli.upgrade_sections import entry_line, show_carried, tell_outcomes
-from portattn.tools import shell_values
+from portattn.cli.output import (
+    emit_json,
+    heading,
+    json_option,
+    pairs,
+    plural,
+    quirk_of,
+    status,
+    table,
+    target_option,
+    tell_unknown,
+    toolchain_option,
+)
+from portattn.errors import ArgumentError
+from portattn.files import read_limited
+from portattn.schema import quirk
+from portattn.tools import param_types
+from portattn.tools.param_types import SECONDS
 
 if TYPE_CHECKING:
-    from portattn.tools.quirks.lifecycle.bisect import ToolchainResult
-    from portattn.tools.upgrade.compare import Upgrade
+    from portattn.planning.registry import Registry
+    from portattn.schema.compile_record import Incident
+    from portattn.tools.compare.registry_changes import Upgrade
+    from portattn.tools.quirks.reduce import Reduction, ReductionStep, Subject
+
+
+LARGEST_LOG = 64 * 2**20  # bytes; a larger file is no compiler's output but a whole build's, to be cut first
+_FRESH = {"TRITON_ALWAYS_COMPILE": "1"}  # of the child that reduces: a cache would answer in a compiler's place
+
+
+@click.command()
+@click.option("--from-log", "log", type=click.Path(path_type=Path), metavar="FILE", help="Output of a failed compile.")
+@click.option(
+    "--from-incident", "incident_id", metavar="ID", help="A failure that portattn has kept (doctor lists them)."
+)
+@click.option("--backend", metavar="NAME", help="The backend, where the log does not say.")
+@target_option("The chip, where the log does not say.")
+@toolchain_option("The compiler, where the log does not say.")
+@click.option("--kernel", metavar="NAME", help="Our kernel, as in dense_forward, where the log does not say.")
+@click.option("--failure", "number", type=int, metavar="N", help="Of several failures in a log only the Nth.")
+@click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder; by default quirks/drafts of a checkout, and ./quirk-drafts of the working folder where portattn is "
+    "installed from a wheel.",
+)
+@click.option("--force", is_flag=True, help="Draft although the failure is an entry's, or a draft has it.")
+@click.option("--no-replay", is_flag=True, help="Do not run the draft's program here.")
+@json_option
+def new(
+    log: Path | None, incident_id: str | None, backend: str | None, target: str | None, toolchain: str | None,
+    kernel: str | None, number: int | None, words: str, out: Path | None, force: bool, no_replay: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Draft an entry from a log or an incident: the TOML, a program that fails the same way, and a report.
+
+    A log may hold several failures: each is reported, and drafted. What the log does not tell is a line FILL-IN-…,
+    which the loader refuses. Exit status 1: a failure is an entry's, or the folder has a draft of it, and nothing was
+    written for it (--force drafts all the same). What only looks like an entry is drafted."""
+    from portattn.planning.registry import Registry
+    from portattn.tools.quirks import drafts, failure_facts
+
+    if (log is None) == (incident_id is None):
+        if log:
+            raise ArgumentError("quirks new", "--from-incident", incident_id, "goes without --from-log")
+        limit = "must be given, the output of a failed compile, or --from-incident ID (`portattn doctor` lists them)"
+        raise ArgumentError("quirks new", "--from-log", None, limit)
+    registry = Registry.load()
+    if log is not None:
+        found = failure_facts.from_log(_read(log), log.name, registry, target, toolchain, backend, kernel)
+    else:
+        for option, value in (
+            ("--backend", backend), ("--target", target), ("--toolchain", toolchain), ("--kernel", kernel),
+            ("--failure", number),
+        ):  # fmt: skip
+            if value is not None:
+                raise ArgumentError("quirks new", option, value, "goes with --from-log: an incident knows where it was")
+        incident, others = _incident(incident_id or "")
+        found = [failure_facts.from_incident(incident, others, registry)]
+    if number is not None and not 1 <= number <= len(found):
+        raise ArgumentError("quirks new", "--failure", number, f"must be from 1 to {len(found)}, which the log holds")
+    asked = [number] if number is not None else range(1, len(found) + 1)
+    with status("drafting") as say:
+        made = {
+            n: drafts.make(found[n - 1], registry, out, words=words, force=force, replay=not no_replay, say=say)
+            for n in asked
+        }
+    if as_json:
+        emit_json(
+            {"of": len(found), "failures": [{"number": n, **msgspec.to_builtins(draft)} for n, draft in made.items()]}
+        )
+    else:
+        for n, draft in made.items():
+            _show_failure(draft, n, len(found))
+        left = len(found) - len(made)
+        if left:
+            click.echo(f"{plural(left, 'other failure')} in the log: leave --failure out to draft each")
+    if any(not draft.files and not draft.failure["not_a_bug"] for draft in made.values()):
+        raise click.exceptions.Exit(RED)
+
+
+def _show_failure(made: Any, number: int, of: int) -> None:
+    if of > 1:
+        who = f", of {', '.join(made.streams)}" if made.streams else ""
+        often = f", {made.times} times" if made.times > 1 else ""
+        heading(f"failure {number} of {of}, from line {made.failure['line']} on{who}{often}")
+    for entry in made.known:
+        click.secho(str(entry), fg="yellow")
+    click.echo(f"{made.failure['symptom']} at stage {made.failure['stage']}: {made.failure['cause']}")
+    if made.cut:
+        click.secho("the log ends inside this message: the signature has only its beginning", fg="yellow")
+    for text in made.left_out:
+        click.secho(f"left out: {text}", fg="yellow")
+    if made.files:
+        _show_draft(made)
+    elif made.failure["not_a_bug"]:
+        click.echo(f"no compiler's failure, and not drafted: {made.failure['not_a_bug']}")
+    else:
+        click.echo("nothing was written: --force drafts an entry all the same")
+
+
+def _show_draft(made: Any) -> None:
+    heading(made.id)
+    for file in made.files:
+        click.echo(f"  {file}")
+    if made.replay:
+        click.secho(made.replay, fg={True: "green", False: "red"}.get(made.reproduced))
+    if made.open:
+        heading("to be filled in")
+        pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
+
+
+@click.command()
+@click.argument("subject_id", metavar="ID", type=param_types.QUIRK)
+@toolchain_option("The compiler; by default the one that it failed on.")
+@click.option("--seconds", type=SECONDS, default=120.0, show_default=True, help="Time limit of one compile.")
+@click.option("--most", default=400, show_default=True, help="Compiles after which the smallest so far is the result.")
+@click.option("--write", is_flag=True, help="Write the result: into the quirk's probe, or as an incident ID-reduced.")
+@json_option
+def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, write: bool, as_json: bool) -> None:
+    """Shrink the specialisation of an incident, or of a quirk with a "plan:" probe, while it fails in the same way."""
+    from portattn.planning.registry import Registry
+    from portattn.tools import lab
+    from portattn.tools.quirks import reduce as reducing
+    from portattn.tools.quirks.failure_facts import permitted_env
+
+    if most <= 0:
+        raise ArgumentError("quirks reduce", "--most", most, "must be more than 0")
+    registry = Registry.load()
+    subject, incident = _subject(subject_id, registry, toolchain)
+    for text in permitted_env(incident.environment_set, registry)[1] if incident else ():
+        click.secho(f"left out: {text}", fg="yellow", err=True)
+    with status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:
+
+        def step(tried: ReductionStep, compiles: int) -> None:
+            say(f"{plural(compiles, 'compile')}: {tried.step}: {tried.ended}")
+
+        made = reducing.reduce(subject, registry, worker, seconds=seconds, most=most, say=step)
+    written = _write_reduced(made, incident, registry) if write else ""
+    if as_json:
+        emit_json({"reduced": made, "written": written})
+        return
+    click.secho(f"{made.id} on {made.target} with {made.toolchain}: {plural(made.compiles, 'compile')}", bold=True)
+    pairs([("changed", change) for change in made.changed] or [("changed", "nothing: it is as small as it gets")])
+    if not made.complete:
+        click.secho(f"--most {most} compiles were not enough: there may be a smaller one", fg="yellow")
+    if made.probe:
+        heading("as a probe")
+        click.echo(made.probe)
+    heading("as a command")
+    click.echo(made.command)
+    if written:
+        click.echo(f"\nwritten: {written}")
+
+
+def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tuple[Subject, Incident | None]:
+    from portattn.tools.quirks import reduce as reducing
+
+    if quirk.matching(subject_id, registry.quirks):
+        return reducing.of_quirk(quirk_of("quirks reduce", subject_id, registry), registry, toolchain), None
+    incident, _ = _incident(subject_id, registry.quirks)
+    return reducing.subject_of_incident(incident, registry, toolchain), incident
+
+
+def _write_reduced(made: Reduction, incident: Incident | None, registry: Registry) -> str:
+    from portattn.compile.record_store import store
+    from portattn.config import current
+    from portattn.tools.quirks import reduce as reducing
+
+    if incident is not None:
+        smaller = reducing.incident_of(made, incident, registry)
+        store(current()).add_incident(smaller)
+        return f"incident {smaller.id}"
+    return reducing.write_probe(made, registry)
+
+
+def _read(path: Path) -> str:
+    from portattn.tools.quirks.failure_log import decode_text
+
+    try:
+        return decode_text(read_limited(path, LARGEST_LOG))
+    except OSError as error:
+        raise ArgumentError("quirks new", "--from-log", str(path), f"cannot be read: {error.strerror}") from None
+
+
+def _incident(incident_id: str, quirks: Collection[str] = ()) -> tuple[Incident, Iterator[Incident]]:
+    """Return the incident, and all kept ones. Raises ArgumentError on an unknown id, naming quirks near it."""
+    from portattn.compile.record_store import store
+    from portattn.config import current
+
+    kept = store(current())
+    known = [incident.id for incident in kept.incidents()]
+    if incident_id not in known:
+        shown = (", ".join(known[-5:]) or "there are none") + quirk.did_you_mean(incident_id, quirks)
+        raise ArgumentError(
+            "quirks", "ID", incident_id, f"must be a quirk's or an incident's id; the latest incidents: {shown}"
+        )
+    found = kept.incident(incident_id)
+    assert found is not None
+    return found, kept.incidents()
 
 
 def add_to(group: click.Group) -> None:
-    """Add the commands to `portattn quirks`."""
     for command in (new, reduce, bisect, retire, upgrade):
         group.add_command(command)
 
 
 @click.command()
-@click.argument("quirk_id", metavar="ID", type=shell_values.QUIRK)
+@click.argument("quirk_id", metavar="ID", type=param_types.QUIRK)
 @click.option("--between", nargs=2, metavar="A B", help="Only toolchains from A to B, both NAME==VERSION.")
-@click.option(
-    "--target", type=shell_values.TARGET, metavar="BACKEND:ARCH", help="The chip; by default the probe's own."
-)
+@target_option("The chip; by default the probe's own.")
 @click.option("--all", "every", is_flag=True, help="Test every toolchain, whatever the first ones say.")
 @click.option("--create", is_flag=True, help="Make environments of the lab that are missing (a few minutes each).")
 @json_option
@@ -40,12 +252,11 @@ def bisect(
 
     Releases between them that were not tested are named. A failure that the entry's file has recorded stays in the
     range. Exit status 1: the range in the entry is another one, it was seen nowhere, or what is seen contradicts the
-    file.
-    """
+    file."""
     from portattn.planning.registry import Registry
     from portattn.tools import lab
+    from portattn.tools.quirks import bisect_retire as bisecting
     from portattn.tools.quirks import probe
-    from portattn.tools.quirks.lifecycle import bisect as bisecting
 
     registry = Registry.load()
     quirk = quirk_of("quirks bisect", quirk_id, registry)
@@ -63,19 +274,15 @@ def bisect(
             return probe.off(entry, toolchain, target, registry=registry)
 
         made = bisecting.bisect(
-            quirk,
-            toolchains,
-            off,
-            every=every,
-            target=probe.place(quirk, None, target, registry).name,
+            quirk, toolchains, off, every=every, target=probe.place(quirk, None, target, registry).name,
             say=lambda one: say(f"{one.toolchain}: {one.seen}"),
-        )
+        )  # fmt: skip
     now = quirk.when.toolchain.get(compiler, "")
     same = _same_range(made.range, now, toolchains)
     if as_json:
         emit_json({"bisected": made, "range_now": now, "agrees": same and bool(made.last_bad) and not made.contradicts})
     else:
-        _show_bisected(made.tested)
+        table(["toolchain", "seen", "said"], [(one.toolchain, one.seen, one.detail) for one in made.tested])
         if made.says:
             click.secho(made.says, fg="yellow")
         for name, value in (("last good before", made.last_good_before), ("first bad", made.first_bad),
@@ -92,12 +299,7 @@ def bisect(
         raise click.exceptions.Exit(RED)
 
 
-def _show_bisected(tested: tuple[ToolchainResult, ...]) -> None:
-    table(["toolchain", "seen", "said"], [(one.toolchain, one.seen, one.detail) for one in tested])
-
-
 def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
-    """Whether two ranges have the same ones of these toolchains."""
     from portattn.schema.toolchain import parse_range
 
     versions = [toolchain.partition("==")[2] for toolchain in toolchains]
@@ -106,27 +308,18 @@ def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
 
 
 @click.command()
-@click.argument("quirk_id", metavar="ID", type=shell_values.QUIRK)
+@click.argument("quirk_id", metavar="ID", type=param_types.QUIRK)
 @click.option("--reason", required=True, help="Why it is needed no more.")
-@click.option(
-    "--fixed-in",
-    default="",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The first compiler without the bug.",
-)
-@click.option(
-    "--replaced-by", default="", type=shell_values.QUIRK, metavar="ID", help="The entry that takes its place."
-)
+@toolchain_option("The first compiler without the bug.", "--fixed-in", default="")
+@click.option("--replaced-by", default="", type=param_types.QUIRK, metavar="ID", help="The entry that takes its place.")
 @click.option("--force", is_flag=True, help="Also where a supported compiler has the bug.")
 @json_option
 def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: bool, as_json: bool) -> None:
     """Turn an entry into a tombstone: it applies no more, and its id stays taken.
 
-    Exit status 2 where a probe has confirmed it on a supported compiler, or a newer one, and nothing else since.
-    """
+    Exit status 2 where a probe has confirmed it on a supported compiler, or a newer one, and nothing else since."""
     from portattn.planning.registry import Registry
-    from portattn.tools.quirks.lifecycle.retire import retire as bury
+    from portattn.tools.quirks.bisect_retire import retire as bury
 
     registry = Registry.load()
     quirk_id = quirk_of("quirks retire", quirk_id, registry).id
@@ -143,30 +336,9 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
 
 
 @click.command()
-@click.option(
-    "--from",
-    "before",
-    required=True,
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler that is left.",
-)
-@click.option(
-    "--to",
-    "after",
-    required=True,
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler that comes.",
-)
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    type=shell_values.TARGET,
-    metavar="BACKEND:ARCH",
-    help="A chip; may be given several times.",
-)
+@toolchain_option("The compiler that is left.", "--from", "before", required=True)
+@toolchain_option("The compiler that comes.", "--to", "after", required=True)
+@target_option("A chip; may be given several times.", "--target", "targets", multiple=True)
 @click.option(
     "--strict",
     is_flag=True,
@@ -180,12 +352,11 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
     It also lists the variants that carry over, are tried by their canaries or refuse, the compiler that each schedule
     was timed with, and the published figures that were measured with the new compiler.
 
-    The plans are as in `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan.
-    """
+    The plans are as in `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan."""
     from portattn.planning.registry import Registry
-    from portattn.tools.quirks.lifecycle.upgrade import OP
-    from portattn.tools.quirks.lifecycle.upgrade import upgrade as compare
-    from portattn.tools.upgrade.compilers import parse_compiler
+    from portattn.tools.compare.registry_changes import OP
+    from portattn.tools.compare.registry_changes import upgrade as compare
+    from portattn.tools.compare.sides import parse_compiler
 
     registry = Registry.load()
     sides = {"from": parse_compiler(OP, "--from", before), "to": parse_compiler(OP, "--to", after)}
@@ -197,9 +368,8 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
     if as_json:
         unverified = [entry.id for entry in made.entries if entry.unverified]
         known = {name: {"toolchain": str(one), "known": not one.unknown_release()} for name, one in sides.items()}
-        emit_json(
-            {**known, "upgrade": made, "lost": made.lost, "unverified": unverified, "less_sure": less_sure},
-        )
+        less = {"unverified": unverified, "less_sure": less_sure}
+        emit_json({**known, "compiled": False, "upgrade": made, "lost": made.lost, **less})
     else:
         _show_upgrade(made)
     if made.lost or (strict and (less_sure or any(one.refuses for one in made.variants))):
@@ -207,7 +377,6 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
 
 
 def _show_upgrade(made: Upgrade) -> None:
-    """The answer as text: entries by what becomes of them, plans that change, what carries over, what is less sure."""
     click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
     tell_outcomes(made.entries)
     for change in ("falls away", "newly applies", "stays"):
@@ -220,10 +389,8 @@ def _show_upgrade(made: Upgrade) -> None:
         for line in moved.differs:
             click.echo(f"    {line}")
     show_carried(made)
+    click.echo("\nplans alone were compared: spills were not looked at; `portattn ci --compile` compiles both sides")
     if unverified := sum(entry.unverified for entry in made.entries):
         click.echo(f"\nunverified on {made.after}: {unverified}")
     if less_sure := [entry.id for entry in made.entries if entry.less_sure]:
         click.echo(f"less sure than with {made.before}: {len(less_sure)}: {', '.join(less_sure)}")
-
-
-_FRESH = {"TRITON_ALWAYS_COMPILE": "1"}

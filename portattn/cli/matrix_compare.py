@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import datetime
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from portattn.cli import matrix_verdict
-from portattn.cli.errors import RED, require_some
-from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
-from portattn.cli.matrix_site import site
+from portattn.cli import matrix_output
+from portattn.cli.errors import INTERRUPTED, RED, require_some
+from portattn.cli.matrix_output import PAGE, tell_cells, tell_conflicts, write_run
 from portattn.cli.output import emit_json, json_option, plural
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, DataError
+from portattn.files import replace_folder
+from portattn.tools.param_types import FILE, FLAG, PATH, options
 
 if TYPE_CHECKING:
-    from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell
-
-PATH = click.Path(path_type=Path)
+    from portattn.tools.matrix.cells import Snapshot, SnapshotCell
+    from portattn.tools.matrix.results import MergedRun
+    from portattn.tools.matrix.site import History
 
 
 def add_to(group: click.Group) -> None:
-    """Add the commands to `portattn matrix`."""
     for command in (diff, merge, baseline, check, log, site):
         group.add_command(command)
 
 
 @click.command()
-@click.argument("old", metavar="OLD", type=PATH)
-@click.argument("new", metavar="NEW", type=PATH)
-@click.option("--partial", is_flag=True, help="NEW is of some targets and problems: what it lacks is not gone.")
-@matrix_verdict.fail_on_option("new, facts, quirks, won")
+@click.argument("old", metavar="OLD", **PATH)
+@click.argument("new", metavar="NEW", **PATH)
+@options(("--partial", FLAG, "NEW is of some targets and problems: what it lacks is not gone."))
+@matrix_output.fail_on_option("new, facts, quirks, won")
 @json_option
 def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json: bool) -> None:
     """Compare two runs: what was lost and won, cell by cell, and why.
@@ -41,40 +42,35 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
     OLD and NEW are folders of `matrix run` or `matrix merge`, files of results, or baselines.
 
     Exit status 1: a cell is gone, or has lost its level, the core path, its variant or its interpreted numbers; or what
-    --fail-on names has happened. 2: a run cannot be read. 3: the runs share no cell.
-    """
-    from portattn.tools.matrix import reading
-    from portattn.tools.matrix.diff import KINDS, LOST, compare
-    from portattn.tools.matrix.verdict import words
+    --fail-on names has happened. 2: a run cannot be read. 3: the runs share no cell."""
+    from portattn.tools.compare.changes import KINDS, LOST, compare
+    from portattn.tools.compare.verdict import words
+    from portattn.tools.matrix import results
 
     red = LOST | words(fail_on, "matrix diff", KINDS)
-    before, after = reading.read(old), reading.read(new)
+    before, after = results.read_snapshot(old), results.read_snapshot(new)
     if before.missing:
-        click.echo(
-            f"{old} was interrupted: it lacks {plural(before.missing, 'cell')}, and none can be missed", err=True
-        )
+        lacks = f"it lacks {plural(before.missing, 'cell')}, and none can be missed"
+        click.echo(f"{old} was interrupted: {lacks}", err=True)
     if partial and after.missing:
         limit = f"lacks {plural(after.missing, 'cell')}: which they are is not known; go on with it by --resume"
         raise ArgumentError("matrix diff", "NEW", str(new), f"was interrupted, and {limit}")
-    counts = _counts("matrix diff", "OLD", before, after, partial)
-    found = compare(before, after, counts)
+    found = compare(before, after, _counts("matrix diff", "OLD", before, after, partial))
     lost = [change for change in found.changes if red & set(change.kinds)]
     if as_json:
-        emit_json(
-            {"old": found.old, "new": found.new, "compared": found.compared, "apart": found.apart, "lost": len(lost)}
-            | {"red": sorted(red), "changes": found.changes}
-        )
+        said = {name: getattr(found, name) for name in ("old", "new", "compared", "apart")}
+        emit_json(said | {"lost": len(lost), "red": sorted(red), "changes": found.changes})
     else:
-        matrix_verdict.show_diff(found, red)
+        matrix_output.show_diff(found, red)
     if lost:
         raise click.exceptions.Exit(RED)
     require_some(found.compared, "compared", ["the runs share no cell"])
 
 
 def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: bool) -> Callable[[SnapshotCell], bool]:
-    """Which cells of OLD count. Raises ArgumentError where NEW is a part that has none of them."""
-    from portattn.tools.matrix.diff import part_of
-    from portattn.tools.matrix.request import must_compare
+    """Return a predicate of OLD's cells that count. Raises ArgumentError if a partial NEW has none of them."""
+    from portattn.tools.compare.changes import part_of
+    from portattn.tools.compare.sides import must_compare
 
     if not partial:
         return lambda _: True
@@ -84,8 +80,8 @@ def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: 
 
 
 @click.command()
-@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=PATH)
-@click.option("--out", required=True, type=PATH, metavar="DIR", help="Folder of the merged run.")
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, **PATH)
+@options(("--out", PATH | {"required": True, "metavar": "DIR"}, "Folder of the merged run."))
 @json_option
 def merge(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Make one run of several machines' runs, and its page.
@@ -95,53 +91,44 @@ def merge(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
     Exit status 1: two runs differ in a cell though all that it depends on is the same. 2: runs that cannot be merged.
     """
-    from portattn.tools.matrix import merge as merging
-    from portattn.tools.matrix import reading, results
-
-    read = [reading.read_cells(path) for path in runs]
-    command = shlex.join(["portattn", "matrix", "merge", *(path.name for path in runs), "--out", out.name])
-    merged = merging.merge(read, [str(path) for path in runs], command)
-    with results.Results(out, "matrix merge") as file:
-        kept = file.replace(merged.run, merged.cells)
-        write_page(merged.run, merged.cells, out / PAGE)
-    if kept:
-        click.echo(f"the results that were there are now {kept}", err=True)
+    merged = _merged(runs, out)
+    write_run(out, "matrix merge", merged.run, merged.cells)
     several = sum(bool(cell.others) for cell in merged.cells)
     if as_json:
-        emit_json(
-            {"out": str(out), "page": str(out / PAGE), "runs": len(runs), "cells": len(merged.cells)}
-            | {"planned": len(merged.run.cells), "several": several, "conflicts": merged.conflicts}
-        )
+        said = {"out": str(out), "page": str(out / PAGE), "runs": len(runs), "cells": len(merged.cells)}
+        emit_json(said | {"planned": len(merged.run.cells), "several": several, "conflicts": merged.conflicts})
     else:
-        for conflict in merged.conflicts:
-            click.secho("CONFLICT ", fg="red", nl=False)
-            click.echo(str(conflict))
-        click.echo(f"{plural(len(merged.cells), 'cell')} of {plural(len(runs), 'run')}: {counts(merged.cells)}")
-        tell_empty(merged.run, merged.cells)
+        tell_conflicts(merged.conflicts)
+        tell_cells(merged.run, merged.cells, f" of {plural(len(runs), 'run')}")
         click.echo(f"{plural(several, 'cell')} made by several; page: {out / PAGE}")
     if merged.conflicts:
         raise click.exceptions.Exit(RED)
 
 
+def _merged(runs: Sequence[Path], out: Path | None = None) -> MergedRun:
+    from portattn.tools.matrix import results
+
+    command = ["portattn", "matrix", "merge", *(path.name for path in runs), *(["--out", out.name] if out else [])]
+    return results.merge([results.read_cells(path) for path in runs], [str(p) for p in runs], shlex.join(command))
+
+
 @click.command()
-@click.argument("run", metavar="RUN", type=PATH)
-@click.argument("file", metavar="FILE", type=matrix_verdict.FILE)
+@click.argument("run", metavar="RUN", **PATH)
+@click.argument("file", **FILE)
 @json_option
 def baseline(run: Path, file: Path, as_json: bool) -> None:
     """Keep a run as a baseline: a sorted text FILE, a line a cell, to be reviewed and committed.
 
     `matrix run --baseline FILE` and `matrix check` compare with it.
 
-    Exit status 2: RUN cannot be read or was interrupted, or FILE cannot be written.
-    """
+    Exit status 2: RUN cannot be read or was interrupted, or FILE cannot be written."""
     from portattn.tools.matrix import baseline as baselines
-    from portattn.tools.matrix import reading
-    from portattn.tools.matrix.results import write_data
+    from portattn.tools.matrix import results
 
     if file.suffix != baselines.SUFFIX:
         raise ArgumentError("matrix baseline", "FILE", str(file), f"must end with {baselines.SUFFIX}: it is TOML")
-    made = reading.whole(run, "matrix baseline", "RUN")
-    write_data(file, baselines.write(made).encode())
+    made = results.whole(run, "matrix baseline", "RUN")
+    results.write_data(file, baselines.write(made).encode())
     red = sum(entry.red for entry in made.entries)
     dirty = sorted({identity.commit[:10] for identity in made.identities.values() if identity.dirty})
     if as_json:
@@ -153,58 +140,52 @@ def baseline(run: Path, file: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run", metavar="RUN", type=PATH)
-@click.option("--baseline", "against", type=PATH, metavar="FILE", help="The baseline, or a run, to compare with.")
-@click.option("--partial", is_flag=True, help="RUN is of some targets and problems: what it lacks is not gone.")
-@click.option("--today", type=click.DateTime(["%Y-%m-%d"]), help="The day that expiry dates are compared with.")
-@matrix_verdict.verdict_options
+@click.argument("run", metavar="RUN", **PATH)
+@options(
+    ("--baseline against", PATH | {"metavar": "FILE"}, "The baseline, or a run, to compare with."),
+    ("--partial", FLAG, "RUN is of some targets and problems: what it lacks is not gone."),
+)
+@matrix_output.today_option
+@matrix_output.verdict_options
 @json_option
 def check(
-    run: Path,
-    against: Path | None,
-    partial: bool,
-    today: datetime.datetime | None,
-    fail_on: tuple[str, ...],
-    expected: Path | None,
-    junit: Path | None,
-    as_json: bool,
-) -> None:
+    run: Path, against: Path | None, partial: bool, today: datetime.datetime | None, fail_on: tuple[str, ...],
+    expected: Path | None, junit: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Say whether a finished run is all right: red cells, expected failures, and what was lost since a baseline.
 
     Exit status 1: a cell is red and not expected to be, an expected failure passes, fails for another reason or has
     expired, cells are missing, something was lost since the baseline, or what --fail-on names is there. 2: bad input.
-    3: no cell of the run was run, nor compared.
-    """
-    from portattn.tools.matrix import reading
-    from portattn.tools.matrix.diff import compare
-    from portattn.tools.matrix.snapshot import snapshot
-    from portattn.tools.matrix.verdict import of_run
+    3: no cell of the run was run, nor compared."""
+    from portattn.tools.compare.changes import compare
+    from portattn.tools.compare.verdict import of_run
+    from portattn.tools.matrix import results
+    from portattn.tools.matrix.cells import snapshot
 
-    red = matrix_verdict.fail_on(fail_on, "matrix check", against is not None)
-    listed = matrix_verdict.expected_of(expected)
-    before = reading.whole(against, "matrix check", "--baseline") if against else None
-    made, cells = reading.read_cells(run)
+    op = "matrix check"
+    red = matrix_output.fail_on(fail_on, op, against is not None)
+    listed = matrix_output.expected_of(expected)
+    before = results.whole(against, op, "--baseline") if against else None
+    made, cells = results.read_cells(run)
     changes = None
     if before is not None:
         after = snapshot(made, cells, str(run))
-        changes = compare(before, after, _counts("matrix check", "--baseline", before, after, partial))
-    verdict = of_run(
-        made, cells, fail_on=red, expected=listed, changes=changes, today=matrix_verdict.today(today)
-    )  # fmt: skip
-    matrix_verdict.write_junit(junit, made, cells, verdict)
+        changes = compare(before, after, _counts(op, "--baseline", before, after, partial))
+    day = matrix_output.today(today)
+    verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, today=day)
+    matrix_output.write_junit(junit, made, cells, verdict)
     if as_json:
-        emit_json({"cells": len(cells), "planned": len(made.cells)} | matrix_verdict.document(verdict))
+        emit_json({"cells": len(cells), "planned": len(made.cells)} | matrix_output.document(verdict))
     else:
-        matrix_verdict.show(verdict)
+        matrix_output.show(verdict)
         compared = f"; {plural(changes.compared, 'cell')} compared with {changes.old}" if changes else ""
-        click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}{compared}")
-        tell_empty(made, cells)
-    matrix_verdict.leave(verdict, cells, changes.compared if changes else 0)
+        tell_cells(made, cells, more=compared)
+    matrix_output.leave(verdict, cells, changes.compared if changes else 0)
 
 
 @click.command()
 @click.argument("cell", metavar="CELL")
-@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=PATH)
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, **PATH)
 @json_option
 def log(cell: str, runs: tuple[Path, ...], as_json: bool) -> None:
     """A cell's history over runs: its level, its path, and what changed it.
@@ -212,12 +193,11 @@ def log(cell: str, runs: tuple[Path, ...], as_json: bool) -> None:
     CELL is a glob on a problem's name, on `TARGET NAME` or on `TARGET TOOLCHAIN NAME`. Of a folder its earlier results
     are read, too. Runs are shown by their dates.
 
-    Exit status 2: a run cannot be read, or none has such a cell.
-    """
-    from portattn.tools.matrix import reading
-    from portattn.tools.matrix.history import history
+    Exit status 2: a run cannot be read, or none has such a cell."""
+    from portattn.tools.compare.changes import history
+    from portattn.tools.matrix import results
 
-    snapshots = [reading.read(file) for path in runs for file in reading.earlier(path)]
+    snapshots = [results.read_snapshot(file) for path in runs for file in results.earlier(path)]
     seen = history(snapshots, cell)
     if not seen:
         known = sorted({f"{entry.target} {entry.name}" for run in snapshots for entry in run.entries})
@@ -237,3 +217,65 @@ def log(cell: str, runs: tuple[Path, ...], as_json: bool) -> None:
             click.secho(f"{'':20}{kind}: {text}", fg="red" if one.lost else None)
         for cause in one.causes if one.changed else ():
             click.echo(f"{'':20}cause: {cause}")
+
+
+@click.command()
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, **PATH)
+@options(("--out", PATH | {"required": True, "metavar": "DIR"}, "Folder of the site; an earlier site is replaced."))
+@json_option
+def site(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
+    """Write a static site: the table with filters, a page for each cell and each quirk, and a badge.
+
+    RUN is a folder of `matrix run` or `matrix merge`, or a file of results; several are merged as `matrix merge` does.
+    A folder's earlier results are a cell's history. The site needs no server and no network.
+
+    Exit status 0 whatever the cells say. 1: two runs differ in a cell though all that it depends on is the same; the
+    site is written. 2: a run cannot be read, runs cannot be merged, or DIR holds what is not a site's."""
+    from portattn.cli.progress import ProgressCounter
+    from portattn.tools.matrix import results
+    from portattn.tools.matrix import site as pages
+
+    if why := pages.foreign(out):
+        raise ArgumentError(pages.OP, "--out", str(out), f"is not written over: {why}")
+    if len(runs) > 1:
+        merged = _merged(runs)
+        run, cells, conflicts = merged.run, merged.cells, merged.conflicts
+    else:
+        run, cells = results.read_cells(runs[0])
+        conflicts = results.conflicts(cells)  # of a run that was merged before
+    history = _history(runs)
+    try:
+        with ProgressCounter(pages.count(cells), 0, "files") as progress:
+            files = replace_folder(out, progress.counted(pages.pages(run, cells, history)))
+    except OSError as error:
+        limit = f"cannot be written: {error.strerror or error}"
+        raise ArgumentError(pages.OP, "--out", str(out), limit) from None
+    except KeyboardInterrupt:
+        click.echo("interrupted: no site was written, and an earlier one is as it was", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    counted = pages.counts(run, cells)
+    if as_json:
+        said = {"out": str(out), "page": str(out / PAGE), "runs": len(runs), "cells": len(cells), "files": files}
+        emit_json(said | {"badge": msgspec.structs.asdict(counted), "conflicts": conflicts})
+    else:
+        tell_conflicts(conflicts)
+        tell_cells(run, cells, f" of {plural(len(runs), 'run')}")
+        click.echo(f"{plural(files, 'file')}; page: {out / PAGE}; badge: {pages.endpoint(counted)['message']}")
+    if conflicts:
+        raise click.exceptions.Exit(RED)
+
+
+def _history(runs: Sequence[Path]) -> History:
+    from portattn.tools.compare.changes import HistoryEntry, history
+    from portattn.tools.matrix import results
+
+    found = []
+    for file in dict.fromkeys(file for path in runs for file in results.earlier(path)):
+        try:
+            found.append(results.read_snapshot(file))
+        except DataError as error:
+            click.echo(f"left out of the history: {error}", err=True)
+    seen: dict[tuple[str, str], list[HistoryEntry]] = {}
+    for one in history(found, "*"):
+        seen.setdefault((one.target, one.name), []).append(one)
+    return seen

@@ -1,4 +1,4 @@
-"""What every command shares in its output: --json, JSON documents, headings and tables."""
+"""Shared output of all commands: --json, JSON documents, headings, tables; and names that several commands take."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
+
+from portattn.tools import param_types
+from portattn.tools.display_text import plural as plural
+
+if TYPE_CHECKING:
+    from portattn.planning.registry import Registry
+    from portattn.schema.quirk import Quirk
+    from portattn.schema.toolchain import Toolchain
+
 
 PIPED_WIDTH = 10_000  # columns; no row is wider
 
@@ -18,12 +27,19 @@ Shown = TypeVar("Shown")
 
 
 def json_option(function: F) -> F:
-    """Add --json. Errors come as JSON too: the root command sees to that."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(function)
 
 
+def toolchain_option(text: str, *names: str, **more: Any) -> Callable[[F], F]:
+    named = names or ("--toolchain",)
+    return click.option(*named, type=param_types.TOOLCHAIN, metavar="NAME==VERSION", help=text, **more)
+
+
+def target_option(help: str, *names: str, **more: Any) -> Callable[[F], F]:
+    return click.option(*(names or ("--target",)), type=param_types.TARGET, metavar="BACKEND:ARCH", help=help, **more)
+
+
 def emit_json(document: Any) -> None:
-    """Print a struct, or builtins that may hold structs, as indented JSON."""
     click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
@@ -33,7 +49,7 @@ def heading(text: str) -> None:
 
 
 def pairs(items: Iterable[tuple[str, str]], indent: int = 2) -> None:
-    """Names and values in two columns; a value of several lines stays in its column."""
+    """Print names and values in two columns; a value of several lines stays in its column."""
     rows = list(items)
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
@@ -44,7 +60,7 @@ def pairs(items: Iterable[tuple[str, str]], indent: int = 2) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as wide as the terminal; its last column takes what is left and wraps. In a pipe a row is a line."""
+    """Print a table as wide as the terminal, whose last column wraps. In a pipe a row is a line."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -63,7 +79,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def write_texts(what: Shown, files: Iterable[tuple[Path | None, Callable[[Shown], str]]]) -> list[Path]:
-    """Write each file that is named, with what its function makes of `what`; the paths. Their folders are made."""
     from portattn.files import write_named
 
     written = []
@@ -76,17 +91,12 @@ def write_texts(what: Shown, files: Iterable[tuple[Path | None, Callable[[Shown]
 
 
 def setting(name: str, value: Any) -> str:
-    """`block_m = 64`, and with a comparison for a value `block_m >=64`."""
     return f"{name} {value}" if isinstance(value, str) and value[:1] in "<>=!" else f"{name} = {value}"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[str], None]]:
-    """A line of progress on standard error; in a pipe a line for each thing that is said."""
+    """Show a line of progress on standard error; in a pipe a line for each text."""
     from rich.console import Console
     from rich.text import Text
 
@@ -96,3 +106,15 @@ def status(what: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(Text(what)) as shown:
         yield lambda text: shown.update(Text(text))
+
+
+def quirk_of(command: str, text: str, registry: Registry, argument: str = "ID") -> Quirk:
+    """Return the living entry of an id, whole or up to its number. Raises ArgumentError, with the nearest ids."""
+    return registry.quirk(text, command, argument)
+
+
+def tell_unknown(toolchains: Iterable[Toolchain]) -> None:
+    """Print a line on standard error for each toolchain that is no known release; it is still planned for."""
+    for text in dict.fromkeys(toolchain.unknown_release() for toolchain in toolchains):
+        if text:
+            click.echo(f"portattn: {text}; plans go by its number alone", err=True)

@@ -6,54 +6,34 @@ from typing import Any
 
 import click
 
-from portattn.cli.named import tell_unknown
-from portattn.cli.output import emit_json, json_option
-from portattn.schema.problem_limits import OPS
-from portattn.tools import legend, shell_values
-from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from, training_problem
+from portattn.cli.output import emit_json, json_option, target_option, tell_unknown, toolchain_option
+from portattn.tools import display_text, param_types
+from portattn.tools.param_types import FLAG, options
+from portattn.tools.problem_options import CausalCommand, problem_from, problem_options, target_from, training_problem
 
 
 @click.command(cls=CausalCommand)
-@click.argument("op", metavar="OP", type=shell_values.OP)
-@click.option(
-    "--target",
-    type=shell_values.TARGET,
-    metavar="BACKEND:ARCH",
+@click.argument("op", metavar="OP", type=param_types.OP)
+@target_option(
     help="Where it would run, such as rocm:gfx942, gfx942, mi300x or a family (rdna3: a plan for each of its chips); "
-    "this machine by default.",
+    "this machine by default."
 )
-@click.option(
-    "--toolchain",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler, such as triton==3.6.0; the installed one by default.",
-)
+@toolchain_option("The compiler, such as triton==3.6.0; the installed one by default.")
 @problem_options
-@click.option("--grad", is_flag=True, help="Gradients of the tensors will be asked for.")
-@click.option("--dropout", is_flag=True, help="Probabilities are dropped, by a seed.")
-@click.option("--deterministic", is_flag=True, help="Of gradients: repeatable bit by bit.")
-@click.option(
-    "--backend",
-    type=shell_values.PATH,
-    metavar="PATH",
-    help="A path that must be taken; `auto` takes the best one.",
-)
-@click.option("--quirks", type=shell_values.OVERRIDES, metavar="+ID,-ID", help="Apply (+) or switch off (-) quirks.")
-@click.option("--legend", "explained", is_flag=True, help="Say what the names in a schedule mean.")
+@options(
+    ("--grad", FLAG, "Gradients of the tensors will be asked for."),
+    ("--dropout", FLAG, "Probabilities are dropped, by a seed."),
+    ("--deterministic", FLAG, "Of gradients: repeatable bit by bit."),
+    ("--backend", {"type": param_types.PLANNED_PATH, "metavar": "PATH"},
+     "A path that must be taken; `auto` takes the best one."),
+    ("--quirks", {"type": param_types.OVERRIDES, "metavar": "+ID,-ID"}, "Apply (+) or switch off (-) quirks."),
+    ("--legend explained", FLAG, "Say what the names in a schedule mean."),
+)  # fmt: skip
 @json_option
 def plan(
-    op: str,
-    target: str | None,
-    toolchain: str | None,
-    backend: str | None,
-    quirks: str | None,
-    grad: bool,
-    dropout: bool,
-    deterministic: bool,
-    explained: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    op: str, target: str | None, toolchain: str | None, backend: str | None, quirks: str | None, grad: bool,
+    dropout: bool, deterministic: bool, explained: bool, as_json: bool, **described: Any,
+) -> None:  # fmt: skip
     """Plan OP on a target: its path, lowering and quirks, and why no other path.
 
     OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, mla_attention, append_kv,
@@ -67,24 +47,26 @@ def plan(
     portattn plan attention --target rocm:gfx942 --toolchain triton==3.6.0 \\
         --q 8,64,1024,64 --kv 8,16,1024,64 --dtype fp16 --causal
     portattn plan paged_attention --target cuda:sm_90 --toolchain triton==3.6.0 \\
-        --q 16,32,1,128 --kv 16,8,8192,128 --page-size 16 --dtype bf16
-    """
+        --q 16,32,1,128 --kv 16,8,8192,128 --page-size 16 --dtype bf16"""
     import msgspec
 
-    from portattn.compile.store import store
+    from portattn.compile.record_store import store
     from portattn.config import current
-    from portattn.errors import ArgumentError
+    from portattn.errors import ArgumentError, SettingError
     from portattn.planning.planner import plan as plan_problem
     from portattn.planning.registry import Registry
     from portattn.schema.compile_record import NO_RECORDS
 
-    if op not in OPS:
-        raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")
-    problem = training_problem(problem_from(op, **options), grad, dropout, deterministic)
+    param_types.check_op("plan", op)
+    problem = training_problem(problem_from(op, **described), grad, dropout, deterministic)
     members = Registry.load().family(target or "")
     places = [target_from(name, toolchain) for name in members] or [target_from(target, toolchain)]
     tell_unknown([places[0].toolchain] if toolchain else [])
     changes = {name: value for name, value in (("backend", backend), ("quirks", quirks)) if value is not None}
+    try:
+        Registry.load().overrides(quirks or "")
+    except SettingError as error:
+        raise ArgumentError("plan", "--quirks", quirks, f"must be +ID,-ID of known quirks ({error})") from None
     settings = msgspec.structs.replace(current(), **changes)
     named = target is not None or toolchain is not None
     records = NO_RECORDS if named else store(settings)
@@ -93,7 +75,7 @@ def plan(
         emit_json(made if len(made) > 1 else made[0])
     else:
         click.echo("\n\n".join(one.explain() for one in made))
-        lines = legend.of_plans(made)
+        lines = display_text.of_plans(made)
         if lines and not explained:
             lines = ["--legend says what the names in a schedule mean"]
         for line in lines:

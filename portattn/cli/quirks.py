@@ -1,24 +1,175 @@
-"""`portattn quirks`: the registry of known compiler bugs and limits."""
+"""`portattn quirks`: the registry of known compiler bugs and limits, and probes of them."""
 
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from portattn.cli import lifecycle
-from portattn.cli.errors import RED
-from portattn.cli.named import quirk_of, tell_unknown
-from portattn.cli.output import emit_json, heading, json_option, pairs, plural, setting, table
-from portattn.cli.probe import probe
+from portattn.cli.errors import INTERRUPTED, RED, require_some
+from portattn.cli.output import (
+    emit_json,
+    heading,
+    json_option,
+    pairs,
+    plural,
+    quirk_of,
+    setting,
+    table,
+    target_option,
+    tell_unknown,
+    toolchain_option,
+)
 from portattn.errors import ArgumentError
-from portattn.tools import shell_values
-from portattn.tools.problem_text import target_from
+from portattn.tools import param_types
+from portattn.tools.param_types import SECONDS
+from portattn.tools.problem_options import target_from
 
 if TYPE_CHECKING:
+    from portattn.planning.registry import Registry
+    from portattn.schema.plan import AppliedQuirk, Plan
     from portattn.schema.quirk import Quirk
+    from portattn.schema.target import Target
+    from portattn.tools.quirks.probe import ProbeResult
+
+
+OP = "quirks probe"
+
+
+@click.command()
+@click.argument("ids", metavar="[ID]...", nargs=-1, type=param_types.QUIRK)
+@toolchain_option("The compiler, of the lab or installed; repeat it. The installed one by default.", multiple=True)
+@click.option("--all-toolchains", is_flag=True, help="Every toolchain that the lab has, and the installed one.")
+@target_option("Another chip than the probe's own.")
+@click.option("--record", is_flag=True, help="Write what was seen into the quirks' files, as [[verified]] tables.")
+@click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Probes run at a time.")
+@click.option(
+    "--seconds", type=SECONDS, default=180.0, show_default=True,
+    help="Limit of each arm: a compiler that takes longer hangs.",
+)  # fmt: skip
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Quirk files to probe; portattn's own and installed packages' by default.",
+)
+@json_option
+def probe(
+    ids: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, target: str | None, record: bool, jobs: int,
+    seconds: float, folder: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Compile without and with the work-around of each quirk named by ID (all by default), and say what it means.
+
+    A control kernel comes first. ID may be the beginning of an id up to its number, such as rocm-0015. Verdicts:
+    confirmed, absent (out of range, and not there); stale, changed, ineffective, too narrow and broken are red;
+    inconclusive; unverified, with what is missing.
+
+    Exit status 1: a verdict is red. 3: no probe could run here. Ctrl-C keeps what has been recorded."""
+    from portattn.planning.registry import Registry, find_backends
+    from portattn.tools.quirks import probe as probing
+    from portattn.tools.quirks.probe_results import record as write
+
+    if toolchain and all_toolchains:
+        raise ArgumentError(OP, "--toolchain", ", ".join(toolchain), "goes without --all-toolchains")
+    registry = Registry.read(find_backends(), folder) if folder else Registry.load()
+    names, missing = _toolchains(toolchain, all_toolchains, registry)
+    quirks = _chosen(ids, registry)
+    target = registry.target(target, "none").name if target is not None else None
+    if target is not None and not ids:
+        quirks = [quirk for quirk in quirks if _is_example_target(quirk, target, registry)]
+    wanted = probing.jobs(quirks, names, target, registry)
+    pairs: list[tuple[probing.Job, ProbeResult]] = []
+    written = 0
+
+    def done(job: probing.Job, result: ProbeResult) -> None:
+        nonlocal written
+        pairs.append((job, result))
+        if record:
+            written += write(job.quirk, [result])
+        colour = {"fg": "red"} if result.red else {}
+        text = f"[{len(pairs)}/{len(wanted)}] {result.verdict:<12} {job.quirk.id}  {result.target}  {result.toolchain}"
+        click.secho(f"{text}  {result.seconds:.0f} s", err=True, **colour)  # type: ignore[arg-type]
+
+    interrupted = False
+    try:
+        probing.execute(wanted, registry, seconds, jobs, done)
+    except KeyboardInterrupt:
+        interrupted = True
+    order = {(job.quirk.id, job.toolchain): index for index, job in enumerate(wanted)}
+    pairs.sort(key=lambda pair: order[pair[0].quirk.id, pair[0].toolchain])
+    results = probing.with_diffs(pairs, registry)
+    if as_json:
+        found = {"results": results, "red": sum(r.red for r in results), "recorded": written, "missing": missing}
+        emit_json(found | {"interrupted": interrupted})
+    else:
+        _tell(results, missing, written if record else None)
+    if interrupted:
+        click.echo(f"interrupted after {len(results)} of {plural(len(wanted), 'probe')}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
+    if any(result.red for result in results):
+        raise click.exceptions.Exit(RED)
+    reasons = [result.reason for result in results] or ["no entry has a probe there"]
+    require_some(sum(result.verdict != "unverified" for result in results), "probed", reasons)
+
+
+def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) -> tuple[list[str], list[str]]:
+    """Return (toolchains to probe on, absent toolchains of the lab). Raises LabError if a named toolchain is absent."""
+    from portattn.errors import PortattnError
+    from portattn.schema.toolchain import installed_beside, installed_toolchain, is_installed
+    from portattn.tools import lab
+    from portattn.tools.quirks import probe as probing
+    from portattn.tools.quirks.probe import STAND_INS
+
+    if everything:
+        return probing.toolchains(registry)
+    if not named:
+        if not installed_toolchain():
+            raise PortattnError(
+                f"{OP}: Triton is not installed; --toolchain names one of the lab (`portattn lab list`)"
+            )
+        return [str(one) for one in (installed_toolchain(), *installed_beside())], []
+    for name in named:
+        if not is_installed(name) and name not in STAND_INS:
+            lab.need(name)
+    return list(dict.fromkeys(named)), []
+
+
+def _chosen(ids: tuple[str, ...], registry: Registry) -> list[Quirk]:
+    if not ids:
+        return list(registry.quirks.values())
+    found = {quirk.id: quirk for quirk in (quirk_of(OP, text, registry) for text in ids)}
+    return list(found.values())
+
+
+def _is_example_target(quirk: Quirk, target: str, registry: Registry) -> bool:
+    from portattn.tools.quirks.examples import arches_of
+
+    return target in [f"{backend}:{arch}" for backend, arch in arches_of(quirk, registry)]
+
+
+def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -> None:
+    rows = [
+        (r.quirk, r.target, r.toolchain, r.off.word, r.on.word, r.verdict, r.reason if r.verdict != "confirmed" else "")
+        for r in results
+    ]
+    table(["id", "target", "toolchain", "off", "on", "verdict", "what was seen"], rows)
+    for result in results:
+        if result.red:
+            click.secho(f"{result.verdict}: {result.quirk} on {result.toolchain}: {result.reason}", fg="red")
+            if result.diff:
+                click.echo(result.diff)
+    for name in missing:
+        click.echo(f"{name} is not here: `portattn lab create {name}` makes it")
+    counts = Counter(result.verdict for result in results)
+    click.echo(
+        f"{plural(len(results), 'probe')}: " + (", ".join(f"{n} {v}" for v, n in counts.most_common()) or "none")
+    )
+    if written is not None:
+        click.echo(f"{plural(written, 'table')} recorded")
 
 
 @click.group()
@@ -28,36 +179,20 @@ def quirks() -> None:
 
 @quirks.command("list")
 @click.option(
-    "--backend",
-    type=shell_values.BACKEND,
-    metavar="NAME",
-    help="Only this backend's, and those of every backend.",
-)
+    "--backend", type=param_types.BACKEND, metavar="NAME", help="Only this backend's, and those of every backend.",
+)  # fmt: skip
 @click.option(
-    "--kind",
-    type=shell_values.KIND,
-    metavar="workaround|limit",
+    "--kind", type=param_types.KIND, metavar="workaround|limit",
     help="Only work-arounds, or only limits of hardware and language.",
-)
-@click.option("--symptom", type=shell_values.SYMPTOM, metavar="WORD", help="Only this symptom, such as wrong-result.")
-@click.option(
-    "--active-on", type=shell_values.TARGET, metavar="BACKEND:ARCH", help="Only those that can apply on this target."
-)
-@click.option(
-    "--toolchain",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler for --active-on; the installed one by default.",
-)
+)  # fmt: skip
+@click.option("--symptom", type=param_types.SYMPTOM, metavar="WORD", help="Only this symptom, such as wrong-result.")
+@target_option("Only those that can apply on this target.", "--active-on")
+@toolchain_option("The compiler for --active-on; the installed one by default.")
 @json_option
 def list_(
-    backend: str | None,
-    kind: str | None,
-    symptom: str | None,
-    active_on: str | None,
-    toolchain: str | None,
+    backend: str | None, kind: str | None, symptom: str | None, active_on: str | None, toolchain: str | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """List quirks: id, symptom, and what goes wrong."""
     from portattn.planning.registry import Registry
     from portattn.schema.quirk import Symptom
@@ -85,12 +220,10 @@ def list_(
 
 
 @quirks.command()
-@click.argument("quirk_id", metavar="ID", type=shell_values.QUIRK)
+@click.argument("quirk_id", metavar="ID", type=param_types.QUIRK)
 @json_option
 def show(quirk_id: str, as_json: bool) -> None:
     """Show everything that is known about one quirk. ID may end with its number, as in cuda-0012."""
-    import msgspec
-
     from portattn.planning.registry import Registry
     from portattn.schema.quirk import describe_effect
 
@@ -104,73 +237,101 @@ def show(quirk_id: str, as_json: bool) -> None:
     rows = [
         ("symptom", f"{quirk.symptom} ({quirk.kind})"),
         *((f"when {name}", _words(value)) for name, value in when.items()),
-        ("effect", describe_effect(quirk.effect)),
-        ("cost", quirk.effect.cost),
-        ("signature", evidence.signature),
-        ("stage", evidence.stage),
-        ("quotes", "\n".join(evidence.quotes)),
-        ("seen on", ", ".join(evidence.seen_on)),
-        ("probe", evidence.probe),
-        ("needs", evidence.needs),
-        ("upstream", evidence.upstream),
-        ("source", evidence.source),
-        ("last seen", evidence.last_seen),
-        ("review by", str(evidence.review_by or "")),
-        *(
-            ("verified", f"{v.toolchain} on {v.target}: {v.level}, off {v.off}, on {v.on}, {v.date}")
-            for v in quirk.verified
-        ),
+        ("effect", describe_effect(quirk.effect)), ("cost", quirk.effect.cost), ("signature", evidence.signature),
+        ("stage", evidence.stage), ("quotes", "\n".join(evidence.quotes)), ("seen on", ", ".join(evidence.seen_on)),
+        *((name.replace("_", " "), str(getattr(evidence, name) or ""))
+          for name in ("probe", "needs", "upstream", "source", "last_seen", "review_by")),
+        *(("verified", f"{v.toolchain} on {v.target}: {v.level}, off {v.off}, on {v.on}, {v.date}")
+          for v in quirk.verified),
         ("file", quirk.file),
-    ]
+    ]  # fmt: skip
     pairs((name, value) for name, value in rows if value)
 
 
+def because(target: Target) -> dict[str, Any]:
+    """Return quirks at work with their kernels and problems, quirks that are not with the reason, and conflicts."""
+    from portattn.config import current
+    from portattn.errors import QuirkConflict
+    from portattn.planning.planner import plan
+    from portattn.planning.registry import Registry
+    from portattn.tools.matrix.problems import quick
+
+    registry = Registry.load()
+    uses: dict[str, dict[str, Any]] = {}
+    conflicts: list[str] = []
+    for named in quick():
+        try:
+            made = plan(named.problem, target, registry, settings=current())
+        except QuirkConflict as conflict:
+            conflicts.append(f"{named.name}: {conflict}")
+            continue
+        for kernel, applied in _applied(made):
+            quirk = registry.quirks[applied.id]
+            new = {"id": quirk.id, "sentence": applied.sentence, "sets": applied.sets, "cost": quirk.effect.cost}
+            new |= {"upstream": quirk.evidence.upstream, "note": applied.note, "kernels": [], "problems": []}
+            use = uses.setdefault(applied.id, new)
+            for name, value in (("kernels", kernel), ("problems", named.name)):
+                use[name] += [value] if value and value not in use[name] else []
+    others = [
+        {"id": quirk.id, "reason": _why_not(quirk, target)}
+        for quirk in registry.quirks.values()
+        if quirk.id not in uses and _concerns(quirk, target)
+    ]
+    where = {"target": target.name, "toolchain": str(target.toolchain)}
+    return where | {"applied": list(uses.values()), "others": others, "conflicts": conflicts}
+
+
+def _applied(made: Plan) -> list[tuple[str, AppliedQuirk]]:
+    found = [(made.kernel or made.path, applied) for applied in made.quirks]
+    for no in made.rejected:
+        if no.choice is not None:
+            found += [(no.choice.kernel, applied) for applied in no.choice.quirks]
+    return found
+
+
+def _why_not(quirk: Quirk, target: Target) -> str:
+    for name, wanted in quirk.when.toolchain.items():
+        if target.toolchain.within(name, wanted) is False:
+            version = target.toolchain.component(name)
+            return f"{name} {wanted}, and this is {version or target.toolchain}"
+    if not quirk.in_range(target.toolchain):
+        return f"a slow quirk, last seen on {quirk.evidence.last_seen or 'a toolchain of unknown version'}"
+    conditions = [*quirk.when.features]
+    for values in (quirk.when.lowering, quirk.when.launch):
+        conditions += [setting(name, value) for name, value in values.items()]
+    return f"when {', '.join(conditions)}" if conditions else "switched off, or of no effect on these kernels"
+
+
 @quirks.command()
-@click.argument("target", metavar="TARGET", type=shell_values.TARGET)
-@click.option(
-    "--toolchain",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler; the installed one by default.",
-)
+@click.argument("target", metavar="TARGET", type=param_types.TARGET)
+@toolchain_option("The compiler; the installed one by default.")
 @json_option
 def why(target: str, toolchain: str | None, as_json: bool) -> None:
     """List the quirks that apply on TARGET, with their kernels, problems and effects.
 
     TARGET is BACKEND:ARCH or a chip's name. The problems are the quick set, as in `portattn matrix run --quick`. Quirks
-    that concern the target but apply to no problem are listed with the reason.
-    """
-    from portattn.cli.why import because
-
+    that concern the target but apply to no problem are listed with the reason."""
     where = target_from(target, toolchain, "TARGET")
     tell_unknown([where.toolchain] if toolchain else [])
     found = because(where)
     if as_json:
         emit_json(found)
         return
-    click.secho(f"{found.target} with {found.toolchain}", bold=True)
-    for use in found.applied:
-        heading(f"{use.id}: {use.sentence}")
-        pairs(
-            (name, value)
-            for name, value in [
-                ("kernels", ", ".join(use.kernels)),
-                ("changes", _words(use.sets) or "nothing"),
-                ("cost", use.cost),
-                ("note", use.note),
-                ("problems", "\n".join(use.problems)),
-                ("upstream", use.upstream),
-            ]
-            if value
-        )
-    if not found.applied:
+    click.secho(f"{found['target']} with {found['toolchain']}", bold=True)
+    for use in found["applied"]:
+        heading(f"{use['id']}: {use['sentence']}")
+        shown = use | {"kernels": ", ".join(use["kernels"]), "problems": "\n".join(use["problems"])}
+        shown["changes"] = _words(use["sets"]) or "nothing"
+        names = ("kernels", "changes", "cost", "note", "problems", "upstream")
+        pairs((name, shown[name]) for name in names if shown[name])
+    if not found["applied"]:
         click.echo("no quirk applies to the problems asked about")
-    if found.others:
+    if found["others"]:
         heading("concern this target, and apply to none of these problems")
-        pairs((other.id, other.reason) for other in found.others)
-    for conflict in found.conflicts:
+        pairs((other["id"], other["reason"]) for other in found["others"])
+    for conflict in found["conflicts"]:
         click.secho(f"conflict: {conflict}", fg="red")
-    if found.conflicts:
+    if found["conflicts"]:
         raise click.exceptions.Exit(RED)
 
 
@@ -187,8 +348,7 @@ def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -
 
     The files of --folder are checked among themselves, and beside portattn's own, which they are meant for.
 
-    Exit status 1: an error was found. Findings name file and line.
-    """
+    Exit status 1: an error was found. Findings name file and line."""
     from rich.console import Console
 
     from portattn.tools.quirks.audit import beside_shipped, run
@@ -224,20 +384,12 @@ def _concerns(quirk: Quirk, target: Any) -> bool:
 
 
 def _summary(quirk: Quirk) -> dict[str, Any]:
-    return {
-        "id": quirk.id,
-        "title": quirk.title,
-        "symptom": quirk.symptom,
-        "kind": quirk.kind,
-        "backend": quirk.when.backend,
-        "sentence": quirk.sentence(),
-        "upstream": quirk.evidence.upstream,
-        "file": quirk.file,
-    }
+    own = {name: getattr(quirk, name) for name in ("id", "title", "symptom", "kind")}
+    own |= {"backend": quirk.when.backend, "sentence": quirk.sentence()}
+    return own | {"upstream": quirk.evidence.upstream, "file": quirk.file}
 
 
 def _words(value: Any) -> str:
-    """A condition's value on one line: `head_dim>=128, causal`, or `triton <3.5`."""
     if isinstance(value, dict):
         return ", ".join(setting(name, item) for name, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -9,80 +9,174 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from portattn.cli.output import json_option
+from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.output import emit_json, json_option, table, target_option, toolchain_option
 from portattn.errors import ArgumentError
 from portattn.schema.tuning import TIMED_SPILLS
-from portattn.tools import shell_values
-from portattn.tools.number_ranges import SECONDS
+from portattn.tools import param_types
+from portattn.tools.param_types import SECONDS
 
 if TYPE_CHECKING:
     from portattn.schema.target import Target
     from portattn.schema.tuning import Tuning
     from portattn.tools.tune.classes import Class
     from portattn.tools.tune.records import Outcome, Record
-    from portattn.tools.tune.tunable import Tunable
+    from portattn.tools.tune.tunable import Only, Tunable
+
+
+def dry_run_rows(
+    chosen: list[Class], tools: dict[str, Tunable], where: Target, most: int, only: Only, as_json: bool
+) -> None:
+    from portattn.tools.tune.search import proposals
+
+    rows: list[dict[str, Any]] = []
+    for ground in proposals(chosen, tools, where, most, only):
+        one = ground.of
+        refused = [record for record in ground.dropped if record.verdict == "refused"]
+        row: dict[str, Any] = {
+            "class": one.name, "problems": [load.name for load in one.workloads], "incumbent": one.incumbent,
+        }  # fmt: skip
+        row |= {"candidates": len(ground.entrants), "twins": sum(no.verdict == "twin" for no in ground.dropped)}
+        rows.append(row | {"refused": len(refused), "reasons": sorted({record.reason for record in refused})})
+    if as_json:
+        emit_json({"target": where.name, "toolchain": str(where.toolchain), "classes": rows})
+        return
+    shown = [
+        (row["candidates"], row["twins"], row["refused"], row["incumbent"] or "nothing", row["class"],
+         "; ".join(row["problems"]))
+        for row in rows
+    ]  # fmt: skip
+    columns = ("candidates", "twins", "refused", "today", "class", "problems")
+    table(columns, [tuple(map(str, cells)) for cells in shown])
+    _legend(chosen)
+
+
+def _legend(classes: list[Class]) -> None:
+    from portattn.tools import display_text
+
+    for line in display_text.of_kernels(one.kernel for one in classes):
+        click.echo(line)
+
+
+class SearchProgress:
+    """Progress on standard error; a line a finished step if it is no terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.console = Console(stderr=True, highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self._task: Any = None
+
+    def __enter__(self) -> SearchProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, what: str, steps: int) -> None:
+        self._task = self._bar.add_task(what, total=steps)
+        if not self.console.is_terminal and steps:
+            click.echo(f"{what}: {steps}", err=True)
+
+    def note(self, record: Record) -> None:
+        from portattn.tools.tune.log import row, sentence
+        from portattn.tools.tune.records import QUIET, CandidateRecord, CodeRecord, Outcome
+
+        if isinstance(record, CodeRecord | Outcome) and self._task is not None:
+            self._bar.update(self._task, advance=1)
+        if isinstance(record, Outcome):
+            self._say(f"{record.name}: {sentence(record)}")
+        elif isinstance(record, CandidateRecord) and record.verdict not in QUIET:
+            self._say("  ".join(part for part in row(record) if part))
+
+    def _say(self, line: str) -> None:
+        from rich.text import Text
+
+        if self.console.is_terminal:
+            self._bar.console.print(Text(line))
+        else:
+            click.echo(line, err=True)
+
+
+def tell(
+    chosen: list[Class], records: list[Record], outcomes: dict[str, Outcome], path: Path, log_path: Path,
+    written: list[str], ended: str, as_json: bool,
+) -> None:  # fmt: skip
+    from portattn.tools.tune.log import sentence
+    from portattn.tools.tune.run import red
+
+    bad = red(records, outcomes)
+    if as_json:
+        emit_json({
+            "origin": records[0], "classes": [outcomes[one.name] for one in chosen if one.name in outcomes],
+            "red": bad, "written": written, "out": str(path) if path.exists() else None, "log": str(log_path),
+            "table": str(log_path.with_suffix(".txt")), "ended": ended,
+        })  # fmt: skip
+    else:
+        for one in chosen:
+            if one.name in outcomes:
+                click.echo(f"{one.name}\n  {sentence(outcomes[one.name])}")
+                for result in outcomes[one.name].results:
+                    if result.times:
+                        was = f", was {result.incumbent:.1f}" if result.incumbent else ""
+                        click.echo(f"  {result.times.median:8.1f} µs{was}  {result.problem}")
+        for line in bad:
+            click.secho(line, fg="red")
+        _legend([one for one in chosen if one.name in outcomes])
+        entries = "1 entry" if len(written) == 1 else f"{len(written)} entries"
+        click.echo(f"{entries} written: {path}" if written else "nothing new to write")
+        click.echo(f"log: {log_path}, {log_path.with_suffix('.txt')}")
+    if ended:
+        without = "" if ended == "interrupted" else " without it"
+        click.echo(f"{ended}; the same command with --resume goes on{without}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED if ended == "interrupted" else RED)
+    if bad:
+        raise click.exceptions.Exit(RED)
+
 
 DEFAULT_OUT = Path(".tune")
 
 
 @click.command(context_settings={"show_default": True})
-@click.option(
-    "--target",
-    type=shell_values.TARGET,
-    metavar="BACKEND:ARCH",
-    help="What to tune for. [default: this machine's device]",
-)
-@click.option(
-    "--toolchain",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="Compile with this one of the lab. [default: the installed]",
-)
+@target_option("What to tune for. [default: this machine's device]")
+@toolchain_option("Compile with this one of the lab. [default: the installed]")
 @click.option("--set", "sets", multiple=True, metavar="NAME", help="Set of `portattn bench`, or all; can be repeated.")
 @click.option("--only", metavar="TEXT", help="Only cases of the sets whose name holds this text.")
 @click.option(
-    "--problem",
-    "problems",
-    multiple=True,
-    metavar="TEXT",
+    "--problem", "problems", multiple=True, metavar="TEXT",
     help="A problem, as 'attention q=4,16,4096,128 kv=4,16,4096,128 dtype=bf16 causal'; can be repeated.",
-)
+)  # fmt: skip
 @click.option(
-    "--op",
-    "ops",
-    multiple=True,
-    type=shell_values.OP,
-    metavar="NAME",
+    "--op", "ops", multiple=True, type=param_types.OP, metavar="NAME",
     help="Only problems of this op; can be repeated.",
-)
+)  # fmt: skip
 @click.option(
     "--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel or variant; can be repeated."
 )
 @click.option("--budget", type=SECONDS, metavar="SECONDS", help="For all of it.")
 @click.option("--candidates", type=click.IntRange(0), default=0, help="Of a class, nearest to today's choice; 0: all.")
 @click.option(
-    "--setting",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
+    "--setting", "settings", multiple=True, metavar="NAME=VALUE",
     help="Only candidates with this setting, such as pipeline=rotated; can be repeated, also for more values of one.",
-)
+)  # fmt: skip
 @click.option(
-    "--spills",
-    type=click.IntRange(0),
-    metavar="BYTES",
+    "--spills", type=click.IntRange(0), metavar="BYTES",
     help=f"That a candidate may have. [default: 0; where time will tell {TIMED_SPILLS}, or today's choice's if more]",
-)
+)  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1, 100), default=6, help="Rounds in which finalists take turns.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=2, help="Compiles at a time.")
 @click.option("--seconds", type=SECONDS, default=120.0, help="Limit of each compile.")
 @click.option("--compile-only", is_flag=True, help="Time nothing, on a machine that has the chip too.")
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=DEFAULT_OUT,
+    "--out", type=click.Path(path_type=Path), default=DEFAULT_OUT,
     help="A tuning file to merge into, or a folder for ARCH.toml and the log.",
-)
+)  # fmt: skip
 @click.option(
     "--log", "log_path", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines; a .txt beside it."
 )
@@ -91,28 +185,11 @@ DEFAULT_OUT = Path(".tune")
 @click.option("--dry-run", is_flag=True, help="Say what would be searched; compile and write nothing.")
 @json_option
 def tune(
-    target: str | None,
-    toolchain: str | None,
-    sets: tuple[str, ...],
-    only: str | None,
-    problems: tuple[str, ...],
-    ops: tuple[str, ...],
-    kernels: tuple[str, ...],
-    budget: float | None,
-    candidates: int,
-    settings: tuple[str, ...],
-    spills: int | None,
-    rounds: int,
-    jobs: int,
-    seconds: float,
-    compile_only: bool,
-    out: Path,
-    log_path: Path | None,
-    resume: bool,
-    commit: str,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+    target: str | None, toolchain: str | None, sets: tuple[str, ...], only: str | None, problems: tuple[str, ...],
+    ops: tuple[str, ...], kernels: tuple[str, ...], budget: float | None, candidates: int, settings: tuple[str, ...],
+    spills: int | None, rounds: int, jobs: int, seconds: float, compile_only: bool, out: Path, log_path: Path | None,
+    resume: bool, commit: str, dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Search tiles, warps, stages, loads, pipelines and splits for the problems, and write what is best as data.
 
     Candidates are compiled in child processes, and those that do not fit, spill or over-subscribe a core are out. Where
@@ -121,10 +198,8 @@ def tune(
     searched at run time: put the written file in the place of backends/BACKEND/tuning/ARCH.toml.
 
     Exit status 1: a candidate was wrong or broke (none such is ever chosen), or a class of problems has no choice at
-    all. Ctrl-C keeps what is finished; --resume goes on.
-    """
-    from portattn.cli.tune_output import SearchProgress, dry_run_rows, tell
-    from portattn.tools.problem_text import target_from
+    all. Ctrl-C keeps what is finished; --resume goes on."""
+    from portattn.tools.problem_options import target_from
 
     where = target_from(target, toolchain)
     fixed = _settings(settings)
@@ -135,25 +210,20 @@ def tune(
     log_path = log_path or path.with_suffix(".jsonl")
     base_path = log_path.with_suffix(".base.toml")
     base = _base(base_path if resume and base_path.exists() else path, backend, name)
-    from portattn.tools.tune.classes import classes
-    from portattn.tools.tune.workloads import workload
+    from portattn.tools.tune.classes import classes, workload
 
     chosen = classes(found, [workload(case) for case in cases], _tuning(base, path, backend), where)
     if not chosen:
-        raise ArgumentError(
-            "tune",
-            "--kernel",
-            ", ".join(kernels),
-            "must serve an op of the problems, and not leave all of them to the core",
-        )
+        limit = "must serve an op of the problems, and not leave all of them to the core"
+        raise ArgumentError("tune", "--kernel", ", ".join(kernels), limit)
     if dry_run:
         dry_run_rows(chosen, tools, where, candidates, fixed, as_json)
         return
 
-    from portattn.tools.tune.entries import TuningFile
+    from portattn.files import write_whole
     from portattn.tools.tune.log import History, TuneLog
-    from portattn.tools.tune.origin import origin
     from portattn.tools.tune.race import DeviceSampleClock
+    from portattn.tools.tune.records import TuningFile, origin
     from portattn.tools.tune.run import TuneOptions, Tuner
     from portattn.tools.tune.search import TuningDeviceLost
 
@@ -174,7 +244,9 @@ def tune(
             kept = log.begin(made)
             if kept:
                 click.echo(f"the log that was there is now {kept}", err=True)
-            _keep_base(base_path, base)
+            base_path.unlink(missing_ok=True)
+            if base is not None:  # the text of which the classes were made; by then the file itself has new entries
+                write_whole(base_path, base.encode())
         history = History(records)
         file = TuningFile(path, base, made, backend)
         written = [one.name for one in chosen if one.name in history.done and file.put(one, history.done[one.name])]
@@ -191,16 +263,8 @@ def tune(
                     written.append(one.name)
                 log.show(records)
 
-            tuner = Tuner(
-                where,
-                found,
-                options,
-                note,
-                history,
-                device,
-                DeviceSampleClock() if device is not None else None,
-                progress.begin,
-            )
+            clock = DeviceSampleClock() if device is not None else None
+            tuner = Tuner(where, found, options, note, history, device, clock, progress.begin)
             try:
                 tuner.run(chosen, done)
             except KeyboardInterrupt:
@@ -215,7 +279,6 @@ def tune(
 
 
 def _settings(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The values that each named setting may have."""
     found: dict[str, tuple[str, ...]] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -226,7 +289,7 @@ def _settings(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], dict[str, Tunable]]:
-    from portattn.tools.tune.tunables import tunables
+    from portattn.tools.tune.run import tunables
 
     known = {one.name: one for one in tunables(where)}
     if where.arch.refused or not known or where.backend == "cpu":
@@ -239,9 +302,8 @@ def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], d
 
 
 def _cases(sets: tuple[str, ...], only: str | None, problems: tuple[str, ...], ops: tuple[str, ...]) -> list[Any]:
-    """The cases that are asked for."""
     from portattn.schema.ops import BACKWARD, ROWS
-    from portattn.tools.tune.workloads import from_sets, parse, tunable_sets
+    from portattn.tools.tune.classes import from_sets, parse, tunable_sets
 
     for op in ops:
         if op not in ROWS:
@@ -257,9 +319,9 @@ def _cases(sets: tuple[str, ...], only: str | None, problems: tuple[str, ...], o
 
 
 def _base(path: Path, backend: str, name: str) -> str | None:
-    """What is merged into: the file itself where there is one, else the one that comes with portattn; or nothing."""
+    """Return the text to merge into: the existing file, else portattn's own; None without either."""
     from portattn.planning.registry import Registry
-    from portattn.tools.tune.entries import read_base
+    from portattn.tools.tune.records import read_base
 
     shipped = Registry.load().backends[backend].folder / "tuning" / f"{name}.toml"
     return next((read_base(one) for one in (path, shipped) if one.exists()), None)
@@ -278,22 +340,11 @@ def _tuning(base: str | None, path: Path, backend: str) -> Tuning | None:
         return load_tuning(copy, backend)
 
 
-def _keep_base(path: Path, base: str | None) -> None:
-    """What the classes were made of, for --resume: by then the file itself has new entries."""
-    from portattn.files import write_whole
-
-    if base is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_whole(path, base.encode())
-
-
 def _device(where: Target) -> Any:
-    """This machine's device, if it is the target and the compiler is the installed one; else None."""
+    """Return this machine's device, if it is the target and the compiler is the installed one; else None."""
     import torch
 
-    from portattn.planning.detect_target import devices
-    from portattn.planning.registry import Registry
+    from portattn.planning.registry import Registry, devices
     from portattn.schema.toolchain import installed_toolchain
 
     here = any(one.name == where.name for one in devices()) and str(where.toolchain) == str(installed_toolchain())

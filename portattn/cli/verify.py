@@ -1,4 +1,4 @@
-"""`portattn verify`: the kernels by every means that this machine has, and which one differs."""
+"""`portattn verify`: run the kernels by every means of this machine, and find the differing one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from portattn.cli.errors import RED, require_some
-from portattn.cli.output import emit_json, json_option, plural, table
-from portattn.errors import ArgumentError
+from portattn.cli.output import emit_json, json_option, plural, table, target_option, toolchain_option
 from portattn.schema.plan import kernel_text
-from portattn.schema.problem_limits import OPS
-from portattn.tools import shell_values
-from portattn.tools.number_ranges import LONGEST, FiniteRange
-from portattn.tools.problem_text import target_from
+from portattn.tools import param_types
+from portattn.tools.param_types import FLAG, LONGEST, FiniteRange, options
+from portattn.tools.problem_options import target_from
 
 if TYPE_CHECKING:
     from portattn.tools.verify import VerificationRow
@@ -23,37 +21,20 @@ COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused":
 
 
 @click.command()
-@click.argument("ops", metavar="[OP]...", nargs=-1, type=shell_values.OP)
-@click.option(
-    "--target",
-    type=shell_values.TARGET,
-    metavar="BACKEND:ARCH",
-    help="The chip whose plans are verified; this machine's by default.",
-)
-@click.option(
-    "--toolchain",
-    type=shell_values.TOOLCHAIN,
-    metavar="NAME==VERSION",
-    help="The compiler; the installed one by default.",
-)
-@click.option("--emulate", is_flag=True, help="Also run the machine code in a model of the (AMD) chip.")
-@click.option(
-    "--run-older/--no-run-older",
-    "run_ptx_compat",
-    default=None,
-    help="Run the target's code on a newer NVIDIA GPU that is here; the default where there is one.",
-)
-@click.option("--seconds", type=FiniteRange(min=1.0, max=LONGEST), default=120.0, help="Time limit of each run.")
+@click.argument("ops", metavar="[OP]...", nargs=-1, type=param_types.OP)
+@target_option("The chip whose plans are verified; this machine's by default.")
+@toolchain_option("The compiler; the installed one by default.")
+@options(
+    ("--emulate", FLAG, "Also run the machine code in a model of the (AMD) chip."),
+    ("--run-older/--no-run-older run_ptx_compat", {"default": None},
+     "Run the target's code on a newer NVIDIA GPU that is here; the default where there is one."),
+    ("--seconds", {"type": FiniteRange(min=1.0, max=LONGEST), "default": 120.0}, "Time limit of each run."),
+)  # fmt: skip
 @json_option
 def verify(
-    ops: tuple[str, ...],
-    target: str | None,
-    toolchain: str | None,
-    emulate: bool,
-    run_ptx_compat: bool | None,
-    seconds: float,
-    as_json: bool,
-) -> None:
+    ops: tuple[str, ...], target: str | None, toolchain: str | None, emulate: bool, run_ptx_compat: bool | None,
+    seconds: float, as_json: bool,
+) -> None:  # fmt: skip
     """Run small adversarial problems of each OP (all by default) as they are planned for a target.
 
     The same kernel, lowering and tile run under Triton's interpreter and, if the target is here, on the device; code
@@ -61,8 +42,7 @@ def verify(
     functional model of the chip. Each result is compared with a float64 oracle. If they disagree, the row says what is
     to blame.
 
-    Exit status 1: something differs. 3: nothing could be run or compiled here, so nothing was verified.
-    """
+    Exit status 1: something differs. 3: nothing could be run or compiled here, so nothing was verified."""
     from rich.console import Console
 
     from portattn.config import current
@@ -71,33 +51,24 @@ def verify(
     from portattn.tools.verify import verify as rows_of
 
     for op in ops:
-        if op not in OPS:
-            raise ArgumentError("verify", "OP", op, f"must be one of {', '.join(OPS)}")
+        param_types.check_op("verify", op)
     where = target_from(target, toolchain)
     with Console(stderr=True).status("verifying") as status:
         rows = list(rows_of(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_ptx_compat))
     red = [row for row in rows if row.verdict in DIFFERS]
     verified = sum(row.verdict not in UNVERIFIED for row in rows)
     if as_json:
+        said = {"target": where.name, "toolchain": str(where.toolchain), "verified": verified, "red": len(red)}
         counts = {"levels": Counter(row.level for row in rows), "labels": Counter(r.label for r in rows if r.label)}
-        emit_json(
-            {"target": where.name, "toolchain": str(where.toolchain), "verified": verified, "red": len(red), **counts}
-            | {"rows": rows}
-        )
+        emit_json(said | counts | {"rows": rows})
     else:
         means = sorted({name for row in rows for name in row.seen})
-        table(
-            ["verdict", "kernel", *means, "problem"],
-            [
-                [
-                    row.verdict,
-                    kernel_text(row.kernel, row.form),
-                    *(_shown(row.seen.get(name)) for name in means),
-                    row.problem,
-                ]
-                for row in rows
-            ],
-        )
+        shown = ((_shown(row.seen.get(name)) for name in means) for row in rows)
+        lines = [
+            [row.verdict, kernel_text(row.kernel, row.form), *cells, row.problem]
+            for row, cells in zip(rows, shown, strict=True)
+        ]
+        table(["verdict", "kernel", *means, "problem"], lines)
         for row in rows:
             if row.verdict != "agree":
                 reasons = "; ".join(f"{name}: {seen.reason}" for name, seen in row.seen.items() if seen.reason)
@@ -115,12 +86,10 @@ def verify(
 
 
 def _reasons(row: VerificationRow) -> list[str]:
-    """Why nothing verified the row's problem."""
     return [seen.reason for seen in row.seen.values() if seen.reason] or [row.sentence]
 
 
 def _shown(seen: object) -> str:
-    """An outcome and how much of its budget the error took."""
     from portattn.testing.findings import Numerics
 
     if not isinstance(seen, Numerics):

@@ -1,4 +1,4 @@
-"""`portattn warmup`: compile what calls will need, into the caches of this machine, before they are made."""
+"""`portattn warmup`: compile later calls' kernels into this machine's caches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
     Files on disk (Triton's cache, compile records, canaries, the launcher in C) spare later processes the compiles;
     caches in memory end with this process: in the serving process, call portattn.warmup with the same specs.
 
-    Exit status 1: a call could not be warmed up. 3: SPECS.json has no call.
-    """
+    Exit status 1: a call could not be warmed up. 3: SPECS.json has no call."""
     import warnings
 
     import torch

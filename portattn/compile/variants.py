@@ -1,4 +1,4 @@
-"""Whether a variant may run here: its kernels compile, and its canaries gave right numbers. As for the core's."""
+"""Compile checks of a variant's kernels, as ensure_compiled.py has them for the core's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from portattn.compile import compile_check
+from portattn.compile import ensure_compiled
 from portattn.config import Settings
 from portattn.launch import Signature, load_kernels, preload
-from portattn.launch.described import is_aligned, signatures
+from portattn.launch.kernelcall import is_aligned, signatures
 from portattn.launch.run import device_guard
 from portattn.planning.backend import Variant
-from portattn.planning.evidence import seen_to_run
+from portattn.planning.core_path import seen_to_run
 from portattn.planning.registry import Registry
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.compile_record import CompileRecord
@@ -21,26 +21,26 @@ from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
 
-# Calls that were looked at, and what a compiler sees of them: two calls with one key have the same launches.
+# Launches of earlier calls, as a compiler sees them: two calls with one key have the same launches.
 _seen: dict[Hashable, list[Signature]] = {}
 _MOST_SEEN = 4096
 
 
 def variant_of(made: Plan) -> Variant | None:
-    """The variant that a plan takes, with its schedules for the plan's compiler; None for a plan of another path."""
+    """Return a plan's variant, with its schedules for the plan's compiler; None if the plan takes another path."""
     backend = Registry.load().backends.get(made.target.partition(":")[0])
     found = next((v for v in backend.variants if v.name == made.path), None) if backend else None
     return None if found is None else found.for_toolchain(Toolchain.parse(made.toolchain))
 
 
-# What describing a launch raises where a release of Triton lacks a name, or an argument, that the variant's is made of.
+# Raised by a launch's description if this release of Triton lacks a name or an argument that the variant uses.
 _LACKING = (ImportError, AttributeError, TypeError, AssertionError)
 
 
 def known_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
-    """What a compiler said against the variant here; None where none did. Nothing is compiled, nothing run."""
+    """Return the negative record on the variant here, or None. Nothing is compiled, nothing run."""
     launches = _seen_or_lacking(variant, made, call, target, settings)
-    return launches if isinstance(launches, CompileRecord) else compile_check.known_failure(made, launches, settings)
+    return launches if isinstance(launches, CompileRecord) else ensure_compiled.known_failure(made, launches, settings)
 
 
 def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
@@ -49,7 +49,7 @@ def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: 
     launches = _seen_or_lacking(variant, made, call, target, settings)
     if isinstance(launches, CompileRecord):
         return launches
-    return compile_check.ensure_all(
+    return ensure_compiled.ensure_all(
         made, launches, _LaunchLoader(variant, call, launches, settings), call.q, target, settings
     )
 
@@ -57,19 +57,17 @@ def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: 
 def _seen_or_lacking(
     variant: Variant, made: Plan, call: Call, target: Target, settings: Settings
 ) -> list[Signature] | CompileRecord:
-    """What a compiler sees of a call's launches; or, under a Triton with which tests of such a problem are not known to
-    have run, the record that it lacks what they are described by. Elsewhere the error is the variant's own, and is
-    raised."""
+    """Return a call's launches as a compiler sees them, or the record that this Triton lacks a name that they need."""
     try:
         return launch_signatures(variant, made, call)
     except _LACKING as error:
+        # Where tests of such a problem have run with this Triton, the error is the variant's own.
         if seen_to_run(target, problem=made.problem) is not None:
             raise
-        return compile_check.missing_feature_record(made, error, target, settings)
+        return ensure_compiled.missing_feature_record(made, error, target, settings)
 
 
 def launch_signatures(variant: Variant, made: Plan, call: Call) -> list[Signature]:
-    """What a compiler sees of a call's launches."""
     places = tuple(is_aligned(getattr(call, name)) for name in TENSORS)
     key = (made.key, call.problem, call.softcap, places, call.q.device)
     found = _seen.get(key)
@@ -89,7 +87,7 @@ class _LaunchLoader:
         self._variant, self._call, self._seen, self._settings = variant, call, seen, settings
         self._steps: list[Any] | None = None
 
-    def __call__(self, launch: compile_check.Compiled) -> None:
+    def __call__(self, launch: ensure_compiled.Compiled) -> None:
         if self._steps is None:
             self._steps = self._described()
         step = self._steps[next(place for place, one in enumerate(self._seen) if one is launch)]

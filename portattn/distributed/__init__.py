@@ -1,8 +1,4 @@
-"""Attention over several ranks of torch.distributed: `portattn.distributed`.
-
-Each public name is loaded on its first use, and nothing of it by `import portattn`. docs/context-parallel.md says
-how it is used.
-"""
+"""Attention over several ranks of torch.distributed (docs/context-parallel.md); `import portattn` loads none of it."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ _PUBLIC = {
     "decode_parallel": "portattn.distributed.decode",
     "DecodeParallel": "portattn.distributed.decode",
     "CacheShard": "portattn.distributed.cache_shard",
-    "torch_context_parallel": "portattn.distributed.torch_ring",
     "context_parallel_cost": "portattn.distributed.cost",
     "decode_parallel_cost": "portattn.distributed.cost",
     "Rates": "portattn.distributed.cost_report",
@@ -35,7 +30,6 @@ if TYPE_CHECKING:
     from portattn.distributed.decode import decode_parallel as decode_parallel
     from portattn.distributed.parallel import ContextParallel as ContextParallel
     from portattn.distributed.parallel import context_parallel as context_parallel
-    from portattn.distributed.torch_ring import torch_context_parallel as torch_context_parallel
 
 
 def __getattr__(name: str) -> object:

@@ -8,15 +8,14 @@ import torch
 
 from portattn.api.request import Window as Window
 from portattn.distributed.cache_shard import CacheShard as CacheShard
+from portattn.distributed.collectives import Heads as Heads
 from portattn.distributed.cost import context_parallel_cost as context_parallel_cost
 from portattn.distributed.cost import decode_parallel_cost as decode_parallel_cost
 from portattn.distributed.cost_report import Cost as Cost
 from portattn.distributed.cost_report import Rates as Rates
 from portattn.distributed.decode import DecodeParallel as _DecodeParallel
 from portattn.distributed.parallel import ContextParallel as _ContextParallel
-from portattn.distributed.partials import Heads as Heads
 from portattn.distributed.sharding import Documents as Documents
-from portattn.distributed.torch_ring import torch_context_parallel as torch_context_parallel
 
 class DecodeParallel(_DecodeParallel):
     @overload
@@ -94,4 +93,4 @@ class ContextParallel(_ContextParallel):
 def context_parallel(mesh: Any = None, *, method: str | None = None, layout: str | None = None,
     check: str = 'always') -> ContextParallel: ...
 __all__ = ['CacheShard', 'ContextParallel', 'Cost', 'DecodeParallel', 'Rates', 'context_parallel',
-    'context_parallel_cost', 'decode_parallel', 'decode_parallel_cost', 'torch_context_parallel']
+    'context_parallel_cost', 'decode_parallel', 'decode_parallel_cost']

@@ -1,17 +1,19 @@
-"""The arguments of one call over several ranks: what is refused, in which form they are used, what ranks compare."""
+"""Arguments of one call over several ranks: checks, normalised values, and values that ranks compare."""
 
 from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from portattn.api.request import request_of
-from portattn.api.signatures import named_arguments
+from portattn.api.signatures import request_of
+from portattn.distributed.collectives import Ranks
 from portattn.distributed.sharding import Documents, Mask, Shards
 from portattn.errors import ArgumentError
 from portattn.validate.checks import shape_or_value
@@ -22,7 +24,7 @@ _WHOLE = "portattn.attention takes it where one device has the whole sequence"
 
 
 def axes(op: str, layout: Any) -> tuple[int, int, int]:
-    """Axes of sequences, of heads and of rows in a layout. Raises ArgumentError for an unknown one."""
+    """Return a layout's axes of sequences, heads and rows."""
     if not isinstance(layout, str) or layout not in _AXES:
         raise ArgumentError(op, "layout", layout, "must be one of bhsd, bshd")
     return _AXES[layout]
@@ -30,11 +32,7 @@ def axes(op: str, layout: Any) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the caller gave, q, k and v as views (B, H, S, D); packed rows have B = 1.
-
-    length     rows of the whole sequence
-    documents  of packed rows
-    """
+    """Arguments of a call, with q, k and v as views (B, H, S, D); packed rows have B = 1."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -52,8 +50,7 @@ class Arguments:
 
 
 def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
-    """Raise ArgumentError where q, k and v are no tensors of the same rows, or something is asked for that no rank
-    can compute of its own rows."""
+    """Raise ArgumentError unless q, k and v are tensors of the same rows and the options work on one rank's rows."""
     for name in "qkv":
         tensor = given[name]
         if not isinstance(tensor, torch.Tensor):
@@ -77,18 +74,13 @@ def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
 
 
 def _is_nothing(dropout_p: Any) -> bool:
-    """Whether it is 0 or None: a tensor, whose truth may not be asked for, is not."""
     return dropout_p is None or (isinstance(dropout_p, numbers.Real) and dropout_p == 0)
 
 
 def check_arguments(
     op: str, shards: Shards, given: dict[str, Any], documents: Documents | None, by_heads: bool
 ) -> Arguments:
-    """The arguments of a call. Raises ArgumentError.
-
-    given     after check_rows; q, k, v of this rank
-    by_heads  q, k and v have all rows already, and some of the heads
-    """
+    """Return the checked arguments of a call; with `by_heads`, q, k and v have all rows of some heads."""
     packed = documents is not None
     q, k, v = given["q"], given["k"], given["v"]
     row_axis = 0 if packed else axes(op, given["layout"])[2]
@@ -110,7 +102,7 @@ def check_arguments(
         slopes = slopes[:1] if sequences else None
     views = {"q": q, "k": k, "v": v, "layout": "bhsd", "alibi_slopes": slopes, "return_lse": given["return_lse"]}
     try:
-        request_of("attention", named_arguments("attention")(**given | views)).build()
+        request_of("attention", **given | views).build()
     except ArgumentError as error:
         raise ArgumentError(op, error.argument, error.value, error.limit) from None
     length = local if by_heads else local * shards.ranks
@@ -140,13 +132,13 @@ def _check_heads(op: str, shards: Shards, heads: int, slopes: Any) -> None:
 
 
 def mask_of(causal: Any, window: Any) -> Mask:
-    """The window that a causal mask and a window are together, for as many queries as keys."""
+    """Return the joint window of a causal mask and a window, for as many queries as keys."""
     left, right = (None if side is None or side < 0 else side for side in window or (None, None))
     return Mask(left, 0 if causal else right)
 
 
 def documents_of(op: str, cu_seqlens: Any) -> Documents:
-    """The documents of cu_seqlens, read back where it lies on a device. Raises ArgumentError."""
+    """Return the documents of cu_seqlens, which a device's tensor reads back."""
     if isinstance(cu_seqlens, Documents):
         return cu_seqlens
     if not isinstance(cu_seqlens, (torch.Tensor, list, tuple)):
@@ -165,7 +157,7 @@ def documents_of(op: str, cu_seqlens: Any) -> Documents:
 
 
 def description(given: dict[str, Any], documents: Documents | None, fixed: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """What must be the same on every rank, by the argument's name."""
+    """Return the values that must be the same on every rank, by argument."""
     grad = torch.is_grad_enabled()
     said: dict[str, Any] = {}
     for name in "qkv":
@@ -187,3 +179,63 @@ def description(given: dict[str, Any], documents: Documents | None, fixed: Seque
 
 
 _SHOWN = 16  # beginnings of documents that an error shows
+
+
+_HINT = "redistribute it, or give local tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorLayout:
+    """Layout of q, k and v, and makers of DTensors; `by_heads`: each rank has all rows of some heads."""
+
+    by_heads: bool
+    out: Callable[[torch.Tensor], torch.Tensor]
+    lse: Callable[[torch.Tensor], torch.Tensor]
+
+
+def are_placed(tensors: Sequence[Any]) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
+def dtensor_layout(
+    op: str, dims: Sequence[Ranks], tensors: dict[str, Any], axes: tuple[int, int, int]
+) -> DTensorLayout:
+    """Return the layout of DTensors, which must be sharded alike by rows or by heads; axes: batch, heads, rows."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    q = tensors["q"]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            raise ArgumentError(op, name, type(tensor).__name__, "q, k and v must all be DTensors, or none of them")
+        if tensor.device_mesh != q.device_mesh:
+            raise ArgumentError(op, f"{name}.device_mesh", tensor.device_mesh, "must be q's")
+        if tuple(tensor.placements) != tuple(q.placements):
+            raise ArgumentError(op, f"{name}.placements", tensor.placements, f"must be q's, {q.placements}")
+    mesh, placements = q.device_mesh, tuple(q.placements)
+    members = [tuple(dist.get_process_group_ranks(mesh.get_group(place))) for place in range(mesh.ndim)]
+    ours = [members.index(ranks.members) for ranks in dims if ranks.members in members]
+    if len(ours) < len(dims):
+        raise ArgumentError(op, "q.device_mesh", mesh, "must have the dimensions that context_parallel was given")
+    batch, heads, rows = axes
+    by = {placements[place] for place in ours}
+    if by not in ({Shard(rows)}, {Shard(heads)}):
+        limit = f"must be Shard({rows}), of the rows, or Shard({heads}), of the heads, over these ranks ({_HINT})"
+        raise ArgumentError(op, "q.placements", placements, limit)
+    for place, placement in enumerate(placements):
+        if place not in ours and placement not in (Replicate(), Shard(batch), Shard(heads)):
+            limit = f"must be whole or sharded by sequences or heads over other ranks ({_HINT})"
+            raise ArgumentError(op, "q.placements", placements, limit)
+    of_lse = {batch: 0, heads: 1, rows: 2}
+    for name, tensor in tensors.items():
+        for place in range(mesh.ndim):
+            placement = placements[place]
+            if isinstance(placement, Shard) and tensor.shape[placement.dim] % mesh.size(place):
+                limit = f"must be a multiple of {mesh.size(place)}, the ranks over which it is sharded"
+                raise ArgumentError(op, f"{name}.shape[{placement.dim}]", tensor.shape[placement.dim], limit)
+    lse = tuple(Shard(of_lse[p.dim]) if isinstance(p, Shard) else p for p in placements)
+    return DTensorLayout(
+        by == {Shard(heads)},
+        lambda tensor: DTensor.from_local(tensor, mesh, placements, run_check=False),
+        lambda tensor: DTensor.from_local(tensor, mesh, lse, run_check=False),
+    )

@@ -1,9 +1,4 @@
-"""What a call over several ranks costs each of them: operations, bytes sent, memory, and a model of its time.
-
-Nothing runs, and no process group is needed: the geometry is that of the calls themselves (sharding.py, ulysses.py), so
-operations and bytes are exact. Times are a model of measured rates (Rates): docs/context-parallel.md has its
-assumptions. Of a ring the busiest of four ranks is shown: the first, the middle one, and the last two.
-"""
+"""Cost of a call over several ranks: exact operations and bytes from the calls' geometry, and a model of its time."""
 
 from __future__ import annotations
 
@@ -11,11 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from portattn.distributed.collectives import PARTS, WORD_BYTES, most_parts
 from portattn.distributed.cost_report import Cost, LocalCall, Phase, Rates
-from portattn.distributed.merging import PARTS, most_parts
-from portattn.distributed.partials import WORD_BYTES
-from portattn.distributed.sharding import LAYOUTS, Mask, Shards, Span, step
-from portattn.distributed.ulysses import HeadShards, head_shards
+from portattn.distributed.sharding import LAYOUTS, HeadShards, Mask, Shards, Span, head_shards, step
 from portattn.errors import ArgumentError
 
 WHO = "context_parallel_cost"
@@ -49,28 +42,32 @@ def context_parallel_cost(
     backward: bool = True,
     rates: Rates | None = None,
 ) -> Cost:
-    """What `context_parallel(…).attention` costs each rank, without running it.
+    """Return the cost of `context_parallel(…).attention` for each rank, without running it.
 
-    q, kv      (B, Hq, S, D) and (B, Hk, S, D) of the whole sequence
-    ranks      in all; must be a multiple of inner
-    inner      ranks of each Ulysses group: 1 for a ring alone, `ranks` for Ulysses alone, else a ring of groups
-    layout     "zigzag" or "contiguous"
-    causal, window  as of portattn.attention
-    dim_v      v's head_dim, where it is not D
-    dtype      "bf16", "fp16" or "fp32"
-    backward   whether gradients are computed as well
-    rates      of the machine; None for Rates()
+    Args:
+        q, kv: (B, Hq, S, D) and (B, Hk, S, D) of the whole sequence
+        ranks: number of ranks, a multiple of inner
+        inner: ranks of each Ulysses group: 1 for a ring alone, `ranks` for Ulysses alone, else a ring of groups
+        layout: "zigzag" or "contiguous"
+        causal, window: as of portattn.attention
+        dim_v: v's head_dim, if it is not D
+        dtype: "bf16", "fp16" or "fp32"
+        backward: whether gradients are computed as well
+        rates: of the machine; None for Rates()
 
-    Returns a Cost, whose explain() says it in words.
+    Returns:
+        A Cost; its explain() gives the text.
 
-    Raises ArgumentError for shapes and lengths that context_parallel refuses too.
+    Raises:
+        ArgumentError: An argument is out of its limits, as for `context_parallel`.
 
-    >>> from portattn.distributed import context_parallel_cost
-    >>> found = context_parallel_cost((1, 32, 131072, 128), (1, 8, 131072, 128), ranks=2, causal=True)
-    >>> found.forward.sent == 65536 * 8 * 2 * 128 * 2  # rank 1 sends both of its pieces, k and v of 8 heads, bf16
-    True
-    >>> found.forward.hidden
-    True
+    Examples:
+        >>> from portattn.distributed import context_parallel_cost
+        >>> found = context_parallel_cost((1, 32, 131072, 128), (1, 8, 131072, 128), ranks=2, causal=True)
+        >>> found.forward.sent == 65536 * 8 * 2 * 128 * 2  # rank 1 sends both of its pieces, k and v of 8 heads, bf16
+        True
+        >>> found.forward.hidden
+        True
     """
     shape = _checked(WHO, q, kv, dim_v, dtype)
     rates = rates or Rates()
@@ -118,26 +115,30 @@ def decode_parallel_cost(
 ) -> Cost:
     """Return the cost of a call of `decode_parallel(…)` for each rank, without running it.
 
-    q, kv   (B, Hq, Sq, D) and (B, Hk, S, D) of whole sequences of S keys
-    heads   the heads that each rank gets, "all" or "shard"
-    dim_v   v's head_dim, if it is not D
-    latent  whether values are a part of the keys (mla_attention): read once. One key head then, and dim_v at most D
-    dtype   "bf16", "fp16" or "fp32", of queries and cache
-    ranks   that share each sequence
-    rates   of the machine; None for Rates()
+    The model reads a rank's part of the cache at Rates.memory; the collective follows and is not hidden.
 
-    In the model a rank reads its part of the cache at Rates.memory; the collective follows and is not hidden.
+    Args:
+        q, kv: (B, Hq, Sq, D) and (B, Hk, S, D) of whole sequences of S keys
+        heads: the heads that each rank gets, "all" or "shard"
+        dim_v: v's head_dim, if it is not D
+        latent: whether values are a part of the keys (mla_attention) and read once; then one key head, and dim_v ≤ D
+        dtype: "bf16", "fp16" or "fp32", of queries and cache
+        ranks: ranks that share each sequence
+        rates: of the machine; None for Rates()
 
-    Returns a Cost.
+    Returns:
+        A Cost.
 
-    Raises ArgumentError for an argument out of its limits.
+    Raises:
+        ArgumentError: An argument is out of its limits.
 
-    >>> from portattn.distributed import decode_parallel_cost
-    >>> found = decode_parallel_cost((1, 64, 1, 128), (1, 8, 1048576, 128), ranks=2)
-    >>> found.forward.sent  # 64 rows of 128 bf16 elements and an LSE, to the other rank
-    16640
-    >>> 1.8 < found.forward.speedup < 2
-    True
+    Examples:
+        >>> from portattn.distributed import decode_parallel_cost
+        >>> found = decode_parallel_cost((1, 64, 1, 128), (1, 8, 1048576, 128), ranks=2)
+        >>> found.forward.sent  # 64 rows of 128 bf16 elements and an LSE, to the other rank
+        16640
+        >>> 1.8 < found.forward.speedup < 2
+        True
     """
     rates = rates or Rates()
     batch, heads_q, rows, dim = _sizes(DECODE, "q", q)
@@ -180,8 +181,6 @@ def decode_parallel_cost(
 
 
 class _Run:
-    """One rank's steps: the computation and the bytes over its links in each."""
-
     def __init__(
         self, shape: _Shape, shards: Shards, mask: Mask, heads: HeadShards, place: int, rates: Rates
     ) -> None:  # fmt: skip
@@ -204,7 +203,7 @@ class _Run:
     def phase(
         self, one: float, rate: float, run: Callable[[list[float]], tuple[float, float, int, int]], factor: float = 1.0
     ) -> Phase:  # fmt: skip
-        """one: operations of the whole call's forward."""
+        """Return a pass's cost; `one` is the number of operations of the whole call's forward."""
         shape = self.shape
         unit = 2.0 * factor * shape.batch * self.heads_q * (shape.dim + shape.dim_v)
         each = shape.batch * self.heads_q * shape.dim_v / self.rates.memory
@@ -216,8 +215,7 @@ class _Run:
         )  # fmt: skip
 
     def _merged(self) -> list[int]:
-        """Bytes that merging moves in each step, by head and column: a part is read, the sum is read and written. The
-        first part is the sum if it is of all rows, widened where the sum is float32."""
+        """Return the bytes moved by merging in each step, by head and column: part read, sum read and written."""
         item, rows = self.shape.item, self.shape.length // self.shards.ring
         held = FLOAT32_BYTES if self._parts > PARTS else item
         found = []
@@ -230,7 +228,6 @@ class _Run:
         return found
 
     def forward(self, times: list[float]) -> tuple[float, float, int, int]:
-        """(seconds, seconds of communication, bytes sent, messages)."""
         fetched = [self._moved(t) for t in range(1, self.shards.ring)] + [0.0]
         ring = sum(max(own, moving) for own, moving in zip(times, fetched, strict=True))
         sent = sum(sent for _, _, sent in self.steps[1:]) * self.key_bytes
@@ -239,7 +236,7 @@ class _Run:
         return ring + exchanging, sum(fetched) + exchanging, sent + more, messages + exchanges
 
     def backward(self, times: list[float]) -> tuple[float, float, int, int]:
-        """Keys go round once more, and the gradients of each block go home while the next one is computed."""
+        """Return the cost of a backward: a block's gradients return while the next block, sent again, is computed."""
         fetched = [self._moved(t) for t in range(1, self.shards.ring)] + [0.0]
         home = [0.0, *fetched[:-1]]  # of the block at distance t: as large as the block
         during = [fetched[t] + (home[t - 1] if t else 0.0) for t in range(self.shards.ring)]
@@ -251,7 +248,7 @@ class _Run:
         return ring + exchanging, total, rows * self.key_bytes + more, messages + exchanges
 
     def _moved(self, distance: int) -> float:
-        """Seconds of a step's messages, to the rank `distance` places further and from the one as far before."""
+        """Return the seconds of a step's messages, to the rank `distance` places ahead and from the one behind."""
         received, _, sent = self.steps[distance]
         times = []
         for rows, other in ((sent, self.place + distance), (received, self.place - distance)):
@@ -262,8 +259,7 @@ class _Run:
         return max(times, default=0.0)
 
     def _exchanged(self) -> tuple[int, float, int]:
-        """(bytes, seconds, messages) of the all-to-alls of Ulysses: q, k and v, the result, and its LSE. In a backward
-        the gradients of these."""
+        """Return (bytes, seconds, messages) of Ulysses' all-to-alls."""
         inner, shape = self.shards.inner, self.shape
         if inner == 1:
             return 0, 0.0, 0
@@ -293,9 +289,7 @@ class _Run:
         )  # fmt: skip
 
     def memory(self) -> int:
-        """Of a forward: the step that has most of blocks of keys and values (attended, and on its way in and out) and a
-        partial result; log-sum-exps, and the sum of partial results where it is float32. Of Ulysses the message and the
-        tensors of its heads."""
+        """Return the bytes of a forward: the largest step's blocks and partial result, LSEs, sums, Ulysses' tensors."""
         shape, ring = self.shape, self.shards.ring
         rows = shape.length // ring
         found = 0
@@ -318,7 +312,7 @@ class _Run:
 
 
 def pairs(rows: int, keys: int, left: int | None, right: int | None) -> int:
-    """Pairs of a row and a key that it attends, of a window aligned by the last row and the last key."""
+    """Count the pairs of a row and an attended key, with a window aligned by the last row and the last key."""
     offset = keys - rows
     high = rows * keys if right is None else _clamped(rows, offset + right + 1, keys)
     low = 0 if left is None else _clamped(rows, offset - left, keys)
@@ -330,7 +324,7 @@ def _pairs_of(span: Span) -> int:
 
 
 def _clamped(rows: int, first: int, most: int) -> int:
-    """The sum of min(max(first + i, 0), most) for i in 0 … rows − 1."""
+    """Return the sum of min(max(first + i, 0), most) for i in 0 … rows − 1."""
     begin, end = min(max(-first, 0), rows), min(max(most - first, 0), rows)  # from 0 on, and from `most` on
     rising = max(0, end - begin)
     return rising * first + (begin + end - 1) * rising // 2 + (rows - max(end, begin)) * most

@@ -1,4 +1,4 @@
-"""What a call over several ranks costs, as data and as text: its local calls, its passes, and the rates behind them."""
+"""Cost of a call over several ranks as data and as text, and the machine's rates behind it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import msgspec
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """A machine's rates per second. The defaults are an H200's; link rates are their makers' figures.
 
-    forward   operations of attention, forward: docs/performance/results.json has 633 to 661 TFLOP/s at D = 128 and 64k
-              to 128k tokens
-    backward  the same, backward: docs/performance/training.md has 583 and 598 TFLOP/s at D = 128 and 16k
-    memory    bytes read by decoding: docs/performance/results.json has 4.2 to 4.5 TB/s of long caches
-    link      bytes that a GPU sends to another of its host while it receives as many: two H100s over NVLink 4 have 300
-              GB/s (docs/performance/context-parallel.md), of 450 that the maker says
-    network   bytes that a GPU sends to other hosts: one adapter of 400 Gb/s. Not measured here
-    latency   seconds until a message begins to arrive: assumed
-    per_host  GPUs of one host; ranks are numbered host by host
+    Attributes:
+        forward: operations of attention, forward: docs/performance/results.json has 633 to 661 TFLOP/s at D = 128 and
+            64k to 128k tokens
+        backward: the same, backward: docs/performance/training.md has 583 and 598 TFLOP/s at D = 128 and 16k
+        memory: bytes read by decoding: docs/performance/results.json has 4.2 to 4.5 TB/s of long caches
+        link: bytes that a GPU sends to another of its host while it receives as many: two H100s over NVLink 4 have 300
+            GB/s (docs/performance/context-parallel.md); the maker's figure is 450
+        network: bytes that a GPU sends to other hosts: one adapter of 400 Gb/s, not measured here
+        latency: seconds until a message begins to arrive: assumed
+        per_host: GPUs of one host; ranks are numbered host by host
 
-    >>> from portattn.distributed import Rates
-    >>> Rates(link=300e9).link
-    300000000000.0
+    Examples:
+        >>> from portattn.distributed import Rates
+        >>> Rates(link=300e9).link
+        300000000000.0
     """
 
     forward: float = 640e12
@@ -39,7 +41,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that one rank makes, and how often: query rows over keys, with the window that its operation gets."""
+    """A local call of one rank, and how often: query rows over keys, with the operation's window."""
 
     rows: int
     keys: int
@@ -50,24 +52,16 @@ class LocalCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass of the busiest rank.
+    """One pass of the busiest rank; `exposed` counts its seconds without computation."""
 
-    flop           its operations; flop_mean: of all ranks
-    sent, messages  bytes that it sends to others, and in how many messages (of a collective: 1)
-    compute, communication  seconds of each by itself
-    seconds        of the pass, with what is sent while something is computed
-    exposed        seconds of it in which nothing is computed
-    one            seconds of the whole call on one GPU
-    """
-
-    flop: float
-    flop_mean: float
-    sent: int
-    messages: int
-    compute: float
-    communication: float
-    seconds: float
-    one: float
+    flop: float  # the rank's operations
+    flop_mean: float  # mean of all ranks
+    sent: int  # bytes to other ranks
+    messages: int  # a collective counts as one
+    compute: float  # seconds by itself
+    communication: float  # seconds by itself
+    seconds: float  # with computation and communication overlapped
+    one: float  # seconds of the whole call on one GPU
 
     @property
     def exposed(self) -> float:
@@ -75,7 +69,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hidden(self) -> bool:
-        """Whether all but a hundredth of the pass is computing."""
+        """Whether all but a hundredth of the pass is computation."""
         return self.exposed <= 0.01 * self.seconds
 
     @property
@@ -84,20 +78,22 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What `context_parallel_cost` and `decode_parallel_cost` found.
+    """Result of `context_parallel_cost` and `decode_parallel_cost`.
 
-    method    "ring", "ulysses", "ring of ulysses" or "decode"
-    ranks     in all; inner: of each Ulysses group
-    calls     local calls of the busiest rank's forward
-    causal, window  the mask of the whole call
-    memory    bytes of a rank's forward pass beyond its q, k, v and out: blocks in flight, messages, and float32 partial
-              results. A backward pass takes more: docs/context-parallel.md lists what
-    forward, backward  a Phase each; without gradients backward is None
+    Attributes:
+        method: "ring", "ulysses", "ring of ulysses" or "decode"
+        ranks: number of ranks; `inner`: of each Ulysses group
+        calls: local calls of the busiest rank's forward
+        causal, window: the mask of the whole call
+        memory: bytes of a rank's forward beyond its q, k, v and out: blocks in flight, messages, float32 partial
+            results. A backward takes more: see docs/context-parallel.md
+        forward, backward: a Phase each; backward is None without gradients
 
-    >>> from portattn.distributed import context_parallel_cost
-    >>> found = context_parallel_cost((1, 8, 4096, 64), (1, 2, 4096, 64), ranks=4, causal=True, backward=False)
-    >>> found.method, found.forward.messages, found.backward
-    ('ring', 3, None)
+    Examples:
+        >>> from portattn.distributed import context_parallel_cost
+        >>> found = context_parallel_cost((1, 8, 4096, 64), (1, 2, 4096, 64), ranks=4, causal=True, backward=False)
+        >>> found.method, found.forward.messages, found.backward
+        ('ring', 3, None)
     """
 
     method: str
@@ -116,7 +112,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     window: tuple[int | None, int | None] = (None, None)
 
     def data(self) -> dict[str, Any]:
-        """All of it as plain numbers and texts, with what follows from them: the command line's --json."""
+        """Return all fields and derived figures as plain numbers and texts: the command line's --json."""
         found = msgspec.to_builtins(self)
         for name, phase in (("forward", self.forward), ("backward", self.backward)):
             if phase is not None:
@@ -124,7 +120,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def explain(self) -> str:
-        """The text of `portattn context-parallel`."""
+        """Return the text of `portattn context-parallel`."""
         by = "" if self.inner in (1, self.ranks) else f", {self.ranks // self.inner} × {self.inner}"
         lines = [f"{self.method} over {self.ranks} ranks{by}, {self.layout}: q {_shape(self.q)} kv {_shape(self.kv)} "
                  f"{self.dtype}{self._mask()}"]  # fmt: skip

@@ -1,5 +1,4 @@
-"""Decoding over a cache whose sequences are dealt out to the ranks of a process group: each attends its part, and the
-partial results are merged by their log-sum-exps, which travel with them in one collective."""
+"""Decoding over a cache shared by ranks: each attends its part, and one collective merges the results by their LSEs."""
 
 from __future__ import annotations
 
@@ -9,11 +8,17 @@ from typing import Any
 import torch
 
 from portattn.api import ops
-from portattn.distributed.cache_shard import NOT_HERE, CacheShard, new_positions
-from portattn.distributed.groups import Ranks, agree, dimensions
-from portattn.distributed.merging import merge_words
-from portattn.distributed.partial_call import LAYOUTS, PartialCall, check_choice, check_lengths, check_tensor
-from portattn.distributed.partials import Heads, exchange_rows, packed
+from portattn.distributed.cache_shard import (
+    LAYOUTS,
+    NOT_HERE,
+    CacheShard,
+    PartialCall,
+    check_choice,
+    check_lengths,
+    check_tensor,
+    new_positions,
+)
+from portattn.distributed.collectives import Heads, Ranks, agree, dimensions, exchange_rows, merge_words, packed
 from portattn.errors import ArgumentError, PortattnError
 
 WHO = "decode_parallel"
@@ -24,33 +29,35 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def decode_parallel(
     mesh: Any = None, *, interleave: int = 1, heads: Heads = "all", validate: bool | None = None
 ) -> DecodeParallel:
-    """Ranks that share the sequences of a key/value cache (decode context parallel).
+    """Make a group of ranks share the sequences of a key/value cache (decode context parallel).
 
-    mesh        a torch ProcessGroup, a DeviceMesh of one dimension, or None for all processes
-    interleave  consecutive tokens of a sequence on one rank, as CacheShard says: 1 deals tokens out one by one, a page
-                size by pages; with the longest sequence divided by the number of ranks each has one stretch
-    heads       heads of a result that each rank gets: "all", or with "shard" its own Hq / N,
-                rank·Hq/N … (rank + 1)·Hq/N − 1, for which less is sent
-    validate    whether ranks compare their arguments before a collective; None: on the CPU only. Without it no rank
-                waits for the device, and a rank that calls with other shapes or lengths is not noticed
+    All ranks call the same method with the same queries and lengths; caches and page tables are each rank's own.
 
-    All ranks call the same method with the same queries and the same lengths; caches and page tables are each rank's
-    own. Ranks check here that they agree on interleave and heads.
+    Args:
+        mesh: a torch ProcessGroup, a DeviceMesh of one dimension, or None for all processes
+        interleave: consecutive tokens of a sequence on one rank, as of CacheShard
+        heads: heads of a result that each rank gets: "all", or "shard" for its own Hq / N, rank·Hq/N … (rank + 1)·Hq/N
+            − 1, which sends less
+        validate: whether ranks compare their arguments before a collective; None: on the CPU only. Without it no rank
+            waits for the device, and different shapes or lengths of a rank go unnoticed
 
-    Returns a DecodeParallel.
+    Returns:
+        A DecodeParallel.
 
-    Raises ArgumentError, on every rank, for an argument out of its limits or different between ranks.
+    Raises:
+        ArgumentError: An argument is out of its limits, or differs between ranks. Every rank raises.
 
-    >>> import torch, portattn, torch.distributed as dist
-    >>> from portattn.distributed import decode_parallel
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more processes
-    >>> shared = decode_parallel(interleave=16)
-    >>> q, k_cache, v_cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
-    >>> seqlens_k = torch.tensor([30, 100], dtype=torch.int32)  # of whole sequences; the caches are this rank's part
-    >>> out = shared.decode_attention(q, k_cache, v_cache, seqlens_k)
-    >>> torch.allclose(out, portattn.decode_attention(q, k_cache, v_cache, seqlens_k), atol=1e-5)
-    True
-    >>> dist.destroy_process_group()
+    Examples:
+        >>> import torch, portattn, torch.distributed as dist
+        >>> from portattn.distributed import decode_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more
+        >>> shared = decode_parallel(interleave=16)
+        >>> q, k_cache, v_cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
+        >>> seqlens_k = torch.tensor([30, 100], dtype=torch.int32)  # whole sequences'; the caches are this rank's part
+        >>> out = shared.decode_attention(q, k_cache, v_cache, seqlens_k)
+        >>> torch.allclose(out, portattn.decode_attention(q, k_cache, v_cache, seqlens_k), atol=1e-5)
+        True
+        >>> dist.destroy_process_group()
     """
     dims = dimensions(WHO, mesh)
     problem: ArgumentError | None = None
@@ -69,33 +76,31 @@ def decode_parallel(
 
 
 class DecodeParallel:
-    """portattn's cache operations over sequences shared by ranks. `decode_parallel` makes one.
+    """portattn's cache operations over sequences shared by ranks; made by `decode_parallel`.
 
-    Each method takes what the operation of its name takes, with these differences: `seqlens_k` counts the keys of whole
-    sequences, alike on every rank, and must be given; caches, page tables and per-token scales are this rank's own;
-    chunk, bias, mask and tree_mask are refused. Windows, ALiBi and causal masks go by positions in the whole sequence,
-    sinks count once.
+    Each method takes the arguments of the operation of its name, except: `seqlens_k` must be given and counts the keys
+    of whole sequences, the same on every rank; caches, page tables and per-token scales are this rank's own; chunk,
+    bias, mask and tree_mask are refused. Windows, ALiBi and causal masks use positions in the whole sequence, sinks
+    count once. Every rank gets the same bits; a rank with an empty part contributes nothing. Without `validate` nothing
+    is read back and no shape depends on data: CUDA graphs can capture a call.
 
-    A rank whose part of a sequence is empty contributes nothing, whatever its cache holds. Every rank gets the same
-    result, bit for bit.
+    Memory beyond the operation's: the partial results, (N + 1)·B·Hq·Sq rows of Dv elements and 4 bytes (2·B·Hq·Sq with
+    heads="shard"). If queries of one call see different keys (causal with Sq > 1, a window), a bool mask (B, 1, Sq,
+    rows of this rank a sequence) is made, and for ALiBi a float32 bias (B, Hq, Sq, rows); packed queries then each
+    count as a sequence.
 
-    Where queries of one call see different keys of a rank (causal with Sq > 1, a window), a bool mask (B, 1, Sq, rows)
-    is made on the device, and for ALiBi a float32 bias (B, Hq, Sq, rows), rows being this rank's rows a sequence; of
-    packed queries each is attended as a sequence of its own then. Otherwise memory beyond the operation's own is that
-    of the partial results: (N + 1)·B·Hq·Sq rows of Dv elements and 4 bytes; with heads="shard" 2·B·Hq·Sq rows.
+    Attributes:
+        ranks: the process group, this process's rank in it and the members
+        shard: the CacheShard of this rank: lengths, positions and slots
+        heads: "all" or "shard"
 
-    Nothing is read back without `validate`, and no shape depends on data: CUDA graphs can capture a call.
-
-    ranks  the process group, this process's place in it and the others
-    shard  the CacheShard of this rank: lengths, positions and slots
-    heads  what results hold
-
-    >>> import torch.distributed as dist
-    >>> from portattn.distributed import decode_parallel
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> decode_parallel(heads="shard")
-    DecodeParallel(rank 0 of 1, interleave=1, heads='shard')
-    >>> dist.destroy_process_group()
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from portattn.distributed import decode_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> decode_parallel(heads="shard")
+        DecodeParallel(rank 0 of 1, interleave=1, heads='shard')
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, ranks: Ranks, interleave: int, heads: Heads, validate: bool | None) -> None:
@@ -112,27 +117,29 @@ class DecodeParallel:
     def decode_attention(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seqlens_k: torch.Tensor, **options: Any
     ) -> Result:
-        """portattn.decode_attention over contiguous caches.
+        """Run portattn.decode_attention over contiguous caches.
 
-        q                 (B, Hq, Sq, D), all of it on every rank; (B, Sq, Hq, D) with layout="bshd"
-        k_cache, v_cache  (B, Hk, rows, D) and (B, Hk, rows, Dv): this rank's part of each sequence
-        seqlens_k         (B,) int32: keys of each whole sequence, at most what the ranks' rows hold
-        options           the keywords of portattn.decode_attention but leftpad_k, bias, mask and tree_mask
+        Args:
+            q: (B, Hq, Sq, D), complete on every rank; (B, Sq, Hq, D) with layout="bshd"
+            k_cache, v_cache: (B, Hk, rows, D) and (B, Hk, rows, Dv): this rank's part of each sequence
+            seqlens_k: (B,) int32: keys of each whole sequence, at most the rows of all ranks
+            **options: the keywords of portattn.decode_attention but leftpad_k, bias, mask and tree_mask
 
-        Returns out (B, Hq, Sq, Dv) in q's dtype and layout; with return_lse, (out, lse). With heads="shard" Hq / N
-        heads.
+        Returns:
+            out (B, Hq, Sq, Dv) in q's dtype and layout; with return_lse, (out, lse). With heads="shard" Hq / N heads.
 
-        Raises ArgumentError, with validation on every rank; what portattn.decode_attention raises; and torch's own
-        error where a rank has gone.
+        Raises:
+            ArgumentError: `portattn.decode_attention` refuses the call. With validation every rank raises.
+            RuntimeError: A rank is gone (torch's own error).
 
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import decode_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = decode_parallel(interleave=16)
-        >>> q, cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64)
-        >>> shared.decode_attention(q, cache, cache, torch.tensor([30, 100], dtype=torch.int32)).shape
-        torch.Size([2, 8, 1, 64])
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import decode_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> q, cache, lengths = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.tensor([30, 100]).int()
+            >>> decode_parallel(interleave=16).decode_attention(q, cache, cache, lengths).shape
+            torch.Size([2, 8, 1, 64])
+            >>> dist.destroy_process_group()
         """
         return self._call("decode_attention", (q,), (k_cache, v_cache), None, seqlens_k, options)
 
@@ -140,27 +147,26 @@ class DecodeParallel:
         self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, page_table: torch.Tensor,
         seqlens_k: torch.Tensor, **options: Any,
     ) -> Result:  # fmt: skip
-        """portattn.paged_attention over pages of this rank's own.
+        """Run portattn.paged_attention over this rank's own pages.
 
-        q                 (B, Hq, Sq, D) or packed (Tq, Hq, D) with cu_seqlens_q, all of it on every rank
-        k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or with page_layout="hpd" (P, Hk, page, D)
-        page_table        (B, pages a sequence) int32: this rank's pages of each sequence, whose rows are its part
-        seqlens_k         (B,) int32: keys of each whole sequence
-        options           the keywords of portattn.paged_attention but bias, mask and tree_mask
+        Args:
+            q: (B, Hq, Sq, D) or packed (Tq, Hq, D) with cu_seqlens_q, complete on every rank
+            k_pages, v_pages: (P, page, Hk, D) and (P, page, Hk, Dv), or with page_layout="hpd" (P, Hk, page, D)
+            page_table: (B, pages a sequence) int32: this rank's pages of each sequence
+            seqlens_k: (B,) int32: keys of each whole sequence
+            **options: the keywords of portattn.paged_attention but bias, mask and tree_mask
 
-        Returns out like q with Dv columns; with return_lse, (out, lse). With heads="shard" Hq / N heads.
+        Returns:
+            out like q with Dv columns; with return_lse, (out, lse). With heads="shard" Hq / N heads.
 
-        Raises as decode_attention.
-
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import decode_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = decode_parallel(interleave=16)
-        >>> q, pages = torch.randn(1, 8, 1, 64), torch.randn(12, 16, 2, 64)
-        >>> table, seqlens_k = torch.tensor([[3, 1, 7]], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
-        >>> shared.paged_attention(q, pages, pages, table, seqlens_k).shape
-        torch.Size([1, 8, 1, 64])
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import decode_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> q, pages, table = torch.randn(1, 8, 1, 64), torch.randn(12, 16, 2, 64), torch.tensor([[3, 1, 7]]).int()
+            >>> decode_parallel(interleave=16).paged_attention(q, pages, pages, table, torch.tensor([40]).int()).shape
+            torch.Size([1, 8, 1, 64])
+            >>> dist.destroy_process_group()
         """
         return self._call("paged_attention", (q,), (k_pages, v_pages), page_table, seqlens_k, options)
 
@@ -168,27 +174,27 @@ class DecodeParallel:
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, kv_pages: torch.Tensor, page_table: torch.Tensor,
         seqlens_k: torch.Tensor, **options: Any,
     ) -> Result:  # fmt: skip
-        """portattn.mla_attention over latent pages of this rank's own.
+        """Run portattn.mla_attention over this rank's own latent pages.
 
-        q_nope, q_rope  (B, H, Sq, R) and (B, H, Sq, E), or packed, all of it on every rank
-        kv_pages        (P, page, R + E)
-        page_table      (B, pages a sequence) int32: this rank's pages of each sequence
-        seqlens_k       (B,) int32: keys of each whole sequence
-        options         the keywords of portattn.mla_attention but bias and mask; `scale` must be given
+        Args:
+            q_nope, q_rope: (B, H, Sq, R) and (B, H, Sq, E), or packed, complete on every rank
+            kv_pages: (P, page, R + E)
+            page_table: (B, pages a sequence) int32: this rank's pages of each sequence
+            seqlens_k: (B,) int32: keys of each whole sequence
+            **options: the keywords of portattn.mla_attention but bias and mask; `scale` must be given
 
-        Returns out (B, H, Sq, R); with return_lse, (out, lse). With heads="shard" H / N heads.
+        Returns:
+            out (B, H, Sq, R); with return_lse, (out, lse). With heads="shard" H / N heads.
 
-        Raises as decode_attention.
-
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import decode_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = decode_parallel(interleave=16)
-        >>> q_nope, q_rope, pages = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 1, 16), torch.randn(3, 16, 80)
-        >>> table, seqlens_k = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
-        >>> shared.mla_attention(q_nope, q_rope, pages, table, seqlens_k, scale=192**-0.5).shape
-        torch.Size([1, 4, 1, 64])
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import decode_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> q_nope, q_rope, pages = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 1, 16), torch.randn(3, 16, 80)
+            >>> table, seqlens_k = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+            >>> decode_parallel().mla_attention(q_nope, q_rope, pages, table, seqlens_k, scale=192**-0.5).shape
+            torch.Size([1, 4, 1, 64])
+            >>> dist.destroy_process_group()
         """
         return self._call("mla_attention", (q_nope, q_rope), (kv_pages,), page_table, seqlens_k, options)
 
@@ -196,31 +202,33 @@ class DecodeParallel:
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seqlens_k: torch.Tensor,
         *, layout: str = "bhsd", **options: Any,
     ) -> None:  # fmt: skip
-        """portattn.append_kv: this rank's share of new keys and values, into its part of contiguous caches.
+        """Write this rank's share of new keys and values into its part of contiguous caches, like portattn.append_kv.
 
-        k, v              (B, Hk, S, D) and (B, Hk, S, Dv), the new rows of each sequence, alike on every rank
-        k_cache, v_cache  (B, Hk, rows, D) and (B, Hk, rows, Dv): this rank's part
-        seqlens_k         (B,) int32: keys that each whole sequence has before the call. Nothing is written of a
-                          sequence whose number is negative
-        options           the keywords of portattn.write_pages but slot_mapping, positions and page_layout. Keys are
-                          rotated by their places in the whole sequence
+        Args:
+            k, v: (B, Hk, S, D) and (B, Hk, S, Dv), the new rows of each sequence, the same on every rank
+            k_cache, v_cache: (B, Hk, rows, D) and (B, Hk, rows, Dv): this rank's part
+            seqlens_k: (B,) int32: keys of each whole sequence before the call; sequences with a negative number are not
+                written
+            **options: the keywords of portattn.write_pages but slot_mapping, positions and page_layout. Rotary
+                positions are those in the whole sequence
+            layout: "bhsd", or "bshd": the order of the axes of k, v and both caches
 
-        layout            "bhsd", or "bshd": the order of the axes of k, v and both caches
+        Returns:
+            None.
 
-        Returns None.
+        Raises:
+            ArgumentError: Rows lie beyond a part (on a CPU), or `portattn.write_pages` refuses the call. No collective
+                runs.
 
-        Raises ArgumentError for rows that lie beyond a part (on a CPU), and what portattn.write_pages raises. No
-        collective runs.
-
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import decode_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = decode_parallel(interleave=16)
-        >>> k_cache, v_cache, k = torch.zeros(2, 2, 100, 64), torch.zeros(2, 2, 100, 64), torch.randn(2, 2, 1, 64)
-        >>> shared.append_kv(k, k, k_cache, v_cache, torch.tensor([30, -1], dtype=torch.int32))
-        >>> torch.equal(k_cache[0, :, 30], k[0, :, 0]), int(k_cache[1].count_nonzero())
-        (True, 0)
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import decode_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> k_cache, v_cache, k = torch.zeros(2, 2, 100, 64), torch.zeros(2, 2, 100, 64), torch.randn(2, 2, 1, 64)
+            >>> decode_parallel(interleave=16).append_kv(k, k, k_cache, v_cache, torch.tensor([30, -1]).int())
+            >>> torch.equal(k_cache[0, :, 30], k[0, :, 0]), int(k_cache[1].count_nonzero())
+            (True, 0)
+            >>> dist.destroy_process_group()
         """
         op = "append_kv"
         check_choice(op, "layout", layout, LAYOUTS)
@@ -261,7 +269,7 @@ class DecodeParallel:
         return (not isinstance(q, torch.Tensor) or q.device.type == "cpu") if self._validate is None else self._validate
 
     def _agreed(self, call: PartialCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's partial result, once all ranks are known to make the same call."""
+        """Return this rank's partial result after all ranks have agreed on the call."""
         problem, found = None, None
         try:
             found = call.run(self.heads)

@@ -1,4 +1,4 @@
-"""How one checked call runs: over a ring, over Ulysses groups, over both, or on a rank that has all rows."""
+"""Execution of one checked call: a ring, Ulysses groups, both, or a rank with all rows; and each rank's own spans."""
 
 from __future__ import annotations
 
@@ -10,30 +10,179 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from portattn.api.backward import gradients, may_have_kernels, sink_share
 from portattn.api.ops import attention, plan, varlen_attention
 from portattn.api.request import settings_for
 from portattn.distributed.arguments import Arguments
-from portattn.distributed.groups import Ranks, connect
-from portattn.distributed.local import RankRows, ScoreOptions, attend, differentiate, of_sinks, plan_span
-from portattn.distributed.merging import PARTS, StateMerger, Sum, can_fuse, most_parts
-from portattn.distributed.sharding import Documents, Mask, RingStep, Shards, step
-from portattn.distributed.ulysses import Ulysses
+from portattn.distributed.collectives import PARTS, Ranks, StateMerger, Sum, can_fuse, connect, most_parts
+from portattn.distributed.sharding import Documents, Mask, RingStep, Shards, Span, Ulysses, step
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch.run import device_guard, load_kernels
 from portattn.schema.lowering import FUSED
+from portattn.schema.ops import ROWS
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+_UNSET = {"causal": False, "dropout_p": 0.0, "layout": "bhsd", "return_lse": True, "validate": False}
 PAUSE = 12_000  # products one after the other: 51 µs on an H100, where messages begin after one or two
+
+
+# One rank's own work: attention of a span and its gradients, on views (B, H, rows, D); packed rows have B = 1.
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """Options of scores for every span; `slopes` are ALiBi's, (Hq,) or (sequences, Hq) float32."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    backend: str | None = None
+    slopes: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _SpanCall:
+    """A span as a call of portattn: the operation and its arguments."""
+
+    op: str
+    given: dict[str, Any]
+    lacks: torch.Tensor | None = None  # (B or 1, Hq, rows): an LSE with whole distances less the call's own
+
+    @property
+    def packed(self) -> bool:
+        return self.op == "varlen_attention"
+
+
+def _call(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> _SpanCall:
+    rows, keys = slice(*span.rows), slice(*span.keys)
+    q, k, v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+    window = None if span.left is None and span.right is None else (span.left, span.right)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "window": window, "scale": scores.scale}
+    given |= {"softcap": scores.softcap, "backend": scores.backend}
+    if span.cu is not None:
+        cu = torch.tensor(span.cu, dtype=torch.int32).to(q.device, non_blocking=True)
+        longest = max(stop - start for start, stop in itertools.pairwise(span.cu))
+        given |= {name: given[name][0].transpose(0, 1) for name in "qkv"}
+        given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        if scores.slopes is not None:
+            several = scores.slopes.ndim == 2
+            last = span.document + len(span.cu) - 1
+            given["alibi_slopes"] = scores.slopes[span.document : last] if several else scores.slopes
+        return _SpanCall("varlen_attention", given)
+    call = _SpanCall("attention", given)
+    if scores.slopes is not None:
+        _add_distances(call, span, scores.slopes)
+    return call
+
+
+def _add_distances(call: _SpanCall, span: Span, slopes: torch.Tensor) -> None:
+    """Add ALiBi by positions in the whole sequence.
+
+    If rows and keys are the same piece, the call's own distances are right. If all keys come before or after all rows,
+    a distance is the sum of a row's and a key's part: the key's is a bias (·, Hq, 1, keys), the row's changes the LSE
+    alone."""
+    q, k = call.given["q"], call.given["k"]
+    count_q, count_k = q.shape[2], k.shape[2]
+    if slopes.ndim == 2 and q.shape[0] == 1:
+        slopes = slopes[span.document : span.document + 1]
+    if span.shift == count_k - count_q:
+        call.given["alibi_slopes"] = slopes
+        return
+    of_heads = slopes.float()[None] if slopes.ndim == 1 else slopes.float()
+    at_q = torch.arange(count_q, dtype=torch.float32, device=q.device)
+    at_k = torch.arange(count_k, dtype=torch.float32, device=q.device)
+    if span.shift >= count_k - 1:  # the keys come first
+        of_keys, of_rows = at_k - (count_k - 1), -(at_q + (span.shift - count_k + 1))
+    else:
+        assert span.shift <= 1 - count_q, span
+        of_keys, of_rows = -at_k, at_q + span.shift
+    call.given["bias"] = of_heads[:, :, None, None] * of_keys
+    call.lacks = of_heads[:, :, None] * of_rows
+
+
+def attend(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> Pair:
+    """Return (out, LSE) of a span: (B, Hq, rows, Dv) in q's dtype and (B, Hq, rows) float32."""
+    call = _call(span, q, k, v, scores)
+    if call.packed:
+        out, lse = varlen_attention(**call.given, return_lse=True, validate=False)
+        return out.transpose(0, 1)[None], lse[None]
+    out, lse = attention(**call.given, return_lse=True)
+    return out, lse if call.lacks is None else lse + call.lacks
+
+
+def plan_span(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> None:
+    """Plan the call of `attend`, so that its errors come before anything runs."""
+    call = _call(span, q, k, v, scores)
+    plan(call.op, **call.given, return_lse=True, **({"validate": False} if call.packed else {}))
+
+
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """This rank's rows in the backward: of attention over all keys, not one block's."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor  # (B, Hq, S) float32, as grad_lse
+    grad_out: torch.Tensor | None
+    grad_lse: torch.Tensor | None
+
+
+def differentiate(
+    span: Span, rows: RankRows, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a span's parts of (dQ, dK, dV), which only need to be added; out and LSE are over all keys."""
+    call = _call(span, rows.q, k, v, scores)
+    at = slice(*span.rows)
+    out, lse = rows.out[:, :, at], rows.lse[:, :, at]
+    grad_out = None if rows.grad_out is None else rows.grad_out[:, :, at]
+    grad_lse = None if rows.grad_lse is None else rows.grad_lse[:, :, at]
+    if call.lacks is not None:
+        lse = lse - call.lacks
+    if call.packed:
+        out, lse = out[0].transpose(0, 1), lse[0]
+        grad_out = None if grad_out is None else grad_out[0].transpose(0, 1)
+        grad_lse = None if grad_lse is None else grad_lse[0]
+    row = ROWS[call.op]
+    given: dict[str, Any] = _UNSET | call.given
+    # Where no kernel takes the shapes or runs here, the reference computes them of the same LSE.
+    if not may_have_kernels(call.op, given["q"], given["v"], given["backend"]):
+        given["backend"] = "reference"
+    found = gradients(
+        call.op,
+        [given.get(name) for name in row.parameters],
+        [given.get(name) for name in (*row.fixed, "backend", "validate")],
+        [given[name] for name in row.lengths],
+        out,
+        lse.contiguous(),
+        grad_out,
+        grad_lse,
+        ("q", "k", "v"),
+        otherwise="reference",
+    )
+    assert found is not None
+    made = (found["q"], found["k"], found["v"])
+    if call.packed:
+        q, k, v = (gradient.transpose(0, 1)[None] for gradient in made)
+        return q, k, v
+    return made
+
+
+def of_sinks(sinks: torch.Tensor, rows: RankRows) -> torch.Tensor:
+    """Return this rank's part of the sinks' gradient, (Hq,): -P·(rowsum(out·grad_out) - grad_lse), summed."""
+    delta = torch.zeros_like(rows.lse)
+    if rows.grad_out is not None:
+        delta = (rows.out.float() * rows.grad_out.float()).sum(-1)
+    if rows.grad_lse is not None:
+        delta = delta - rows.grad_lse
+    nothing = torch.isneginf(rows.lse)
+    return -(sink_share(sinks, rows.lse) * delta.masked_fill(nothing, 0.0)).sum((0, 2)).to(sinks.dtype)
+
+
+# A call over several ranks.
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """One call of ring attention.
-
-    ranks      the ring
-    shards     how the sequence is cut over it
-    length     of the whole sequence
-    documents  of a packed sequence, or None
-    """
+    """One call of ring attention, of a sequence of `length` rows."""
 
     ranks: Ranks
     shards: Shards
@@ -43,17 +192,16 @@ class Ring:
     scores: ScoreOptions
 
     def step(self, place: int, source: int) -> RingStep:
-        """What the rank at `place` attends of the keys of that at `source`."""
         join = self.scores.slopes is None
         return step(self.shards, self.length, self.mask, self.documents, join, place, source)
 
     def steps(self) -> list[RingStep]:
-        """What this rank attends, by distance: its own keys first."""
+        """Return this rank's steps by distance, its own keys first."""
         mine, count = self.ranks.rank, self.ranks.size
         return [self.step(mine, (mine - distance) % count) for distance in range(count)]
 
     def real_rows(self) -> tuple[int, int] | None:
-        """Rows of this rank that are part of a document: padding lies behind them, in the last piece that has rows."""
+        """Return this rank's rows inside documents: padding lies behind them, in the last piece that has rows."""
         if self.documents is None:
             return None
         end, at = self.documents.cu[-1], 0
@@ -64,10 +212,9 @@ class Ring:
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, LSE) of this rank's rows over all keys, of views (B, H, S, D): contiguous, in q's dtype and float32.
+        """Return (out, LSE) of this rank's rows over all keys, from views (B, H, S, D), in q's dtype and float32.
 
-        Differentiable in q, k, v and sinks; the sinks' gradient is of this rank's rows. Every rank of the ring comes
-        here, also one that neither sends nor receives.
+        Differentiable; the sinks' gradient is of this rank's rows. Every rank must call it, also one without messages.
         """
         connect(self.ranks, q.device)
         found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(self, q, k, v, sinks)
@@ -75,10 +222,7 @@ class Ring:
 
     @torch.no_grad()  # as a node of autograd's graph runs
     def plan(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise what a local call of the forward pass would raise before anything runs. Nothing is sent.
-
-        Memory: of one block, while the calls on it are planned.
-        """
+        """Plan the forward's local calls, so that they raise before anything runs or is sent; allocates one block."""
         mine = self.ranks.rank
         for source in range(self.ranks.size):
             found = self.step(mine, source)
@@ -148,7 +292,7 @@ def _backward(ring: Ring, rows: RankRows, k: torch.Tensor, v: torch.Tensor) -> t
 
 
 def _blocks(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """(Distance, step, keys, values) of each block, this rank's own first. The next one is on its way meanwhile."""
+    """Yield (distance, step, keys, values) of each block, this rank's own first, while the next one is on its way."""
     mine, count = ring.ranks.rank, ring.ranks.size
     own, next_one = ring.step(mine, mine), _fetch(ring, k, v, 1)
     yield 0, own, k, v
@@ -167,7 +311,7 @@ class _Moving:
         self._works, self.parts, self._sent = works, parts, sent
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was received. Raises what torch.distributed raises where a rank is gone or does not answer in time."""
+        """Return the received tensors; torch.distributed raises if a rank is gone or does not answer in time."""
         for work in self._works:
             work.wait()
         self._works, self._sent = (), None  # works keep what they have sent
@@ -175,7 +319,7 @@ class _Moving:
 
 
 def _move(ranks: Ranks, to: int, sent: Sequence[torch.Tensor], source: int, into: torch.Tensor) -> list[Any]:
-    """Start sending tensors as one message, and receiving one. Both may be empty: then there is no message."""
+    """Start one message of the tensors and one receive; an empty one is no message."""
     operations = []
     for tensor in sent:
         if tensor.numel():
@@ -187,7 +331,6 @@ def _move(ranks: Ranks, to: int, sent: Sequence[torch.Tensor], source: int, into
 
 
 def _message(k: torch.Tensor, v: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Rows of k and of v, one flat tensor."""
     whole, *both = _received(k, v, sum(stop - start for start, stop in parts))
     at = 0
     for start, stop in parts:
@@ -198,7 +341,7 @@ def _message(k: torch.Tensor, v: torch.Tensor, parts: Sequence[tuple[int, int]])
 
 
 def _received(k: torch.Tensor, v: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory of a message of so many rows, and its two parts (B, Hk, keys, D) and (B, Hk, keys, Dv)."""
+    """Allocate a message of so many rows, and return it with its parts (B, Hk, keys, D) and (B, Hk, keys, Dv)."""
     sizes = [(*tensor.shape[:2], keys, tensor.shape[3]) for tensor in (k, v)]
     whole = k.new_empty(sum(batch * heads * keys * width for batch, heads, keys, width in sizes))
     first = sizes[0][0] * sizes[0][1] * sizes[0][2] * sizes[0][3]
@@ -219,26 +362,25 @@ def _fetch(ring: Ring, k: torch.Tensor, v: torch.Tensor, distance: int) -> _Movi
 
 
 def _let_messages_begin(memory: torch.Tensor) -> None:
-    """What is launched next begins some microseconds after the messages that were started before.
+    """Delay the next launch by some microseconds, so that messages started before begin first.
 
-    NCCL moves messages by a kernel of its own, on a stream that waits for this one. An attention kernel takes every
-    multiprocessor until it ends, and would have them before: the messages would not be hidden at all.
-    """
+    NCCL moves messages by a kernel of its own, on a stream that waits for this one. An attention kernel that starts
+    first takes every multiprocessor until it ends, and the messages would not be hidden at all."""
     if can_fuse(memory.device):
-        kernels: Any = load_kernels("portattn.kernels.pause", False)
+        kernels: Any = load_kernels("portattn.kernels.combine", False)
         with device_guard(memory):
             kernels.pause[(1,)](memory, 0.0, PAUSE, num_warps=1, **FUSED)
 
 
 class _Home:
-    """Return of gradients of keys and values to the ranks that hold these, one step at a time."""
+    """Return of a block's gradients to the rank that holds it, one step at a time."""
 
     def __init__(self, ring: Ring, of_k: Sum, of_v: Sum) -> None:
         self._ring, self.of_k, self.of_v = ring, of_k, of_v
         self._moving: tuple[_Moving, RingStep] | None = None
 
     def send(self, distance: int, source: int, of_keys: torch.Tensor, of_values: torch.Tensor) -> None:
-        """Send `source` its block's gradients; receive the gradients of the block that this rank sent in that step."""
+        """Send `source` its block's gradients, and receive gradients of this rank's block in that step."""
         self.finish()
         ranks = self._ring.ranks
         user = (ranks.rank + distance) % ranks.size
@@ -250,7 +392,6 @@ class _Home:
         self._moving = _Moving(_move(ranks, source, [sent], user, into), (keys, values), sent), used
 
     def finish(self) -> None:
-        """Add the received gradients to this rank's own."""
         if self._moving is None:
             return
         moving, used = self._moving
@@ -265,19 +406,13 @@ class _Home:
 
 @dataclass(frozen=True)
 class Execution:
-    """Runs and plans calls over these ranks. `by_heads`: q, k and v have all rows already, and nothing is sent.
-
-    shards  how a sequence is cut
-    ring    the ranks that keys and values go round; None where there is no ring
-    inner   the ranks that exchange heads for rows; None where there are none
-    """
+    """Run and plan calls over a ring of ranks, over `inner` ranks that exchange heads for rows, over both, or alone."""
 
     shards: Shards
     ring: Ranks | None
     inner: Ranks | None
 
     def run(self, call: Arguments, by_heads: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, LSE) as (B, Hq, S, Dv) and (B, Hq, S)."""
         if by_heads:
             return _whole(call, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
         inner = self.inner
@@ -291,7 +426,6 @@ class Execution:
     def _around(
         self, call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a shard of the ring; without a ring, of the whole sequence."""
         if self.ring is None:
             return _whole(call, q, k, v, slopes, sinks)
         return self._ring_of(self.ring, call, slopes).attention(q, k, v, sinks)
@@ -301,8 +435,7 @@ class Execution:
         return Ring(ranks, self.shards, call.length, call.mask, call.documents, scores)
 
     def refuse_what_cannot_run(self, op: str, call: Arguments, by_heads: bool) -> None:
-        """Raise ArgumentError where this rank's own calls would raise once others wait for what it sends: where a path
-        is named or nothing may fall back. Without that each call runs on some path, and nothing is planned here."""
+        """Raise ArgumentError if this rank's calls would raise while others wait; plan none that can fall back."""
         settings = settings_for(op, call.backend, None)
         if settings.backend == "auto" and settings.fallback != "error" and not settings.quirks:
             return
@@ -314,7 +447,6 @@ class Execution:
             raise ArgumentError(op, "backend", settings.backend, f"cannot run here: {error}") from error
 
     def _plan(self, call: Arguments, by_heads: bool) -> None:
-        """Plan what `run` is going to run, of tensors like those that it will have then."""
         q, k, v, slopes, sinks = call.q, call.k, call.v, call.alibi_slopes, call.sinks
         if self.inner is not None and not by_heads:
             run = Ulysses.over(self.inner, self.shards, call.length, q.shape[1], k.shape[1])
@@ -330,7 +462,6 @@ class Execution:
 def _whole(
     call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention where all rows are here: (B, H, S, Dv), and the LSE."""
     which, given = _whole_call(call, q, k, v, slopes, sinks)
     if which == "attention":
         found: Any = attention(**given)
@@ -343,7 +474,6 @@ def _whole(
 def _whole_call(
     call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
 ) -> tuple[str, dict[str, Any]]:
-    """The operation of a call where all rows are here, and its arguments."""
     given: dict[str, Any] = {"scale": call.scale, "causal": call.causal, "window": call.window, "softcap": call.softcap}
     given |= {"alibi_slopes": slopes, "sinks": sinks, "backend": call.backend, "return_lse": True}
     if call.documents is None:
@@ -356,6 +486,5 @@ def _whole_call(
 
 
 def _of_heads(call: Arguments, run: Ulysses) -> tuple[Any, Any]:
-    """Slopes and sinks of this rank's heads."""
     slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., run.mine]
     return slopes, None if call.sinks is None else call.sinks[run.mine]

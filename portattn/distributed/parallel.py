@@ -9,12 +9,20 @@ import torch
 import torch.distributed as dist
 
 from portattn.api.autocast import is_on
-from portattn.api.dynamo_disabled import leave_out, left_out
 from portattn.api.request import Result, Window
-from portattn.distributed.arguments import axes, check_arguments, check_rows, description, documents_of
+from portattn.api.transform_checks import leave_out, left_out
+from portattn.distributed.arguments import (
+    DTensorLayout,
+    are_placed,
+    axes,
+    check_arguments,
+    check_rows,
+    description,
+    documents_of,
+    dtensor_layout,
+)
+from portattn.distributed.collectives import Ranks, agree, dimensions
 from portattn.distributed.execution import Execution
-from portattn.distributed.groups import Ranks, agree, dimensions
-from portattn.distributed.placements import DTensorLayout, are_placed, dtensor_layout
 from portattn.distributed.sharding import LAYOUTS, Documents, Shards
 from portattn.errors import ArgumentError
 
@@ -29,30 +37,33 @@ def context_parallel(
 ) -> ContextParallel:
     """Share sequences among the ranks of a process group or a mesh. Every rank must make this call.
 
-    mesh    a torch.distributed ProcessGroup, a DeviceMesh of one or two dimensions, or None for all processes. Of two
+    Args:
+        mesh: a torch.distributed ProcessGroup, a DeviceMesh of one or two dimensions, or None for all processes. Of two
             dimensions the inner one exchanges heads (Ulysses) and the outer one is the ring
-    method  of one dimension: "ring" (None is that too), where keys and values go round, or "ulysses", where heads are
-            exchanged for rows. Two dimensions are both together
-    layout  "zigzag" (None is that too): each rank has one piece of the first half of a sequence and its counterpart of
-            the second half, so that causal work is even; or "contiguous"
-    check   "always": before each call ranks compare what they are about to do, in one small message from host to host;
-            "first": before the first call of each kind only. Then ranks that disagree later on wait for one another
-            until the process group's time-out
+        method: for one dimension: "ring" (default; keys and values go round) or "ulysses" (heads are exchanged for
+            rows)
+        layout: "zigzag" (default; each rank has a piece of the first half of a sequence and its counterpart of the
+            second, so that causal work is even) or "contiguous"
+        check: "always": ranks compare each call in one small message from host to host; "first": only the first call of
+            each kind, so that ranks which disagree later wait until the process group's time-out
 
-    Returns a ContextParallel: what cuts sequences, and attends.
+    Returns:
+        A ContextParallel, which cuts sequences and attends.
 
-    Raises ArgumentError where torch.distributed is not initialised, an argument is unknown, or ranks disagree.
+    Raises:
+        ArgumentError: torch.distributed is not initialised, an argument is unknown, or ranks disagree.
 
-    >>> import torch, portattn, torch.distributed as dist
-    >>> from portattn.distributed import context_parallel
-    >>> store = dist.HashStore()
-    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # of one process; torchrun starts more
-    >>> shared = context_parallel(layout="contiguous")
-    >>> q, k, v = torch.randn(3, 1, 4, 64, 32).unbind()
-    >>> out = shared.unshard(shared.attention(shared.shard(q), shared.shard(k), shared.shard(v), causal=True))
-    >>> torch.allclose(out, portattn.attention(q, k, v, causal=True), atol=1e-5)
-    True
-    >>> dist.destroy_process_group()
+    Examples:
+        >>> import torch, portattn, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # of one process; torchrun starts more
+        >>> shared = context_parallel(layout="contiguous")
+        >>> q, k, v = torch.randn(3, 1, 4, 64, 32).unbind()
+        >>> out = shared.unshard(shared.attention(shared.shard(q), shared.shard(k), shared.shard(v), causal=True))
+        >>> torch.allclose(out, portattn.attention(q, k, v, causal=True), atol=1e-5)
+        True
+        >>> dist.destroy_process_group()
     """
     dims = dimensions(OP, mesh)
     problem = None
@@ -85,17 +96,19 @@ def _shards(dims: Sequence[Ranks], method: str | None, layout: str | None) -> Sh
 
 
 class ContextParallel:
-    """Sequences that several ranks share: made by `context_parallel`.
+    """Sequences that several ranks share; made by `context_parallel`.
 
-    shards  how a sequence is cut (portattn.distributed.sharding.Shards)
-    dims    the ranks, by dimension (portattn.distributed.groups.Ranks)
+    Attributes:
+        shards: how a sequence is cut (portattn.distributed.sharding.Shards)
+        dims: the ranks, by dimension (portattn.distributed.collectives.Ranks)
 
-    >>> import torch, torch.distributed as dist
-    >>> from portattn.distributed import context_parallel
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> context_parallel(method="ulysses").shards
-    Shards(layout='zigzag', ring=1, inner=1)
-    >>> dist.destroy_process_group()
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> context_parallel(method="ulysses").shards
+        Shards(layout='zigzag', ring=1, inner=1)
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, dims: Sequence[Ranks], shards: Shards, check: str) -> None:
@@ -116,50 +129,55 @@ class ContextParallel:
 
     @property
     def _place(self) -> tuple[int, int]:
-        """This rank's place in the ring, and among the ranks that share a shard."""
         return (self._ring.rank if self._ring else 0), (self._inner.rank if self._inner else 0)
 
     def _rows(self, length: int, place: tuple[int, int] | None = None) -> list[tuple[int, int]]:
         return list(self.shards.rows(length, *(self._place if place is None else place)))
 
     def positions(self, length: int, device: Any = None) -> torch.Tensor:
-        """Positions in the whole sequence of this rank's rows, in the order in which they lie: for rotary embeddings.
+        """Return the positions in the whole sequence of this rank's rows, in their order: for rotary embeddings.
 
-        length  of the whole sequence
-        device  of the result; None for torch's default
+        Args:
+            length: of the whole sequence
+            device: of the result; None for torch's default
 
-        Returns (length / ranks,) int64.
+        Returns:
+            (length / ranks,) int64.
 
-        Raises ArgumentError where the length does not divide.
+        Raises:
+            ArgumentError: The length does not divide.
 
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import context_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = context_parallel()
-        >>> shared.positions(4)
-        tensor([0, 1, 2, 3])
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch.distributed as dist
+            >>> from portattn.distributed import context_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> context_parallel().positions(4)
+            tensor([0, 1, 2, 3])
+            >>> dist.destroy_process_group()
         """
         self._check_length("positions", "length", length)
         return torch.cat([torch.arange(*rows, device=device) for rows in self._rows(length)])
 
     def shard(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
-        """This rank's rows of a tensor that every rank has whole. Nothing is sent.
+        """Return this rank's rows of a tensor that every rank has whole. Nothing is sent.
 
-        tensor  any shape and dtype, as q (B, H, S, D)
-        dim     the axis that the sequence's rows lie along; of packed rows (T, H, D) that is 0
+        Args:
+            tensor: any shape and dtype, as q (B, H, S, D)
+            dim: the axis of the sequence's rows; 0 for packed rows (T, H, D)
 
-        Returns (…, S / ranks, …), contiguous; differentiable.
+        Returns:
+            (…, S / ranks, …), contiguous; differentiable.
 
-        Raises ArgumentError where the length does not divide.
+        Raises:
+            ArgumentError: The length does not divide.
 
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import context_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = context_parallel()
-        >>> shared.shard(torch.zeros(1, 8, 64, 32)).shape
-        torch.Size([1, 8, 64, 32])
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import context_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> context_parallel().shard(torch.zeros(1, 8, 64, 32)).shape
+            torch.Size([1, 8, 64, 32])
+            >>> dist.destroy_process_group()
         """
         dim = _axis("shard", tensor, dim)
         self._check_length("shard", f"tensor.shape[{dim}]", tensor.shape[dim])
@@ -168,21 +186,24 @@ class ContextParallel:
     def unshard(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
         """Return the whole tensor from the ranks' parts, to look at results. Every rank must make this call.
 
-        tensor  this rank's, as out (B, H, S / ranks, D); without gradients: call it under torch.no_grad() or detach
-        dim     the axis that the sequence's rows lie along
+        Args:
+            tensor: this rank's, as out (B, H, S / ranks, D), detached or under torch.no_grad()
+            dim: the axis of the sequence's rows
 
-        Returns (…, S, …), contiguous, on every rank.
+        Returns:
+            (…, S, …), contiguous, on every rank.
 
-        Raises ArgumentError if the tensor requires gradients or ranks disagree.
+        Raises:
+            ArgumentError: The tensor requires gradients, or ranks disagree.
 
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import context_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = context_parallel()
-        >>> x = torch.randn(1, 8, 64, 32)
-        >>> torch.equal(shared.unshard(shared.shard(x)), x)
-        True
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import context_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> shared, x = context_parallel(), torch.randn(1, 8, 64, 32)
+            >>> torch.equal(shared.unshard(shared.shard(x)), x)
+            True
+            >>> dist.destroy_process_group()
         """
         op, problem = f"{OP}.unshard", None
         try:
@@ -237,34 +258,38 @@ class ContextParallel:
         layout: str = "bhsd",
         backend: str | None = None,
     ) -> Result:
-        """Attention of this rank's rows over the keys of all ranks, as `portattn.attention` of the whole sequence.
+        """Attend this rank's rows to the keys of all ranks, like `portattn.attention` of the whole sequence.
 
-        q           (B, Hq, S, D) of this rank's S rows, as `shard` cuts them
-        k, v        (B, Hk, S, D) and (B, Hk, S, Dv) of the same rows. Or q, k and v are DTensors, Shard(rows) over
-                    these ranks, or Shard(heads): then nothing needs to be sent
-        scale, causal, window, softcap, return_lse, backend  as of portattn.attention; distances are the whole
-                    sequence's. Keys that a rank does not attend are not sent to it
-        alibi_slopes  (Hq,) or (B, Hq) float32. A ring refuses to compute their gradient
-        sinks       (Hq,): counted once, whatever number of ranks
-        layout      "bhsd", or "bshd": q, k, v and out are (B, S, H, D)
-        chunk, bias, mask, seqlens_q, seqlens_k, dropout_p  refused
+        Gradients of q, k and v equal the whole call's. Gradients of sinks and slopes are parts of this rank's rows or
+        heads: sum them over the ranks, as for any replicated parameter.
 
-        Gradients of q, k and v equal the whole call's. Each rank has its own rows' or heads' part of the gradients of
-        sinks and slopes: sum them over the ranks, as for any replicated parameter.
+        Args:
+            q: (B, Hq, S, D) of this rank's S rows, as `shard` cuts them
+            k, v: (B, Hk, S, D) and (B, Hk, S, Dv) of the same rows. DTensors may be Shard(rows) over these ranks, or
+                Shard(heads), which needs no messages
+            scale, causal, window, softcap, return_lse, backend: as of portattn.attention; distances are the whole
+                sequence's. Only attended keys are sent
+            alibi_slopes: (Hq,) or (B, Hq) float32. A ring refuses to compute their gradient
+            sinks: (Hq,): counted once, for any number of ranks
+            layout: "bhsd", or "bshd": q, k, v and out are (B, S, H, D)
+            chunk, bias, mask, seqlens_q, seqlens_k, dropout_p: refused
 
-        Returns out as q, (B, Hq, S, Dv) of q's dtype; with return_lse, (out, lse (B, Hq, S) float32).
+        Returns:
+            out as q, (B, Hq, S, Dv) of q's dtype; with return_lse, (out, lse (B, Hq, S) float32).
 
-        Raises ArgumentError, on every rank if ranks disagree or one of them refuses its call, and torch.distributed's
-        error if a rank is gone or does not answer within the process group's time-out.
+        Raises:
+            ArgumentError: Ranks disagree, or a rank refuses its call. Every rank raises.
+            RuntimeError: A rank is gone, or does not answer within the process group's time-out (torch.distributed's
+                own).
 
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import context_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = context_parallel()
-        >>> q, k, v = torch.randn(1, 8, 64, 32), torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32)
-        >>> shared.attention(q, k, v, causal=True).shape
-        torch.Size([1, 8, 64, 32])
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import context_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> q, k, v = torch.randn(1, 8, 64, 32), torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32)
+            >>> context_parallel().attention(q, k, v, causal=True).shape
+            torch.Size([1, 8, 64, 32])
+            >>> dist.destroy_process_group()
         """
         given = {
             "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "chunk": chunk,
@@ -293,30 +318,29 @@ class ContextParallel:
         return_lse: bool = False,
         backend: str | None = None,
     ) -> Result:
-        """Attention of packed documents that are cut across ranks, as `portattn.varlen_attention` of all their rows.
+        """Attend packed documents that are cut across ranks, like `portattn.varlen_attention` of all their rows.
 
-        q           (T, Hq, D): this rank's T of the packed rows, as `shard(packed, dim=0)` cuts them
-        k, v        (T, Hk, D) and (T, Hk, Dv) of the same rows
-        cu_seqlens  (documents + 1,) of all packed rows, the same on every rank, int32 or int64: document b is rows
-                    cu_seqlens[b] to cu_seqlens[b + 1] of the whole. Rows behind the last one are padding, which may
-                    hold anything. Best on the host: one on a device is read back in each call. `documents` makes
-                    what all layers can share
-        scale, causal, window, softcap, sinks, dropout_p, return_lse, backend  as of `attention`
-        alibi_slopes  (Hq,) or (documents, Hq) float32
-        chunk       refused
+        Args:
+            q: (T, Hq, D): this rank's T of the packed rows, as `shard(packed, dim=0)` cuts them
+            k, v: (T, Hk, D) and (T, Hk, Dv) of the same rows
+            cu_seqlens: (documents + 1,) int32 or int64 of all packed rows, the same on every rank; rows behind the last
+                offset are padding and may hold anything. A device's tensor is read back in each call: pass a host's, or
+                the result of `documents` for all layers
+            scale, causal, window, softcap, sinks, dropout_p, return_lse, backend: as of `attention`
+            alibi_slopes: (Hq,) or (documents, Hq) float32
+            chunk: refused
 
-        Returns out (T, Hq, Dv) in q's dtype; with return_lse, (out, lse (Hq, T) float32). Padding gives 0 and -inf.
+        Returns:
+            out (T, Hq, Dv) in q's dtype; with return_lse, (out, lse (Hq, T) float32). Padding gives 0 and -inf.
 
-        Raises as `attention` does.
-
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import context_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = context_parallel()
-        >>> q, k, v = torch.randn(45, 8, 32), torch.randn(45, 2, 32), torch.randn(45, 2, 32)
-        >>> shared.varlen_attention(q[:44], k[:44], v[:44], [0, 5, 40], causal=True).shape
-        torch.Size([44, 8, 32])
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import context_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> q, k, v = torch.randn(44, 8, 32), torch.randn(44, 2, 32), torch.randn(44, 2, 32)
+            >>> context_parallel().varlen_attention(q, k, v, [0, 5, 40], causal=True).shape
+            torch.Size([44, 8, 32])
+            >>> dist.destroy_process_group()
         """
         given = {
             "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "chunk": chunk,
@@ -327,21 +351,24 @@ class ContextParallel:
         return left_out["context parallel"](self, given, (cu_seqlens,))
 
     def documents(self, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
-        """cu_seqlens, read and checked once for the calls of all layers.
+        """Read and check cu_seqlens once for the calls of all layers.
 
-        cu_seqlens  (B + 1,) int32 or int64, or integers: as of `varlen_attention`
+        Args:
+            cu_seqlens: (B + 1,) int32 or int64, or integers: as of `varlen_attention`
 
-        Returns a Documents, which `varlen_attention` takes as its cu_seqlens.
+        Returns:
+            A Documents, which `varlen_attention` takes as its cu_seqlens.
 
-        Raises ArgumentError where it does not begin with 0, or falls.
+        Raises:
+            ArgumentError: The first offset is not 0, or offsets fall.
 
-        >>> import torch, torch.distributed as dist
-        >>> from portattn.distributed import context_parallel
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> shared = context_parallel()
-        >>> shared.documents(torch.tensor([0, 5, 40])).cu
-        (0, 5, 40)
-        >>> dist.destroy_process_group()
+        Examples:
+            >>> import torch, torch.distributed as dist
+            >>> from portattn.distributed import context_parallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> context_parallel().documents(torch.tensor([0, 5, 40])).cu
+            (0, 5, 40)
+            >>> dist.destroy_process_group()
         """
         return documents_of(f"{OP}.documents", cu_seqlens)
 
@@ -374,14 +401,13 @@ class ContextParallel:
         return (out, lse) if given["return_lse"] else out
 
     def _note(self, kind: str) -> None:
-        """Kinds that ranks have agreed on, which only "first" asks for; all ranks forget them after the same call."""
+        """Store an agreed kind of call for check="first"; all ranks forget their kinds after the same call."""
         if self._check == "first":
             if len(self._seen) >= _KINDS:
                 self._seen.clear()
             self._seen.add(kind)
 
     def _local(self, op: str, given: dict[str, Any], packed: bool) -> tuple[dict[str, Any], DTensorLayout | None]:
-        """The arguments with local tensors, in autocast's dtype; how they lie where they are DTensors."""
         tensors = {name: given[name] for name in "qkv"}
         lying = None
         if are_placed(list(tensors.values())):
@@ -418,7 +444,6 @@ def _axis(name: str, tensor: torch.Tensor, dim: int) -> int:
 def _gathered(
     parts: dict[tuple[int, int], torch.Tensor], ranks: Ranks, axis: int
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """What all ranks of a dimension have, by place; axis: of the place, this dimension's."""
     found = {}
     for place, part in parts.items():
         several = [torch.empty_like(part) for _ in range(ranks.size)]

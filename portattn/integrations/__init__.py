@@ -1,1 +1,1 @@
-"""Adapters to other libraries. None is imported, and nothing is registered anywhere, until it is asked for."""
+"""Adapters to other libraries; each is imported and registered only on request."""

@@ -1,8 +1,4 @@
-"""How DTensors may be sharded in a call: by sequences of the batch, or by heads.
-
-Rules for torch.distributed.tensor, which inserts what communication a call's operands need. A placement that is not
-among them is redistributed, at worst to whole copies.
-"""
+"""Rules for torch.distributed.tensor to shard calls, by sequences or by heads; other placements are redistributed."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from typing import Any
 import torch
 
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature
+from portattn.schema.ops import FEATURES
 
-# Where each tensor has its batch and its heads; None for none. Of q, k, v and what is broadcast: see _axes.
-_PER_SEQUENCE = frozenset({"seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "page_table"})
-_PER_HEAD = {"indices": (0, 1), "counts": (0, 1), "log_weights": (0, 1), "sinks": (None, 0),
-             "magicpig_bits": (None, 0), "magicpig_tables": (None, 0)}  # fmt: skip
+# Axes of tensors that are no features, by letters of Feature.axes. For q, k and v: see _axes.
+_LETTERS = {"page_table": "bk", "indices": "bht", "counts": "bh", "magicpig_bits": "h", "magicpig_tables": "h"}
+_LETTERS |= {name: feature.axes for name, feature in FEATURES.items() if feature.axes}
 _QUERIES = frozenset({"q", "q_nope", "q_rope"})
 _PAGES = frozenset({"k_pages", "v_pages"})
 _STORED = frozenset({"k_cache", "v_cache", "k_block_scale", "v_block_scale"})
@@ -25,7 +21,6 @@ Axes = tuple[int | None, int | None]
 
 
 def register() -> None:
-    """Tell torch the rules. To be called once torch.distributed.tensor is imported."""
     from torch.distributed.tensor.experimental import register_sharding
 
     for op, signature in SIGNATURES.items():
@@ -36,7 +31,7 @@ def register() -> None:
 
 
 def _distinguish(overload: Any) -> None:
-    """Have a rule asked anew for other layouts: register_sharding lets it be asked once for all strings and flags."""
+    """Make torch ask a rule again for other layouts: register_sharding caches over all strings and flags."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -76,7 +71,7 @@ def _backward(signature: OperatorSignature) -> Any:
 
 
 def _ways(signature: OperatorSignature, arguments: Any) -> list[tuple[list[Any], Any, Any]]:
-    """(Placements of the arguments, of out, of the LSE) for each way to shard a call."""
+    """Return (placements of the arguments, of out, of the LSE) for each way to shard a call."""
     from torch.distributed.tensor import Replicate, Shard
 
     named = dict(zip((*signature.tensors, *signature.values), arguments, strict=True))
@@ -91,7 +86,6 @@ def _ways(signature: OperatorSignature, arguments: Any) -> list[tuple[list[Any],
 
 
 def _placements(signature: OperatorSignature, named: dict[str, Any], axis: int | None) -> list[Any]:
-    """Of the arguments, for sharding by sequences (0), by heads (1) or not at all."""
     from torch.distributed.tensor import Replicate, Shard
 
     found: list[Any] = []
@@ -108,17 +102,11 @@ def _placements(signature: OperatorSignature, named: dict[str, Any], axis: int |
 
 
 def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
-    """Where a tensor has the axes of sequences and of heads."""
-    if name in _PER_SEQUENCE:
-        return 0, None
-    if name in _PER_HEAD:
-        return _PER_HEAD[name]
-    if name == "alibi_slopes":
-        return (0, 1) if tensor.ndim == 2 else (None, 0)
-    if name == "block_mask":
-        return (0 if tensor.shape[0] > 1 else None), (1 if tensor.shape[1] > 1 else None)
-    if name == "tree_mask":
-        return (0 if tensor.ndim == 2 else None), None
+    if name in _LETTERS:
+        first = len(_LETTERS[name]) - tensor.ndim  # leading axes that it lacks
+        places = (_LETTERS[name].replace("s", "b").find(letter) - first for letter in "bh")
+        batch, head = (place if place >= 0 and tensor.shape[place] > 1 else None for place in places)
+        return batch, head
     if name in ("q_scale", "k_scale", "v_scale"):
         if tensor.ndim < 3:
             several = tensor.ndim and tensor.shape[-1] > 1
@@ -126,10 +114,6 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
         paged = named.get("page_table") is not None
         last = named["page_layout"] == "phd" if paged else named["layout"] == "bshd"
         return (None if paged else 0), (2 if last else 1)
-    if name in ("bias", "mask"):
-        sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
-        first = 4 - tensor.ndim
-        return (0 if sizes[0] > 1 else None), (1 - first if sizes[1] > 1 else None)
     if name in ("kv_pages", "kv_scale") or name.startswith("cu_seqlens"):
         return None, None
     if name in _PAGES or (name in _STORED and named.get("page_table") is not None):
@@ -140,7 +124,6 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
 
 
 def _heads(signature: OperatorSignature, named: dict[str, Any]) -> tuple[int, int]:
-    """Heads of queries and of keys."""
     name_q, name_k = signature.tensors[0], next(n for n in signature.tensors if n not in _QUERIES)
     q, k = named[name_q], named[name_k]
     at, at_k = _axes(named, name_q, q)[1], _axes(named, name_k, k)[1]
@@ -149,11 +132,11 @@ def _heads(signature: OperatorSignature, named: dict[str, Any]) -> tuple[int, in
 
 
 def _divides(signature: OperatorSignature, named: dict[str, Any], axis: int) -> bool:
-    """Whether a call may be sharded along an axis: packed sequences not by sequences; heads in equal shares alone, so
-    that each query head finds its key head."""
+    """Return whether a call can be sharded along an axis: packed sequences by heads only, heads in equal shares."""
     q = named[signature.tensors[0]]
     if axis == 0:
         return q.ndim != 3
+    # In equal shares each query head finds its key head.
     heads, kv_heads = _heads(signature, named)
     ranks = q.mesh.size()
     return heads % ranks == 0 and (kv_heads % ranks == 0 or kv_heads == 1)

@@ -5,7 +5,7 @@ from typing import Literal, overload
 
 import torch
 
-from portattn.integrations.flash_attn.options import WindowSize as WindowSize
+from portattn.integrations.flash_attn.core import WindowSize as WindowSize
 from portattn.validate.checks import Number as Number
 
 def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: torch.Tensor | None = None,

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature
-from portattn.validate.stored import format_of, numbers_of
+from portattn.validate.quantized import value_width
 
 
 def register() -> None:
-    """Tell torch's counter the formulas. To be called once it is imported."""
     from torch.utils.flop_counter import register_flop_formula
 
     for op, signature in SIGNATURES.items():
@@ -39,10 +38,9 @@ def _backward(signature: OperatorSignature) -> Any:
 
 
 def sizes(signature: OperatorSignature, arguments: Any) -> tuple[int, int, int]:
-    """(pairs of a query row and a key in all heads, width of keys, width of values), as torch counts them: masks,
-    windows and padding of dense tensors are passed over. Packed rows, keys in pages and chosen tokens count as far as
-    their lengths say, which are read back; of tensors without data, as far as there is room.
-    """
+    """Return (pairs of a query row and a key in all heads, width of keys, width of values), as torch counts them.
+
+    Masked pairs count too. Packed rows, pages and chosen tokens count by lengths, read back; fakes by capacity."""
     given = dict(zip((*signature.tensors, *signature.values), arguments, strict=True))
     op, q = signature.op, arguments[0]
     bshd = given.get("layout") == "bshd"
@@ -50,7 +48,7 @@ def sizes(signature: OperatorSignature, arguments: Any) -> tuple[int, int, int]:
         width, width_v = q.shape[-1] + given["q_rope"].shape[-1], q.shape[-1]
     else:
         k, v = arguments[1], arguments[2]
-        width, width_v = (numbers_of(cache, format_of(cache)) for cache in (k, v))
+        width, width_v = q.shape[-1], value_width(op, q, k, v)
     if q.ndim == 3:
         heads, batch = q.shape[1], given["cu_seqlens_q"].shape[0] - 1
         rows = _lengths(given["cu_seqlens_q"])
@@ -83,7 +81,6 @@ def _keys(given: dict[str, Any], op: str, batch: int, bshd: bool, heads: int) ->
 
 
 def _lengths(ends: torch.Tensor) -> list[Any]:
-    """Lengths of packed sequences; empty where they cannot be read."""
     return [] if _no_data(ends) else ends.diff().tolist()
 
 

@@ -1,14 +1,14 @@
-"""portattn in the place of torch's scaled_dot_product_attention: a function, a block in which torch's own name is
-served, and an implementation in torch's registry of flash attention.
+"""portattn in the place of torch's scaled_dot_product_attention: a function, a block, and a flash implementation.
 
-What `portattn.attention` cannot take is torch's own, never silently: one FallbackWarning a cause, as the setting
-`fallback` says, and `route` and `explain` tell beforehand. Input that torch refuses raises torch's error.
+Calls that `portattn.attention` cannot take run on torch, with one FallbackWarning for each cause (setting `fallback`);
+`route` and `explain` tell beforehand. Input that torch refuses raises torch's error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,18 +16,20 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portattn.api import ops
-from portattn.api.dynamo_disabled import leave_out, left_out
-from portattn.api.transform_checks import are_transformed
+from portattn.api.transform_checks import are_transformed, leave_out, left_out
 from portattn.errors import ArgumentError, TracingError
 from portattn.integrations.sdpa_flash import flash_impl, register_flash_impl
-from portattn.integrations.sdpa_mapping import MappedCall, RefusedCall, lie_in_memory, map_call
-from portattn.integrations.sdpa_routes import (
+from portattn.integrations.sdpa_mapping import (
     OURS,
     WHO,
+    MappedCall,
+    RefusedCall,
     Route,
     Serving,
     check_allowed,
     last_route,
+    lie_in_memory,
+    map_call,
     note,
     note_while_tracing,
     tell_while_tracing,
@@ -40,7 +42,7 @@ __all__ = [
     "flash_impl",
     "last_route",
     "register_flash_impl",
-    "replaced",
+    "replacement",
     "route",
     "scaled_dot_product_attention",
 ]
@@ -65,43 +67,45 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention, argument for argument, by `portattn.attention`.
+    """Run torch's scaled_dot_product_attention, argument for argument, by `portattn.attention`.
 
-    query       (..., Hq, L, E), two axes or more; float16, bfloat16 or float32 (others are torch's own)
-    key, value  (..., H, S, E) and (..., H, S, Ev); axes before the last two broadcast, unless enable_gqa has their
-                heads repeated
-    attn_mask   broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, in query's dtype or float32.
-                It may require grad. A CausalBias of torch.nn.attention.bias is taken as what it says
-    dropout_p   dropout on the probabilities; it draws other elements than torch's kernels do
-    is_causal   query i sees keys 0..i (top-left)
-    scale       factor on the scores; None for 1/√E
-    enable_gqa  Hq may be a multiple of H
+    Autocast casts as for torch's function. A row with nothing to attend gives 0. The result has query's memory order,
+    like torch's fused kernels'. In graphs (torch.compile with fullgraph, torch.export, make_fx) and torch.func's
+    transforms the call is portattn's operator, with dropout too; forward mode is torch's own.
 
-    Autocast casts the arguments as it does for torch's function. A row that may attend nothing gives 0. The result has
-    query's memory order, (..., L, Hq, Ev) where query has it, as torch's fused kernels do.
+    Args:
+        query: (..., Hq, L, E), two axes or more; float16, bfloat16 or float32 (others are torch's own)
+        key, value: (..., H, S, E) and (..., H, S, Ev); axes before the last two broadcast, unless enable_gqa has their
+            heads repeated
+        attn_mask: broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, in query's dtype or
+            float32. It may require grad. A CausalBias of torch.nn.attention.bias is its causal mask
+        dropout_p: dropout on the probabilities; it draws other elements than torch's kernels do
+        is_causal: query i sees keys 0..i (top-left)
+        scale: factor on the scores; None for 1/√E
+        enable_gqa: Hq may be a multiple of H
 
-    Returns (..., Hq, L, Ev) in query's dtype.
+    Returns:
+        (..., Hq, L, Ev) in query's dtype.
 
-    In graphs and transforms it is portattn's operator where `portattn.attention` is: under torch.compile (with
-    fullgraph, too), torch.export, make_fx and torch.func, with dropout, too. Forward mode is torch's own.
+    Raises:
+        RuntimeError: torch refuses the same input; errors of torch keep their type.
+        PathUnavailable: portattn cannot take the call, and `fallback="error"` or a named `backend` forbids falling
+            back.
 
-    Raises what torch raises for the same input; PathUnavailable where portattn cannot take the call and falling back
-    is forbidden, by `fallback="error"` or a named `backend`.
-
-    >>> import torch
-    >>> from portattn.integrations import sdpa
-    >>> q, k, v = torch.randn(2, 8, 3, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
-    >>> ours = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    >>> right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    >>> torch.allclose(ours, right, atol=1e-5)
-    True
+    Examples:
+        >>> import torch
+        >>> from portattn.integrations import sdpa
+        >>> q, k, v = torch.randn(2, 8, 3, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
+        >>> ours = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        >>> right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        >>> torch.allclose(ours, right, atol=1e-5)
+        True
     """
     serve = _serve_traced if torch.compiler.is_dynamo_compiling() else _serve
     return serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _serve(*arguments: Any) -> torch.Tensor:
-    """A call by portattn, or by torch. Arguments in torch's order."""
     if _serving.now:
         return _call_torch(arguments)
     _serving.now = True
@@ -121,8 +125,7 @@ def _serve(*arguments: Any) -> torch.Tensor:
 
 
 def _serve_traced(*arguments: Any) -> torch.Tensor:
-    """As _serve, while dynamo traces it: plain Python alone, and no error of an operator can be caught here. The graph
-    has portattn's operator, or torch's. The route is told now, and not when the graph runs."""
+    """Serve a call while dynamo traces it: no operator's error can be caught, and the route is noted now."""
     found = map_call(*arguments)
     if isinstance(found, MappedCall):
         note_while_tracing()
@@ -147,14 +150,14 @@ def _call_torch(arguments: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _refused(error: ArgumentError | TracingError) -> RefusedCall:
-    """A call that portattn.attention itself does not take: a mask to be negated, forward-mode derivatives."""
+    """Return the call as refused by portattn.attention itself: a mask to be negated, forward-mode derivatives."""
     if isinstance(error, ArgumentError):
         return RefusedCall(error.argument, str(error))
     return RefusedCall("tracing", str(error))
 
 
 def _hand_over(refused: RefusedCall, arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Let torch answer: its result, its error, or PathUnavailable where falling back is forbidden."""
+    """Return torch's result or raise its error; raise PathUnavailable if falling back is forbidden."""
     if not refused.invalid:
         check_allowed(WHO, refused)
     out = _by_torch(refused, arguments)
@@ -188,23 +191,28 @@ def route(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Route:
-    """Which way a call of `scaled_dot_product_attention` would take, and why. Nothing is launched.
+    """Return the route that a call of `scaled_dot_product_attention` would take, and why. Nothing is launched.
 
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  as there: query (..., Hq, L, E)
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as there: query (..., Hq, L, E)
 
-    Returns a Route: `path`, `reason`, and portattn's `plan`, which is None for what torch.func transforms, what is
-    being functionalized, and DTensors: it is made when the operator runs.
+    Returns:
+        A Route: `path`, `reason`, and portattn's `plan`. The plan is None under torch.func's transforms or
+        functionalization, and for DTensors: it is made when the operator runs.
 
-    Raises PathUnavailable and QuirkConflict as `portattn.plan` does.
+    Raises:
+        PathUnavailable: A named path cannot run the call, or falling back is forbidden.
+        QuirkConflict: The registry contradicts itself.
 
-    >>> import torch
-    >>> from portattn.integrations import sdpa
-    >>> q = torch.randn(1, 2, 5, 16, dtype=torch.float64)
-    >>> sdpa.route(q, q, q).reason
-    'query is torch.float64, and portattn takes float16, bfloat16 and float32'
-    >>> half = q.half()
-    >>> print(sdpa.route(half, half, half, is_causal=True).plan.problem)
-    attention q (1,2,5,16) kv (1,2,5,16) fp16 causal top-left
+    Examples:
+        >>> import torch
+        >>> from portattn.integrations import sdpa
+        >>> q = torch.randn(1, 2, 5, 16, dtype=torch.float64)
+        >>> sdpa.route(q, q, q).reason
+        'query is torch.float64, and portattn takes float16, bfloat16 and float32'
+        >>> half = q.half()
+        >>> print(sdpa.route(half, half, half, is_causal=True).plan.problem)
+        attention q (1,2,5,16) kv (1,2,5,16) fp16 causal top-left
     """
     found = map_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(found, MappedCall):
@@ -230,26 +238,31 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> str:
-    """In words, which way a call of `scaled_dot_product_attention` would take, and why.
+    """Return in words the route that a call of `scaled_dot_product_attention` would take, and why.
 
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  as there: query (..., Hq, L, E)
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as there: query (..., Hq, L, E)
 
-    Returns the text of the Route; with portattn's plan, several lines.
+    Returns:
+        The text of the Route; with portattn's plan, several lines.
 
-    Raises what `route` raises.
+    Raises:
+        PathUnavailable: A named path cannot run the call, or falling back is forbidden.
+        QuirkConflict: The registry contradicts itself.
 
-    >>> import torch
-    >>> from portattn.integrations import sdpa
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> print(sdpa.explain(q, q, q, dropout_p=1.0))
-    scaled_dot_product_attention: torch's own, because dropout_p is 1.0, and portattn takes [0, 1)
+    Examples:
+        >>> import torch
+        >>> from portattn.integrations import sdpa
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> print(sdpa.explain(q, q, q, dropout_p=1.0))
+        scaled_dot_product_attention: torch's own, because dropout_p is 1.0, and portattn takes [0, 1)
     """
     found = route(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return found.explain()
 
 
 class _Blocks:
-    """The blocks that are open, in all threads. The first puts our function in its place, the last takes it out."""
+    """Open blocks of all threads: the first puts portattn's function in place, the last restores torch's."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -266,7 +279,7 @@ class _Blocks:
     def leave(self) -> None:
         with self.lock:
             self.open -= 1
-            # Whoever has put another function there since keeps it.
+            # A function that other code has put there since stays.
             if self.open == 0 and _functional.scaled_dot_product_attention is scaled_dot_product_attention:
                 _functional.scaled_dot_product_attention = self.before
 
@@ -275,28 +288,35 @@ _blocks = _Blocks()
 
 
 @contextlib.contextmanager
-def replaced() -> Iterator[None]:
-    """A block in which torch.nn.functional.scaled_dot_product_attention is portattn's, in all threads.
+def replacement() -> Iterator[None]:
+    """Replace torch.nn.functional.scaled_dot_product_attention by portattn's inside a block, in all threads.
 
-    What looks the name up in torch.nn.functional is served: nn.MultiheadAttention, models that write
-    F.scaled_dot_product_attention, what is checkpointed and computed again in a backward. A name that was imported
-    before (`from torch.nn.functional import ...`) stays torch's own. Blocks nest, and may overlap in several threads;
-    the last that ends restores. torch.compile compiles again inside what it compiled outside.
+    Code that looks the name up in torch.nn.functional is served (nn.MultiheadAttention, models, checkpointed code that
+    runs again in a backward); a name imported before (`from torch.nn.functional import ...`) stays torch's. Blocks nest
+    and may overlap in several threads; the last to end restores. torch.compile compiles code from outside the block
+    again.
 
-    Returns the context manager.
+    Returns:
+        The context manager.
 
-    Raises nothing of its own.
-
-    >>> import torch
-    >>> from portattn.integrations import sdpa
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> with sdpa.replaced():
-    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    >>> sdpa.last_route().path
-    'portattn'
+    Examples:
+        >>> import torch
+        >>> from portattn.integrations import sdpa
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> with sdpa.replacement():
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> sdpa.last_route().path
+        'portattn'
     """
     _blocks.enter()
     try:
         yield
     finally:
         _blocks.leave()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "replaced":
+        warnings.warn(f"{__name__}.replaced is now named replacement", DeprecationWarning, stacklevel=2)
+        return replacement
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

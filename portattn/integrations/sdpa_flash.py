@@ -1,9 +1,4 @@
-"""portattn in torch's registry of flash attention: the five aten operators behind SDPA's flash kernel, overridden while
-the implementation is active, for the whole process.
-
-Forwards run on portattn, and give out and LSE as torch's kernels do. portattn has no backward kernels: backwards, and
-what portattn cannot take, are torch's own kernels, which were there before.
-"""
+"""portattn in torch's registry of flash attention: forwards run on portattn, backwards on torch's own kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +13,7 @@ import torch
 
 from portattn.api import ops
 from portattn.errors import ArgumentError, PathUnavailable, PortattnError
-from portattn.integrations.sdpa_mapping import RefusedCall
-from portattn.integrations.sdpa_routes import OURS, Serving, check_allowed, note, torch_ran
+from portattn.integrations.sdpa_mapping import OURS, RefusedCall, Serving, check_allowed, note, torch_ran
 from portattn.schema.plan import Rejection
 
 _DENSE = "_scaled_dot_product_flash_attention"
@@ -29,15 +23,9 @@ _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class _Kernels(NamedTuple):
-    """torch's flash kernels for a type of devices.
-
-    dtypes   what they take, and what their backward can therefore be given
-    no_keys  the LSE that they give for a row with nothing to attend: their backwards subtract it
-    """
-
     device_type: str
-    dtypes: tuple[torch.dtype, ...]
-    no_keys: float
+    dtypes: tuple[torch.dtype, ...]  # of their inputs, and so of their backward's
+    no_keys: float  # their LSE of a row with nothing to attend, which their backwards subtract
 
 
 _KERNELS = {
@@ -58,11 +46,7 @@ class _NotTakenError(Exception):
 
 
 class Activation:
-    """What torch's registry holds while the implementation is active: the operators, and `remove()`.
-
-    device_type  "cuda" (ROCm too) or "cpu"
-    own          torch's own kernels by operator; None where torch has none for the device
-    """
+    """Operators that override torch's own while the implementation is active."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -74,6 +58,7 @@ class Activation:
             backwards.append(f"{_CPU}_backward")
         # Torch 2.11 has no `_flash_attention_forward_no_dropout_inplace`.
         forwards = {name: forward for name, forward in forwards.items() if hasattr(torch.ops.aten, name)}
+        # torch's own kernels by operator; None where torch has none for the device.
         self.own = {name: _kernel(name, key) for name in (*forwards, *backwards)}
         self._library: Any = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # torch warns that its kernels are overridden, as intended
@@ -84,7 +69,7 @@ class Activation:
                 self._put(name, functools.partial(self._backward, name), key)
 
     def remove(self) -> None:
-        """Take the operators out again: torch's own run from then on. Twice is once."""
+        """Restore torch's own operators; a second call does nothing."""
         library, self._library = self._library, None
         if library is not None:
             library._destroy()
@@ -135,7 +120,6 @@ class Activation:
 
 
 def _kernel(name: str, key: str) -> Any:
-    """torch's own kernel of an aten operator for a dispatch key; None where it has none."""
     operator = f"aten::{name}"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, key):
         return None
@@ -146,7 +130,7 @@ def _dense(
     device_type: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0,
     is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """aten::_scaled_dot_product_flash_attention: (B, H, S, D), a causal mask at the bottom right."""
+    """Run aten::_scaled_dot_product_flash_attention: (B, H, S, D), a causal mask at the bottom right."""
     _check(device_type, query, value, dropout_p, return_debug_mask)
     out, lse = _attend(query, key, value, scale=scale, causal=is_causal)
     state = _random_state(query)
@@ -158,7 +142,7 @@ def _any(
     cum_seq_k: torch.Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
     return_debug_mask: bool, **rest: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """aten::_flash_attention_forward: dense (B, S, H, D), or packed (T, H, D) by cum_seq_q and cum_seq_k."""
+    """Run aten::_flash_attention_forward: dense (B, S, H, D), or packed (T, H, D) by cum_seq_q and cum_seq_k."""
     _check(device_type, query, value, dropout_p, return_debug_mask)
     out, lse = _attend_any(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, **rest)
     return _like(query, out), lse, *_random_state(query)
@@ -169,7 +153,7 @@ def _in_place(
     cum_seq_q: torch.Tensor | None, cum_seq_k: torch.Tensor | None, max_q: int, max_k: int, dropout_p: float,
     is_causal: bool, return_debug_mask: bool, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """aten::_flash_attention_forward_no_dropout_inplace: the same into `out`; the LSE is returned."""
+    """Run aten::_flash_attention_forward_no_dropout_inplace: write to `out`, return the LSE."""
     _check(device_type, query, value, dropout_p, return_debug_mask)
     found, lse = _attend_any(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, **rest)
     out.copy_(found)
@@ -180,7 +164,7 @@ def _cpu(
     device_type: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0,
     is_causal: bool = False, *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """aten::_scaled_dot_product_flash_attention_for_cpu: (B, H, S, D), a causal mask at the top left, attn_mask too."""
+    """Run aten::_scaled_dot_product_flash_attention_for_cpu: (B, H, S, D), a causal mask at the top left, attn_mask."""
     _check(device_type, query, value, dropout_p, False)
     given = {} if attn_mask is None else {"mask" if attn_mask.dtype is torch.bool else "bias": attn_mask.detach()}
     out, lse = _attend(query, key, value, scale=scale, causal="top_left" if is_causal else False, **given)
@@ -192,7 +176,6 @@ def _cpu(
 def _check(
     device_type: str, query: torch.Tensor, value: torch.Tensor, dropout_p: float, return_debug_mask: bool
 ) -> None:
-    """Raise _NotTakenError for what no forward here takes."""
     if query.dtype not in _KERNELS[device_type].dtypes:
         raise _NotTakenError("dtype", f"query is {query.dtype}, which torch's flash kernels refuse on {device_type}")
     if query.shape[-1] != value.shape[-1]:
@@ -204,7 +187,6 @@ def _check(
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> tuple[Any, Any]:
-    """portattn.attention of (B, H, S, D) tensors, with the LSE."""
     q, k, v = query.detach(), key.detach(), value.detach()
     return ops.attention(q, k, v, return_lse=True, **options)
 
@@ -215,9 +197,9 @@ def _attend_any(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None, block_table: torch.Tensor | None = None, num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Dense or packed attention in FlashAttention's layout. num_splits is a hint there, and portattn chooses."""
+    """Run dense or packed attention in FlashAttention's layout. num_splits is a hint there, and portattn chooses."""
     if alibi_slopes is not None:
-        # FlashAttention leaves out of a causal row's scores what is the same for all its keys, and so of its LSE.
+        # FlashAttention leaves a term that all keys share out of a causal row's scores, and so out of its LSE.
         raise _NotTakenError("alibi_slopes", "alibi_slopes are given, with which FlashAttention's LSE is another")
     if block_table is not None:
         raise _NotTakenError("block_table", "block_table is given: call portattn.paged_attention for pages")
@@ -240,18 +222,17 @@ def _attend_any(
 
 
 def _with_torchs_empty_rows(lse: torch.Tensor, value: float) -> torch.Tensor:
-    """The LSE with torch's value for rows that attend nothing, where portattn has -inf."""
     return lse.masked_fill(lse == -math.inf, value)
 
 
 def _like(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The output in the memory order of the query, as torch's kernels and their shapes under torch.compile have it."""
+    """Return the output in the query's memory order, like torch's kernels and their shapes under torch.compile."""
     expected = torch.empty_like(query)
     return out if out.stride() == expected.stride() else expected.copy_(out)
 
 
 def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Seed and offset of a dropout that was not drawn, and the debug mask that was not asked for."""
+    """Return seed and offset of a dropout that was not drawn, and an empty debug mask."""
     empty = query.new_empty(0)
     if torch.version.hip:
         zero = torch.zeros((), dtype=torch.long, device=query.device)
@@ -264,29 +245,32 @@ def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def register_flash_impl(device_type: str | None = None, name: str | None = None) -> str:
-    """Put portattn into torch's registry of flash attention implementations. Nothing is activated.
-
-    device_type  "cuda" (ROCm too) or "cpu": whose operators it overrides; None for "cuda" where torch is built for it
-    name         under which torch.nn.attention.activate_flash_attention_impl finds it; None for PORTATTN_CUDA or
-                 PORTATTN_CPU
+    """Register portattn among torch's flash attention implementations, without activating it.
 
     While it is active, SDPA's flash kernel is portattn's forward for every caller in the process, torch.compile's
-    included; torch.nn.attention.restore_flash_attention_impl() ends that. Gradients come from torch's own backward
-    kernels, which get portattn's output and LSE.
+    included, until torch.nn.attention.restore_flash_attention_impl(). Gradients come from torch's own backward kernels,
+    which get portattn's output and LSE.
 
-    Returns the name.
+    Args:
+        device_type: "cuda" (ROCm too) or "cpu", the device of the overridden operators; None for "cuda" if torch has it
+        name: its name for torch.nn.attention.activate_flash_attention_impl; None for PORTATTN_CUDA or PORTATTN_CPU
 
-    Raises ArgumentError for another device type, PortattnError where this torch has no such registry or is not built
-    for the device.
+    Returns:
+        The name.
 
-    >>> import torch
-    >>> from portattn.integrations import sdpa
-    >>> sdpa.register_flash_impl("cpu")
-    'PORTATTN_CPU'
-    >>> "PORTATTN_CPU" in torch.nn.attention.list_flash_attention_impls()
-    True
-    >>> torch.nn.attention.current_flash_attention_impl() is None
-    True
+    Raises:
+        ArgumentError: The device type is unsupported.
+        PortattnError: This torch has no such registry, or is not built for the device.
+
+    Examples:
+        >>> import torch
+        >>> from portattn.integrations import sdpa
+        >>> sdpa.register_flash_impl("cpu")
+        'PORTATTN_CPU'
+        >>> "PORTATTN_CPU" in torch.nn.attention.list_flash_attention_impls()
+        True
+        >>> torch.nn.attention.current_flash_attention_impl() is None
+        True
     """
     built = torch.backends.cuda.is_built()  # ROCm's torch says so too
     device_type = device_type or ("cuda" if built else "cpu")
@@ -301,26 +285,27 @@ def register_flash_impl(device_type: str | None = None, name: str | None = None)
 
 @contextlib.contextmanager
 def flash_impl(device_type: str | None = None) -> Iterator[str]:
-    """A block in which portattn is torch's flash attention implementation, in all threads.
+    """Make portattn torch's flash attention implementation inside a block, in all threads.
 
-    device_type  as in `register_flash_impl`
+    The block's end, also by an error, activates the earlier implementation again. Blocks nest.
 
-    What was active before is active again on leaving, also after an error. Blocks nest.
+    Args:
+        device_type: as in `register_flash_impl`
 
-    Returns the context manager; its value is the name in torch's registry.
+    Returns:
+        The context manager; its value is the name in torch's registry.
 
-    Raises what `register_flash_impl` raises.
-
-    >>> import torch
-    >>> from portattn.integrations import sdpa
-    >>> q = torch.randn(1, 2, 5, 16)
-    >>> with sdpa.flash_impl("cpu") as name:
-    ...     active = torch.nn.attention.current_flash_attention_impl()
-    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    >>> active == name, torch.nn.attention.current_flash_attention_impl()
-    (True, None)
-    >>> sdpa.last_route().path
-    'portattn'
+    Examples:
+        >>> import torch
+        >>> from portattn.integrations import sdpa
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> with sdpa.flash_impl("cpu") as name:
+        ...     active = torch.nn.attention.current_flash_attention_impl()
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> active == name, torch.nn.attention.current_flash_attention_impl()
+        (True, None)
+        >>> sdpa.last_route().path
+        'portattn'
     """
     registry = _registry()
     before = registry.current_flash_attention_impl()
@@ -339,6 +324,6 @@ def _registry() -> Any:
     if not hasattr(torch.nn.attention, "register_flash_attention_impl") or not hasattr(torch.library, "get_kernel"):
         raise PortattnError(
             f"this torch ({torch.__version__}) has no registry of flash attention implementations, or no "
-            "torch.library.get_kernel; sdpa.replaced() needs neither"
+            "torch.library.get_kernel; sdpa.replacement() needs neither"
         )
     return torch.nn.attention

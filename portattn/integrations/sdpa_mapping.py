@@ -1,12 +1,11 @@
-"""Arguments of torch's scaled_dot_product_attention as `portattn.attention` takes them, or why it cannot.
-
-Nothing is computed here beyond what torch does to the arguments itself: autocast's casts, broadcasting, and views.
-"""
+"""Map torch's scaled_dot_product_attention arguments to `portattn.attention`'s, or refuse them; a call's route."""
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from portattn.api.autocast import is_on
-from portattn.api.graph_call import graph_number
-from portattn.api.transform_checks import is_sure
-from portattn.errors import ArgumentError
+from portattn.api.call import graph_number
+from portattn.api.transform_checks import called_while_traced, is_sure
+from portattn.config import current
+from portattn.errors import ArgumentError, FallbackWarning, PathUnavailable, warn_caller
+from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem_limits import MAX_HEAD_DIM
 
 _EAGER = (torch.Tensor, torch.nn.Parameter)
@@ -30,27 +31,20 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class MappedCall:
-    """A call of `portattn.attention`.
-
-    q, k, v  (B, Hq, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv)
-    options  its other arguments; `layout` stands for the memory of the result, and the tensors are (B, H, S, D) always
-    shape    of the result: torch's batch axes, Hq, Sq, Dv
-    """
+    """A call of `portattn.attention`, with tensors (B, H, S, D) in any layout."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    options: dict[str, Any]
-    shape: tuple[int, ...]
+    options: dict[str, Any]  # its other arguments; `layout` is the result's memory order
+    shape: tuple[int, ...]  # of the result: torch's batch axes, Hq, Sq, Dv
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v with the axes in the order of the layout."""
         if self.options["layout"] == "bshd":
             return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
         return self.q, self.k, self.v
 
     def result(self, out: torch.Tensor) -> torch.Tensor:
-        """What portattn gives for `tensors`, as torch shapes it."""
         out = out.transpose(1, 2) if self.options["layout"] == "bshd" else out
         return out if _alike(out.shape, self.shape) else out.reshape(self.shape)
 
@@ -66,16 +60,11 @@ def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """A call that is torch's.
+    """A call that is left to torch."""
 
-    kind     one word for the cause: it is warned of once
-    reason   in words
-    invalid  torch raises for it, by its definition if not by every kernel
-    """
-
-    kind: str
-    reason: str
-    invalid: bool = False
+    kind: str  # a word for the cause, of which one warning is given
+    reason: str  # in words
+    invalid: bool = False  # torch's definition raises for it, if not every kernel
 
 
 class _RefusedError(Exception):
@@ -86,10 +75,7 @@ class _RefusedError(Exception):
 def map_call(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> MappedCall | RefusedCall:
-    """The call that portattn makes of torch's arguments, or why it makes none.
-
-    A row that may attend nothing needs no care: torch gives 0 for it, and so does portattn.
-    """
+    """Return portattn's call for torch's arguments, or the reason of a refusal. A row without keys gives 0 in both."""
     try:
         _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask)
         dropout_p, is_causal = _number("dropout_p", dropout_p), _flag("is_causal", is_causal)
@@ -124,7 +110,6 @@ def _check_tensors(**given: Any) -> None:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return the number, read as `attention` reads it."""
     try:
         number = graph_number("attention", name, value)
     except ArgumentError as error:
@@ -142,7 +127,6 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _marker(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str:
-    """The alignment that torch's marker of a causal mask stands for."""
     if is_causal:
         raise _RefusedError("type", "is_causal is True beside a CausalBias", invalid=True)
     if (
@@ -156,8 +140,7 @@ def _marker(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
 
 
 def _check_plain(**tensors: torch.Tensor | None) -> None:
-    """Check for dense tensors and torch's own classes that have rules for portattn's operators. Other subclasses define
-    SDPA themselves."""
+    """Check for dense tensors of classes with rules for portattn's operators; others define SDPA themselves."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -170,7 +153,6 @@ def _check_plain(**tensors: torch.Tensor | None) -> None:
 
 
 def lie_in_memory(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether tensors that were mapped are a call's own memory, or a fake of it, and no wrappers of other tensors."""
     return all(type(tensor) is not FunctionalTensor and not _is_distributed(tensor) for tensor in tensors)
 
 
@@ -179,13 +161,13 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def _is_a(tensor: torch.Tensor, module: str, name: str) -> bool:
-    """Whether it is of a class of torch's. There is none before its module is imported, which takes a second."""
+    """Return whether the tensor is of a class of torch's, without importing its module, which takes a second."""
     found = sys.modules.get(module)
     return found is not None and type(tensor) is getattr(found, name)
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The arguments as autocast casts them: SDPA runs in its dtype, and float64 is left as it is."""
+    """Return the arguments as autocast casts them: SDPA runs in its dtype, and float64 stays."""
     device = tensors[0].device.type
     if not torch._C._is_any_autocast_enabled():  # of the three the quickest to ask
         return tensors
@@ -220,7 +202,7 @@ def _shaped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, causal: bool | str,
     dropout_p: float, scale: float | None, enable_gqa: bool,
 ) -> MappedCall:  # fmt: skip
-    """The call with four axes each: the last batch axis is the heads, those before it are one batch."""
+    """Return the call with four axes each: the last batch axis is the heads, the others are one batch."""
     lead_q, lead_k, lead_v = query.shape[:-2], key.shape[:-2], value.shape[:-2]
     if enable_gqa:
         lead_k, lead_v = _grouped(lead_q, lead_k, lead_v)
@@ -256,7 +238,6 @@ def _last(lead: torch.Size) -> int:
 
 
 def _grouped(lead_q: torch.Size, lead_k: torch.Size, lead_v: torch.Size) -> tuple[torch.Size, torch.Size]:
-    """The batch axes of key and value, their heads repeated for the queries' as enable_gqa does."""
     if not (lead_q and lead_k and lead_v):
         raise _RefusedError("dimensions", "enable_gqa needs an axis of heads", invalid=True)
     heads_q, heads_k, heads_v = lead_q[-1], lead_k[-1], lead_v[-1]
@@ -270,7 +251,7 @@ def _grouped(lead_q: torch.Size, lead_k: torch.Size, lead_v: torch.Size) -> tupl
 
 
 def _broadcast(names: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
-    """What the shapes broadcast to. (torch.broadcast_shapes takes as long as all the rest of a mapping.)"""
+    """Return the broadcast shape. (torch.broadcast_shapes takes as long as all the rest of a mapping.)"""
     found = tuple(first)
     for other in others:
         if _alike(found, other):
@@ -293,15 +274,13 @@ def _broadcast(names: str, first: tuple[int, ...], *others: tuple[int, ...]) -> 
 
 
 def _layout(q: torch.Tensor) -> str:
-    """Return the layout whose memory order the query has, since torch's fused kernels give their result in it too."""
     if type(q) in _EAGER and not torch.compiler.is_dynamo_compiling():
         return "bshd" if not q.is_contiguous() and q.transpose(1, 2).is_contiguous() else "bhsd"
     return "bshd" if not _is_contiguous(q) and _is_contiguous(q.transpose(1, 2)) else "bhsd"
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of a graph is certainly contiguous. (Its own method guards on sizes that depend on data,
-    which fails.)"""
+    """Return whether a graph's tensor is surely contiguous: its own method guards on data-dependent sizes and fails."""
     step: Any = 1
     dense: Any = 1  # torch counts an empty axis as one element, or not, where it cannot know whether it is empty
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
@@ -315,7 +294,7 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 def _masked(
     attn_mask: torch.Tensor, query: torch.Tensor, scores: tuple[int, ...], batches: tuple[int, ...]
 ) -> torch.Tensor:
-    """attn_mask with four axes, each of which broadcasts to (B, Hq, Sq, Sk). Copied only where its own batches do."""
+    """Return attn_mask with four axes that broadcast to (B, Hq, Sq, Sk), copied only if its own batches do."""
     if attn_mask.device != query.device:
         raise _RefusedError("device", "attn_mask is on another device than query", invalid=True)
     if attn_mask.dtype not in (torch.bool, query.dtype, torch.float32):
@@ -335,3 +314,103 @@ def _masked(
     if all(is_sure(size == 1) for size in given[:-3]):
         return attn_mask.reshape(1, heads, *given[-2:])
     return attn_mask.expand(*batches, heads, *given[-2:]).reshape(math.prod(batches), heads, *given[-2:])
+
+
+WHO = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The route of a call, and its reason.
+
+    Attributes:
+        path: "portattn", or "torch" for torch's own kernels
+        reason: why torch runs the call; empty for portattn
+        plan: portattn's Plan of `attention`; None for torch, of `last_route`, and inside transforms
+    """
+
+    path: str
+    reason: str = ""
+    plan: Plan | None = None
+
+    def explain(self) -> str:
+        if self.path == "torch":
+            return f"{WHO}: torch's own, because {self.reason}"
+        return f"{WHO}: portattn" + ("" if self.plan is None else f"\n{self.plan.explain()}")
+
+
+class Serving(threading.local):
+    """Whether this thread serves a call: SDPA calls inside of it are torch's own."""
+
+    now = False
+
+
+OURS = Route("portattn")
+_last_route: ContextVar[Route | None] = ContextVar("portattn_sdpa_route", default=None)
+_warned: set[tuple[str, str]] = set()
+
+
+def note(route: Route | None) -> None:
+    _last_route.set(route)
+
+
+def last_route() -> Route | None:
+    """Return the route of the last call in this thread or task; None before any.
+
+    portattn.last_plan() says how portattn ran it. A graph of torch.compile or torch.export runs without noting a route.
+
+    Returns:
+        A Route without its plan.
+
+    Examples:
+        >>> import torch
+        >>> from portattn.integrations import sdpa
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> out = sdpa.scaled_dot_product_attention(q, q, q)
+        >>> sdpa.last_route().path
+        'portattn'
+    """
+    return _last_route.get()
+
+
+def check_allowed(op: str, refused: RefusedCall) -> None:
+    settings = current()
+    if settings.fallback == "error" or settings.backend != "auto":
+        cause = "fallback='error'" if settings.fallback == "error" else f"backend={settings.backend!r}"
+        raise PathUnavailable(
+            f"{op}: portattn cannot take this call, and {cause} forbids that torch runs it",
+            [Rejection(path="portattn", reason=refused.reason)],
+        )
+
+
+def torch_ran(op: str, refused: RefusedCall) -> None:
+    """Note that torch ran a call, and warn of it once a cause."""
+    note(Route("torch", refused.reason))
+    key = (op, refused.kind)
+    if current().fallback == "warn" and key not in _warned:
+        _warned.add(key)
+        warn_caller(f"{op} runs on torch's own kernels, not portattn: {refused.reason}", FallbackWarning)
+
+
+@called_while_traced
+def note_while_tracing() -> bool:
+    """Note that dynamo's graph has portattn's operator. Dynamo calls it while it traces."""
+    note(OURS)
+    return True
+
+
+@called_while_traced
+def tell_while_tracing(op: str, kind: str, reason: str, invalid: bool) -> bool:
+    """Tell that dynamo's graph has torch's operator; return whether the settings allow it, which dynamo keeps."""
+    refused = RefusedCall(kind, reason, invalid)
+    if not refused.invalid:
+        try:
+            check_allowed(op, refused)
+        except PathUnavailable:
+            return False
+    torch_ran(op, refused)
+    return True
+
+
+def forget_warnings() -> None:
+    _warned.clear()

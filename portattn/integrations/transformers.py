@@ -1,15 +1,14 @@
-"""portattn as an attention implementation of Hugging Face transformers: `register()`, then
-`attn_implementation="portattn"`.
-
-Masks come as transformers_mask describes them, windows, caps, sinks and biases as transformers' own attention functions
-get them. What is not supported raises ArgumentError with the feature's name and value; nothing is ever ignored.
-"""
+"""portattn as an attention implementation of transformers: `register()`, then `attn_implementation="portattn"`."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+import re
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,12 +32,12 @@ if not {"q_length", "q_offset"} <= inspect.signature(masking_utils.sdpa_mask).pa
         "earlier ones describe masks in another way"
     )
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation import continuous_batching
 
 from portattn.api import ops
+from portattn.api.transform_checks import leave_out, left_out
 from portattn.errors import ArgumentError
-from portattn.integrations import transformers_hooks
-from portattn.integrations.transformers_batching import Batch, attend_batch, is_paged
 from portattn.integrations.transformers_mask import (
     ELSEWHERE,
     WHO,
@@ -47,7 +46,7 @@ from portattn.integrations.transformers_mask import (
     compact_mask,
     refuse,
 )
-from portattn.planning.requested_backend import check_path
+from portattn.planning.planner import check_path
 from portattn.validate import wants_gradients
 
 # transformers runs checks of its own on names that hold these, reads "a/b" as a kernel to download, and "paged|" as a
@@ -63,8 +62,181 @@ _SPECIAL = {
 }
 
 
+_WHAT = "continuous batching"
+
+
+class Batch(NamedTuple):
+    """Arguments of a batch that transformers hands to each layer."""
+
+    cache: Any  # transformers' PagedAttentionCache
+    begin_q: torch.Tensor  # (requests + 1,) beginnings of the queries
+    begin_k: dict[str, torch.Tensor]  # the same of the keys, by the kind of layer
+    longest_q: int  # the most of one request
+    longest_k: dict[str, int]
+    named: dict[str, Any]  # other arguments: read_index and write_index, lists of tensors by the cache's allocators
+
+
+class _Pages(NamedTuple):
+    """Page table of a batch: its reading positions, (requests, pages) and (requests,) int32."""
+
+    read_index: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+
+# Of each allocator's forward under way. The first layer of an allocator makes them anew.
+_pages: weakref.WeakKeyDictionary[Any, _Pages] = weakref.WeakKeyDictionary()
+
+
+def is_paged(cache: Any) -> bool:
+    return hasattr(cache, "layer_to_allocator") and hasattr(cache, "update")
+
+
+def attend_batch(*arguments: Any) -> torch.Tensor:
+    return left_out["paged cache"](*arguments)
+
+
+def _attend_batch(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: CompactMask,
+    window: int | None,
+    batch: Batch,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Put keys and values (1, Hk, T, D) into the cache, and attend query (1, Hq, T, D) -> (1, T, Hq, D)."""
+    named = dict(batch.named)
+    if batch.begin_q is None or not isinstance(batch.begin_k, dict) or not isinstance(batch.longest_k, dict):
+        raise refuse("cu_seq_lens_k", batch.begin_k, f"{_WHAT} gives lengths of each kind of layer; {ELSEWHERE}")
+    if named.get("block_table") is not None:
+        raise refuse("block_table", named["block_table"], "is for FlashAttention alone; set max_blocks_per_request=0")
+    if mask.mask is not None or mask.chunk is not None or (mask.q_length > 1 and not mask.causal):
+        raise refuse("attention_mask", mask.shape, f"{_WHAT} is causal and has no mask functions; {ELSEWHERE}")
+    layer: Any = module.layer_idx
+    allocator = batch.cache.layer_to_allocator[layer]
+    begin_q, begin_k = batch.begin_q.to(torch.int32), batch.begin_k[allocator.layer_type].to(torch.int32)
+    longest_k = batch.longest_k[allocator.layer_type]
+    options = {**options, "causal": True, "window": None if window is None else (window - 1, 0)}
+    read_index = named["read_index"][allocator.index]
+    q = query[0].transpose(0, 1)
+    out: Any
+    if allocator.supports_block_table and read_index.numel():
+        # Without positions to read, keys and values are written alone.
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        write_index = named["write_index"][allocator.index]
+        allocator.update(k, v, layer, read_index[:0], write_index)
+        pages = _pages_of(allocator, layer, read_index, begin_k, longest_k)
+        k_pages, v_pages = allocator.get_cache_for_block_table(layer)
+        if batch.longest_q == 1 and len(begin_q) == len(q) + 1:  # a query each: the keys are split over programs
+            out = ops.paged_attention(q.unsqueeze(2), k_pages, v_pages, pages.table, pages.lengths, **options)
+            return out.squeeze(2).unsqueeze(0)
+        out = ops.paged_attention(
+            q, k_pages, v_pages, pages.table, pages.lengths, cu_seqlens_q=begin_q, max_seqlen_q=batch.longest_q,
+            **options,
+        )  # fmt: skip
+        return out.unsqueeze(0)
+    named["cu_seq_lens_k"], named["max_length_k"] = batch.begin_k, batch.longest_k
+    key, value = batch.cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=named)
+    k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    out = ops.varlen_attention(q, k, v, begin_q, begin_k, batch.longest_q, longest_k, **options)
+    return out.unsqueeze(0)
+
+
+# transformers leaves it out, too.
+leave_out("paged cache", _attend_batch, "the cache is written in place through views of one tensor, which graphs copy")
+
+
+def _pages_of(allocator: Any, layer: int, read_index: torch.Tensor, begin_k: torch.Tensor, longest_k: int) -> _Pages:
+    """Return a batch's page table: request b's positions begin at begin_k[b], a page at every tokens_per_page-th."""
+    kept = _pages.get(allocator)
+    if kept is not None and kept.read_index is read_index and layer != allocator.layer_indices[0]:
+        return kept
+    size = allocator.tokens_per_page
+    columns = torch.arange(0, max(longest_k, 1), size, device=read_index.device)
+    places = (begin_k[:-1, None] + columns).clamp(max=read_index.numel() - 1)
+    table = read_index[places].div(size, rounding_mode="floor").to(torch.int32)
+    pages = _Pages(read_index, table, begin_k.diff())
+    _pages[allocator] = pages
+    return pages
+
+
+# Wrappers of two methods of transformers that alone decide on loading a model and on continuous batching.
+
+Method = Callable[..., Any]
+# A layer of attention that is written here, rather than derived from one of transformers'.
+_OWN_LAYER = re.compile(r"^class \w*(?:Attention|Attn)\w*\((?:\w+\.)*Module\):", re.MULTILINE)
+
+
+def goes_through_interface(model: type[Any]) -> bool:
+    """Return whether a model class's layers call AttentionInterface: its author says so, or its source does."""
+    if getattr(model, "_supports_attention_backend", False):
+        return True
+    if not model._can_set_attn_implementation():
+        return False
+    # transformers finds layers by one spelling alone, and takes everything else.
+    source = inspect.getsource(sys.modules[model.__module__])
+    return "ALL_ATTENTION_FUNCTIONS" in source or "AttentionInterface" in source or not _OWN_LAYER.search(source)
+
+
+def _checking(original: Method, names: Collection[str]) -> Method:
+    @functools.wraps(original)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if requested_attention in names and not goes_through_interface(type(self)):
+            limit = (
+                f"{type(self).__name__} computes attention itself: {type(self).__module__} does not call transformers' "
+                "AttentionInterface. Use attn_implementation='eager' for it, be it a model or a part of one"
+            )
+            raise refuse("attn_implementation", requested_attention, limit)
+        return original(self, requested_attention, *args, **kwargs)
+
+    return get_correct_attn_implementation
+
+
+def _admitting(original: Method, names: Collection[str]) -> Method:
+    @functools.wraps(original)
+    def switch_to_cb_friendly_attn(self: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        # Ours takes the cache as it is. The method would raise ValueError, or switch to FlashAttention.
+        if model.config._attn_implementation in names:
+            return None
+        return original(self, model, *args, **kwargs)
+
+    return switch_to_cb_friendly_attn
+
+
+_WRAPPED: tuple[tuple[type[Any], str, Callable[[Method, Collection[str]], Method]], ...] = (
+    (PreTrainedModel, "get_correct_attn_implementation", _checking),
+    (continuous_batching.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _admitting),
+)
+_installed: list[tuple[type[Any], str, Method, Method]] = []  # class, name, theirs, ours
+
+
+def _install_hooks(names: Collection[str]) -> None:
+    """Wrap the methods, once; `names` is the live collection of registered names."""
+    if _installed:
+        return
+    for owner, name, wrap in _WRAPPED:
+        theirs = owner.__dict__.get(name)
+        if theirs is None:  # a version of transformers that does it otherwise
+            continue
+        ours = wrap(theirs, names)
+        setattr(owner, name, ours)
+        _installed.append((owner, name, theirs, ours))
+
+
+def _remove_hooks() -> None:
+    """Restore transformers' methods; a later wrapper of another library stays, and still calls ours."""
+    for owner, name, theirs, ours in _installed:
+        if owner.__dict__.get(name) is ours:
+            setattr(owner, name, theirs)
+    _installed.clear()
+
+
 class Registration:
-    """What register() returns: the name and backend, and remove()."""
+    """Handle of `register`: the name and backend, and remove()."""
 
     def __init__(
         self, name: str, backend: str | None, forward: Callable[..., Any], mask: Callable[..., Any] = compact_mask
@@ -72,14 +244,14 @@ class Registration:
         self.name, self.backend, self._forward, self._mask = name, backend, forward, mask
 
     def install(self) -> None:
-        """Put it into transformers. Both, or transformers hands every layer a mask of None."""
+        """Register attention and mask functions with transformers; without the latter, layers get a mask of None."""
         AttentionMaskInterface.register(self.name, self._mask)
         AttentionInterface.register(self.name, self._forward)
         _registered[self.name] = self
-        transformers_hooks.install(_registered.keys())
+        _install_hooks(_registered.keys())
 
     def remove(self) -> None:
-        """Take the name out of transformers again. Models set to it raise from then on. Twice is once."""
+        """Remove the name from transformers: models set to it then raise; a second call does nothing."""
         if _registered.get(self.name) is not self:
             return
         del _registered[self.name]
@@ -88,7 +260,7 @@ class Registration:
             if interface._global_mapping.get(self.name) is ours:
                 del interface._global_mapping[self.name]
         if not _registered:
-            transformers_hooks.remove()
+            _remove_hooks()
 
     def __repr__(self) -> str:
         state = "registered" if _registered.get(self.name) is self else "removed"
@@ -101,24 +273,27 @@ _registered: dict[str, Registration] = {}
 def register(name: str = "portattn", backend: str | None = None) -> Registration:
     """Make portattn an attention implementation of transformers: `attn_implementation="portattn"`.
 
-    name     under which models find it; none of transformers' own names, nor a part of one
-    backend  as in `portattn.attention`: a path that every call must take, or None for the setting
+    Calls come as transformers makes them: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D). While a name is
+    registered, two methods of transformers are wrapped: a model whose layers compute attention themselves raises
+    ArgumentError when loaded with it, and continuous batching admits it.
 
-    Calls come as transformers makes them: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D).
+    Args:
+        name: under which models find it; none of transformers' own names, nor a part of one
+        backend: as in `portattn.attention`: a path that every call must take, or None for the setting
 
-    While a name is registered, two methods of transformers are wrapped (transformers_hooks.py): models whose layers
-    compute attention themselves raise ArgumentError when they are loaded with it, and continuous batching admits it.
+    Returns:
+        A Registration, a handle with remove(). The same arguments again give the same handle.
 
-    Returns a Registration, a handle with remove(). The same arguments again give the same handle.
+    Raises:
+        ArgumentError: The name is used by transformers or another library, or registered with another backend, or no
+            device has the backend.
 
-    Raises ArgumentError for a name that transformers or somebody else uses, for a name registered with another
-    backend, and for a backend that no device has.
-
-    >>> from portattn.integrations.transformers import register
-    >>> registered = register("portattn_reference", backend="reference")
-    >>> registered
-    Registration(name='portattn_reference', backend='reference', registered)
-    >>> registered.remove()
+    Examples:
+        >>> from portattn.integrations.transformers import register
+        >>> registered = register("portattn_reference", backend="reference")
+        >>> registered
+        Registration(name='portattn_reference', backend='reference', registered)
+        >>> registered.remove()
     """
     check_name(name)
     if backend is not None and not isinstance(backend, str):
@@ -188,19 +363,17 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
 
 
 def check_name(name: Any) -> None:
-    """Raise ArgumentError for a name that transformers would read in another way."""
     if not isinstance(name, str) or not name or any(word in name for word in RESERVED):
         raise ArgumentError(WHO, "name", name, f"must be a string that holds none of {', '.join(RESERVED)}")
 
 
 def check_free(name: str) -> None:
-    """Raise ArgumentError for a name that is in use."""
     if name in AttentionInterface._global_mapping or name in AttentionMaskInterface._global_mapping:
         raise ArgumentError(WHO, "name", name, "is taken in transformers' AttentionInterface")
 
 
 def _special(feature: str, value: Any, cache: Any) -> Any:
-    """The cache of continuous batching, where that is the feature. Raises ArgumentError for what is not supported."""
+    """Return continuous batching's cache if `feature` is that; raise ArgumentError for unsupported features."""
     if feature == "cache" and is_paged(value):
         return value
     if feature == "output_attentions" and not value:
@@ -211,7 +384,6 @@ def _special(feature: str, value: Any, cache: Any) -> Any:
 def _read(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool | None
 ) -> tuple[CompactMask, torch.Tensor | None]:
-    """The layer's mask, and what it adds to the scores. Raises ArgumentError for what says neither."""
     batch, heads, q_length, _ = query.shape
     kv_length = key.shape[2]
     if isinstance(mask, CompactMask):
@@ -242,7 +414,7 @@ def _read(
 
 
 def _acceptable(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Sinks or a bias in a dtype that the ops take. Models have them in their own, which is."""
+    """Return sinks or a bias in a dtype of the ops; models have them in their own."""
     return tensor if tensor is None or tensor.dtype in (query.dtype, torch.float32) else tensor.to(torch.float32)
 
 
@@ -255,7 +427,6 @@ def _attend(
     dropout: float,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """query (B, Hq, Sq, D), key and value (B, Hk, Sk, D) -> (B, Sq, Hq, D)."""
     if mask.kv_used < mask.kv_length:
         key, value = key[:, :, : mask.kv_used], value[:, :, : mask.kv_used]
     decodes, named = mask.dense()
@@ -291,8 +462,7 @@ def _given(
     longest_k: Any,
     dense: bool,
 ) -> _Sequences | None:
-    """The packed sequences that the model's caller describes, as for FlashAttention; None where a mask is needed that
-    knows them too. Raises ArgumentError where they do not go with the rest."""
+    """Return the packed sequences that the model's caller describes; None if a mask is needed that knows them."""
     begin_q, begin_k = (cu_k if cu_q is None else cu_q), (cu_q if cu_k is None else cu_k)
     assert begin_q is not None
     assert begin_k is not None
@@ -317,7 +487,7 @@ def _attend_packed(
     dropout: float,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """query (B, Hq, S, D), key and value (B, Hk, S, D), whose rows follow one another -> (B, S, Hq, D)."""
+    """Attend query (B, Hq, S, D), key and value (B, Hk, S, D) as consecutive rows -> (B, S, Hq, D)."""
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     begin_q, longest_q, begin_k, longest_k = sequences
     causal = mask.causal and mask.q_length > 1

@@ -1,13 +1,11 @@
-"""Masks of Hugging Face transformers in few numbers: CompactMask, and the function that makes one for each forward.
+"""Masks of transformers in few numbers: CompactMask, the function that makes one for each forward, and patterns.
 
-transformers calls a mask function once for each forward and mask kind, and hands what it returns to every layer. The
-usual mask function writes out (B, 1, Sq, Sk) booleans. This one says causality and windows by two integers, padding by
-four (B,) int32 tensors or none at all, holes in a 2-D mask by (B, 1, 1, Sk) booleans, and writes out the rest.
-"""
+Causality and windows are two integers, padding up to four (B,) int32 tensors, holes (B, 1, 1, Sk) booleans. Closures of
+masking_utils are recognised by their makers; dynamo, which cannot look into them, calls with symbols."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,7 +15,175 @@ from transformers import masking_utils
 from portattn.api.transform_checks import shapes_alone
 from portattn.config import current
 from portattn.errors import ArgumentError
-from portattn.integrations.transformers_pattern import read_pattern, traced_pattern
+
+
+@dataclass(slots=True)
+class Pattern:
+    """The keys that a query may see at most, by position."""
+
+    left: int | None = None  # keys before its own position; None for all
+    right: int | None = None  # keys after it; 0 is a causal mask
+    chunk: tuple[int, torch.Tensor] | None = None  # keys of a chunk, and (B,) the first position of a sequence's chunks
+    packed: torch.Tensor | None = None  # (B, T): a query sees keys of its own number only
+    whole: bool = True  # the mask function hides no further keys
+
+    def narrow(self, left: int | None, right: int | None) -> None:
+        self.left, self.right = _least(self.left, left), _least(self.right, right)
+
+
+def read_pattern(mask_function: Callable[..., Any], positions: int) -> Pattern:
+    """Return the Pattern of a mask function over `positions` positions; unknown parts, hiding more, clear `whole`."""
+    pattern = Pattern()
+    parts = list(_intersected(mask_function))
+    packings = [part for part, _ in parts if _maker(part) == "packed_sequence_mask_function"]
+    if len(packings) == 1:
+        pattern.packed = _captured(packings[0])["packed_sequence_mask"]
+    for part, remapped in parts:
+        maker = _maker(part)
+        if part in packings:
+            pattern.whole &= len(packings) == 1
+        elif remapped and pattern.packed is None:
+            pattern.whole = False
+        # Inside a packed sequence positions run on by ones: distances in it are distances in the row.
+        elif part is masking_utils.causal_mask_function:
+            pattern.narrow(None, 0)
+        elif part is masking_utils.bidirectional_mask_function:
+            pass
+        elif maker == "sliding_window_overlay":
+            # transformers counts the query's own position: a window of W keys reaches W - 1 back.
+            pattern.narrow(_captured(part)["sliding_window"] - 1, None)
+        elif maker == "sliding_window_bidirectional_overlay":
+            window = _captured(part)["sliding_window"]
+            pattern.narrow(window, window)
+        elif maker == "chunked_overlay":
+            size = _captured(part)["chunk_size"]
+            pattern.narrow(size - 1, size - 1)
+            # Chunks are counted from each sequence's start: one that holds every position hides nothing.
+            if positions > size or remapped:
+                pattern.whole &= pattern.chunk is None and not remapped
+                pattern.chunk = size, _captured(part)["left_padding"]
+        else:
+            pattern.whole = False
+    return pattern
+
+
+def traced_pattern(mask_function: Callable[..., Any], plain: bool) -> Pattern:
+    """Return the Pattern of a mask function that dynamo traces; functions that are not `plain` look positions up."""
+    if mask_function is masking_utils.causal_mask_function:
+        return Pattern(right=0)
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return Pattern()
+    if not plain:
+        return Pattern(whole=False)
+    found = mask_function(0, 0, _Position(1, 0), _Position(0, 1))
+    pattern = Pattern(whole=found.known)
+    for left, right in found.bounds:
+        pattern.narrow(left, right)
+    return pattern
+
+
+class _Condition:
+    """Result of a mask function for symbols: bounds (left, right) that hold together; not `known` if there is more."""
+
+    device = None
+
+    def __init__(self, bounds: tuple[tuple[int | None, int | None], ...] = (), known: bool = True) -> None:
+        self.bounds, self.known = bounds, known
+
+    def __and__(self, other: Any) -> _Condition:
+        if isinstance(other, _Condition):
+            return _Condition(self.bounds + other.bounds, self.known and other.known)
+        return _Condition(self.bounds, False)
+
+    def __or__(self, other: Any) -> _Condition:
+        return _Condition(known=False)
+
+    def to(self, device: Any) -> _Condition:
+        return self
+
+
+class _Position:
+    """Symbol query · the query's position + key · the key's + plus; results of another form have query None."""
+
+    def __init__(self, query: int | None, key: int, plus: int = 0) -> None:
+        self.query, self.key, self.plus = query, key, plus
+
+    def new_ones(self, *args: Any, **kwargs: Any) -> _Condition:
+        return _Condition()
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> _Condition:
+        return _Condition(known=False)
+
+    def __add__(self, other: Any) -> _Position:
+        return self - -other if isinstance(other, int) else _Position(None, 0)
+
+    def __sub__(self, other: Any) -> _Position:
+        if self.query is None:
+            return self
+        if isinstance(other, int):
+            return _Position(self.query, self.key, self.plus - other)
+        if isinstance(other, _Position) and other.query is not None:
+            return _Position(self.query - other.query, self.key - other.key, self.plus - other.plus)
+        return _Position(None, 0)
+
+    def __floordiv__(self, other: Any) -> _Position:
+        return _Position(None, 0)
+
+    def __abs__(self) -> _Distance | _Position:
+        return _Distance() if (self.query, self.key, self.plus) in ((1, -1, 0), (-1, 1, 0)) else _Position(None, 0)
+
+    def __eq__(self, other: object) -> Any:
+        return _Condition(known=False)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __ge__(self, other: Any) -> _Condition:
+        # No position is negative.
+        return _Condition(known=isinstance(other, int) and other == 0 and self.query is not None and self.plus == 0)
+
+    def __le__(self, other: Any) -> _Condition:
+        rest = self - other
+        if (rest.query, rest.key) == (-1, 1):  # the key's is at most the query's and -plus
+            return _Condition(((None, -rest.plus),))
+        return _Condition(known=False)
+
+    def __gt__(self, other: Any) -> _Condition:
+        rest = self - other
+        if (rest.query, rest.key) == (-1, 1):  # the query's is less than the key's and plus
+            return _Condition(((rest.plus - 1, None),))
+        return _Condition(known=False)
+
+
+class _Distance:
+    def __le__(self, other: Any) -> _Condition:
+        return _Condition(((other, other),)) if isinstance(other, int) else _Condition(known=False)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return a if b is None else b if a is None else min(a, b)
+
+
+def _maker(part: Any) -> str:
+    inside = getattr(part, "__module__", "") == masking_utils.__name__
+    return getattr(part, "__qualname__", "").partition(".")[0] if inside else ""
+
+
+def _intersected(mask_function: Callable[..., Any], remapped: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield the intersected mask functions, nested ones too, and whether positions are those in packed sequences."""
+    maker = _maker(mask_function)
+    if maker == "and_masks":
+        for part in _captured(mask_function)["mask_functions"]:
+            yield from _intersected(part, remapped)
+    elif maker == "remap_positions_for_packed_sequence":
+        yield from _intersected(_captured(mask_function)["mask_function"], True)
+    else:
+        yield mask_function, remapped
+
+
+def _captured(closure: Any) -> dict[str, Any]:
+    cells = (cell.cell_contents for cell in closure.__closure__ or ())
+    return dict(zip(closure.__code__.co_freevars, cells, strict=True))
+
 
 WHO = "portattn in transformers"
 ELSEWHERE = "use attn_implementation='eager' or 'sdpa' for this model"
@@ -30,49 +196,36 @@ DECODE_QUERIES = 16
 
 
 def refuse(feature: str, value: object, reason: str) -> ArgumentError:
-    """The error for what portattn does not do here: feature, value, and what to do instead."""
     shown = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
     return ArgumentError(WHO, feature, shown, reason)
 
 
 @dataclass(slots=True, eq=False)
 class CompactMask:
-    """The mask of one forward: which keys each query sees.
+    """The mask of one forward.
 
-    batch, q_length, kv_length   the mask's sizes; kv_length is the rows that the cache hands to the op
-    kv_used      number of first rows that are filled; less than kv_length in a static cache
-    left, right  keys that a query sees before and after its own position; None for all. A right of 0 is a causal mask.
-                 If either is given, a sequence's last query and last key have one position
-    chunk        keys of a chunk, counted from the first valid key; a query sees its own chunk. None for no chunks
-    seqlens_q/k  (B,) int32: valid rows; None for all (of kv_used)
-    leftpad_q/k  (B,) int32: padding rows before the first valid one; None for none
-    mask         bool, broadcast to (B, 1, Sq, kv_used): hides further keys; None for none
-    packed       (B, Sq): a query sees keys of its own number only. None for one sequence a row; never beside `mask`
-    flaw         (B, 1, 1, 1) float32: NaN if a row of the 2-D mask turned out not to be one run of ones, else 0.
-                 The first layer adds it to its output. None if the mask has been read back
-    written_out  `mask` is the whole mask; left and right repeat known bounds of it, for speed
-    windowed     the mask was made with a window, which `left` and `right` omit if it hides nothing
-
-    Models, generate() and accelerate treat a mask as a 4-D tensor that is already prepared: they ask for ndim and
-    shape, and call to() and contiguous(). The class has nothing else: a model that computes with its mask is refused.
-    """
+    Models, generate() and accelerate treat it as a prepared 4-D tensor: they read ndim and shape, and call to() and
+    contiguous(); a model that computes with its mask is refused."""
 
     batch: int
     q_length: int
-    kv_length: int
-    kv_used: int
+    kv_length: int  # rows that the cache hands to the op
+    kv_used: int  # filled first rows; less than kv_length in a static cache
+    # Keys that a query sees before and after its position; with either, last query and last key share one position.
     left: int | None = None
-    right: int | None = None
-    chunk: int | None = None
-    seqlens_q: torch.Tensor | None = None
-    seqlens_k: torch.Tensor | None = None
-    leftpad_q: torch.Tensor | None = None
+    right: int | None = None  # keys after it; 0 is a causal mask
+    chunk: int | None = None  # keys of a chunk, counted from the first valid key; a query sees its own chunk
+    seqlens_q: torch.Tensor | None = None  # (B,) int32: valid rows; None for all
+    seqlens_k: torch.Tensor | None = None  # (B,) int32; None for all of kv_used
+    leftpad_q: torch.Tensor | None = None  # (B,) int32: padding rows before the first valid one
     leftpad_k: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    packed: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # bool, broadcast to (B, 1, Sq, kv_used): hides further keys
+    packed: torch.Tensor | None = None  # (B, Sq): a query sees keys of its own number only; never beside `mask`
+    # (B, 1, 1, 1): NaN if a row of the 2-D mask is not one run of ones, else 0; None if read back.
+    # The first layer adds it to its output.
     flaw: torch.Tensor | None = None
-    written_out: bool = False
-    windowed: bool = False
+    written_out: bool = False  # `mask` is the whole mask; left and right repeat known bounds of it, for speed
+    windowed: bool = False  # made with a window, which `left` and `right` omit if it hides nothing
     _sequences: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
     _dense: tuple[bool, dict[str, Any]] | None = None
 
@@ -80,7 +233,6 @@ class CompactMask:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the boolean mask that this stands for."""
         return torch.Size((self.batch, 1, self.q_length, self.kv_length))
 
     @property
@@ -89,24 +241,21 @@ class CompactMask:
 
     @property
     def window(self) -> tuple[int | None, int | None] | None:
-        """What a causal mask leaves to say, as the ops take it."""
+        """The window beside a causal mask, as the ops take it."""
         right = None if self.causal else self.right
         return None if self.left is None and right is None else (self.left, right)
 
     @property
     def padded(self) -> bool:
-        """Whether any length or padding is given."""
         return any(t is not None for t in (self.seqlens_q, self.seqlens_k, self.leftpad_q, self.leftpad_k))
 
     @property
     def written(self) -> torch.Tensor | None:
-        """`mask`, or `packed` written out; None where there is neither."""
+        """`mask`, or `packed` written out; None without either."""
         return self.mask if self.packed is None else self.packed[:, None, :, None] == self.packed[:, None, None, :]
 
     def sequences(self) -> tuple[torch.Tensor, int, torch.Tensor, int] | None:
-        """The packed sequences of all rows, one row after the other: (number + 1,) int32 beginnings and the longest,
-        of queries and of keys. Read back once, as transformers itself does to find out that rows are packed. None in
-        a graph, where their number is not known: `written` says it there."""
+        """Return the packed sequences' beginnings and the longest, read back once; None in a graph, see `written`."""
         if self._sequences is None:
             assert self.packed is not None
             if _is_traced(self.packed):
@@ -119,9 +268,7 @@ class CompactMask:
         return self._sequences
 
     def dense(self) -> tuple[bool, dict[str, Any]]:
-        """Whether a dense call is one of decoding (with dropout none is), and what the mask says to the operation. The
-        same for all layers, so it is put together once; not in a graph, which would have to put it back into the
-        mask."""
+        """Return whether a dense call is one of decoding, and the mask as arguments; stored only outside graphs."""
         if self._dense is not None:
             return self._dense
         decodes, causal = False, self.causal
@@ -152,8 +299,7 @@ class CompactMask:
         raise refuse("attention_mask", cls.__name__, f"this model computes with its mask ({what}); {ELSEWHERE}")
 
     def to(self, *args: Any, **kwargs: Any) -> CompactMask:
-        """The mask on another device, for models whose layers lie on several. Takes what Tensor.to takes, of which
-        only the device matters: lengths keep their dtype."""
+        """Return the mask on another device, for models with layers on several; lengths keep their dtype."""
         device = kwargs.get("device", args[0] if args else None)
         if isinstance(device, torch.Tensor):
             device = device.device
@@ -179,18 +325,10 @@ def compact_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> CompactMask:
-    """transformers' mask interface: the CompactMask of one forward.
+    """Return the CompactMask of one forward, as transformers' mask interface.
 
-    q_length, kv_length   query rows, and key rows that the cache will hand over
-    q_offset, kv_offset   position of the first query and the first key; static caches give q_offset as a tensor
-    mask_function         (batch, head, query position, key position) -> whether to attend
-    attention_mask        (B, T) bool by position, True for valid tokens; None for all. Or a CompactMask that generate()
-                          had made before it called the model, which is returned as it is
-    kwargs                `config`, and what masks of other implementations need
-
-    Reads back whether each row of the mask is one run of ones when `reads_back` says so. A graph has nothing to read:
-    there masks are as they are without.
-    """
+    attention_mask is (B, T) bool by position, or a CompactMask that generate() made before, returned unchanged. Static
+    caches give q_offset as a tensor. A graph never reads a mask back."""
     if isinstance(attention_mask, CompactMask):
         return attention_mask
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size):
@@ -259,24 +397,21 @@ def _looks_nothing_up(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> bool:
-    """Whether a mask function compares positions alone, by what transformers tells SDPA's mask function: it may leave
-    out masks that are causal, or go both ways, but for a window or chunks. Chunks are a configuration's."""
+    """Return whether a mask function compares positions alone: transformers lets SDPA omit such masks."""
     plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
     return plain and getattr(config, "attention_chunk_size", None) is None
 
 
 def _is_traced(*tensors: Any) -> bool:
-    """Whether a graph is being made, so that no tensor has values to read."""
+    """Return whether a graph is being made, so that tensors have no values to read."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or shapes_alone(tensors)
 
 
 def reads_back(device: torch.device, q_length: int) -> bool:
-    """Whether a mask's values are read on the host, once for the whole forward.
+    """Return whether a mask's values are read on the host, once for the whole forward.
 
-    On the CPU always: it costs nothing. On an accelerator it waits for the device, so only when the setting `validate`
-    is "always", or when there are several queries a sequence: there a wait is small beside the work, transformers' own
-    masks wait too, and a batch found to have no padding may take faster paths. Single-token steps do not wait.
-    """
+    An accelerator waits for it, so only with validate="always" or several queries a sequence: a small wait beside the
+    work, and a batch without padding may take faster paths."""
     validate = current().validate
     if validate == "auto":
         return device.type == "cpu" or q_length > 1
@@ -284,8 +419,7 @@ def reads_back(device: torch.device, q_length: int) -> bool:
 
 
 def check_window(window: int | None, mask: CompactMask) -> None:
-    """Raise if a layer asks for a window, of so many keys with the query's own, and its mask was made without one.
-    Where both have one the mask's counts, as it does for transformers' own functions."""
+    """Raise if a layer asks for a window (keys, its own included) and its mask has none; else the mask's counts."""
     if window is None or mask.windowed or mask.written_out or mask.kv_used <= window:
         return
     raise refuse(
@@ -310,7 +444,7 @@ def _pad(
     read_back: bool,
     model: int | None,
 ) -> None:
-    """Put a 2-D mask by position, (B, T) bool, into `mask`. model: which has it, None where that cannot matter."""
+    """Put a 2-D mask by position, (B, T) bool, into `mask`; `model` has it, or None if that cannot matter."""
     columns = valid.shape[1]
     short: torch.Tensor | None = None
     if mask.causal and isinstance(stop, torch.Tensor) and not read_back:
@@ -348,7 +482,7 @@ def _pad(
 
 
 def _runs(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First valid column, one past the last, and whether all between are valid, of each row of (B, T) bool."""
+    """Return first valid column, end, and whether all between are valid, of each row of (B, T) bool."""
     columns = torch.arange(valid.shape[1], device=valid.device)
     end = torch.where(valid, columns + 1, 0).amax(dim=1)
     first = torch.where(valid, columns, valid.shape[1]).amin(dim=1).minimum(end)
@@ -358,6 +492,6 @@ def _runs(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def _rows(
     first: torch.Tensor, end: torch.Tensor, offset: int | torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key rows [first, end) as left padding and count, (B,) int32, of the `length` rows that begin at `offset`."""
+    """Return key rows [first, end) as left padding and count, (B,) int32, among `length` rows from `offset` on."""
     first, end = (first - offset).clamp(0, length), (end - offset).clamp(0, length)
     return first.to(torch.int32), (end - first).to(torch.int32)

@@ -6,184 +6,215 @@ Algorithm: Dao, "FlashAttention-2" (2023), section 3.1. Scores live in the base 
 import triton
 import triton.language as tl
 
+from portattn.kernels import records
+from portattn.kernels.arguments import Dropout, KeyRows, LoopShape, Pages, Query, Rows, ScoreTerms, TileRange
 from portattn.kernels.dequantize import (
-    NV_BLOCK,
     dequantize,
+    ds_mla_qk,
+    nvfp4_pv,
+    nvfp4_qk,
+    packed_pv,
+    packed_qk,
     token_scales,
-    widened_blocks,
-    widened_groups,
-    widened_pairs,
-    without_zero,
 )
 from portattn.kernels.dropout import head_words, kept_tile
-from portattn.kernels.quantized_qk import operand, products, query_tile, split_product
-from portattn.kernels.split_bf16 import add_dot, dot
-from portattn.kernels.tiles import load_columns, load_rows, softmax_step
+from portattn.kernels.split_bf16 import add_dot, dot, split_product
+from portattn.kernels.tiles import load_query_rows, read_columns, read_rows, softmax_step
+
+# Depth of the float8 products whose sum a chip may keep in fewer bits than float32's; longer ones are added in float32.
+# Source: NVIDIA's warpgroup products of 8-bit operands are this deep, and Triton adds those in full between them.
+IMPRECISE_DEPTH = tl.constexpr(32)
 
 
 @triton.jit
-def qk(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
-               scales, scale_stride_page, scale_stride_row,
-               HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-               BLOCK_TAIL: tl.constexpr, BOUNDED: tl.constexpr, LATENT: tl.constexpr, LOAD: tl.constexpr,
-               K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_SIZE: tl.constexpr,
-               PAGE_LOOP: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
-               row_scales, NEGATED: tl.constexpr, Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr):  # fmt: skip
-    """Raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on; and when LATENT the key tile, which holds the values.
-
-    The first MAIN columns are one product; with BLOCK_TAIL the columns from MAIN on are another.
-
-    scales  a cache's scale for each token, or None; of nvfp4 the rows of its blocks' scales
-    """
-    if LATENT:
-        rows = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N, BLOCK_D,
-                         BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        if KV_FORMAT == "fp8_ds_mla":
-            rows = widened_groups(rows, q_tile, k_rows, table, start, end, pages, stride_page, stride_row, MAIN,
-                                  BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        else:
-            rows = dequantize(rows, q_tile, KV_FORMAT)
-        scores = dot(q_tile, tl.trans(rows), DOT_PRECISION)
-    elif KV_FORMAT == "int4":
-        raw = None
-        if scales is not None:
-            raw = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
-                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        pairs = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN // 2, BLOCK_N,
-                          BLOCK_D // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        scores = dot(q_tile, tl.trans(widened_pairs(pairs, q_tile, raw)), DOT_PRECISION)
-        rows = scores  # never used, as below
-    elif KV_FORMAT == "nvfp4":
-        pairs = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN // 2, BLOCK_N,
-                          BLOCK_D // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        wide = widened_blocks(pairs, q_tile, scales, table, start, end, pages, scale_stride_page, scale_stride_row,
-                              MAIN, BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        scores = dot(q_tile, tl.trans(wide), DOT_PRECISION)
-        rows = scores  # never used, as below
+def operand(tile, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
+    """Return stored numbers as an operand. Each number of every format is exact in float16."""
+    if OPERANDS == "widened":
+        found = dequantize(tile, tl.full([1], 0.0, tl.float16), FORMAT)
+    elif FORMAT == "e4m3":
+        found = tile.to(tl.float8e4nv, bitcast=True)
+    elif FORMAT == "e5m2":
+        found = tile.to(tl.float8e5, bitcast=True)
+    elif FORMAT == "e4m3fnuz":
+        found = tile.to(tl.float8e4b8, bitcast=True)
     else:
-        k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
-                              BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        if Q_FORMAT == "as_q":
-            k_tile = dequantize(k_tile, q_tile, KV_FORMAT)
-            scores = dot(q_tile, k_tile, DOT_PRECISION)
+        found = tile  # int8
+    return found
+
+
+@triton.jit
+def query_tile(pointers, valid, stride_col, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, NEGATED: tl.constexpr,
+               Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr):  # fmt: skip
+    """Load queries of any format with load_query_rows. If they are quantised, the scores carry the sign (products)."""
+    if Q_FORMAT == "as_q":
+        tile = load_query_rows(pointers, valid, stride_col, COLS, BLOCK_COLS, NEGATED)
+    else:
+        tile = operand(load_query_rows(pointers, valid, stride_col, COLS, BLOCK_COLS, False), Q_FORMAT, OPERANDS)
+    return tile
+
+
+@triton.jit
+def products(q_tile, k_tile, row_scales, NEGATED: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
+    """Return Q·Kᵀ [BLOCK_M, BLOCK_N] of quantised operands, float32.
+
+    row_scales  a scale for each query [BLOCK_M], or None
+    """
+    if OPERANDS == "widened":
+        scores = tl.dot(q_tile, k_tile, input_precision="ieee")
+    elif FORMAT == "int8":
+        scores = tl.dot(q_tile, k_tile, out_dtype=tl.int32).to(tl.float32)
+    else:
+        scores = tl.dot(q_tile, k_tile, max_num_imprecise_acc=IMPRECISE_DEPTH)
+    if NEGATED:
+        scores = -scores
+    if row_scales is not None:
+        scores = scores * row_scales[:, None]
+    return scores
+
+
+@records.jit
+def read_query(q: Query, row_valid):
+    """Load the query tile of the first product, and that of the second; without one the first again."""
+    q_tile = query_tile(q.pointers, row_valid, q.stride_col, q.COLS, q.BLOCK_COLS, q.NEGATED, q.FORMAT, q.OPERANDS)
+    q_tail = q_tile  # never used: a tuple that holds None fails to compile
+    if q.BLOCK_TAIL != 0:
+        q_tail = query_tile(q.tail_pointers, row_valid, q.tail_stride_col, q.TAIL_COLS, q.BLOCK_TAIL, q.NEGATED,
+                            q.FORMAT, q.OPERANDS)  # fmt: skip
+    return q_tile, q_tail
+
+
+@records.jit
+def plain_qk(q_tile, q_tail, q: Query, keys: KeyRows, pages: Pages, start, end, C: LoopShape, BOUNDED: tl.constexpr):
+    """Run qk on keys whose numbers are one element each, with a scale for each token or none."""
+    FORMAT: tl.constexpr = keys.main.FORMAT
+    if C.LATENT:
+        rows = dequantize(read_rows(keys.main, pages, start, end, C.BLOCK_N, BOUNDED), q_tile, FORMAT)
+        scores = dot(q_tile, tl.trans(rows), C.DOT_PRECISION)
+    else:
+        k_tile = read_columns(keys.main, pages, start, end, C, BOUNDED)
+        if q.FORMAT == "as_q":
+            k_tile = dequantize(k_tile, q_tile, FORMAT)
+            scores = dot(q_tile, k_tile, C.DOT_PRECISION)
         else:
-            scores = products(q_tile, operand(k_tile, KV_FORMAT, OPERANDS), row_scales, NEGATED, KV_FORMAT, OPERANDS)
+            scores = products(q_tile, operand(k_tile, FORMAT, q.OPERANDS), q.scales, q.NEGATED, FORMAT, q.OPERANDS)
         rows = scores  # never used: a tuple that holds None fails to compile
-    if BLOCK_TAIL != 0:
-        if KV_FORMAT == "fp8_ds_mla":  # bfloat16 numbers in rows whose strides are in bytes
-            k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page // 2, stride_row // 2, 1,
-                                  HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
-                                  PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-            scores = add_dot(q_tail, k_tail, scores, DOT_PRECISION)
-        elif KV_FORMAT == "int4":
-            pairs = load_rows(k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
-                              (HEAD_DIM - MAIN) // 2, BLOCK_N, BLOCK_TAIL // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP,
-                              READS)  # fmt: skip
-            tail = tl.trans(widened_pairs(pairs, q_tail, raw))
-            scores = add_dot(q_tail, tail, scores, DOT_PRECISION)
-        elif KV_FORMAT == "nvfp4":
-            pairs = load_rows(k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
-                              (HEAD_DIM - MAIN) // 2, BLOCK_N, BLOCK_TAIL // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP,
-                              READS)  # fmt: skip
-            tail = widened_blocks(pairs, q_tail, scales + MAIN // NV_BLOCK, table, start, end, pages,
-                                  scale_stride_page, scale_stride_row, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED,
-                                  PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-            scores = add_dot(q_tail, tl.trans(tail), scores, DOT_PRECISION)
+    if q.BLOCK_TAIL != 0:
+        k_tail = read_columns(keys.tail, pages, start, end, C, BOUNDED)
+        if q.FORMAT == "as_q":
+            k_tail = dequantize(k_tail, q_tail, FORMAT)
+            scores = add_dot(q_tail, k_tail, scores, C.DOT_PRECISION)
         else:
-            k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
-                                  stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE,
-                                  BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-            if Q_FORMAT == "as_q":
-                k_tail = dequantize(k_tail, q_tail, KV_FORMAT)
-                scores = add_dot(q_tail, k_tail, scores, DOT_PRECISION)
-            else:
-                k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
-                scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
-    if scales is not None and KV_FORMAT != "nvfp4":
-        if KV_FORMAT == "int4":
-            by_key = without_zero(raw)
-        else:
-            by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N,
-                                  BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        scores = scores * by_key[None, :]
+            k_tail = operand(k_tail, FORMAT, q.OPERANDS)
+            scores += products(q_tail, k_tail, q.scales, q.NEGATED, FORMAT, q.OPERANDS)
+    if keys.main.scales.source is not None:
+        scores = scores * token_scales(keys.main.scales, pages, start, end, C.BLOCK_N, BOUNDED)[None, :]
     return scores, rows
 
 
-@triton.jit
-def drop_out(p, key, turn, row, start, threshold, DROPS: tl.constexpr):
-    """Zero the dropped probabilities [BLOCK_M, BLOCK_N] of the rows from `row` and the keys from `start` on. Kept ones
-    are scaled once, at the end; the row's sum counts all. Other arguments are kept_tile's."""
-    return tl.where(kept_tile(key, turn, start, row, threshold, p.shape[1], p.shape[0], False, DROPS), p, 0.0)
+@records.jit
+def qk(q_tile, q_tail, q: Query, keys: KeyRows, pages: Pages, start, end, C: LoopShape, BOUNDED: tl.constexpr):
+    """Return raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on and, if LATENT, their tile: it holds the values.
+
+    The main columns are one product; with BLOCK_TAIL the tail's columns are another.
+    """
+    if keys.main.FORMAT == "nvfp4":
+        scores = nvfp4_qk(q_tile, q_tail, q, keys, pages, start, end, C, BOUNDED)
+        rows = scores  # never used, as in plain_qk
+    elif keys.main.BLOCK_COLS != q.BLOCK_COLS:  # a byte holds several numbers
+        scores = packed_qk(q_tile, q_tail, q, keys, pages, start, end, C, BOUNDED)
+        rows = scores
+    elif keys.main.FORMAT == "fp8_ds_mla":
+        scores, rows = ds_mla_qk(q_tile, q_tail, q, keys, pages, start, end, C, BOUNDED)
+    else:
+        scores, rows = plain_qk(q_tile, q_tail, q, keys, pages, start, end, C, BOUNDED)
+    return scores, rows
 
 
-@triton.jit
-def add_pairs(acc, correction, p, pairs, scales):
-    """pv of int4 numbers. They are exact in bfloat16, which has float32's range: so tokens' scales go into the
-    probabilities, of which there are fewer than values, and each of these becomes two bfloat16 numbers."""
-    v_tile = widened_pairs(pairs, tl.full([1], 0.0, tl.bfloat16), scales)
-    if scales is not None:
-        # What has no weight may have a scale that is NaN, and no number of it is.
-        p = tl.where(p == 0.0, 0.0, p * without_zero(scales)[None, :])
-    return split_product(p, v_tile, acc * correction[:, None], 2)
+@records.jit
+def plain_pv(acc, correction, p, v_tile, like, values: Rows, pages: Pages, start, end, C: LoopShape,
+             BOUNDED: tl.constexpr, UNUSED_ZERO: tl.constexpr, Q_FORMAT: tl.constexpr):  # fmt: skip
+    """Run pv on a tile of values whose numbers are one element each, with a scale for each token or none.
+
+    A token's scale goes into the values: times a probability, a small scale would leave float16's range.
+    """
+    FORMAT: tl.constexpr = "as_q" if C.LATENT else values.FORMAT  # latent rows have been widened
+    if Q_FORMAT == "as_q":
+        v_tile = dequantize(v_tile, like, FORMAT)
+    else:
+        v_tile = operand(v_tile, FORMAT, "widened")
+    if values.scales.source is not None:
+        by_key = token_scales(values.scales, pages, start, end, C.BLOCK_N, BOUNDED)
+        v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
+    if UNUSED_ZERO:
+        v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
+    if Q_FORMAT == "as_q":
+        acc = add_dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], C.DOT_PRECISION)
+    else:
+        acc = split_product(p, v_tile, acc * correction[:, None], C.P_TERMS)
+    return acc
 
 
-@triton.jit
-def pv(acc, correction, p, v_rows, read, table, start, end, pages, stride_page, stride_row, stride_col,
-               like, scales, scale_stride_page, scale_stride_row,
-               HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
-               READ: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
-               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr,
-               V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, P_TERMS: tl.constexpr):  # fmt: skip
-    """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
+@records.jit
+def pv(acc, correction, p, read, like, values: Rows, pages: Pages, start, end, C: LoopShape, BOUNDED: tl.constexpr,
+       READ: tl.constexpr, UNUSED_ZERO: tl.constexpr, Q_FORMAT: tl.constexpr):  # fmt: skip
+    """Return acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
 
-    READ: the values have been read already; they are `read`. Latent rows have been widened too.
+    READ: the values have been read already; they are `read`.
     UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN. Rows that
     are not real have no part in that (see attend).
     like    a tile of the dtype of the products
-    scales  a cache's scale for each token, or None. They go into the values: times a probability, a small scale would
-            leave float16's range. Of nvfp4 the rows of its blocks' scales
     """
-    PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
     if READ:
         v_tile = read
     else:
-        v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V // PER,
-                           BLOCK_N, BLOCK_DV // PER, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-    if V_FORMAT == "int4":
-        raw = None
-        if scales is not None:
-            raw = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
-                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        acc = add_pairs(acc, correction, p, v_tile, raw)
-    elif V_FORMAT == "nvfp4":
-        # Exact in bfloat16, as probabilities nearly are that become two numbers of it.
-        wide = widened_blocks(v_tile, tl.full([1], 0.0, tl.bfloat16), scales, table, start, end, pages,
-                              scale_stride_page, scale_stride_row, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BOUNDED, PAGE_SIZE,
-                              PAGE_LOOP, READS)  # fmt: skip
-        if UNUSED_ZERO:
-            wide = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, wide)
-        acc = split_product(p, wide, acc * correction[:, None], 2)
+        v_tile = read_rows(values, pages, start, end, C.BLOCK_N, BOUNDED)
+    if values.FORMAT == "nvfp4":
+        acc = nvfp4_pv(acc, correction, p, v_tile, values, pages, start, end, C, BOUNDED, UNUSED_ZERO)
+    elif acc.shape[1] != values.BLOCK_COLS:  # a byte holds several numbers
+        acc = packed_pv(acc, correction, p, v_tile, values, pages, start, end, C, BOUNDED)
     else:
-        if Q_FORMAT == "as_q":
-            v_tile = dequantize(v_tile, like, V_FORMAT)
-        else:
-            v_tile = operand(v_tile, V_FORMAT, "widened")
-        if scales is not None:
-            by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N,
-                                  BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-            v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
-        if UNUSED_ZERO:
-            v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
-        if Q_FORMAT == "as_q":
-            acc = add_dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], DOT_PRECISION)
-        else:
-            acc = split_product(p, v_tile, acc * correction[:, None], P_TERMS)
+        acc = plain_pv(acc, correction, p, v_tile, like, values, pages, start, end, C, BOUNDED, UNUSED_ZERO, Q_FORMAT)
     return acc
+
+
+@records.jit
+def attend_tile(
+    acc, row_max, row_sum, raw, read, q_tile, q_tail, start, following,
+    q: Query, keys: KeyRows, values: Rows, pages: Pages, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
+    C: LoopShape, LIMITED: tl.constexpr, ROTATED: tl.constexpr, UNUSED_ZERO: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys, whose raw scores are known, to the softmax of rows.
+
+    read       the tile's values if they have been read, else anything
+    LIMITED    whether rows attend a part of the tile alone
+    ROTATED    before P·V the raw scores of the tile at `following` are computed: that product is under way during the
+               softmax. Otherwise `following` has no meaning, and raw and read come back as they are
+    UNUSED_ZERO  see pv
+
+    Returns row_max, row_sum, raw, a tile that holds the values of the tile that raw is of, if LATENT, and acc: loops of
+    Triton 3.2 carry values in the order in which their bodies assign them, and code in this order was timed.
+    """
+    p, correction, row_max, row_sum = softmax_step(
+        raw, start, steps.end, row_max, row_sum, scores, C.BLOCK_N, LIMITED
+    )  # fmt: skip
+    if dropout.seed is not None:
+        # Kept probabilities are scaled once, at the end; the row's sum counts all.
+        kept = kept_tile(dropout.key, dropout.turn, start - dropout.origin, dropout.row, dropout.threshold, p.shape[1],
+                         p.shape[0], False, dropout.WAY)  # fmt: skip
+        p = tl.where(kept, p, 0.0)
+    if ROTATED:
+        if C.Q_OPERAND == "reload":
+            q_tile, q_tail = read_query(q, scores.row_valid)
+        raw, read = qk(q_tile, q_tail, q, keys, pages, following, steps.end, C, True)
+    READ: tl.constexpr = C.LATENT or C.PIPELINE == "single"
+    acc = pv(acc, correction, p, read, q_tile, values, pages, start, steps.end, C, LIMITED, READ, UNUSED_ZERO, q.FORMAT)
+    return row_max, row_sum, raw, read, acc
 
 
 @triton.jit
 def step_start(step, origin, first_step, full_begin, full, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """First key of a step of `attend`: the `full` tiles from full_begin on, then those before them, then the rest."""
+    """Return the first key of a step of `attend`: the `full` tiles from full_begin on come first, then those before
+    them, then the rest."""
     tile = full_begin + step
     if WINDOW:
         before = first_step + step - full
@@ -191,197 +222,142 @@ def step_start(step, origin, first_step, full_begin, full, BLOCK_N: tl.constexpr
     return origin + tile * BLOCK_N
 
 
-@triton.jit
+@records.jit
+def attend_single(
+    acc, row_max, row_sum, q_tile, q_tail,
+    q: Query, keys: KeyRows, values: Rows, pages: Pages, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
+    C: LoopShape, MASKS: tl.constexpr, EDGE_UNUSED: tl.constexpr,
+):  # fmt: skip
+    """Run attend for at most one tile. Without a loop there is half as much code, and one step's registers."""
+    read = read_rows(values, pages, steps.origin, steps.end, C.BLOCK_N, True)
+    raw, _ = qk(q_tile, q_tail, q, keys, pages, steps.origin, steps.end, C, True)
+    NONE: tl.constexpr = C.NONE and values.LOAD == "descriptor"
+    row_max, row_sum, _, _, acc = attend_tile(
+        acc, row_max, row_sum, raw, read, q_tile, q_tail, steps.origin, steps.origin,
+        q, keys, values, pages, steps, scores, dropout, C, True, False, (MASKS or EDGE_UNUSED) or NONE,
+    )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@records.jit
+def attend_rotated(
+    acc, row_max, row_sum, q_tile, q_tail,
+    q: Query, keys: KeyRows, values: Rows, pages: Pages, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
+    C: LoopShape, MASKS: tl.constexpr, EDGE_UNUSED: tl.constexpr,
+):  # fmt: skip
+    """Run attend with a step's scores computed in the step before: that product is under way during the softmax."""
+    # A branch in here, after which accumulators of both its sides come together, makes ptxas wait for each product
+    # (C7515): so the last step is taken always, and always masked.
+    full, total = steps.full_end - steps.full_begin, steps.last - steps.first
+    nought = full - full  # a 0 that is a tensor: Triton 3.2 compares no constant with one
+    start = step_start(nought, steps.origin, steps.first, steps.full_begin, full, C.BLOCK_N, scores.WINDOW)
+    raw, read = qk(q_tile, q_tail, q, keys, pages, start, steps.end, C, True)
+    for edge in tl.static_range(2):
+        if edge == 0:
+            begin, stop = nought, tl.minimum(full, total - 1)
+        else:
+            begin, stop = tl.minimum(full, total - 1), total - 1
+        for i in range(begin, stop):
+            start = step_start(i, steps.origin, steps.first, steps.full_begin, full, C.BLOCK_N, scores.WINDOW)
+            following = step_start(i + 1, steps.origin, steps.first, steps.full_begin, full, C.BLOCK_N, scores.WINDOW)
+            row_max, row_sum, raw, read, acc = attend_tile(
+                acc, row_max, row_sum, raw, read, q_tile, q_tail, start, following,
+                q, keys, values, pages, steps, scores, dropout, C,
+                edge == 1, True, MASKS or (EDGE_UNUSED and edge == 1),
+            )  # fmt: skip
+    last = tl.maximum(total - 1, 0)
+    start = step_start(last, steps.origin, steps.first, steps.full_begin, full, C.BLOCK_N, scores.WINDOW)
+    NONE: tl.constexpr = C.NONE and values.LOAD == "descriptor"
+    row_max, row_sum, _, _, acc = attend_tile(
+        acc, row_max, row_sum, raw, read, q_tile, q_tail, start, start,
+        q, keys, values, pages, steps, scores, dropout, C, True, False, MASKS or (EDGE_UNUSED or NONE),
+    )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@records.jit
+def attend_passes(
+    acc, row_max, row_sum, q_tile, q_tail,
+    q: Query, keys: KeyRows, values: Rows, pages: Pages, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
+    C: LoopShape, MASKS: tl.constexpr, EDGE_UNUSED: tl.constexpr,
+):  # fmt: skip
+    """Run attend in two passes: key tiles that every row attends whole, then those at the edges. With PIPELINE "masked"
+    in one, as if all were edges."""
+    ONE_PASS: tl.constexpr = 1 if C.PIPELINE == "masked" else 0
+    for edge in tl.static_range(ONE_PASS, 2):
+        if C.PIPELINE == "masked":
+            count = steps.last - steps.first
+        elif edge == 0:
+            count = steps.full_end - steps.full_begin
+        else:
+            count = steps.full_begin - steps.first + steps.last - steps.full_end
+        for i in range(count):
+            if C.PIPELINE == "masked":
+                start = steps.origin + (steps.first + i) * C.BLOCK_N
+            elif edge == 0:
+                start = steps.origin + (steps.full_begin + i) * C.BLOCK_N
+            elif scores.WINDOW:
+                # The edge before the full tiles, then the one after them.
+                skipped = tl.where(steps.first + i >= steps.full_begin, steps.full_end - steps.full_begin, 0)
+                start = steps.origin + (steps.first + i + skipped) * C.BLOCK_N
+            else:
+                start = steps.origin + (steps.full_end + i) * C.BLOCK_N
+            if C.Q_OPERAND == "reload":
+                q_tile, q_tail = read_query(q, scores.row_valid)
+            raw, read = qk(q_tile, q_tail, q, keys, pages, start, steps.end, C, edge == 1)
+            row_max, row_sum, _, _, acc = attend_tile(
+                acc, row_max, row_sum, raw, read, q_tile, q_tail, start, start,
+                q, keys, values, pages, steps, scores, dropout, C,
+                edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1),
+            )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@records.jit
 def attend(
     acc, row_max, row_sum,
-    q_pointers, q_tail_pointers, row_valid, q_stride_d, q_tail_stride_d,
-    k_rows, k_tail_rows, v_rows, table, pages,
-    k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
-    k_scales, k_scale_stride_p, k_scale_stride_s, v_scales, v_scale_stride_p, v_scale_stride_s,
-    origin, first_step, full_begin, full_end, last_step, end,
-    row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
-    dropout_seed, drop_row, drop_origin, drop_head, threshold,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr,
-    LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
-    MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
-    PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
-    DROPS: tl.constexpr, KV_FORMAT: tl.constexpr,
-    row_scales, V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr, P_TERMS: tl.constexpr,
-    tree_low=None, tree_high=None, tree_first=None,
+    q: Query, keys: KeyRows, values: Rows, pages: Pages, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
+    C: LoopShape,
 ):  # fmt: skip
-    """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
+    """Attend the key tiles of `steps`: those that every row attends whole, and the others masked.
 
-    Tiles [full_begin, full_end) are attended whole by every row; the others are masked: row i attends the keys
-    before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end`, which no row attends, is read
-    (but by descriptors over pages): it may hold NaN. Absent features are None.
+    No key at or after steps.end, which no row attends, is read (but by descriptors over pages): it may hold NaN. Rows
+    that are not real have a query of 0, a bias of -inf and a mask of False. They attend no key that no real row
+    attends, where the unused values of a tile are decided over its rows; their results may be anything.
 
-    row_valid: which rows are real. The others fill a tile up, with a query of 0, a bias of -inf and a mask of False.
-    They attend no key that no real row attends, where the unused values of a tile are decided over its rows; their
-    results may be anything.
-
-    dropout_seed: None, or the seed of kernels/dropout.py. drop_row is the position of the tile's first row in the
-    sequence, drop_origin the origin of keys' positions.
-
-    KV_FORMAT: how keys and values are stored (kernels/dequantize.py). k_scales, v_scales: None, or a scale for each
-    token, read as keys are, from the key/value head's base pointer on; of nvfp4 a row of scales for each, as long as
-    the token's row has blocks.
-
-    Q_FORMAT: the storage format of queries: as_q, or the keys', with V_FORMAT for the values, row_scales for each
-    query's scale [BLOCK_M] or None, OPERANDS for the operands of Q·Kᵀ, P_TERMS for the terms of each probability
-    (kernels/quantized_qk.py). The values' products are then float16, which holds each number of every format exactly.
-
-    tree_low, tree_high, tree_first: None, or each row's tree mask and the key of its first bit (tiles.py, in_tree). No
-    key from there on lies in a tile that is attended whole.
-
-    NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
+    Of quantised queries the products of values are float16, which holds each number of every format exactly. With
+    PIPELINE "single" there is at most one tile, which begins at the origin. No key from scores.tree_first on lies in a
+    tile that is attended whole.
 
     Returns acc, row_max and row_sum.
     """
-    MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
+    MASKS: tl.constexpr = scores.mask is not None or scores.bias is not None
     # In edge tiles: values before a window, those that no row's tree mask shows, and what descriptors read behind a
     # sequence's end in its last page.
-    EDGE_UNUSED: tl.constexpr = WINDOW or ((LOAD == "descriptor" and PAGE_SIZE != 0) or tree_low is not None)
+    BEHIND: tl.constexpr = values.LOAD == "descriptor" and pages.SIZE != 0
+    EDGE_UNUSED: tl.constexpr = scores.WINDOW or (BEHIND or scores.tree_low is not None)
+    row_end = scores.row_end
     if MASKS or EDGE_UNUSED:
-        row_end = tl.where(row_valid, row_end, origin)
-    q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
-    if BLOCK_TAIL != 0:
-        q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED,
-                            Q_FORMAT, OPERANDS)  # fmt: skip
+        row_end = tl.where(scores.row_valid, row_end, steps.origin)
+    limited = scores._replace(row_end=row_end)
+    q_tile, q_tail = read_query(q, scores.row_valid)
+    key = None
+    turn = None
+    if dropout.seed is not None:
+        key, turn = head_words(dropout.seed, dropout.head, dropout.WAY)
+    drops = dropout._replace(key=key, turn=turn)
+    if C.PIPELINE == "single":
+        acc, row_max, row_sum = attend_single(
+            acc, row_max, row_sum, q_tile, q_tail, q, keys, values, pages, steps, limited, drops, C, MASKS, EDGE_UNUSED
+        )
+    elif C.PIPELINE == "rotated":
+        acc, row_max, row_sum = attend_rotated(
+            acc, row_max, row_sum, q_tile, q_tail, q, keys, values, pages, steps, limited, drops, C, MASKS, EDGE_UNUSED
+        )
     else:
-        q_tail = None
-    if dropout_seed is not None:
-        drop_word, drop_turn = head_words(dropout_seed, drop_head, DROPS)
-    if PIPELINE == "single":
-        # Without a loop there is half as much code, and one step's registers.
-        PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
-        values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V // PER,
-                           BLOCK_N, BLOCK_DV // PER, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        scores, k_tile = qk(
-            q_tile, q_tail, k_rows, k_tail_rows, table, origin, end, pages, k_stride_p, k_stride_s, k_stride_d,
-            k_scales, k_scale_stride_p, k_scale_stride_s,
-            HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
-        )  # fmt: skip
-        p, correction, row_max, row_sum = softmax_step(
-            scores, origin, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
-            bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
-            EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
-        )  # fmt: skip
-        if dropout_seed is not None:
-            p = drop_out(p, drop_word, drop_turn, drop_row, origin - drop_origin, threshold, DROPS)
-        acc = pv(
-            acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
-            q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
-            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, (MASKS or EDGE_UNUSED) or (NONE and LOAD == "descriptor"), LOAD,
-            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
-        )  # fmt: skip
-    elif PIPELINE == "rotated":
-        # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
-        # A branch in here, after which accumulators of both its sides come together, makes ptxas wait for each product
-        # (C7515): so the last step is taken always, and always masked.
-        full, total = full_end - full_begin, last_step - first_step
-        nought = full - full  # a 0 that is a tensor: Triton 3.2 compares no constant with one
-        start = step_start(nought, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
-        scores, k_tile = qk(
-            q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
-            k_scales, k_scale_stride_p, k_scale_stride_s,
-            HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
-        )  # fmt: skip
-        for edge in tl.static_range(2):
-            if edge == 0:
-                begin, stop = nought, tl.minimum(full, total - 1)
-            else:
-                begin, stop = tl.minimum(full, total - 1), total - 1
-            for i in range(begin, stop):
-                start = step_start(i, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
-                following = step_start(i + 1, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
-                p, correction, row_max, row_sum = softmax_step(
-                    scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
-                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
-                )  # fmt: skip
-                if dropout_seed is not None:
-                    p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
-                if Q_OPERAND == "reload":
-                    q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
-                    if BLOCK_TAIL != 0:
-                        q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL,
-                                            NEGATED, Q_FORMAT, OPERANDS)  # fmt: skip
-                scores, k_tile = qk(
-                    q_tile, q_tail, k_rows, k_tail_rows, table, following, end, pages, k_stride_p, k_stride_s,
-                    k_stride_d, k_scales, k_scale_stride_p, k_scale_stride_s, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D,
-                    BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
-                    KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
-                )  # fmt: skip
-                acc = pv(
-                    acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-                    q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
-                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
-                )  # fmt: skip
-        start = step_start(tl.maximum(total - 1, 0), origin, first_step, full_begin, full, BLOCK_N, WINDOW)
-        p, correction, row_max, row_sum = softmax_step(
-            scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
-            bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
-            EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
-        )  # fmt: skip
-        if dropout_seed is not None:
-            p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
-        acc = pv(
-            acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-            q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
-            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or (NONE and LOAD == "descriptor")),
-            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
-        )  # fmt: skip
-    else:
-        # Two passes: key tiles that every row attends whole, then those at the edges. Or one, as if all were edges.
-        ONE_PASS: tl.constexpr = 1 if PIPELINE == "masked" else 0
-        for edge in tl.static_range(ONE_PASS, 2):
-            if PIPELINE == "masked":
-                count = last_step - first_step
-            elif edge == 0:
-                count = full_end - full_begin
-            else:
-                count = full_begin - first_step + last_step - full_end
-            for i in range(count):
-                if PIPELINE == "masked":
-                    start = origin + (first_step + i) * BLOCK_N
-                elif edge == 0:
-                    start = origin + (full_begin + i) * BLOCK_N
-                elif WINDOW:
-                    # The edge before the full tiles, then the one after them.
-                    skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
-                    start = origin + (first_step + i + skipped) * BLOCK_N
-                else:
-                    start = origin + (full_end + i) * BLOCK_N
-                if Q_OPERAND == "reload":
-                    q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
-                    if BLOCK_TAIL != 0:
-                        q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL,
-                                            NEGATED, Q_FORMAT, OPERANDS)  # fmt: skip
-                scores, k_tile = qk(
-                    q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
-                    k_scales, k_scale_stride_p, k_scale_stride_s,
-                    HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
-                )  # fmt: skip
-                p, correction, row_max, row_sum = softmax_step(
-                    scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
-                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
-                )  # fmt: skip
-                if dropout_seed is not None:
-                    p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
-                acc = pv(
-                    acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-                    q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
-                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, "as_q" if LATENT else V_FORMAT, Q_FORMAT, P_TERMS,
-                )  # fmt: skip
+        acc, row_max, row_sum = attend_passes(
+            acc, row_max, row_sum, q_tile, q_tail, q, keys, values, pages, steps, limited, drops, C, MASKS, EDGE_UNUSED
+        )
     return acc, row_max, row_sum
 
 

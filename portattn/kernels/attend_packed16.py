@@ -8,8 +8,20 @@ are, and numbers are widened by themselves, to float16, in which every number of
 import triton
 import triton.language as tl
 
+from portattn.kernels import records
+from portattn.kernels.arguments import Pages, Query, Rows, ScoreTerms, TileRange
 from portattn.kernels.dequantize import MIDDLE, ZERO_BITS, without_zero
-from portattn.kernels.paged_addressing import key_places, key_pointers, load_scales, load_words, pages_from, step_of
+from portattn.kernels.paged_addressing import (
+    WORD_BYTES,
+    key_places,
+    key_pointers,
+    load_block_scales,
+    load_token_scales,
+    load_words,
+    pages_from,
+    places_in_pages,
+    tile_start,
+)
 from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step
 from portattn.kernels.unpack_int4 import (
     NV_RAISED,
@@ -33,28 +45,30 @@ LEAST_LOG: tl.constexpr = tl.constexpr(-100.0)
 
 @triton.jit
 def largest_finite(tile):
-    """The largest finite |number| of each row of a tile, float32."""
+    """Return the largest finite |number| of each row of a tile, float32."""
     size = tl.abs(tile.to(tl.float32))
     return tl.max(tl.where(size < float("inf"), size, 0.0), 1)
 
 
-@triton.jit
-def load_places(q_pointers, row_valid, q_stride_d, COLS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-                NEGATED: tl.constexpr, PLACES: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
-                ABOVE: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
-    """Load queries [BLOCK_M, WIDE] for each of a word's PLACES; with two places the two are returned twice.
+@records.jit
+def load_places(q: Query, row_valid, BLOCK_M: tl.constexpr, PLACES: tl.constexpr, SCALED: tl.constexpr,
+                ZEROS: tl.constexpr, ABOVE: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Load queries [BLOCK_M, words of a row] for each of a word's PLACES; with two places the two are returned twice.
 
-    SCALED: queries become float16, divided by their row's `unit`, a power of two; the first and the third place are
-    multiplied by ABOVE. BITS: factor on a product with keys' bits.
+    SCALED  queries become float16, divided by their row's `unit`, a power of two; the first and the third place are
+            multiplied by ABOVE
+    BITS    factor on a product with keys' bits
 
     Returns the four, unit [BLOCK_M], and with ZEROS a row's sum, divided by BITS; else unit again.
     """
-    q_1 = load_query_rows(q_pointers, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-    q_2 = load_query_rows(q_pointers + q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    COLS: tl.constexpr = q.COLS // PLACES
+    WIDE: tl.constexpr = q.BLOCK_COLS // PLACES
+    q_1 = load_query_rows(q.pointers, row_valid, PLACES * q.stride_col, COLS, WIDE, q.NEGATED)
+    q_2 = load_query_rows(q.pointers + q.stride_col, row_valid, PLACES * q.stride_col, COLS, WIDE, q.NEGATED)
     q_3, q_4 = q_1, q_2
     if PLACES == 4:
-        q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-        q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+        q_3 = load_query_rows(q.pointers + 2 * q.stride_col, row_valid, PLACES * q.stride_col, COLS, WIDE, q.NEGATED)
+        q_4 = load_query_rows(q.pointers + 3 * q.stride_col, row_valid, PLACES * q.stride_col, COLS, WIDE, q.NEGATED)
     unit = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:
         size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
@@ -81,8 +95,8 @@ def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
     """Return logarithms of values' scales, up to 0.09 too low in base 2, in the base of `exponential`.
 
     The bits of a float32 are its logarithm, with a straight line between powers of two. A tiny scale's logarithm is
-    raised: probabilities, which are divided by its power, must stay finite. A scale that is not positive, as masked
-    keys may have, gives some number.
+    raised: probabilities, which are divided by its power, must stay finite. A masked key's scale, which need not be
+    positive, gives some number.
     """
     logs = tl.maximum(scales.to(tl.int32, bitcast=True).to(tl.float32) * STEP_OF_LOGS - BIAS_OF_LOGS, LEAST_LOG)
     if EXP != "exp2" or NATURAL:
@@ -92,31 +106,108 @@ def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
 
 @triton.jit
 def add_product(acc, correction, high, low, values, TERMS: tl.constexpr):
-    """acc times the correction, plus probabilities times values, all of float16; with TERMS 2 probabilities are two."""
+    """Return acc times the correction, plus probabilities times values, all of float16.
+
+    With TERMS 2 a probability is the sum of `high` and `low`.
+    """
     acc = acc * correction[:, None]
     if TERMS == 2:
         acc = tl.dot(low, values, acc, input_precision="ieee")
     return tl.dot(high, values, acc, input_precision="ieee")
 
 
-@triton.jit
-def attend_packed16(
-    row_max, row_sum, q_pointers, row_valid, q_stride_d,
-    k_rows, v_rows, table, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s,
-    k_scales, k_scale_stride_p, k_scale_stride_s, v_scales, v_scale_stride_p, v_scale_stride_s,
-    origin, first_step, full_begin, full_end, last_step, end,
-    row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
-    tree_low, tree_high, tree_first,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, PAGE_SIZE: tl.constexpr, EXP: tl.constexpr,
-    MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr,
-    KV_FORMAT: tl.constexpr, ALIGNED: tl.constexpr, UNPACK: tl.constexpr,
-):  # fmt: skip
-    """As `attend`, of a quantised cache with rows of whole words; k_rows, v_rows and their strides are in bytes.
+@records.jit
+def words_qk(q_1, q_2, q_3, q_4, q_sum, words, k_stored, halves, keys: Rows, BLOCK_N: tl.constexpr,
+             UNPACK: tl.constexpr):  # fmt: skip
+    """Return products [BLOCK_M, BLOCK_N] of queries with a tile of keys' words, without the scales of tokens.
 
-    Queries of bfloat16 are divided by a power of two for each row, so that float16 holds them: exactly, but for what is
-    2^14 times smaller than the row's largest.
+    q_1, …, q_sum  as load_places gives them
+    k_stored       the keys' scales as they are stored: of nvfp4 words of blocks' scales; else each token's, or None
+    halves         of nvfp4: see halves_of_words
+    """
+    if keys.FORMAT == "int4" or keys.FORMAT == "nvfp4":
+        if keys.FORMAT == "nvfp4":
+            SCALE_WORDS: tl.constexpr = keys.BLOCK_COLS // WORD_BYTES // NV_WORDS
+            factors = scales_of_words(k_stored, halves, BLOCK_N, SCALE_WORDS, UNPACK)
+            k_1, k_2, k_3, k_4 = four_scaled(words, factors, UNPACK)
+        else:
+            k_1, k_2, k_3, k_4 = four_places(words, UNPACK)
+        raw = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+        raw = tl.dot(q_2, tl.trans(k_2), raw, input_precision="ieee")
+        raw = tl.dot(q_3, tl.trans(k_3), raw, input_precision="ieee")
+        raw = tl.dot(q_4, tl.trans(k_4), raw, input_precision="ieee")
+        if keys.FORMAT == "int4" and k_stored is None:
+            raw -= q_sum[:, None] * MIDDLE
+        elif keys.FORMAT == "int4":
+            raw -= q_sum[:, None] * zero_numbers(k_stored)[None, :]
+    else:
+        k_1, k_2 = two_places(words, keys.FORMAT, UNPACK)
+        raw = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+        raw = tl.dot(q_2, tl.trans(k_2), raw, input_precision="ieee")
+    return raw
+
+
+@records.jit
+def words_pv(
+    acc_1, acc_2, acc_3, acc_4, correction, p, words, v_scale, v_stored, halves, values: Rows,
+    BLOCK_N: tl.constexpr, UNPACK: tl.constexpr, TERMS: tl.constexpr, MASKED: tl.constexpr, UNUSED_ZERO: tl.constexpr,
+):  # fmt: skip
+    """Return the accumulators of a word's places, rescaled, plus the probabilities times a tile of values' words.
+
+    With two places acc_3 and acc_4 come back as they are.
+
+    v_scale      the scale of each token, or None
+    v_stored     the values' scales as they are stored: see words_qk
+    TERMS        float16 numbers that a probability becomes
+    MASKED       whether a probability may be 0 because its key is masked
+    UNUSED_ZERO  whether values that no row gives weight to count as 0: they may be NaN
+    """
+    if values.FORMAT == "nvfp4":
+        if UNUSED_ZERO:  # nothing but a scale is NaN
+            v_stored = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, v_stored).to(tl.int16)
+        p = p * NV_RAISED
+    elif UNUSED_ZERO:
+        words = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, words).to(tl.int16)
+    if v_scale is not None:
+        if MASKED:
+            p = tl.where(p == 0.0, 0.0, p * v_scale[None, :])  # a masked key's scale may be NaN
+        else:
+            p = p * v_scale[None, :]
+    high = p.to(tl.float16)
+    low = high
+    if TERMS == 2:
+        low = (p - high.to(tl.float32)).to(tl.float16)
+    if values.FORMAT == "int4" or values.FORMAT == "nvfp4":
+        if values.FORMAT == "int4":
+            # Values have both signs, and their sums cancel: what stands for 0 is subtracted before, not after.
+            middle = tl.full([1, 1], MIDDLE, tl.int16)
+            if v_stored is not None:
+                middle = (v_stored.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
+            v_1, v_2, v_3, v_4 = four_differences(words, middle, UNPACK)
+        else:
+            SCALE_WORDS: tl.constexpr = values.BLOCK_COLS // WORD_BYTES // NV_WORDS
+            factors = scales_of_words(v_stored, halves, BLOCK_N, SCALE_WORDS, UNPACK)
+            v_1, v_2, v_3, v_4 = four_scaled(words, factors, UNPACK)
+        acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
+        acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
+        acc_3 = add_product(acc_3, correction, high, low, v_3, TERMS)
+        acc_4 = add_product(acc_4, correction, high, low, v_4, TERMS)
+    else:
+        v_1, v_2 = two_places(words, values.FORMAT, UNPACK)
+        acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
+        acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
+    return acc_1, acc_2, acc_3, acc_4
+
+
+@records.jit
+def attend_packed16(
+    row_max, row_sum, q: Query, keys: Rows, values: Rows, pages: Pages, steps: TileRange, scores: ScoreTerms,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """Attend a quantised cache with rows of whole words, which begin at multiples of ALIGNED bytes.
+
+    Queries of bfloat16 are divided by a power of two for each row, so that float16 holds them: exactly, but for
+    numbers 2^14 times smaller than the row's largest.
 
     A scale for each token of the values goes into the probabilities, of which there are fewer. The maximum of a row is
     then that of score plus logarithm of the scale (value_logs): a probability times its scale is below 2, so that
@@ -126,164 +217,107 @@ def attend_packed16(
     Scales of nvfp4's blocks go into the numbers, in front of both products: they differ along a row. Probabilities are
     times 2^14 then, so that a float16 of one is not small where a block's scale is.
 
-    BLOCK_D, BLOCK_DV  columns of tiles before they are parted
-    k_scales, v_scales  a scale for each token, or of nvfp4 the bytes of its blocks' scales, a row for each token
+    keys, values  byte pointers; COLS and strides are in bytes
 
-    Returns acc [BLOCK_M, BLOCK_DV], row_max and row_sum.
+    Returns acc [BLOCK_M, columns of the values], row_max and row_sum.
     """
-    ZEROS: tl.constexpr = KV_FORMAT == "int4"  # a number that stands for 0
-    BLOCKS: tl.constexpr = KV_FORMAT == "nvfp4"  # scales of blocks
+    ZEROS: tl.constexpr = keys.FORMAT == "int4"  # a number that stands for 0
+    BLOCKS: tl.constexpr = keys.FORMAT == "nvfp4"  # scales of blocks
     PLACES: tl.constexpr = 4 if ZEROS or BLOCKS else 2  # numbers of a word
-    TOKENS: tl.constexpr = k_scales is not None and not BLOCKS  # scales of tokens
-    NATURAL: tl.constexpr = slopes is not None or bias_rows is not None
-    MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
-    EDGE_UNUSED: tl.constexpr = WINDOW or tree_low is not None  # see attend
+    TOKENS: tl.constexpr = keys.scales.source is not None and not BLOCKS  # scales of tokens
+    NATURAL: tl.constexpr = scores.slopes is not None or scores.bias is not None
+    MASKS: tl.constexpr = scores.mask is not None or scores.bias is not None
+    EDGE_UNUSED: tl.constexpr = scores.WINDOW or scores.tree_low is not None  # see attend
+    row_end = scores.row_end
     if MASKS or EDGE_UNUSED:
-        row_end = tl.where(row_valid, row_end, origin)
-    COLS: tl.constexpr = HEAD_DIM // PLACES
-    COLS_V: tl.constexpr = HEAD_DIM_V // PLACES
-    WIDE: tl.constexpr = BLOCK_D // PLACES
-    WIDE_V: tl.constexpr = BLOCK_DV // PLACES
+        row_end = tl.where(scores.row_valid, row_end, steps.origin)
+    COLS: tl.constexpr = keys.COLS // WORD_BYTES
+    COLS_V: tl.constexpr = values.COLS // WORD_BYTES
+    WIDE: tl.constexpr = keys.BLOCK_COLS // WORD_BYTES
+    WIDE_V: tl.constexpr = values.BLOCK_COLS // WORD_BYTES
     # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
     # By itself: no constexpr yet where Triton 3.2 combines it.
-    FLOAT16: tl.constexpr = q_pointers.dtype.element_ty == tl.float16
-    TERMS: tl.constexpr = 2 if FLOAT16 and KV_FORMAT != "e5m2" else 1
+    FLOAT16: tl.constexpr = q.pointers.dtype.element_ty == tl.float16
+    TERMS: tl.constexpr = 2 if FLOAT16 and keys.FORMAT != "e5m2" else 1
     # int4 and nvfp4: what a product of queries with keys' bits is to be multiplied by.
     BITS_ZEROS: tl.constexpr = 1048576.0 if UNPACK == "ptx" else 1.0  # 2^20
     BITS_BLOCKS: tl.constexpr = NV_RAISED if UNPACK == "ptx" else 1.0
     BITS: tl.constexpr = BITS_ZEROS if ZEROS else (BITS_BLOCKS if BLOCKS else 1.0)
     ABOVE: tl.constexpr = 16.0 if ZEROS and UNPACK == "ptx" else 1.0  # of the first and third place beside it
     SCALED: tl.constexpr = ABOVE != 1.0 or not FLOAT16
-    q_1, q_2, q_3, q_4, unit, q_sum = load_places(
-        q_pointers, row_valid, q_stride_d, COLS, WIDE, BLOCK_M, NEGATED, PLACES, SCALED, ZEROS, ABOVE, BITS
-    )
+    q_1, q_2, q_3, q_4, unit, q_sum = load_places(q, scores.row_valid, BLOCK_M, PLACES, SCALED, ZEROS, ABOVE, BITS)
+    scale = scores.scale
     if PLACES == 4:
         scale = scale * BITS
+    limited = scores._replace(row_end=row_end, scale=scale)
 
     acc_1 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
     acc_2 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    acc_3, acc_4 = acc_1, acc_2  # never used with two places
     if PLACES == 4:
         acc_3 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
         acc_4 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    k_halves = None
+    v_halves = None
     if BLOCKS:
-        k_halves = halves_of_words(k_scales, WIDE // NV_WORDS, UNPACK)
-        v_halves = halves_of_words(v_scales, WIDE_V // NV_WORDS, UNPACK)
+        k_halves = halves_of_words(keys.scales.source, WIDE // NV_WORDS, UNPACK)
+        v_halves = halves_of_words(values.scales.source, WIDE_V // NV_WORDS, UNPACK)
     # Two passes: key tiles that every row attends whole, then those at the edges.
     for edge in tl.static_range(2):
         if edge == 0:
-            count = full_end - full_begin
+            count = steps.full_end - steps.full_begin
         else:
-            count = full_begin - first_step + last_step - full_end
-        if PAGE_LOOP == "by_page":
+            count = steps.full_begin - steps.first + steps.last - steps.full_end
+        if pages.LOOP == "by_page":
             # Pages are looked up a step ahead: a lookup in the step that reads its page takes a stage of the
             # compiler's pipeline of loads, and of few stages that are half of the tiles under way.
-            start = origin + step_of(0, first_step, full_begin, full_end, edge, WINDOW) * BLOCK_N
-            page_1, page_2, page_3, page_4 = pages_from(table, start, end, pages, BLOCK_N, PAGE_SIZE)
+            start = tile_start(steps, 0, edge, scores.WINDOW, BLOCK_N)
+            page_1, page_2, page_3, page_4 = pages_from(pages.table, start, steps.end, pages.total, BLOCK_N, pages.SIZE)
         for i in range(count):
-            if edge == 0:
-                start = origin + (full_begin + i) * BLOCK_N
-            elif WINDOW:
-                # The edge before the full tiles, then the one after them.
-                skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
-                start = origin + (first_step + i + skipped) * BLOCK_N
+            start = tile_start(steps, i, edge, scores.WINDOW, BLOCK_N)
+            if pages.LOOP == "by_page":
+                page, row = places_in_pages(page_1, page_2, page_3, page_4, BLOCK_N, pages.SIZE)
+                following = tile_start(steps, i + 1, edge, scores.WINDOW, BLOCK_N)
+                page_1, page_2, page_3, page_4 = pages_from(
+                    pages.table, following, steps.end, pages.total, BLOCK_N, pages.SIZE
+                )
             else:
-                start = origin + (full_end + i) * BLOCK_N
-            if PAGE_LOOP == "by_page":
-                part = tl.arange(0, BLOCK_N) // PAGE_SIZE
-                page = tl.where(part < 2, tl.where(part == 0, page_1, page_2), tl.where(part == 2, page_3, page_4))
-                row = tl.arange(0, BLOCK_N) % PAGE_SIZE
-                following = origin + step_of(i + 1, first_step, full_begin, full_end, edge, WINDOW) * BLOCK_N
-                page_1, page_2, page_3, page_4 = pages_from(table, following, end, pages, BLOCK_N, PAGE_SIZE)
-            else:
-                page, row = key_places(table, start, end, pages, BLOCK_N, edge == 1, PAGE_SIZE, PAGE_LOOP, READS)
-            there = start + tl.arange(0, BLOCK_N) < end
-            at_k = key_pointers(k_rows, start, page, row, k_stride_p, k_stride_s, PAGE_SIZE)
-            at_v = key_pointers(v_rows, start, page, row, v_stride_p, v_stride_s, PAGE_SIZE)
-            keys = load_words(at_k, there, COLS, WIDE, edge == 1, ALIGNED)
-            values = load_words(at_v, there, COLS_V, WIDE_V, edge == 1, ALIGNED)
-            logs = None
+                page, row = key_places(pages.table, start, steps.end, pages.total, BLOCK_N, edge == 1, pages.SIZE,
+                                       pages.LOOP, pages.READS)  # fmt: skip
+            valid = start + tl.arange(0, BLOCK_N) < steps.end
+            k_pointers = key_pointers(keys.source, start, page, row, keys.stride_page, keys.stride_row, pages.SIZE)
+            v_pointers = key_pointers(
+                values.source, start, page, row, values.stride_page, values.stride_row, pages.SIZE
+            )
+            k_words = load_words(k_pointers, valid, COLS, WIDE, edge == 1, ALIGNED)
+            v_words = load_words(v_pointers, valid, COLS_V, WIDE_V, edge == 1, ALIGNED)
+            k_stored = None  # scales as they are stored
+            v_stored = None
+            k_scale = None
+            v_scale = None
+            v_logs = None
             if BLOCKS:
-                k_blocks = load_words(
-                    key_pointers(k_scales, start, page, row, k_scale_stride_p, k_scale_stride_s, PAGE_SIZE),
-                    there, COLS // NV_WORDS, WIDE // NV_WORDS, edge == 1, 4 if COLS // NV_WORDS % 2 == 0 else 2,
-                )  # fmt: skip
-                v_blocks = load_words(
-                    key_pointers(v_scales, start, page, row, v_scale_stride_p, v_scale_stride_s, PAGE_SIZE),
-                    there, COLS_V // NV_WORDS, WIDE_V // NV_WORDS, edge == 1, 4 if COLS_V // NV_WORDS % 2 == 0 else 2,
-                )  # fmt: skip
+                k_stored = load_block_scales(keys, start, page, row, valid, pages.SIZE, edge == 1)
+                v_stored = load_block_scales(values, start, page, row, valid, pages.SIZE, edge == 1)
             if TOKENS:
-                of_keys = load_scales(
-                    key_pointers(k_scales, start, page, row, k_scale_stride_p, k_scale_stride_s, PAGE_SIZE),
-                    there, edge == 1,
-                )  # fmt: skip
-                of_values = load_scales(
-                    key_pointers(v_scales, start, page, row, v_scale_stride_p, v_scale_stride_s, PAGE_SIZE),
-                    there, edge == 1,
-                )  # fmt: skip
+                k_stored = load_token_scales(keys.scales, start, page, row, valid, pages.SIZE, edge == 1)
+                v_stored = load_token_scales(values.scales, start, page, row, valid, pages.SIZE, edge == 1)
+                k_scale, v_scale = k_stored, v_stored
                 if ZEROS:
-                    raw_k, raw_v = of_keys, of_values
-                    of_keys, of_values = without_zero(raw_k), without_zero(raw_v)
-                logs = value_logs(of_values, EXP, NATURAL)
-            if PLACES == 4:
-                if BLOCKS:
-                    k_factors = scales_of_words(k_blocks, k_halves, BLOCK_N, WIDE // NV_WORDS, UNPACK)
-                    k_1, k_2, k_3, k_4 = four_scaled(keys, k_factors, UNPACK)
-                else:
-                    k_1, k_2, k_3, k_4 = four_places(keys, UNPACK)
-                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-                scores = tl.dot(q_3, tl.trans(k_3), scores, input_precision="ieee")
-                scores = tl.dot(q_4, tl.trans(k_4), scores, input_precision="ieee")
-                if ZEROS and k_scales is None:
-                    scores -= q_sum[:, None] * MIDDLE
-                elif ZEROS:
-                    scores -= q_sum[:, None] * zero_numbers(raw_k)[None, :]
-            else:
-                k_1, k_2 = two_places(keys, KV_FORMAT, UNPACK)
-                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                    k_scale, v_scale = without_zero(k_stored), without_zero(v_stored)
+                v_logs = value_logs(v_scale, scores.EXP, NATURAL)
+            raw = words_qk(q_1, q_2, q_3, q_4, q_sum, k_words, k_stored, k_halves, keys, BLOCK_N, UNPACK)
             if SCALED:
-                scores *= unit[:, None]
+                raw *= unit[:, None]
             if TOKENS:
-                scores *= of_keys[None, :]
+                raw *= k_scale[None, :]
             p, correction, row_max, row_sum = softmax_step(
-                scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
-                bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
-                BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first, logs,
+                raw, start, steps.end, row_max, row_sum, limited, BLOCK_N, edge == 1, v_logs
+            )
+            acc_1, acc_2, acc_3, acc_4 = words_pv(
+                acc_1, acc_2, acc_3, acc_4, correction, p, v_words, v_scale, v_stored, v_halves, values,
+                BLOCK_N, UNPACK, TERMS, MASKS or edge == 1, MASKS or (EDGE_UNUSED and edge == 1),
             )  # fmt: skip
-            if BLOCKS:
-                if MASKS or (EDGE_UNUSED and edge == 1):  # nothing but a scale is NaN
-                    v_blocks = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, v_blocks).to(tl.int16)
-                p = p * NV_RAISED
-            elif MASKS or (EDGE_UNUSED and edge == 1):
-                values = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, values).to(tl.int16)
-            if TOKENS:
-                if MASKS or edge == 1:
-                    p = tl.where(p == 0.0, 0.0, p * of_values[None, :])  # a masked key's scale may be NaN
-                else:
-                    p = p * of_values[None, :]
-            high = p.to(tl.float16)
-            low = high
-            if TERMS == 2:
-                low = (p - high.to(tl.float32)).to(tl.float16)
-            if ZEROS:
-                # Values have both signs, and their sums cancel: what stands for 0 is subtracted before, not after.
-                middle = tl.full([1, 1], MIDDLE, tl.int16)
-                if v_scales is not None:
-                    middle = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
-                v_1, v_2, v_3, v_4 = four_differences(values, middle, UNPACK)
-            if BLOCKS:
-                v_factors = scales_of_words(v_blocks, v_halves, BLOCK_N, WIDE_V // NV_WORDS, UNPACK)
-                v_1, v_2, v_3, v_4 = four_scaled(values, v_factors, UNPACK)
-            if PLACES == 4:
-                acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
-                acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
-                acc_3 = add_product(acc_3, correction, high, low, v_3, TERMS)
-                acc_4 = add_product(acc_4, correction, high, low, v_4, TERMS)
-            else:
-                v_1, v_2 = two_places(values, KV_FORMAT, UNPACK)
-                acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
-                acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
     if PLACES == 4:
         acc = tl.interleave(tl.interleave(acc_1, acc_3), tl.interleave(acc_2, acc_4))
         if BLOCKS and UNPACK != "ptx":

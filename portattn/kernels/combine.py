@@ -1,13 +1,42 @@
-"""combine: merges the partial results of rows whose keys were split over programs.
+"""Partial results, merged by their LSEs: combine merges shares of split keys, whose states store_rows stores;
+merge_rows and merge_parts merge results of several ranks; pause waits some microseconds.
 
-Dao et al., "Flash-Decoding" (2023).
-"""
+Dao et al., "Flash-Decoding" (2023)."""
 
 import triton
 import triton.language as tl
 
-from portattn.kernels.programmatic_launch import wait_for_kernel_before
-from portattn.kernels.tiles import exponential, lowest, natural_lse
+from portattn.kernels import records
+from portattn.kernels.arguments import Output
+from portattn.kernels.optional_constructs import wait_for_kernel_before
+from portattn.kernels.tiles import exponential, finalize, lowest, natural_lse, store_state
+
+
+@records.jit
+def store_rows(
+    acc, row_max, row_sum, to: Output, sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid,
+    EXP: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
+    """Store the valid part of [BLOCK_M, BLOCK_COLS] rows, from the state of their softmax.
+
+    split        the share of the keys, with to.SPLIT
+    slot, slots  the row's sequence and how many there are; 0 and 1 of packed queries
+    head, q_row  the head and the row in Sq [BLOCK_M]; q_row is int64
+    """
+    acc = finalize(acc, row_sum)
+    columns = tl.arange(0, to.BLOCK_COLS)
+    o_base = to.out + slot.to(tl.int64) * to.stride_slot
+    if to.SPLIT:
+        o_base += split.to(tl.int64) * to.stride_split
+    o_offsets = head.to(tl.int64) * to.stride_head + q_row * to.stride_row
+    inside = row_valid[:, None] & (columns < to.COLS)[None, :]
+    tl.store(o_base + o_offsets[:, None] + columns[None, :], acc.to(to.out.dtype.element_ty), mask=inside)
+    if to.lse is not None:
+        lse_rows = ((split * slots + slot).to(tl.int64) * heads_q + head) * seq_q + q_row
+        if to.SPLIT:
+            store_state(to.lse, lse_rows, row_max, row_sum, row_valid)
+        else:
+            tl.store(to.lse + lse_rows, natural_lse(row_max, row_sum, sinks, head, EXP, NATURAL), mask=row_valid)
 
 
 @triton.jit(do_not_specialize=["heads_q", "seq_q", "rows", "splits"])
@@ -85,3 +114,101 @@ def combine(
                 tl.store(lse + row, found, mask=tl.program_id(1) == 0)
             else:
                 tl.store(lse + row, found)
+
+
+@triton.jit
+def weights(mine, other):
+    """Return two parts' weights in their sum and the log-sum-exp of both, from the parts' log-sum-exps. A part at -inf
+    attended nothing."""
+    largest = tl.maximum(mine, other)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    kept, added = tl.exp(mine - base), tl.exp(other - base)
+    total = kept + added
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    return kept * share, added * share, base + tl.log(total)
+
+
+@triton.jit
+def place_of(row, heads, rows, stride_b, stride_h, stride_s):
+    """Return the offset of row `row` of (B, H, S)."""
+    head = row // rows
+    batch = head // heads
+    return batch.to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h + (row % rows).to(tl.int64) * stride_s
+
+
+@triton.jit(do_not_specialize=["heads", "rows", "count"])
+def merge_rows(
+    out, lse, part, part_lse,
+    o_stride_b, o_stride_h, o_stride_s, l_stride_b, l_stride_h, l_stride_s,
+    p_stride_b, p_stride_h, p_stride_s, pl_stride_b, pl_stride_h, pl_stride_s,
+    heads, rows, count,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge part (B, H, S, WIDTH) into out, in place, and their log-sum-exps (B, H, S) float32.
+
+    The sum is in float32, and is stored in out's dtype. count = B·H·S, BLOCK rows a program.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    there = row < count
+    columns = tl.arange(0, BLOCK_WIDTH)
+    inside = there[:, None] & (columns < WIDTH)[None, :]
+    at_lse = lse + place_of(row, heads, rows, l_stride_b, l_stride_h, l_stride_s)
+    mine = tl.load(at_lse, mask=there, other=float("-inf"))
+    at_other = part_lse + place_of(row, heads, rows, pl_stride_b, pl_stride_h, pl_stride_s)
+    other = tl.load(at_other, mask=there, other=float("-inf"))
+    kept, added, merged = weights(mine, other)
+    at = (out + place_of(row, heads, rows, o_stride_b, o_stride_h, o_stride_s))[:, None] + columns[None, :]
+    at_part = (part + place_of(row, heads, rows, p_stride_b, p_stride_h, p_stride_s))[:, None] + columns[None, :]
+    ours = tl.load(at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK, BLOCK_WIDTH]
+    theirs = tl.load(at_part, mask=inside, other=0.0).to(tl.float32)
+    theirs = tl.where((other == float("-inf"))[:, None], 0.0, theirs)  # whatever it holds
+    tl.debug_barrier()  # several threads may have read what one of them now overwrites
+    tl.store(at, (ours * kept[:, None] + theirs * added[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(at_lse, merged, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def merge_parts(
+    values, states, out, lse, rows,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, VALUES: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """Merge PARTS partial results of each row, which lie as (PARTS, rows, …): one program a row.
+
+    values  a part's row begins at every VALUES-th element, and has WIDTH of them
+    states  the same memory as float32: a part's row ends with its LSE, STATES elements a row
+    out, lse  (rows, WIDTH) in values' dtype and (rows,) float32, contiguous
+
+    Every rank adds in the same order. A row that no part attended gives 0 and -inf.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    inside = columns < WIDTH
+    largest = tl.load(states + row * STATES + STATES - 1)
+    for part in tl.static_range(1, PARTS):
+        largest = tl.maximum(largest, tl.load(states + (part * rows + row) * STATES + STATES - 1))
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    total = 0.0
+    acc = tl.zeros([BLOCK_WIDTH], tl.float32)
+    for part in tl.static_range(PARTS):
+        state = tl.load(states + (part * rows + row) * STATES + STATES - 1)
+        weight = tl.exp(state - base)
+        found = tl.load(values + (part * rows + row) * VALUES + columns, mask=inside, other=0.0).to(tl.float32)
+        acc += tl.where(state == float("-inf"), 0.0, found * weight)
+        total += weight
+    empty = total == 0.0
+    safe = tl.where(empty, 1.0, total)
+    tl.store(out + row * WIDTH + columns, (acc / safe).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + row, tl.where(empty, float("-inf"), base + tl.log(safe)))
+
+
+@triton.jit(do_not_specialize=["rounds"])
+def pause(memory, value, rounds):
+    """Compute `rounds` products, each of which needs the one before: some 8 cycles each on an H100 (12,000 in 51 µs).
+
+    memory  any float tensor: nothing is read or written, which the compiler does not know
+    value   0.0: so that it stays below 2
+    """
+    found = value
+    for _ in range(rounds):
+        found = found * 0.5 + 1.0
+    tl.store(memory, found.to(memory.dtype.element_ty), mask=found > 3.0)

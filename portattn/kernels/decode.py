@@ -4,15 +4,27 @@ The rows of one key/value head's whole group are packed into one tile, so that t
 are fewer such tiles than cores, the keys are split over programs, and combine.py merges the partial results.
 """
 
-import triton
 import triton.language as tl
 
+from portattn.kernels import records
+from portattn.kernels.arguments import (
+    Dropout,
+    KeyRows,
+    LoopShape,
+    Output,
+    Pages,
+    Query,
+    Rows,
+    Scales,
+    ScoreTerms,
+    TileRange,
+)
 from portattn.kernels.attend import attend, in_chunk, kv_tile_range
 from portattn.kernels.attend_packed16 import attend_packed16
 from portattn.kernels.attend_packed16_swap_ab import attend_packed16_swap_ab
+from portattn.kernels.combine import store_rows
 from portattn.kernels.dequantize import DS_GROUP, head_scale
-from portattn.kernels.programmatic_launch import let_next_kernel_begin
-from portattn.kernels.results import store_rows
+from portattn.kernels.optional_constructs import let_next_kernel_begin
 from portattn.kernels.tiles import (
     init_softmax,
     of_a_sequence,
@@ -25,7 +37,7 @@ from portattn.kernels.tiles import (
 )
 
 
-@triton.jit(
+@records.jit(
     do_not_specialize=[
         "heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right", "chunk",
     ]
@@ -57,9 +69,9 @@ def decode_split(
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
     Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
     KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr, HEADS_FIRST: tl.constexpr,
-    FOLLOWED: tl.constexpr,
+    FOLLOWED: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
+    """Attend one share of the keys for up to BLOCK_M packed rows of one key/value head: one program.
 
     Row r of a sequence is query r // GROUP of head r % GROUP in the group. Queries are (B, Hq, Sq, D), or with
     cu_seqlens_q packed: seq_q is then the rows of the packed tensor, seqlens_k is given, and leftpad_k is not.
@@ -69,6 +81,7 @@ def decode_split(
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
     quantised cache are widened (kernels/attend_packed16.py); its rows' addresses are then multiples of ALIGNED bytes.
+    PER: numbers of a byte.
     FOLLOWED: a kernel that merges follows, which may begin before this one ends.
     k_block_scale, v_block_scale: of nvfp4 its blocks' scales, (…, D / 16) bytes whose last stride is 1, else None.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
@@ -87,7 +100,6 @@ def decode_split(
     NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
-    PER: tl.constexpr = 2 if KV_FORMAT == "int4" or KV_FORMAT == "nvfp4" else 1  # numbers of a byte
     # Words of at most 8 rows and nothing but lengths: keys are the rows of products
     # (kernels/attend_packed16_swap_ab.py). For int4 rows of 40 numbers in tiles of 16 keys that loop gave wrong results
     # on an H200 (Triton 3.6.0, 2026-11-26; cause unknown): it takes only the cases seen to be right, whole tiles of
@@ -242,47 +254,43 @@ def decode_split(
         if tree_mask is not None:
             words = tree_mask + slot_0 * tree_mask_stride_b + read_row
             tree_low, tree_high = tree_bits(tl.load(words, mask=row_valid, other=0))
-        acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+        query_rows = Query(
+            q_pointers, tail_pointers, q_stride_d, rope_stride_d if LATENT else q_stride_d, None,
+            MAIN, BLOCK_D, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED,
+        )  # fmt: skip
+        keys = KeyRows(
+            Rows(k_rows, k_stride_b, k_stride_s, k_stride_d, MAIN // PER, BLOCK_D // PER, LOAD, KV_FORMAT,
+                 Scales(k_token_scales, k_scale_page, k_scale_row)),
+            Rows(k_tail_rows, k_stride_b, k_stride_s, k_stride_d, (HEAD_DIM - MAIN) // PER, BLOCK_TAIL // PER, LOAD,
+                 KV_FORMAT),
+        )  # fmt: skip
+        values = Rows(v_rows, v_stride_b, v_stride_s, v_stride_d, HEAD_DIM_V // PER, BLOCK_DV // PER, LOAD, KV_FORMAT,
+                      Scales(v_token_scales, v_scale_page, v_scale_row))  # fmt: skip
+        cache = Pages(table, pages, PAGE_SIZE, PAGE_LOOP, READS)
+        steps = TileRange(k_first, first_step, full_begin, full_end, last_step, far)
+        scores = ScoreTerms(
+            row_valid, row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
+            score_scale, softcap, tree_low, tree_high, tree_first,
+            WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
+        )  # fmt: skip
         if UNPACK == "bytes":
+            acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
             row_max, row_sum = init_softmax(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
             acc, row_max, row_sum = attend(
-                acc, row_max, row_sum,
-                q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
-                k_rows, k_tail_rows, v_rows, table, pages,
-                k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
-                k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
-                k_first, first_step, full_begin, full_end, last_step, far,
-                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
-                score_scale, softcap, None, None, None, None, None,
-                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
-                BIAS_BY_KEY, MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE,
-                DOT_PRECISION, PAGE_LOOP, Q_OPERAND, PIPELINE, READS, CLAMPED, True, "scores", KV_FORMAT, None,
-                KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
+                acc, row_max, row_sum, query_rows, keys, values, cache, steps, scores, Dropout(),
+                LoopShape(BLOCK_N, K_TILE, BLOCK_ORDER, DOT_PRECISION, PIPELINE, Q_OPERAND, LATENT, True),
             )  # fmt: skip
-        elif FEW:
-            row_max, _ = init_softmax(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
-            acc, row_max, row_sum = attend_packed16_swap_ab(
-                row_max, q_pointers, row_valid, q_stride_d,
-                k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-                k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
-                k_first, first_step, full_begin, full_end, last_step, far, row_end, score_scale,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NEGATED, PAGE_SIZE, EXP, MASK_VALUE,
-                PAGE_LOOP, READS, KV_FORMAT, ALIGNED, UNPACK,
-            )  # fmt: skip
-            if sinks is not None:
-                acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sinks, head, split == 0, EXP, NATURAL)
         else:
             row_max, row_sum = init_softmax(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
-            acc, row_max, row_sum = attend_packed16(
-                row_max, row_sum, q_pointers, row_valid, q_stride_d,
-                k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-                k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
-                k_first, first_step, full_begin, full_end, last_step, far,
-                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, score_scale,
-                softcap, tree_low, tree_high, tree_first,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
-                MASK_BY_KEY, PAGE_SIZE, EXP, MASK_VALUE, PAGE_LOOP, READS, CLAMPED, KV_FORMAT, ALIGNED, UNPACK,
-            )  # fmt: skip
+            if FEW:
+                acc, row_max, row_sum = attend_packed16_swap_ab(
+                    row_max, query_rows, keys.main, values, cache, steps, scores, BLOCK_M, BLOCK_N, ALIGNED, UNPACK
+                )
+            else:
+                acc, row_max, row_sum = attend_packed16(
+                    row_max, row_sum, query_rows, keys.main, values, cache, steps, scores,
+                    BLOCK_M, BLOCK_N, ALIGNED, UNPACK,
+                )  # fmt: skip
             if sinks is not None:
                 acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sinks, head, split == 0, EXP, NATURAL)
 
@@ -296,6 +304,7 @@ def decode_split(
         if cu_seqlens_q is not None:
             slots = 1
         store_rows(
-            acc, row_max, row_sum, out, lse, sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid,
-            o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT, EXP, NATURAL,
+            acc, row_max, row_sum,
+            Output(out, lse, o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT),
+            sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid, EXP, NATURAL,
         )  # fmt: skip

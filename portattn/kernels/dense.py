@@ -4,11 +4,11 @@ Serves (B, Hq, Sq, D) queries over (B, Hk, Sk, D) keys, and packed ones: (Tq, Hq
 sequence is a range of rows.
 """
 
-import triton
 import triton.language as tl
 
+from portattn.kernels import records
+from portattn.kernels.arguments import Dropout, KeyRows, LoopShape, Pages, Query, Rows, Scales, ScoreTerms, TileRange
 from portattn.kernels.attend import attend, in_chunk, kv_tile_range
-from portattn.kernels.blocks import attend_listed
 from portattn.kernels.dequantize import head_scale
 from portattn.kernels.tiles import (
     finalize,
@@ -23,7 +23,40 @@ from portattn.kernels.tiles import (
 )
 
 
-@triton.jit(
+@records.jit
+def attend_listed(
+    acc, row_max, row_sum, listed,
+    q: Query, keys: KeyRows, values: Rows, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
+    C: LoopShape, LISTED_K: tl.constexpr,
+):  # fmt: skip
+    """Attend the tiles of `steps` whose block of LISTED_K keys is marked in `listed`, a row of bools.
+
+    Tensors are contiguous, and not quantised. A tile lies in one block: BLOCK_N divides LISTED_K, and the origin is 0.
+    Of the other tiles nothing is read. Marked blocks that follow each other are one loop of attend's, which is
+    pipelined: a branch around each tile would keep its loads from being under way before. Returns acc, row_max and
+    row_sum.
+    """
+    PER_BLOCK: tl.constexpr = LISTED_K // C.BLOCK_N
+    first_block, last_block = steps.first // PER_BLOCK, (steps.last + PER_BLOCK - 1) // PER_BLOCK
+    begin = first_block  # of the marked blocks that end here
+    marked = tl.load(listed + first_block, mask=first_block < last_block).to(tl.int32) != 0
+    for block in range(first_block, last_block):
+        following = tl.load(listed + tl.minimum(block + 1, last_block - 1)).to(tl.int32) != 0
+        following = following & (block + 1 < last_block)
+        if marked & (following == 0):
+            first, last = tl.maximum(begin * PER_BLOCK, steps.first), tl.minimum((block + 1) * PER_BLOCK, steps.last)
+            whole = tl.minimum(tl.maximum(steps.full_begin, first), last)
+            whole_end = tl.minimum(tl.maximum(steps.full_end, whole), last)
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum, q, keys, values, Pages(),
+                steps._replace(first=first, full_begin=whole, full_end=whole_end, last=last), scores, dropout, C,
+            )  # fmt: skip
+        begin = tl.where(marked, begin, block + 1)
+        marked = following
+    return acc, row_max, row_sum
+
+
+@records.jit(
     do_not_specialize=[
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right",
         "chunk", "threshold",
@@ -55,7 +88,7 @@ def dense_forward(
     KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, Q_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     P_TERMS: tl.constexpr, LISTED_Q: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M query rows of one head, or several such tiles in turn on a persistent grid.
+    """Attend BLOCK_M query rows of one head: one program, which takes several such tiles in turn on a persistent grid.
 
     Optional arguments are None: lse, the (B,) int32 lengths and left paddings, the (B + 1,) int32 beginnings of packed
     sequences (seq_q and seq_k are then the rows of the packed tensors), and the features. CAUSAL names the alignment
@@ -181,35 +214,39 @@ def dense_forward(
                 mask_rows = mask + batch.to(tl.int64) * mask_stride_b
                 if not MASK_BY_KEY:
                     mask_rows += head.to(tl.int64) * mask_stride_h + rows.to(tl.int64) * mask_stride_q
+            query = Query(
+                q_pointers, q_pointers + MAIN * q_stride_d, q_stride_d, q_stride_d, row_scales,
+                MAIN, BLOCK_D, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED, Q_FORMAT, OPERANDS,
+            )  # fmt: skip
+            keys = KeyRows(
+                Rows(k_rows, 0, k_stride_s, k_stride_d, MAIN, BLOCK_D, LOAD, KV_FORMAT,
+                     Scales(k_scales, 0, k_scale_stride_s)),
+                Rows(k_tail_rows, 0, k_stride_s, k_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, LOAD, KV_FORMAT),
+            )  # fmt: skip
+            values = Rows(v_rows, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_DV, LOAD, V_FORMAT)
+            steps = TileRange(k_first, first_step, full_begin, full_end, last_step, far)
+            scores = ScoreTerms(
+                row_valid, row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
+                score_scale, softcap, None, None, None,
+                WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, False,
+            )  # fmt: skip
+            dropout = Dropout(
+                dropout_seed, batch * heads_q + head, row_0 - drop_row, drop_key, threshold, None, None, DROPS
+            )
             if block_mask is not None:
                 listed = (
                     block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
                     + (row_0 // LISTED_Q).to(tl.int64) * block_mask_stride_q
                 )  # fmt: skip
                 acc, row_max, row_sum = attend_listed(
-                    acc, row_max, row_sum, listed,
-                    q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d,
-                    k_rows, k_tail_rows, v_rows, k_stride_s, k_stride_d, v_stride_s, v_stride_d,
-                    k_first, first_step, full_begin, full_end, last_step, far,
-                    row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
-                    score_scale, softcap, dropout_seed, row_0 - drop_row, drop_key, batch * heads_q + head, threshold,
-                    HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, Q_OPERAND,
-                    PIPELINE, DROPS, LISTED_K,
+                    acc, row_max, row_sum, listed, query, keys, values, steps, scores, dropout,
+                    LoopShape(BLOCK_N, K_TILE, BLOCK_ORDER, DOT_PRECISION, PIPELINE, Q_OPERAND), LISTED_K,
                 )  # fmt: skip
             else:
                 acc, row_max, row_sum = attend(
-                    acc, row_max, row_sum,
-                    q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
-                    k_rows, k_tail_rows, v_rows, None, 0,
-                    0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, k_scales, 0, k_scale_stride_s, None, 0, 0,
-                    k_first, first_step, full_begin, full_end, last_step, far,
-                    row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
-                    score_scale, softcap, dropout_seed, row_0 - drop_row, drop_key, batch * heads_q + head, threshold,
-                    HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                    "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", DROPS, KV_FORMAT,
-                    row_scales, V_FORMAT, Q_FORMAT, OPERANDS, P_TERMS,
+                    acc, row_max, row_sum, query, keys, values, Pages(), steps, scores, dropout,
+                    LoopShape(BLOCK_N, K_TILE, BLOCK_ORDER, DOT_PRECISION, PIPELINE, Q_OPERAND,
+                              NONE=SELECT != "branch", P_TERMS=P_TERMS),
                 )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.

@@ -26,7 +26,7 @@ WEYL: tl.constexpr = tl.constexpr(0x9E3779B9)
 
 @triton.jit
 def product(x, HIGH: tl.constexpr, LOW: tl.constexpr):
-    """(high half, low half) of x · (HIGH·2¹⁶ + LOW), uint32, from products of 16-bit halves."""
+    """Return (high half, low half) of x · (HIGH·2¹⁶ + LOW), uint32, from products of 16-bit halves."""
     low, high = x & 0xFFFF, x >> 16
     carried = (low * LOW >> 16) + high * LOW
     middle = low * HIGH + (carried & 0xFFFF)
@@ -35,7 +35,7 @@ def product(x, HIGH: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def philox_by_halves(seed, c0, c1, c2, c3):
-    """Words 0 and 1 of tl.philox, without a product's high half."""
+    """Compute words 0 and 1 of tl.philox, without a product's high half."""
     seed = seed.to(tl.uint64)
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
@@ -66,7 +66,7 @@ def head_words(seed, head, DROPS: tl.constexpr):
 
 @triton.jit
 def group_words(key, keys, rows, DROPS: tl.constexpr):
-    """Both words of Philox2x32-10, of the shape that keys and rows, numbers of groups, together broadcast to."""
+    """Compute both words of Philox2x32-10, in the joint broadcast shape of keys and rows, numbers of groups."""
     word, other = keys.to(tl.uint32, bitcast=True), rows.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(ROUNDS):
         if DROPS == "halves":
@@ -81,7 +81,7 @@ def group_words(key, keys, rows, DROPS: tl.constexpr):
 
 @triton.jit
 def keep_from_words(word, other, later_row, later_key, threshold):
-    """Which scores are kept of those whose group's words these are; later_row, later_key: its second row, or key."""
+    """Return the scores that a group's words keep; later_row, later_key: its second row, or key."""
     bits = tl.where(later_row, other, word)
     bits = tl.where(later_key, bits >> 16, bits & 0xFFFF)
     return bits.to(tl.int32, bitcast=True) >= threshold
@@ -89,7 +89,7 @@ def keep_from_words(word, other, later_row, later_key, threshold):
 
 @triton.jit
 def kept_scores(key, turn, keys, rows, threshold, DROPS: tl.constexpr):
-    """Which scores are kept, of the shape that keys and rows together broadcast to: a group's words for each.
+    """Return which scores are kept, in the shape that keys and rows broadcast to: a group's words for each.
 
     key, turn   of the head, by head_words
     keys, rows  positions in the sequence, int32
@@ -102,7 +102,7 @@ def kept_scores(key, turn, keys, rows, threshold, DROPS: tl.constexpr):
 @triton.jit
 def kept_tile(key, turn, key_0, row_0, threshold, KEYS: tl.constexpr, ROWS: tl.constexpr, BY_KEY: tl.constexpr,
               DROPS: tl.constexpr):  # fmt: skip
-    """As kept_scores, of a tile: [ROWS, KEYS], or with BY_KEY [KEYS, ROWS]. A group's words are computed once where
+    """Return kept_scores of a tile: [ROWS, KEYS], or with BY_KEY [KEYS, ROWS]. A group's words are computed once where
     DROPS is `tiles`: then key_0 and row_0, the tile's first positions, are multiples of 16."""
     if DROPS == "tiles":
         of_keys, of_rows = key_0 // 2 + tl.arange(0, KEYS // 2), (row_0 // 2 + tl.arange(0, ROWS // 2)) ^ turn

@@ -62,7 +62,7 @@ def backward_keys(
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
     Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes dK and dV of BLOCK_M keys of one key/value head, or of several such tiles in turn.
+    """Compute dK and dV of BLOCK_M keys of one key/value head: one program, which may take several tiles in turn.
 
     Optional arguments are None, as in dense_forward. It goes through the query rows BLOCK_N at a time.
 

@@ -40,7 +40,7 @@ def backward_delta(
     heads_q, seq_q, row_tiles, tiles,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, Hq, Sq) float32 of BLOCK_M rows; 0 for rows with nothing to attend, whose gradients may be NaN."""
+    """Write delta (B, Hq, Sq) float32 of BLOCK_M rows; 0 for rows with nothing to attend: gradients may be NaN."""
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
@@ -91,7 +91,7 @@ def backward_rows(
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
     Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes dQ of BLOCK_M query rows of one head, or of several such tiles in turn.
+    """Compute dQ of BLOCK_M query rows of one head: one program, which may take several such tiles in turn.
 
     grad_slopes  (B, Hq, Sq) float32 or None: of each row the sum of -dS·|distance|, which its slope's gradient sums up
     """

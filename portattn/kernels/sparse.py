@@ -25,7 +25,7 @@ FEW_HITS: tl.constexpr = tl.constexpr(0.5)  # expected number of tables hit, bel
 
 @triton.jit
 def arc_cosine(x):
-    """acos on [-1, 1], absolute error 2e-8 (Abramowitz and Stegun, 4.4.46)."""
+    """Return acos on [-1, 1], absolute error 2e-8 (Abramowitz and Stegun, 4.4.46)."""
     a = tl.abs(x)
     series = -0.0012624911
     series = series * a + 0.0066700901
@@ -41,7 +41,7 @@ def arc_cosine(x):
 
 @triton.jit
 def log_sampling_probability(cosine, bits, tables):
-    """Log of the probability that a key at this cosine shares the query's bucket in two of the hash tables, or more.
+    """Return the log of the probability that a key at this cosine shares the query's bucket in two hash tables or more.
 
     Chen et al., "MagicPIG" (arXiv 2410.16179): one random hyperplane leaves both on one side with probability
     p = 1 − acos(cosine)/π, all `bits` of a table with x = pᵇ, and two tables of `tables` or more with
@@ -90,13 +90,13 @@ def sparse_split(
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr,
     PIG_BITS: tl.constexpr, PIG_TABLES: tl.constexpr,
     EXP: tl.constexpr, MASK_VALUE: tl.constexpr, GRID: tl.constexpr,
-    KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr,
+    KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """One program attends one share of the tokens chosen for one head.
+    """Attend one share of the tokens chosen for one head: one program.
 
     indices (B, Hq, places) int32 and counts (B, Hq) int32: the first counts places hold token positions, in any order;
     what is negative, or not before the sequence's end, is passed over. k and v as in decode_split, their scales,
-    KV_FORMAT, KV_SCALES, SPLIT and the optional arguments too. log_weights (B, Hq, places) float32 is added to the
+    KV_FORMAT, KV_SCALES, PER, SPLIT and the optional arguments too. log_weights (B, Hq, places) float32 is added to the
     scores, -inf passes a token over; magicpig_bits and magicpig_tables (Hq,) int32, or PIG_BITS and PIG_TABLES for all
     heads, ask for the sampling correction.
     """
@@ -106,8 +106,7 @@ def sparse_split(
         rounds: tl.constexpr = 1
     columns = tl.arange(0, BLOCK_D)
     columns_v = tl.arange(0, BLOCK_DV)
-    # Places of a row, each of one number, or of two.
-    PER: tl.constexpr = 2 if KV_FORMAT == "int4" else 1
+    # Places of a row, each of PER numbers.
     at_k = tl.arange(0, BLOCK_D // PER)
     at_v = tl.arange(0, BLOCK_DV // PER)
     for turn in range(rounds):
@@ -170,7 +169,7 @@ def sparse_split(
             )  # fmt: skip
             raw_k = None
             raw_v = None
-            if KV_FORMAT == "int4":
+            if PER > 1:
                 if KV_SCALES == "token":
                     raw_k = tl.load(k_scale + slot * k_scale_stride_b + kv_head * k_scale_stride_h
                                     + within * k_scale_stride_s, mask=keep, other=1.0)  # fmt: skip
@@ -187,7 +186,7 @@ def sparse_split(
             )  # fmt: skip
             products = tl.sum(keys * query[None, :], 1)  # [BLOCK_N] of the cache's numbers
             scores = products * score_scale
-            if KV_FORMAT == "int4" and KV_SCALES == "token":
+            if PER > 1 and KV_SCALES == "token":
                 scores = scores * without_zero(raw_k)
                 value_scales = without_zero(raw_v)
             elif KV_SCALES == "token":
@@ -224,7 +223,7 @@ def sparse_split(
             p = tl.where(keep, exponential(scores - base, EXP, True), 0.0)
             correction = exponential(row_max - base, EXP, True)
             row_sum = row_sum * correction + tl.sum(p, 0)
-            if KV_FORMAT == "int4":
+            if PER > 1:
                 values = widened_pairs(values, query, raw_v)
             else:
                 values = dequantize(values, query, KV_FORMAT).to(tl.float32)

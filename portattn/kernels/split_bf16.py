@@ -16,7 +16,7 @@ UPPER: tl.constexpr = tl.constexpr(-65536)
 
 @triton.jit
 def bfloat16_parts(x):
-    """Three bfloat16 tiles whose sum is x, float32: the first 8 bits of each significand, the next 8, and the last 8.
+    """Split float32 x into three bfloat16 tiles whose sum is x: its significands' first, next and last 8 bits.
 
     They are cut off, not rounded: that takes two instructions for each number, and a conversion for two.
     """
@@ -29,7 +29,7 @@ def bfloat16_parts(x):
 
 @triton.jit
 def product_of_parts(a_first, a_second, a_third, b_first, b_second, b_third, GUARD: tl.constexpr):
-    """A·B of tiles given by their parts, float32, summed from the smallest products on.
+    """Return A·B of tiles given by their parts, float32, summed from the smallest products on.
 
     GUARD: a product with an infinite number is what float32 makes of it; without, it is NaN
     """
@@ -45,7 +45,7 @@ def product_of_parts(a_first, a_second, a_third, b_first, b_second, b_third, GUA
 
 @triton.jit
 def dot(a, b, DOT_PRECISION: tl.constexpr):
-    """A·B, float32; operands of 16 bits have one precision."""
+    """Return A·B, float32; operands of 16 bits have one precision."""
     if DOT_PRECISION == "bf16x6" and a.dtype == tl.float32:
         a_1, a_2, a_3 = bfloat16_parts(a)
         b_1, b_2, b_3 = bfloat16_parts(b)
@@ -59,7 +59,7 @@ def dot(a, b, DOT_PRECISION: tl.constexpr):
 
 @triton.jit
 def add_dot(a, b, acc, DOT_PRECISION: tl.constexpr):
-    """acc + A·B. Of parts the products are summed first: an accumulator of many steps would cut off more of them."""
+    """Return acc + A·B; parts' products are summed first: an accumulator of many steps would cut off more."""
     if DOT_PRECISION == "bf16x6" and a.dtype == tl.float32:
         a_1, a_2, a_3 = bfloat16_parts(a)
         b_1, b_2, b_3 = bfloat16_parts(b)
@@ -72,9 +72,18 @@ def add_dot(a, b, acc, DOT_PRECISION: tl.constexpr):
 
 
 @triton.jit
+def split_product(p, v_tile, acc, TERMS: tl.constexpr):
+    """Return acc plus probabilities times values of 16 bits; with TERMS 2 also what p's rounding loses."""
+    high = p.to(v_tile.dtype)
+    if TERMS == 2:
+        acc = tl.dot((p - high.to(tl.float32)).to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+    return tl.dot(high, v_tile, acc, input_precision="ieee")
+
+
+@triton.jit
 def held_parts(pointers, valid, stride_col, apart, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                PARTS: tl.constexpr):  # fmt: skip
-    """Parts of a tile [BLOCK_M, BLOCK_COLS] that a program holds, its rows as load_query_rows takes them.
+    """Return the parts of a tile [BLOCK_M, BLOCK_COLS] that a program holds; rows are load_query_rows'.
 
     PARTS  `memory`: `pointers` are the first parts' rows, the second and third parts' lie `apart` and twice as far on;
            `registers`: they are rows of float32
@@ -91,7 +100,7 @@ def held_parts(pointers, valid, stride_col, apart, COLS: tl.constexpr, BLOCK_COL
 @triton.jit
 def part_sources(base, apart, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                  LOAD: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """What tiles of parts are read through: row_source of each, or that of float32 rows three times."""
+    """Return the sources of parts' tiles: row_source of each, or that of float32 rows three times."""
     first = row_source(base, rows, stride_row, COLS, BLOCK_ROWS, BLOCK_COLS, LOAD)
     second, third = first, first
     if PARTS == "memory":
@@ -103,7 +112,7 @@ def part_sources(base, apart, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: 
 @triton.jit
 def load_parts(first, second, third, start, end, stride_row, stride_col, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr, LOAD: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Parts of a tile [BLOCK_ROWS, BLOCK_COLS], by part_sources; rows and columns as load_rows has them."""
+    """Load parts of a tile [BLOCK_ROWS, BLOCK_COLS], by part_sources; rows and columns as in load_rows."""
     tile = load_rows(first, None, start, end, 0, 0, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED, LOAD,
                      0, "per_page", "masked")  # fmt: skip
     if PARTS == "memory":
@@ -119,7 +128,7 @@ def load_parts(first, second, third, start, end, stride_row, stride_col, COLS: t
 
 @triton.jit
 def parts_where(seen, first, second, third):
-    """The parts where `seen` holds, and 0 elsewhere."""
+    """Return the parts where `seen` holds, and 0 elsewhere."""
     return (
         tl.where(seen, first, 0.0).to(first.dtype),
         tl.where(seen, second, 0.0).to(second.dtype),
@@ -134,7 +143,7 @@ def store_parts(
     heads, rows, row_tiles, tiles,
     COLS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_M: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """The parts (B, H, 3, S, WIDTH) of a float32 tensor (B, H, S, COLS), BLOCK_M rows at a time.
+    """Store the parts (B, H, 3, S, WIDTH) of a float32 tensor (B, H, S, COLS), BLOCK_M rows at a time.
 
     It is the one of q, k, v and grad_out that is not None: a launch's tensors are known by their names.
     """

@@ -7,8 +7,9 @@ Triton 3.3 on a kernel cannot read a plain Python global).
 import triton
 import triton.language as tl
 
-from portattn.kernels.blockptr import load_block_columns, load_block_rows
-from portattn.kernels.descriptor import describe_rows
+from portattn.kernels import records
+from portattn.kernels.arguments import LoopShape, Pages, Rows, ScoreTerms
+from portattn.kernels.optional_constructs import describe_rows, load_block_columns, load_block_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -23,7 +24,7 @@ LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def exponential(x, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """exp of a difference of two scores, in the base in which they are held (see softmax_scale)."""
+    """Return exp of a difference of two scores, in the scores' base (see softmax_scale)."""
     if EXP == "exp2":
         if NATURAL:
             x = x * LOG2_E
@@ -35,7 +36,7 @@ def exponential(x, EXP: tl.constexpr, NATURAL: tl.constexpr):
 
 @triton.jit
 def softmax_scale(scale, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """The factor on raw scores that puts them in the base of `exponential`."""
+    """Return the factor on raw scores that puts them in the base of `exponential`."""
     if EXP == "exp2" and not NATURAL:
         factor = scale * LOG2_E
     else:
@@ -45,7 +46,7 @@ def softmax_scale(scale, EXP: tl.constexpr, NATURAL: tl.constexpr):
 
 @triton.jit
 def sink_score(sink, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """A sink, float32, in the base of `exponential`.
+    """Return a sink, float32, in the base of `exponential`.
 
     One that base 2 cannot hold stays as it is: both numbers are beyond every score. +inf becomes float32's largest
     number, which takes all the weight as well, since inf - inf is NaN; `natural_lse` gives +inf for it.
@@ -58,7 +59,7 @@ def sink_score(sink, EXP: tl.constexpr, NATURAL: tl.constexpr):
 
 @triton.jit
 def natural_lse(row_max, row_sum, sinks, heads, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """Natural log of the row's sum of exponentials; -inf for a row with nothing to attend (row_sum 0).
+    """Return the natural log of the row's sum of exponentials; -inf for a row with nothing to attend (row_sum 0).
 
     sinks, heads  as in init_softmax
     """
@@ -74,7 +75,7 @@ def natural_lse(row_max, row_sum, sinks, heads, EXP: tl.constexpr, NATURAL: tl.c
 
 @triton.jit
 def store_state(states, rows, row_max, row_sum, valid):
-    """The state of rows' softmax over a share of their keys, a pair in `states` (rows, 2): maximum and sum.
+    """Store the state of rows' softmax over a share of their keys, a pair in `states` (rows, 2): maximum and sum.
 
     The maximum is in the base of `exponential`, and the sum that of exponentials against it; a sum of 0 says that
     nothing was attended, with any maximum. They are kept apart since a maximum of 1e38 has no room for a sum's log.
@@ -85,7 +86,7 @@ def store_state(states, rows, row_max, row_sum, valid):
 
 @triton.jit
 def finalize(acc, row_sum):
-    """acc [BLOCK_M, BLOCK_DV] over its rows' sums; 0 for a row with nothing to attend. NaN sums stay NaN."""
+    """Return acc [BLOCK_M, BLOCK_DV] over its rows' sums; 0 for rows with nothing to attend. NaN sums stay NaN."""
     empty = row_sum == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, row_sum)
     return tl.where(empty[:, None], 0.0, acc * inverse[:, None])
@@ -94,7 +95,7 @@ def finalize(acc, row_sum):
 @triton.jit
 def row_source(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                LOAD: tl.constexpr):  # fmt: skip
-    """What tiles of a (rows, COLS) matrix are read through: a descriptor, or simply its base pointer."""
+    """Return the source of a (rows, COLS) matrix's tiles: a descriptor, or simply its base pointer."""
     if LOAD == "descriptor":
         source = describe_rows(base, rows, stride_row, COLS, BLOCK_ROWS, BLOCK_COLS)
     else:
@@ -106,7 +107,7 @@ def row_source(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.conste
 def tile_place(source, table, start, end, pages, stride_page, stride_row,
                BLOCK_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
                READS: tl.constexpr):  # fmt: skip
-    """Where the tile's rows lie: a base pointer, and the rows' offsets [BLOCK_ROWS] from it.
+    """Return the base pointer of the tile's rows, and their offsets [BLOCK_ROWS] from it.
 
     PAGE_SIZE 0: `source` is one sequence's matrix. Otherwise it is a cache of pages, and `table` the sequence's page
     ids. A tile that lies in one page (`per_page`) needs one id; else (`flat_masked`) each row looks up its own. Ids are
@@ -138,7 +139,7 @@ def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_
               COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
               LOAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
               READS: tl.constexpr):  # fmt: skip
-    """Tile [BLOCK_ROWS, BLOCK_COLS] from row `start`. Rows from `end` on read as 0 when BOUNDED; columns always do."""
+    """Load tile [BLOCK_ROWS, BLOCK_COLS] from row `start`; rows from `end` read as 0 when BOUNDED, columns always."""
     if LOAD == "descriptor" and PAGE_SIZE == 0:
         tile = source.load([start, 0])
     elif LOAD == "descriptor":
@@ -166,33 +167,36 @@ def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_
     return tile
 
 
-@triton.jit
-def load_columns(source, table, start, end, pages, stride_page, stride_row, stride_col,
-                 COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
-                 LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                 PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
-    """The tile of load_rows as its transpose [BLOCK_COLS, BLOCK_ROWS]: what Q·Kᵀ takes on the right."""
-    if K_TILE == "row" or LOAD == "descriptor":
-        tile = tl.trans(load_rows(source, table, start, end, pages, stride_page, stride_row, stride_col, COLS,
-                                  BLOCK_ROWS, BLOCK_COLS, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS))  # fmt: skip
-    elif LOAD == "block_ptr" and (PAGE_SIZE == 0 or PAGE_LOOP == "per_page"):
-        base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
-                                   PAGE_LOOP, READS)  # fmt: skip
-        tile = load_block_columns(
-            base, end - start, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED, BLOCK_ORDER
-        )
+@records.jit
+def read_rows(rows: Rows, pages: Pages, start, end, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr):
+    """Load the tile [BLOCK_N, BLOCK_COLS] of stored rows from `start` on; see load_rows."""
+    return load_rows(rows.source, pages.table, start, end, pages.total, rows.stride_page, rows.stride_row,
+                     rows.stride_col, rows.COLS, BLOCK_N, rows.BLOCK_COLS, BOUNDED, rows.LOAD, pages.SIZE, pages.LOOP,
+                     pages.READS)  # fmt: skip
+
+
+@records.jit
+def read_columns(rows: Rows, pages: Pages, start, end, C: LoopShape, BOUNDED: tl.constexpr):
+    """Load the tile of read_rows as its transpose [BLOCK_COLS, BLOCK_N]: what Q·Kᵀ takes on the right."""
+    if C.K_TILE == "row" or rows.LOAD == "descriptor":
+        tile = tl.trans(read_rows(rows, pages, start, end, C.BLOCK_N, BOUNDED))
+    elif rows.LOAD == "block_ptr" and (pages.SIZE == 0 or pages.LOOP == "per_page"):
+        base, offsets = tile_place(rows.source, pages.table, start, end, pages.total, rows.stride_page,
+                                   rows.stride_row, C.BLOCK_N, pages.SIZE, pages.LOOP, pages.READS)  # fmt: skip
+        tile = load_block_columns(base, end - start, rows.stride_row, rows.stride_col, rows.COLS, C.BLOCK_N,
+                                  rows.BLOCK_COLS, BOUNDED, C.BLOCK_ORDER)  # fmt: skip
     else:
-        base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
-                                   PAGE_LOOP, READS)  # fmt: skip
-        r = tl.arange(0, BLOCK_ROWS)
-        c = tl.arange(0, BLOCK_COLS)
-        pointers = base + c[:, None] * stride_col + offsets[None, :]
-        if BOUNDED and COLS != BLOCK_COLS:
-            tile = tl.load(pointers, mask=(c < COLS)[:, None] & (start + r < end)[None, :], other=0.0)
+        base, offsets = tile_place(rows.source, pages.table, start, end, pages.total, rows.stride_page,
+                                   rows.stride_row, C.BLOCK_N, pages.SIZE, pages.LOOP, pages.READS)  # fmt: skip
+        r = tl.arange(0, C.BLOCK_N)
+        c = tl.arange(0, rows.BLOCK_COLS)
+        pointers = base + c[:, None] * rows.stride_col + offsets[None, :]
+        if BOUNDED and rows.COLS != rows.BLOCK_COLS:
+            tile = tl.load(pointers, mask=(c < rows.COLS)[:, None] & (start + r < end)[None, :], other=0.0)
         elif BOUNDED:
             tile = tl.load(pointers, mask=(start + r < end)[None, :], other=0.0)
-        elif COLS != BLOCK_COLS:
-            tile = tl.load(pointers, mask=(c < COLS)[:, None], other=0.0)
+        elif rows.COLS != rows.BLOCK_COLS:
+            tile = tl.load(pointers, mask=(c < rows.COLS)[:, None], other=0.0)
         else:
             tile = tl.load(pointers)
     return tile
@@ -201,7 +205,7 @@ def load_columns(source, table, start, end, pages, stride_page, stride_row, stri
 @triton.jit
 def load_query_rows(pointers, valid, stride_col,
                     COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, NEGATED: tl.constexpr):  # fmt: skip
-    """Query tile [BLOCK_M, BLOCK_COLS] whose row i starts at pointers[i]; invalid rows are 0.
+    """Load the query tile [BLOCK_M, BLOCK_COLS] whose row i starts at pointers[i]; invalid rows are 0.
 
     NEGATED carries the sign of a negative scale.
     """
@@ -214,7 +218,7 @@ def load_query_rows(pointers, valid, stride_col,
 
 @triton.jit
 def lowest(MASK_VALUE: tl.constexpr):
-    """What a masked score becomes, and what a row's maximum starts from."""
+    """Return the value of a masked score, from which a row's maximum starts too."""
     if MASK_VALUE == "finite":
         value = FINITE_MASK
     else:
@@ -226,7 +230,7 @@ def lowest(MASK_VALUE: tl.constexpr):
 def init_softmax(sinks, heads, counted,
                 BLOCK_M: tl.constexpr, EXP: tl.constexpr, NATURAL: tl.constexpr,
                 MASK_VALUE: tl.constexpr):  # fmt: skip
-    """Row maxima and sums before any key. A sink is a score without a value: it is there from the start, once.
+    """Return row maxima and sums before any key. A sink is a score without a value: it counts from the start, once.
 
     sinks    (Hq,) or None        heads   head of each row [BLOCK_M], or one for all
     counted  whether this program counts the sink: of the programs that share a row's keys, one does
@@ -243,7 +247,7 @@ def init_softmax(sinks, heads, counted,
 
 @triton.jit
 def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """acc [BLOCK_M, BLOCK_DV], maxima and sums of rows that no sink was counted in, with it.
+    """Count the sink in acc [BLOCK_M, BLOCK_DV], maxima and sums of rows that have none yet.
 
     For probabilities in float16: against a sink that is far above all scores they would be its smallest numbers, or 0.
 
@@ -260,7 +264,7 @@ def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, N
 
 @triton.jit
 def apply_softcap(x, softcap):
-    """softcap·tanh(x / softcap), by what every backend has. Below 1/4 a series to x⁹ (relative error 1e-8)."""
+    """Return softcap·tanh(x / softcap) by common operations; below 1/4 a series to x⁹ (relative error 1e-8)."""
     t = x / softcap
     size = tl.abs(t)
     decay = tl.exp(-2.0 * size)
@@ -291,13 +295,13 @@ def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr,
 
 @triton.jit
 def tree_bits(words):
-    """The two halves of tree masks [BLOCK_M] int64, as int32: bits 0 to 31 and 32 to 63."""
+    """Return the two halves of tree masks [BLOCK_M] int64, as int32: bits 0 to 31 and 32 to 63."""
     return words.to(tl.int32), (words >> 32).to(tl.int32)
 
 
 @triton.jit
 def in_tree(node, low, high):
-    """Which keys each row's tree mask shows: bool [BLOCK_M, BLOCK_N].
+    """Return the keys that each row's tree mask shows: bool [BLOCK_M, BLOCK_N].
 
     node       number of each key among its sequence's own new ones [BLOCK_N], below 0 for all before them, which every
                row sees
@@ -310,109 +314,102 @@ def in_tree(node, low, high):
     return (seen != 0) | (node < 0)[None, :]
 
 
-@triton.jit
-def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                 EXP: tl.constexpr, NATURAL: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
-                 CLAMPED: tl.constexpr):  # fmt: skip
-    """Raw products [BLOCK_M, BLOCK_N] as scores in the base of `exponential`, with every additive feature.
+@records.jit
+def final_scores(raw, keys, end, scores: ScoreTerms, NATURAL: tl.constexpr, CLAMPED: tl.constexpr):
+    """Turn raw products [BLOCK_M, BLOCK_N] into scores in the base of `exponential`, with every additive feature.
 
     In the order of the field: scaled, capped, minus slope·|distance|, plus bias. What is not asked for is None.
     """
-    if SOFTCAP or (slopes is not None or bias_rows is not None):
-        x = scores * scale
-        if SOFTCAP:
-            x = apply_softcap(x, softcap)
-        if slopes is not None:
-            distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
-            x = x - slopes[:, None] * distance
-        if bias_rows is not None:
-            bias = load_scores(bias_rows, bias_stride, keys, end, row_valid, float("-inf"), BIAS_BY_KEY, CLAMPED)
+    if scores.SOFTCAP or (scores.slopes is not None or scores.bias is not None):
+        x = raw * scores.scale
+        if scores.SOFTCAP:
+            x = apply_softcap(x, scores.softcap)
+        if scores.slopes is not None:
+            distance = tl.abs(scores.positions[:, None] - keys[None, :]).to(tl.float32)
+            x = x - scores.slopes[:, None] * distance
+        if scores.bias is not None:
+            bias = load_scores(scores.bias, scores.bias_stride, keys, end, scores.row_valid, float("-inf"),
+                               scores.BIAS_BY_KEY, CLAMPED)  # fmt: skip
             bias = bias.to(tl.float32)
             # -inf masks, whatever the key holds.
             x = tl.where(bias == float("-inf"), float("-inf"), x + bias)
-        x = softmax_scale(x, EXP, NATURAL)
+        x = softmax_scale(x, scores.EXP, NATURAL)
     else:
-        x = scores * softmax_scale(scale, EXP, NATURAL)
+        x = raw * softmax_scale(scores.scale, scores.EXP, NATURAL)
     return x
 
 
-@triton.jit
-def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
-                 bias_rows, bias_stride, mask_rows, mask_stride, row_valid,
-                 BLOCK_N: tl.constexpr, LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                 BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, EXP: tl.constexpr,
-                 MASK_VALUE: tl.constexpr, CLAMPED: tl.constexpr,
-                 tree_low=None, tree_high=None, tree_first=None, value_logs=None):  # fmt: skip
-    """One step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
+@records.jit
+def softmax_step(raw, start, end, row_max, row_sum, scores: ScoreTerms, BLOCK_N: tl.constexpr, LIMITED: tl.constexpr,
+                 value_logs=None):  # fmt: skip
+    """Take one step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
-    When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on; otherwise every real
-    row attends all of them but for bias and mask. The probability of a key that is masked is 0, whatever the row's
-    other scores are. Where anything is masked a row that is not real gives weight to no key that is masked for all
-    real ones.
+    When LIMITED, rows attend the keys inside their limits; otherwise every real row attends all of them but for bias
+    and mask. A tree mask is applied when LIMITED alone. The probability of a key that is masked is 0, whatever the
+    row's other scores are. Where anything is masked a row that is not real gives weight to no key that is masked for
+    all real ones.
 
-    tree_low, tree_high, tree_first  None, or a tree mask: see in_tree. It is applied when LIMITED alone
     value_logs  None, or what is added to the scores of each key [BLOCK_N] for the maximum alone
     (kernels/attend_packed16.py)
 
     Returns the probabilities against the new maximum, the factor for everything summed before, the new maximum, and the
     new sum.
     """
-    NATURAL: tl.constexpr = slopes is not None or bias_rows is not None
+    NATURAL: tl.constexpr = scores.slopes is not None or scores.bias is not None
     keys = start + tl.arange(0, BLOCK_N)
-    if LIMITED or (mask_rows is not None or bias_rows is not None):
+    if LIMITED or (scores.mask is not None or scores.bias is not None):
         # Scaled before it is masked: a finite mask value must stay what it is, for row_max - base to be exactly 0.
-        scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, NATURAL, SOFTCAP, BIAS_BY_KEY, LIMITED and CLAMPED)  # fmt: skip
+        scaled = final_scores(raw, keys, end, scores, NATURAL, LIMITED and scores.CLAMPED)
         if LIMITED:
-            keep = keys[None, :] < row_end[:, None]
+            keep = keys[None, :] < scores.row_end[:, None]
         else:
             # Rows that are not real read a bias of -inf and a mask of False. What all rows share masks them as others.
             keep = keys[None, :] < end
-        if LIMITED and WINDOW:
-            keep = keep & (keys[None, :] >= row_start[:, None])
-        if LIMITED and tree_low is not None:
-            keep = keep & in_tree(keys - tree_first, tree_low, tree_high)
-        if mask_rows is not None:
-            attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, 0, MASK_BY_KEY, LIMITED and CLAMPED)
-            keep = keep & (attend.to(tl.int32) != 0)
-        scaled = tl.where(keep, scaled, lowest(MASK_VALUE))
+        if LIMITED and scores.WINDOW:
+            keep = keep & (keys[None, :] >= scores.row_start[:, None])
+        if LIMITED and scores.tree_low is not None:
+            keep = keep & in_tree(keys - scores.tree_first, scores.tree_low, scores.tree_high)
+        if scores.mask is not None:
+            shown = load_scores(scores.mask, scores.mask_stride, keys, end, scores.row_valid, 0, scores.MASK_BY_KEY,
+                                LIMITED and scores.CLAMPED)  # fmt: skip
+            keep = keep & (shown.to(tl.int32) != 0)
+        scaled = tl.where(keep, scaled, lowest(scores.MASK_VALUE))
         if value_logs is None:
             new_max = tl.maximum(row_max, tl.max(scaled, 1))
         else:
             new_max = tl.maximum(row_max, tl.max(tl.where(keep, scaled + value_logs[None, :], scaled), 1))
-        if MASK_VALUE == "finite":
+        if scores.MASK_VALUE == "finite":
             base = new_max
-            p = tl.where(keep, exponential(scaled - base[:, None], EXP, NATURAL), 0.0)
+            p = tl.where(keep, exponential(scaled - base[:, None], scores.EXP, NATURAL), 0.0)
         else:
             # A row that has seen no key yet, or NaN: -inf minus either would be NaN.
             base = tl.where(new_max > float("-inf"), new_max, 0.0)
-            p = exponential(scaled - base[:, None], EXP, NATURAL)
-    elif SOFTCAP or slopes is not None:
-        scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, NATURAL, SOFTCAP, BIAS_BY_KEY, False)  # fmt: skip
+            p = exponential(scaled - base[:, None], scores.EXP, NATURAL)
+    elif scores.SOFTCAP or scores.slopes is not None:
+        scaled = final_scores(raw, keys, end, scores, NATURAL, False)
         if value_logs is None:
             new_max = tl.maximum(row_max, tl.max(scaled, 1))
         else:
             new_max = tl.maximum(row_max, tl.max(scaled + value_logs[None, :], 1))
         base = new_max
-        p = exponential(scaled - base[:, None], EXP, NATURAL)
+        p = exponential(scaled - base[:, None], scores.EXP, NATURAL)
     else:
         # No score is masked, so the scale can go after the maximum and into the exponential's subtraction. The
         # launcher makes it non-negative.
-        factor = softmax_scale(scale, EXP, NATURAL)
+        factor = softmax_scale(scores.scale, scores.EXP, NATURAL)
         if value_logs is None:
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+            new_max = tl.maximum(row_max, tl.max(raw, 1) * factor)
         else:
-            new_max = tl.maximum(row_max, tl.max(scores * factor + value_logs[None, :], 1))
+            new_max = tl.maximum(row_max, tl.max(raw * factor + value_logs[None, :], 1))
         base = new_max
-        p = exponential(scores * factor - base[:, None], EXP, NATURAL)
-    correction = exponential(row_max - base, EXP, NATURAL)
+        p = exponential(raw * factor - base[:, None], scores.EXP, NATURAL)
+    correction = exponential(row_max - base, scores.EXP, NATURAL)
     return p, correction, new_max, row_sum * correction + tl.sum(p, 1)
 
 
 @triton.jit
 def sequence_bounds(length, leftpad, batch, capacity):
-    """First row and end row of one sequence inside its (capacity)-row slot; both optional (None), both clamped.
+    """Return the first and end row of one sequence inside its (capacity)-row slot; both optional (None), both clamped.
 
     Clamping keeps every access inside the storage even for lengths that were never validated.
     """
@@ -429,7 +426,7 @@ def sequence_bounds(length, leftpad, batch, capacity):
 
 @triton.jit
 def packed_first(cu_seqlens, batch, batches, total):
-    """First row of sequences of packed rows, clamped; of the first one 0. `batch` may be a tile, up to `batches`."""
+    """Load the first row of sequences of packed rows, clamped; 0 of the first. `batch`: up to `batches`, or a tile."""
     # Only an upper bound in the mask: compilers that know no other one would read the whole tile.
     first = tl.load(cu_seqlens + batch, mask=batch < batches + 1, other=0)
     return tl.minimum(tl.maximum(tl.where(batch > 0, first, 0), 0), total)
@@ -437,7 +434,7 @@ def packed_first(cu_seqlens, batch, batches, total):
 
 @triton.jit
 def packed_bounds(cu_seqlens, batch, batches, total):
-    """First row and end row of one sequence of packed rows, clamped. Sequence `batches` is what follows the last."""
+    """Load first row and end row of a sequence of packed rows, clamped. Sequence `batches` follows the last."""
     first = packed_first(cu_seqlens, batch, batches, total)
     end = tl.load(cu_seqlens + tl.minimum(batch + 1, batches))
     end = tl.minimum(tl.maximum(tl.where(batch == batches, total, end), first), total)
@@ -446,7 +443,7 @@ def packed_bounds(cu_seqlens, batch, batches, total):
 
 @triton.jit
 def of_a_sequence(batch, batches, BLOCK_M: tl.constexpr):
-    """Whether a tile's rows are any sequence's, not what follows the last: one answer for all of them, as a block.
+    """Return whether a tile's rows belong to a sequence, not behind the last: one answer for all, as a block.
 
     A scalar's answer beside a block's becomes int32 in the interpreter of Triton 3.9.0, which takes no such mask.
     """
@@ -455,7 +452,7 @@ def of_a_sequence(batch, batches, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def heads_in_turn(tile, row_tiles, together, tiles):
-    """(row tile, head) of a tile: `together` heads at a time, of each row tile one after the other.
+    """Return (row tile, head) of a tile: `together` heads at a time, of each row tile one after the other.
 
     Their keys and values share a cache. What ends a launch is then the last rows of many heads; in order of heads it is
     all rows of the last one, which keep few cores busy for long.
@@ -470,7 +467,7 @@ def heads_in_turn(tile, row_tiles, together, tiles):
 @triton.jit
 def packed_tile(cu_seqlens, tile, batches, total, per_row,
                 BLOCK_M: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
-    """Which sequence a tile of packed rows belongs to, and its number among that sequence's tiles.
+    """Return the sequence of a tile of packed rows, and the tile's number in that sequence.
 
     Sequence b's tiles begin at tile cu_seqlens[b]·per_row // BLOCK_M + b, which leaves room for a ragged last tile of
     each before it; so the number of launched tiles needs no lengths. The sequence is the last that has begun. Rows

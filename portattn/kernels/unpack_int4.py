@@ -16,7 +16,7 @@ NV_WORDS: tl.constexpr = tl.constexpr(NV_BLOCK.value // 2)  # words of a row who
 
 @triton.jit
 def two_places(words, KV_FORMAT: tl.constexpr, UNPACK: tl.constexpr):
-    """The first and the second numbers of words of two, float16 of the words' shape."""
+    """Return the first and the second numbers of words of two, float16 of the words' shape."""
     if UNPACK == "ptx" and KV_FORMAT == "e4m3":
         first, second = tl.inline_asm_elementwise(
             """{ .reg .b32 sorted; .reg .b16 low, high;
@@ -52,7 +52,7 @@ def two_places(words, KV_FORMAT: tl.constexpr, UNPACK: tl.constexpr):
 
 @triton.jit
 def four_places(words, UNPACK: tl.constexpr):
-    """The four numbers of words of int4, 0 to 15, float16 of the words' shape.
+    """Return the four numbers of words of int4, 0 to 15, float16 of the words' shape.
 
     With `ptx` they stay where they are in the bits, as numbers below float16's normal ones: the first and the third are
     times 2^-24, the others times 2^-20. Products of matrices hold such numbers exactly, and nothing is subtracted.
@@ -77,9 +77,9 @@ def four_places(words, UNPACK: tl.constexpr):
 
 @triton.jit
 def four_differences(words, zeros, UNPACK: tl.constexpr):
-    """The four numbers of words of int4 less what stands for 0, float16 of the words' shape.
+    """Return the four numbers of words of int4 minus the zero point, float16 of the words' shape.
 
-    zeros  what stands for 0, int16 of a shape that broadcasts with the words'
+    zeros  zero points, int16 of a shape that broadcasts with the words'
     """
     if UNPACK == "ptx":
         # A number as the lowest bits of 1024, or 16 times it, less 1024, or 64 once it is a 16th, and the zero.
@@ -112,7 +112,7 @@ def four_differences(words, zeros, UNPACK: tl.constexpr):
 
 @triton.jit
 def halves_of_words(source, WORDS: tl.constexpr, UNPACK: tl.constexpr):
-    """Which half of its word the scale of each word of a row is in [WORDS * NV_WORDS], int16: 0 or 1.
+    """Return the half of a scales' word that holds each word's scale [WORDS * NV_WORDS], int16: 0 or 1.
 
     With `ptx` they are what stands for a load that is never made. Triton 3.6.0 brings what a product's operand is made
     of into the operand's layout as it was loaded, before it is widened; but nothing of an operand that is made of a
@@ -129,7 +129,7 @@ def halves_of_words(source, WORDS: tl.constexpr, UNPACK: tl.constexpr):
 
 @triton.jit
 def scales_of_words(scales, halves, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, UNPACK: tl.constexpr):
-    """The scale of each word [BLOCK_N, WORDS * NV_WORDS] of a row of nvfp4, float16, of words of two scales of blocks.
+    """Return the scale of each word of rows of nvfp4 [BLOCK_N, WORDS * NV_WORDS], float16, from words of two scales.
 
     Scales are read as words too: where what goes into a product was read in bytes, compilers lay all of it out for
     bytes.
@@ -155,7 +155,7 @@ def scales_of_words(scales, halves, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, 
 
 @triton.jit
 def e2m1(codes):
-    """Numbers of nvfp4 codes, of which other bits are ignored, 2^-14 times as large as they are, float16."""
+    """Return 2^-14 times the numbers of nvfp4 codes, the four lowest bits of each, float16."""
     # The exponent's two bits become the lowest of a float16's five.
     bits = ((codes & 8) << 12) | ((codes & 7) << 9)
     return bits.to(tl.int16).to(tl.float16, bitcast=True)
@@ -163,7 +163,7 @@ def e2m1(codes):
 
 @triton.jit
 def four_scaled(words, factors, UNPACK: tl.constexpr):
-    """The four numbers of words of nvfp4 times their words' factors, float16 of the words' shape.
+    """Return the four numbers of words of nvfp4 times their words' factors, float16 of the words' shape.
 
     A product has 6 bits, from 2^-10 to 2688. With `ptx` all are times 2^-14, so that a number is its bits in other
     places: the smallest is then float16's smallest, and products of matrices hold it exactly.
@@ -202,6 +202,6 @@ def four_scaled(words, factors, UNPACK: tl.constexpr):
 
 @triton.jit
 def zero_numbers(scales):
-    """What stands for 0, float32, of tokens' scales of int4 numbers: as the lowest bits of 2^23, less that."""
+    """Return the zero points in tokens' scales of int4 numbers, float32: as the lowest bits of 2^23, minus that."""
     word = (scales.to(tl.int32, bitcast=True) & ZERO_BITS) | BITS_OF_2_23
     return word.to(tl.float32, bitcast=True) - 8388608.0

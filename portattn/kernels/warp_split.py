@@ -14,9 +14,11 @@ products as well.
 import triton
 import triton.language as tl
 
+from portattn.kernels import records
+from portattn.kernels.arguments import Output
+from portattn.kernels.combine import store_rows
+from portattn.kernels.optional_constructs import let_next_kernel_begin
 from portattn.kernels.paged_addressing import key_places, key_pointers, page_from, pages_from
-from portattn.kernels.programmatic_launch import let_next_kernel_begin
-from portattn.kernels.results import store_rows
 from portattn.kernels.split_bf16 import add_dot, dot
 from portattn.kernels.tiles import (
     exponential,
@@ -31,11 +33,11 @@ from portattn.kernels.tiles import (
 
 
 @triton.jit
-def load_parts(rows, there, stride_col, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Tile [parts, keys of a part, BLOCK_COLS] of the rows that begin at pointers [parts, keys]; 0 where none is."""
+def load_parts(rows, valid, stride_col, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Load a tile [parts, keys of a part, BLOCK_COLS] of rows that begin at pointers [parts, keys]; 0 if not valid."""
     c = tl.arange(0, BLOCK_COLS)
     pointers = rows[:, :, None] + (c * stride_col)[None, None, :]
-    inside = there[:, :, None]
+    inside = valid[:, :, None]
     if COLS != BLOCK_COLS:
         tile = tl.load(pointers, mask=inside & (c < COLS)[None, None, :], other=0.0)
     else:
@@ -45,7 +47,7 @@ def load_parts(rows, there, stride_col, COLS: tl.constexpr, BLOCK_COLS: tl.const
 
 @triton.jit
 def half_of(x, PARTS: tl.constexpr):
-    """Sums [PARTS / 2, …] of the first and the second half of x [PARTS, rows, columns].
+    """Return sums [PARTS / 2, …] of the first and the second half of x [PARTS, rows, columns].
 
     A sum over the first axis would send each number through shared memory by itself; this one sends four at a time.
     """
@@ -55,7 +57,7 @@ def half_of(x, PARTS: tl.constexpr):
 
 @triton.jit
 def sum_of_parts(x, PARTS: tl.constexpr):
-    """x [PARTS, rows, columns] summed over its parts; PARTS is 1, 2, 4 or 8."""
+    """Return x [PARTS, rows, columns] summed over its parts; PARTS is 1, 2, 4 or 8."""
     if PARTS == 8:
         x = half_of(x, 8)
     if PARTS >= 4:
@@ -68,8 +70,7 @@ def sum_of_parts(x, PARTS: tl.constexpr):
 @triton.jit
 def pages_of(table, start, end, pages, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, PARTS: tl.constexpr,
              BLOCK_N: tl.constexpr):  # fmt: skip
-    """The page of each key of a tile [PARTS, keys of a part], or where it is one page for all its number; of keys from
-    `end` on some page."""
+    """Return the page of each key of a tile [PARTS, keys of a part], a scalar if they share one; any from `end` on."""
     if PAGE_SIZE == 0:
         page = start
     elif PAGE_LOOP == "per_page":
@@ -86,18 +87,18 @@ def pages_of(table, start, end, pages, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.co
 
 @triton.jit
 def attend_parts(
-    q_parts, at_k, at_v, there, keep, k_stride_d, v_stride_d, acc, part_max, part_sum, factor,
+    q_parts, k_pointers, v_pointers, valid, keep, k_stride_d, v_stride_d, acc, part_max, part_sum, factor,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The state (acc [PARTS, rows, BLOCK_DV], maxima and sums [PARTS, rows]) after one more tile of keys.
+    """Return the state (acc [PARTS, rows, BLOCK_DV], maxima and sums [PARTS, rows]) after one more tile of keys.
 
-    at_k, at_v, there: [PARTS, keys of a part], where the keys' rows begin, and whether there is one.
+    k_pointers, v_pointers, valid: of each key [PARTS, keys of a part] the row's pointers, and whether it is one.
     keep: what is attended, [PARTS, rows or 1, keys of a part].
     FIRST: there is no state before: acc is 0, and the maxima and sums that are given are not read.
     """
-    k_tile = load_parts(at_k, there, k_stride_d, HEAD_DIM, BLOCK_D)
-    v_tile = load_parts(at_v, there, v_stride_d, HEAD_DIM_V, BLOCK_DV)
+    k_tile = load_parts(k_pointers, valid, k_stride_d, HEAD_DIM, BLOCK_D)
+    v_tile = load_parts(v_pointers, valid, v_stride_d, HEAD_DIM_V, BLOCK_DV)
     scores = dot(q_parts, tl.permute(k_tile, (0, 2, 1)), DOT_PRECISION)  # [PARTS, rows, keys of a part]
     # Scaled before it is masked, as softmax_step has it.
     scaled = tl.where(keep, scores * factor, lowest(MASK_VALUE))
@@ -122,7 +123,7 @@ def attend_parts(
     return acc, new_max, part_sum
 
 
-@triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches"])
+@records.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches"])
 def warps_apart(
     q, k, v, out, lse, seqlens_k, leftpad_k, cu_seqlens_q, page_table, sinks,
     scale,
@@ -138,7 +139,7 @@ def warps_apart(
     MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, PARTS: tl.constexpr, FOLLOWED: tl.constexpr,
     DOT_PRECISION: tl.constexpr, PIPELINE: tl.constexpr,
 ):  # fmt: skip
-    """As decode_split, with nothing but lengths, sinks and the causal mask, over rows of q's dtype; GRID is "tiles".
+    """Attend like decode_split with nothing but lengths, sinks and the causal mask, rows of q's dtype and GRID "tiles".
 
     PARTS: warps, each with its keys: a power of two up to 8.
     FOLLOWED: a kernel that merges follows, which may begin before this one ends.
@@ -206,14 +207,14 @@ def warps_apart(
     part_sum = tl.full([PARTS, BLOCK_M], 0.0, tl.float32)
     keys = tl.reshape(tl.arange(0, BLOCK_N), [PARTS, EACH])
     if PIPELINE == "single":
-        there = k_first + keys < far
+        valid = k_first + keys < far
         if CAUSAL != "none":
             keep = (k_first + keys)[:, None, :] < row_end[None, :, None]
         else:
-            keep = there[:, None, :]
+            keep = valid[:, None, :]
         acc, part_max, part_sum = attend_parts(
             q_parts, key_pointers(k_base, k_first, 0, keys, k_stride_b, k_stride_s, 0),
-            key_pointers(v_base, k_first, 0, keys, v_stride_b, v_stride_s, 0), there, keep, k_stride_d, v_stride_d,
+            key_pointers(v_base, k_first, 0, keys, v_stride_b, v_stride_s, 0), valid, keep, k_stride_d, v_stride_d,
             acc, part_max, part_sum, factor,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, EXP, MASK_VALUE, DOT_PRECISION, True,
         )  # fmt: skip
@@ -223,7 +224,7 @@ def warps_apart(
         page = pages_of(table, k_first + first_step * BLOCK_N, far, pages, PAGE_SIZE, PAGE_LOOP, PARTS, BLOCK_N)
         for step in range(first_step, last_step):
             start = k_first + step * BLOCK_N
-            there = start + keys < far
+            valid = start + keys < far
             if PAGE_SIZE == 0:
                 page = start
                 row = keys
@@ -233,15 +234,15 @@ def warps_apart(
                 row = keys % PAGE_SIZE
             else:
                 row = (start + keys) % PAGE_SIZE
-            at_k = key_pointers(k_base, start, page, row, k_stride_b, k_stride_s, PAGE_SIZE)
-            at_v = key_pointers(v_base, start, page, row, v_stride_b, v_stride_s, PAGE_SIZE)
+            k_pointers = key_pointers(k_base, start, page, row, k_stride_b, k_stride_s, PAGE_SIZE)
+            v_pointers = key_pointers(v_base, start, page, row, v_stride_b, v_stride_s, PAGE_SIZE)
             page = pages_of(table, start + BLOCK_N, far, pages, PAGE_SIZE, PAGE_LOOP, PARTS, BLOCK_N)
             if CAUSAL != "none":
                 keep = (start + keys)[:, None, :] < row_end[None, :, None]
             else:
-                keep = there[:, None, :]
+                keep = valid[:, None, :]
             acc, part_max, part_sum = attend_parts(
-                q_parts, at_k, at_v, there, keep, k_stride_d, v_stride_d, acc, part_max, part_sum, factor,
+                q_parts, k_pointers, v_pointers, valid, keep, k_stride_d, v_stride_d, acc, part_max, part_sum, factor,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, EXP, MASK_VALUE, DOT_PRECISION, False,
             )  # fmt: skip
     row_max = tl.max(part_max, 0)
@@ -259,6 +260,7 @@ def warps_apart(
     if cu_seqlens_q is not None:
         slots = 1
     store_rows(
-        acc, row_max, row_sum, out, lse, sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid,
-        o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT, EXP, False,
+        acc, row_max, row_sum,
+        Output(out, lse, o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT),
+        sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid, EXP, False,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.dequantize import MIDDLE, NV_BLOCK, dequantize
-from portattn.kernels.packed_rows import (
+from portattn.kernels.quantize import (
     SMALLEST_SCALE,
     divide_rows,
     largest_finite,
@@ -19,7 +19,7 @@ from portattn.kernels.packed_rows import (
 
 @triton.jit
 def quotient(numbers, factor, UNPACK: tl.constexpr):
-    """float32 numbers [M, N] divided by a positive factor [M] each row, as IEEE float32 division rounds.
+    """Divide float32 numbers [M, N] by a positive factor [M] each row, as IEEE float32 division rounds.
 
     `ptx`: one division a row, and of each number a product with the reciprocal, whose remainder corrects it once. By
     exhaustion that is the quotient of all fractions of float16 and bfloat16 numbers and all of a float32. What is above
@@ -51,8 +51,8 @@ def quotient(numbers, factor, UNPACK: tl.constexpr):
 
 @triton.jit
 def as_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr, UNPACK: tl.constexpr):
-    """Like to_eight_bits; `ptx`: by the chip's conversions if it has the format. They round alike, keep -0, clamp to
-    the largest number and turn NaN into 0x7f (PTX ISA, cvt with .satfinite, from sm_89 on)."""
+    """Convert like to_eight_bits; `ptx`: by the chip's conversions if it has the format. They round alike, keep -0,
+    clamp to the largest number and turn NaN into 0x7f (PTX ISA, cvt with .satfinite, from sm_89 on)."""
     if UNPACK == "ptx" and KV_FORMAT == "e4m3":
         code = tl.inline_asm_elementwise(
             """{ .reg .b16 low, high;
@@ -76,7 +76,7 @@ def as_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr, UNPAC
 
 @triton.jit
 def to_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 numbers in a format, as int8: to the nearest, ties to even; what is too large becomes the largest.
+    """Convert float32 numbers to a format's codes, as int8: to the nearest, ties to even, at most the largest.
 
     Integer operations alone decide, so that every chip writes every format, and the same bits: each compiler converts
     to some of the formats, on some chips, and not all saturate. Formats: kernels/dequantize.py. NaN is 0x7f, and 0x80
@@ -128,8 +128,8 @@ def to_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def four_bits(numbers, zero):
-    """float32 numbers [M, N] as int4 ones, 0 to 15: to the nearest whole number, ties to even; then `zero` [M, 1] or a
-    number is added. What is too large becomes the last on its side, NaN becomes `zero`."""
+    """Convert float32 numbers [M, N] to int4 ones, 0 to 15: to the nearest, ties to even; then `zero` [M, 1] or a
+    number is added. Numbers that are too large become the last on their side, NaN becomes `zero`."""
     low, high = (0 - zero).to(tl.float32), (15 - zero).to(tl.float32)
     inside = tl.where(numbers > high, high, tl.where(numbers < low, low, numbers))  # NaN stays
     whole = (inside + 12582912.0) - 12582912.0  # as in to_eight_bits
@@ -172,7 +172,7 @@ def store_pairs(tile, cache, offsets, stride_d, inside, scale, scale_offsets, th
 
 @triton.jit
 def e2m1(numbers):
-    """float32 numbers as codes of nvfp4's, 0 to 15: to the nearest, ties to the even code; what is too large becomes 6,
+    """Convert float32 numbers to nvfp4's codes, 0 to 15: to the nearest, ties to the even code; larger ones become 6,
     NaN 0. The sign is the number's own: -0 is kept."""
     size = tl.abs(numbers)  # of NaN no comparison holds
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
@@ -218,7 +218,7 @@ def store_blocks(tile, cache, offsets, stride_d, inside, scale, scale_offsets, t
 
 @triton.jit
 def finite(numbers, inside, sign):
-    """Numbers times `sign`, 1 or -1, where that is positive and finite, and 0 elsewhere."""
+    """Return numbers times `sign`, 1 or -1, if that is positive and finite, and 0 elsewhere."""
     found = numbers * sign
     return tl.where(inside & ((found > 0.0) & (found < float("inf"))), found, 0.0)
 
@@ -226,7 +226,7 @@ def finite(numbers, inside, sign):
 @triton.jit
 def rotate_rows(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos, stride_sin, limit,
            ROTARY: tl.constexpr, ROTARY_DIM: tl.constexpr, UNPACK: tl.constexpr):  # fmt: skip
-    """Rows of K, rotated by the angles of their positions, in the dtype that they have (RoFormer, arXiv 2104.09864).
+    """Return rows of K, rotated by the angles of their positions, in their own dtype (RoFormer, arXiv 2104.09864).
 
     source  pointers to the rows' first elements; columns that belong together are read once more, from a cache
     limit   rows of cos and sin
@@ -262,7 +262,7 @@ def rotate_rows(tile, source, stride_d, columns, inside, cos, sin, angles, strid
 
 @triton.jit
 def packed_bytes(tile, limit, power, divisor, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
-    """A tile of 16-bit numbers in the cache's format; limit, power, divisor: see token_scales."""
+    """Return a tile of 16-bit numbers in the cache's format; limit, power, divisor: see token_scales."""
     numbers = divide_rows(tile, limit, power, divisor, KV_FORMAT)
     if KV_FORMAT == "int8":
         code = whole_bytes(numbers)
@@ -274,7 +274,7 @@ def packed_bytes(tile, limit, power, divisor, KV_FORMAT: tl.constexpr, LARGEST: 
 @triton.jit
 def store_halves(first, second, cache, offsets, stride_d, scale, scale_offsets, there, KV_FORMAT: tl.constexpr,
                  LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """store_rows of rows in two halves, by `ptx`, with a scale for each token."""
+    """Store rows in two halves like store_rows, by `ptx`, with a scale for each token."""
     widest = tl.maximum(largest_finite(first, BLOCK_ROWS, HALF), largest_finite(second, BLOCK_ROWS, HALF))
     factor, limit, power, divisor = token_scales(widest, first, LARGEST)
     tl.store(scale + scale_offsets, factor, mask=there)
@@ -321,7 +321,7 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
 
 @triton.jit
 def load_rows(source, columns, stride_d, inside, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, UNPACK: tl.constexpr):
-    """New rows [BLOCK_M, BLOCK_COLS] by pointers to their first elements, 0 behind their last column.
+    """Load new rows [BLOCK_M, BLOCK_COLS] by pointers to their first elements, 0 behind their last column.
 
     With `ptx` rows that have no place in the cache are read, too: so reading does not wait for where they go.
     """
@@ -352,7 +352,7 @@ def write_cache(
     KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr, GRID: tl.constexpr,
     UNPACK: tl.constexpr,
 ):  # fmt: skip
-    """Rows (sequence, token, head) of the new keys q (B, Hk, Sq, D) and values new_v (B, Hk, Sq, Dv), BLOCK_M a tile.
+    """Write rows (sequence, token, head) of new keys q (B, Hk, Sq, D) and values new_v (B, Hk, Sq, Dv), BLOCK_M a tile.
 
     PAGE_SIZE: k and v are pages (P, Hk, page, D), and slots says where each token of the one sequence goes. Otherwise
     they are (B, Hk, seq_k, D), and a sequence's tokens go where its seqlens_k keys end. Tokens whose place is no place

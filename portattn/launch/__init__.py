@@ -1,8 +1,4 @@
-"""From a plan to kernel launches: what is launched with which arguments (KernelCall), and launching it.
-
-Names are looked up when they are first asked for: backends are imported where there is no torch, and their variants
-describe launches by `portattn.schema.kernel_step`, which needs none.
-"""
+"""Launches of a plan: kernel calls as data, and running them. Imported lazily: backends need no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from portattn.launch.kernelcall import KernelCall, Signature, signature
-    from portattn.launch.meta_tensors import meta_call
+    from portattn.launch.kernelcall import KernelCall, Signature, meta_call, signature
     from portattn.launch.run import has_rows, kernel_calls, launch_all, load_kernels, run_core
 
 __all__ = [
@@ -25,12 +20,13 @@ __all__ = [
     "run_core",
     "signature",
 ]
-_WHERE = {"KernelCall": "kernelcall", "Signature": "kernelcall", "signature": "kernelcall", "meta_call": "meta_tensors"}
+_IN_KERNELCALL = ("KernelCall", "Signature", "meta_call", "signature")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_WHERE.get(name, 'run')}"), name)
+    module = "kernelcall" if name in _IN_KERNELCALL else "run"
+    found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = found
     return found

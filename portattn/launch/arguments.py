@@ -1,15 +1,19 @@
-"""Arguments that several kernels take under the same names."""
+"""Arguments that several kernels take under the same names, and the launch of warps_apart."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from portattn.launch.kernelcall import KernelCall
+from portattn.planning.kernel_specs.base import WARPS_APART
+from portattn.reference.dropout import threshold
 from portattn.schema.call import Call
-from portattn.schema.features import COMMON, FEATURES
-from portattn.schema.ops import ROWS
+from portattn.schema.lowering import Launch
+from portattn.schema.ops import COMMON, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_LENGTH, UNLIMITED
 
@@ -17,23 +21,19 @@ BLOCK_SCALES = ("k_block_scale", "v_block_scale")  # of caches of nvfp4
 
 
 def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
-    """`name_stride_axis` of each axis; 0 for a tensor that is absent, where nothing is read."""
+    """Return `name_stride_axis` for each axis; 0 for an absent tensor, which no kernel reads."""
     given = (0,) * len(axes) if tensor is None else tensor.stride()
     return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
 
 
 def outer_strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
-    """As `strides`, of the tensor's first axes alone: kernels count on the others."""
+    """Like `strides`, only for the tensor's first axes: kernels assume the strides of the others."""
     given = (0,) * len(axes) if tensor is None else tensor.stride()[: len(axes)]
     return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
 
 
 def window(problem: Problem) -> dict[str, Any]:
-    """Keys that a row sees before (`left`) and after (`right`) its own position, as far as they are limited, and keys
-    of a chunk. None where there are no chunks: no argument is passed at a launch.
-
-    A chunk is masked by the code of a window, whose left side is then no limit if the caller gave none.
-    """
+    """Return the window's arguments; a chunk uses the window's mask, so a missing left limit becomes MAX_LENGTH."""
     unlimited = MAX_LENGTH if problem.chunk else 0
     return {
         "left": unlimited if problem.window_left == UNLIMITED else problem.window_left,
@@ -43,35 +43,31 @@ def window(problem: Problem) -> dict[str, Any]:
 
 
 def numbers(call: Call) -> dict[str, float]:
-    """The factor on the scores without its sign, which NEGATED carries, and the cap."""
+    """Return the softcap and the scale's magnitude; the constant NEGATED carries its sign."""
     return {"scale": abs(float(call.scale)), "softcap": float(call.softcap)}
 
 
 @functools.cache
 def _tensors(launches: str) -> tuple[str, ...]:
-    """Return the features whose tensors a kernel takes, of any op that it serves (schema/ops.py)."""
+    """Return the features whose tensors a kernel takes, for any op that it serves (schema/ops.py)."""
     rows = [row for row in ROWS.values() if row.launches == launches]
     return tuple(name for name in COMMON if any(name in row.tensors for row in rows))
 
 
 def features(call: Call) -> dict[str, Any]:
-    """Tensors of the features that the op's kernel takes, by their names in kernels."""
     return {name: getattr(call, name) for name in _tensors(ROWS[call.problem.op].launches)}
 
 
 def tree_stride(call: Call) -> dict[str, int | None]:
-    """Between the rows of a tree mask. None where there is no mask: no argument is passed at a launch."""
     return {"tree_mask_stride_b": None if call.tree_mask is None else call.tree_mask.stride(0)}
 
 
 def block_strides(call: Call) -> dict[str, int | None]:
-    """Return strides of block_mask; without one they are None, and a launch passes no argument."""
     given = (None,) * 3 if call.block_mask is None else call.block_mask.stride()[:3]
     return {f"block_mask_stride_{axis}": stride for axis, stride in zip("bhq", given, strict=True)}
 
 
 def score_strides(call: Call) -> dict[str, int]:
-    """Strides of the features that have an element for each score."""
     found: dict[str, int] = {}
     for name in _tensors(ROWS[call.problem.op].launches):
         if "k" in FEATURES[name].axes:
@@ -80,8 +76,7 @@ def score_strides(call: Call) -> dict[str, int]:
 
 
 def scale_strides(call: Call, names: tuple[str, ...] = ("k_scale", "v_scale")) -> dict[str, int | None]:
-    """Strides of a cache's scales, or those named; 0 where one scale is all tokens'. None where there are none: no
-    argument is passed at a launch."""
+    """Return the strides of a cache's scales: 0 along tokens that share one, None (no argument) without scales."""
     found: dict[str, int | None] = {}
     for name in names:
         scale = getattr(call, name)
@@ -92,3 +87,37 @@ def scale_strides(call: Call, names: tuple[str, ...] = ("k_scale", "v_scale")) -
 
 def alibi_stride(call: Call) -> dict[str, int]:
     return {"alibi_stride_b": 0 if call.alibi_slopes is None else call.alibi_slopes.stride(0)}
+
+
+def dropping(call: Call) -> tuple[int, float]:
+    """Return (threshold, factor) for kernels/dropout.py: round(p·2¹⁶), and 1 / (1 - p)."""
+    if not call.dropout_p:
+        return 0, 1.0
+    return threshold(call.dropout_p), 1.0 / (1.0 - call.dropout_p)
+
+
+WARP_SPLIT = "portattn.kernels.warp_split"
+# In its order.
+WARP_SPLIT_ARGUMENTS = (
+    "q", "k", "v", "out", "lse", "seqlens_k", "leftpad_k", "cu_seqlens_q", "page_table", "sinks", "scale",
+    *(f"{name}_stride_{axis}" for name in "qkv" for axis in "bhsd"), *(f"o_stride_{axis}" for axis in "pbhs"),
+    "table_stride_b", "heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches",
+)  # fmt: skip
+WARP_SPLIT_UNSPECIALISED = frozenset({"heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "batches"})
+
+
+def warp_split_call(
+    arguments: Mapping[str, Any], constexprs: dict[str, Any], launch: Launch, grid: tuple[int, ...]
+) -> KernelCall:
+    """Return the launch for the arguments of decode_split, or of dense_forward, which has no pages or splits."""
+    absent = {"page_table": None, "cu_seqlens_q": None, "table_stride_b": 0, "o_stride_p": 0, "pages": 0, "splits": 1}
+    given = absent | dict(arguments)
+    return KernelCall(
+        WARP_SPLIT,
+        WARPS_APART,
+        grid,
+        {name: given[name] for name in WARP_SPLIT_ARGUMENTS},
+        constexprs,
+        launch,
+        WARP_SPLIT_UNSPECIALISED,
+    )

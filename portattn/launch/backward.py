@@ -1,15 +1,14 @@
-"""The launches of the gradients' kernels, for dense and for packed tensors."""
+"""The launches of the gradients' kernels, for dense and for packed tensors, and of a bias's gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
-from portattn.launch.arguments import alibi_stride, features, outer_strides, score_strides, strides, window
-from portattn.launch.bias_gradient import bias_call
-from portattn.launch.dropping import dropping
+from portattn.launch.arguments import alibi_stride, dropping, features, outer_strides, score_strides, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import (
     CORES,
@@ -45,8 +44,9 @@ PART_ROWS = 32  # of a program of store_parts
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
-    """Launches of one backward, with delta (B,Hq,Sq) float32. Nothing else is allocated but, with
-    `parts = memory`, the parts of Q, K, V and dO: 6 bytes a number."""
+    """Return the launches of one backward, with delta (B,Hq,Sq) float32.
+
+    With `parts = memory` the parts of Q, K, V and dO are allocated too, 6 bytes a number."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
     assert isinstance(kernel, DenseBackward)
     lowering, launch = plan.specialised
@@ -141,9 +141,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
 def _in_parts(
     name: str, call: Call, tensor: Any, launch: Launch, grid: Callable[[Any], tuple[int, ...]], lowering: Lowering
 ) -> tuple[KernelCall, torch.Tensor, dict[str, int]]:
-    """What stores the parts of a float32 tensor (B, H, S, D), and those, (B, H, 3, S, D), with their strides as the
-    kernels take them. Rows are as long as copies by TMA want them.
-    """
+    """Return the launch that stores a tensor's bf16 parts (rows padded for TMA), the parts and their strides."""
     batch, heads, rows, columns = tensor.shape
     width = ceil_div(columns, _PART_COLUMNS) * _PART_COLUMNS
     parts = call.empty(batch, heads, 3, rows, width, dtype=torch.bfloat16)
@@ -172,10 +170,11 @@ def _without_name(values: dict[str, int]) -> dict[str, int]:
 
 
 def _numbers_by(call: Call, lowering: Lowering, launch: Launch, causal: str) -> str:
-    """How backward_keys reads the LSE and delta of a full tile of rows. A descriptor's memory, and each tile that is
-    read through it, begins at a multiple of 16 bytes. With a bias or a mask no tile counts as full. Each of a
-    pipeline's buffers must begin at a multiple of 128: tiles of 16 rows ended in "misaligned address" on an H200.
-    """
+    """Return how backward_keys reads the LSE and delta of a full tile of rows: "descriptor" or "pointer".
+
+    A descriptor's memory and each tile read through it begin at a multiple of 16 bytes. A bias or mask leaves no tile
+    full. Each buffer of a pipeline must begin at a multiple of 128 bytes: tiles of 16 rows ended in "misaligned
+    address" on an H200."""
     problem = call.problem
     if call.bias is not None or call.mask is not None:
         return "pointer"
@@ -192,5 +191,51 @@ def _numbers_by(call: Call, lowering: Lowering, launch: Launch, causal: str) -> 
 
 
 def _given(call: Call) -> dict[str, Any]:
-    """Tensors of the features, but for sinks: the LSE counts them, and their own gradient needs no kernel."""
+    """Return the features' tensors except sinks: the LSE counts them, and their own gradient needs no kernel."""
     return {name: tensor for name, tensor in features(call).items() if name != "sinks"}
+
+
+MODULE = "portattn.kernels.gradients"
+UNSPECIALISED_BIAS = frozenset(
+    {
+        "heads_q", "group", "seq_q", "seq_k", "row_tiles", "key_tiles", "own_heads", "own_rows", "own_keys", "tiles",
+        "batches", "left", "right", "chunk", "threshold", "own_batches",
+    }
+)  # fmt: skip
+LARGEST_TILE = 64  # rows, and keys: beside a tile of scores it holds one of sums
+_NOT_READ = ("LOAD", "SEARCH", "Q_OPERAND", "PARTS")
+
+
+def bias_call(
+    plan: Plan, call: Call, delta: torch.Tensor, constants: dict[str, Any], lowering: Lowering, launch: Launch,
+    cores: int,
+) -> KernelCall:  # fmt: skip
+    """Return the launch that fills call.grad_bias, whose size is 1 along every axis that the bias is broadcast over."""
+    p, own = plan.problem, call.grad_bias
+    assert own is not None
+    batches, heads, rows, keys = own.shape
+    tile = msgspec.structs.replace(
+        launch, block_m=min(launch.block_m, LARGEST_TILE), block_n=min(launch.block_n, LARGEST_TILE)
+    )
+    row_tiles, key_tiles = ceil_div(p.seq_q, tile.block_m), ceil_div(p.seq_k, tile.block_n)
+    by_row, by_key = rows == p.seq_q, keys == p.seq_k
+    tiles = batches * heads * (row_tiles if by_row else 1) * (key_tiles if by_key else 1)
+    threshold, keep_scale = dropping(call)
+    arguments = {
+        "q": call.q, "k": call.k, "v": call.v, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
+        "delta": delta, "grad_bias": own,
+        "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k, "leftpad_q": call.leftpad_q,
+        "leftpad_k": call.leftpad_k, "alibi_slopes": call.alibi_slopes, "bias": call.bias, "mask": call.mask,
+        "dropout_seed": call.dropout_seed, "scale": float(call.scale), "softcap": float(call.softcap),
+        "keep_scale": keep_scale,
+        **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
+        **strides("do", call.grad_out, "bhsd"), **alibi_stride(call), **score_strides(call),
+        "heads_q": p.heads_q, "group": p.group, "seq_q": p.seq_q, "seq_k": p.seq_k, "row_tiles": row_tiles,
+        "key_tiles": key_tiles, "own_batches": batches, "own_heads": heads, "own_rows": rows, "own_keys": keys,
+        "tiles": tiles, "batches": p.batch, **window(p), "threshold": threshold,
+    }  # fmt: skip
+    constexprs = {name: value for name, value in constants.items() if name not in _NOT_READ} | {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BY_ROW": by_row, "BY_KEY": by_key,
+    }  # fmt: skip
+    grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
+    return KernelCall(MODULE, "backward_bias", grid, arguments, constexprs, tile, UNSPECIALISED_BIAS)

@@ -1,15 +1,8 @@
-"""The second call: everything that an earlier call of its kind decided, found again by what decided it.
+"""Launch cache: finds the compiled launches of a call like an earlier one, which is neither validated nor planned.
 
-A *kind* of call is everything about it but its sizes: the operation, its other arguments, which tensors it has, their
-types, devices and alignment, and the settings. Calls of a kind differ in lengths, batches and strides. For those a kind
-has *classes of sizes* (`CachedLaunch`), each with the conditions under which its launches are right. A call whose kind
-is known, and whose sizes are of a class that is known, is neither validated nor planned: its kind compares it, its
-class computes what its launches take of its sizes, and launches.
-
-`Kind.hit` does all of that in C, where native.c can be built; `Kind.match` and `Kind.find` do the same in Python.
-
-Core paths and variants on accelerators are cached, and plain calls of a vendor's path on a CPU (api/execute.py),
-whose classes are single sizes.
+A call key (`CallKey`) holds all of a call but its sizes; each of its shape classes (`CachedLaunch`) holds launches and
+the guards under which they are right. `CallKey.hit` does all of it in C if native.c could be built, `CallKey.match` and
+`CallKey.find` do it in Python. A vendor's plain calls on a CPU are cached for single sizes (api/execute.py).
 """
 
 from __future__ import annotations
@@ -30,8 +23,8 @@ from portattn.config import BLOCK, Settings, environment_settings
 from portattn.launch import cudadriver
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.guards import guard, in_mode, mode_depth
+from portattn.launch.native import reader
 from portattn.launch.symbolic_tensor import TensorKind
-from portattn.launch.tensor_memory import reader
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 MAX_KINDS = 1024  # kept; past that the oldest is forgotten
@@ -45,18 +38,7 @@ last_plan: ContextVar[Any] = ContextVar("portattn_last_plan", default=None)
 
 
 class CallKey:
-    """A kind of call.
-
-    op        its operation
-    tensors   of the first call, by the names that its Request has them under, None for those that were not given
-    values    all its other arguments but lengths, the path and the validation that it asked for included
-    lengths   arguments that are sizes, by name: integers, or None where they were not given
-    settings  in force around it, without what the call itself asked for
-    only      sizes and strides, and lengths, to which the kind is restricted; None for all
-    value_names  what `values` are called, for people
-
-    classes   of sizes, that launch calls of this kind
-    """
+    """All of a call but its sizes, with its shape classes. `only`, if given, are the sizes that it is restricted to."""
 
     __slots__ = (
         "_absent", "_distinct", "_guard", "_lengths", "_natives", "_only", "_present",
@@ -100,10 +82,7 @@ class CallKey:
     def match(
         self, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...], settings: Settings
     ) -> tuple[tuple[torch.Tensor, ...], list[int], list[int]] | None:
-        """What a class takes of a call: its tensors, their addresses, and its sizes; None where it is of another kind.
-
-        tensors   by the operation's order, whatever was given in their places
-        """
+        """Return (tensors, addresses, sizes) for a shape class; None if the call has another key."""
         # Most are the very same objects, which costs less to see than that they are equal.
         same = len(values) == len(self.values) and all(map(operator.is_, values, self.values))
         if not (same or identical(values, self.values)) or (
@@ -135,7 +114,7 @@ class CallKey:
         return None if self._only is not None and inputs != self._only else (given, addresses, inputs)
 
     def find(self, inputs: Sequence[int]) -> tuple[CachedLaunch, list[int]] | None:
-        """The class of these sizes, and what its launches take of them; None where none is known."""
+        """Return the shape class of these sizes and the numbers for its launches, or None."""
         for cached in self.classes:
             sizes = cached.program(inputs)
             if sizes is not None:
@@ -143,7 +122,6 @@ class CallKey:
         return None
 
     def add(self, cached: CachedLaunch) -> None:
-        """Let calls whose sizes are of this class be launched by it."""
         with _lock:
             native = cached.native()
             self.classes = (cached, *self.classes[: MAX_CLASSES - 1])
@@ -174,7 +152,6 @@ class CallKey:
 
 
 def sizes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Sizes and strides, tensor by tensor."""
     found: list[int] = []
     for tensor in tensors:
         found += tensor.shape
@@ -183,8 +160,7 @@ def sizes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Whether two arguments are equal and of the same types, also inside tuples. 1 == True == 1.0, and validation tells
-    them apart. What cannot be compared (an array) is not identical: validation names it."""
+    """Return whether arguments are equal and of the same types, inside tuples too (1 is not True); arrays never are."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -198,8 +174,7 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def plain_values(values: Sequence[Any]) -> bool:
-    """Whether arguments can be cached: numbers, strings, dtypes, None, and tuples of them. Others may hold data, or
-    change."""
+    """Return whether arguments are numbers, strings, dtypes, None, or tuples of them: others may hold data."""
     return all(isinstance(item, _PLAIN) for value in values for item in (value if type(value) is tuple else (value,)))
 
 
@@ -224,7 +199,6 @@ def _let_find(module: Any) -> None:
 
 
 def kinds(op: str, values: tuple[Any, ...]) -> tuple[CallKey, ...]:
-    """The kinds of calls of an operation with such values."""
     if _ends is not None and time.monotonic() >= _ends:
         forget()
     try:
@@ -238,7 +212,7 @@ def every_kind() -> list[CallKey]:
 
 
 def remember(kind: CallKey, seconds: float = math.inf) -> None:
-    """Let calls of this kind be found. After `seconds` everything is forgotten, and planned anew."""
+    """Let calls of this key be found. After `seconds` the whole cache is forgotten, and calls are planned anew."""
     global _ends
     with _lock:
         if seconds < math.inf:

@@ -1,4 +1,4 @@
-"""One class of sizes of a cached call: its plan, and its launches with places for another call's tensors and sizes."""
+"""A shape class of the launch cache: its plan, and launches that take another call's tensors and sizes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels, native
 from portattn.launch.device_api import contiguous, runtime
-from portattn.launch.driver_launch import SCRATCH, Direct
+from portattn.launch.driver_launch import SCRATCH, DriverLauncher
+from portattn.launch.native import dtype_codes
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
-from portattn.launch.tensor_memory import dtype_codes
 from portattn.launch.triton_compat import UnsupportedLaunch
 from portattn.schema.call import TENSORS
 from portattn.schema.kernel_step import Buffers, Step
@@ -34,14 +34,7 @@ Planner = Callable[[bytes], Plan]
 
 
 class ShapeClass:
-    """The launches of a call as its sizes decide them: what `CachedLaunch` makes places for other sizes of.
-
-    trace     of which the numbers in all of these are
-    problem   made of Sizes
-    steps     the kernels' launches, made of Sizes
-    buffers   what passes between them
-    why       why sizes cannot change; empty where they can
-    """
+    """A call's launches made of symbolic sizes; `why` says why sizes cannot change, empty if they can."""
 
     __slots__ = ("buffers", "problem", "steps", "trace", "why")
 
@@ -52,22 +45,13 @@ class ShapeClass:
 def exact_shape_class(
     inputs: Sequence[int], problem: Problem, steps: Sequence[Step], buffers: Buffers, why: str
 ) -> ShapeClass:
-    """Launches for these sizes alone."""
     trace = Trace()
     pin_sizes([trace.input(value) for value in inputs])
     return ShapeClass(trace, problem, steps, buffers, why)
 
 
 class CachedLaunch:
-    """Launches for calls whose sizes are of one class.
-
-    plan, settings  as it ran
-    given           names of the tensors that a call brings, in order
-    direct          what launches it; None where Triton's own way does
-    program         of a call's sizes and strides: what a launch takes of them, None where they are of another class
-    inputs, sizes   the sizes and strides of the first call, and what the program gives of them
-    why_fixed       why it serves the sizes of its first call alone; empty where it serves others
-    """
+    """Launches for the calls of one shape class; `program` maps a call's sizes and strides to the numbers they take."""
 
     __slots__ = (
         "_descriptors", "_device", "_dtype", "_each", "_index", "_launch", "_lse", "_memory", "_offsets", "_out",
@@ -82,14 +66,14 @@ class CachedLaunch:
     ) -> None:  # fmt: skip
         """Cache a call's launches.
 
-        launch   launches through Triton, given tensors by name (`given`, None if absent, out, lse and the buffers), and
-                 under SIZES the numbers of the program
-        steps    the kernel steps of `launch`, launched directly if possible. Their roles: names of `given`, "out",
-                 "lse" and names of the buffers and of `each`
-        sized    the same steps made of Sizes
-        planner  returns the plan of other sizes, given as int64
-        descriptors  kernels build descriptors themselves, in memory that the launch must provide
-        each     functions that return a tensor for one launch, by name
+        Args:
+            launch: launches through Triton, given tensors by name (`given`, out, lse, the buffers) and the numbers
+                under SIZES
+            steps: kernel steps of `launch`; their roles are names of `given`, of buffers and of `each`, "out" and "lse"
+            sized: the same steps made of symbolic sizes
+            planner: returns the plan of other sizes, given as int64
+            descriptors: kernels build descriptors themselves, in memory that the launch must provide
+            each: functions that return a tensor for one launch, by name
         """
         self.plan, self.settings, self.given, self.planner = plan, settings, tuple(given), planner
         self._device, self._index, self._runtime = device, device.index, runtime(device.type)
@@ -99,14 +83,14 @@ class CachedLaunch:
         out, lse = results(sized.problem)
         self._out = outputs.all_of((*out, *contiguous(out)))
         self._lse = outputs.all_of((*lse, *contiguous(lse))) if plan.problem.return_lse else ()
-        self.direct: Direct | None = None
+        self.direct: DriverLauncher | None = None
         if steps and DIRECT:
             found = functools.partial(native.load, settings.cache_dir) if NATIVE else None
             with_lse = ["lse"] if self._lse else []
             scratch = [SCRATCH] if descriptors else []
             names = [*given, "out", *with_lse, *sized.buffers, *scratch, *(each or {})]
             with contextlib.suppress(UnsupportedLaunch):
-                self.direct = Direct(steps, names, found, sized.steps, outputs)
+                self.direct = DriverLauncher(steps, names, found, sized.steps, outputs)
         self._lay_out(sized.buffers, 0 if self.direct is None else self.direct.scratch, outputs)
         if isinstance(launch, Templates):
             launch.place(sized.steps, outputs)
@@ -117,7 +101,7 @@ class CachedLaunch:
             raise RuntimeError(f"{plan.problem}: its sizes give other launches than were planned")
 
     def _lay_out(self, buffers: Buffers, scratch: int, outputs: ProgramOutputs) -> None:
-        """One piece of memory for all buffers, and for what descriptors are built in."""
+        """Place all buffers and the descriptors' memory in one allocation."""
         self._places, offsets, size = {}, [], 0
         for name, (shape, dtype) in buffers.items():
             self._places[name] = (outputs.of(size), outputs.all_of(shape), dtype)
@@ -128,12 +112,11 @@ class CachedLaunch:
         self._memory = (outputs.of(total),) if isinstance(total, Size) or total else ()
 
     def memory(self, sizes: Sequence[int]) -> torch.Tensor | None:
-        """Fresh memory for what passes between the kernels; None where nothing does. On the current device."""
+        """Allocate the buffers between kernels on the current device; None without buffers."""
         count = sizes[self._memory[0]] if self._memory else 0
         return self._runtime.empty((count,), (1,), torch.uint8) if count else None
 
     def buffers(self, memory: torch.Tensor | None, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The buffers that lie in such memory."""
         found = {}
         for name, (offset, shape, dtype) in self._places.items():
             assert memory is not None
@@ -151,13 +134,7 @@ class CachedLaunch:
         memory: torch.Tensor | None = None,
         descriptors: DescriptorMemory | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run with these tensors, in the order of `given` and in the caller's own layout: (out in it, LSE or None).
-
-        addresses    of the tensors; the list is added to
-        sizes        what `program` gives of their sizes and strides
-        out, lse, memory   where results and partial results go; allocated where they are None
-        descriptors  what Triton builds descriptors in, where it launches; fresh each time when None
-        """
+        """Run with these tensors, in the order of `given`, and allocate what is None; `addresses` is extended."""
         at, index = self._runtime, self._index
         if index != at.current():
             with getattr(torch, self._device.type).device(index):
@@ -195,7 +172,6 @@ class CachedLaunch:
         return tuple(sizes[place] for place in places[:rank]), tuple(sizes[place] for place in places[rank:])
 
     def native(self) -> Any:
-        """Return native.c's Sized for the same shape class; None without one."""
         direct = self.direct
         if direct is None or direct.native is None:
             return None
@@ -212,7 +188,7 @@ class CachedLaunch:
             return None
 
     def note(self, inputs: Sequence[int]) -> Any:
-        """What says the plan of a call with these sizes: the plan, or what it can be made of."""
+        """Return the plan of a call with these sizes, or (planner, sizes) from which it can be made."""
         return self.plan if tuple(inputs) == self.inputs else (self.planner, array("q", inputs).tobytes())
 
     def _by_name(
@@ -224,7 +200,6 @@ class CachedLaunch:
         memory: torch.Tensor | None,
         descriptors: DescriptorMemory | None,
     ) -> None:
-        """Launch by Triton's own way."""
         named: dict[str, Any] = {**dict(zip(self.given, tensors, strict=True)), "out": out, "lse": lse}
         named |= {**self.buffers(memory, sizes), SIZES: sizes}
         if not self._descriptors:
@@ -240,12 +215,10 @@ SIZES = "sizes"
 def core_steps(
     launches: Sequence[KernelCall], out: torch.Tensor, lse: torch.Tensor | None
 ) -> tuple[list[Step], Buffers]:
-    """A core plan's launches as Steps, and what passes between them.
+    """Return a core plan's launches as Steps, and the buffers between them.
 
-    In a kernel's arguments an input goes by its own name; any other tensor is an output, or a buffer between kernels,
-    which a later kernel may have in an input's place.
-    The caller's own tensors take the places of the views that validation made of them: a kernel gets their address.
-    """
+    An argument's role is an input's own name, an output or a buffer. The caller's tensors replace validation's views: a
+    kernel gets their address."""
     names, buffers, steps = {id(out): "out", id(lse): "lse"}, {}, []
     for launch in launches:
         kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
@@ -266,7 +239,7 @@ def core_steps(
 
 
 class Templates:
-    """Core launches by Triton's own way: arguments in order, with places for tensors and sizes."""
+    """Core launches through Triton: arguments in order, with places for tensors and sizes."""
 
     __slots__ = ("_launches",)
 
@@ -283,7 +256,6 @@ class Templates:
             self._launches.append([step.kernel, template, places, step.options, (), (), stored])
 
     def place(self, sized: Sequence[Step], outputs: ProgramOutputs) -> None:
-        """Say which arguments are Sizes, and where they are found among a launch's sizes."""
         for launch, step in zip(self._launches, sized, strict=True):
             launch[4] = outputs.all_of(step.grid)
             launch[5] = tuple((i, outputs.of(v)) for i, v in enumerate(step.values) if isinstance(v, Size))
@@ -305,7 +277,7 @@ class Templates:
 
 
 def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of out, in the caller's layout, and of the LSE. Of gradients out is delta (Call.new_out)."""
+    """Return the shapes of out (in the caller's layout) and LSE. For gradients, out is delta (Call.new_out)."""
     p = problem
     if p.writes:
         return (0,), ()

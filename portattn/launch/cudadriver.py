@@ -1,4 +1,4 @@
-"""A block of memory with everything that cuLaunchKernelEx reads, made once. A launch then writes addresses and sizes.
+"""Memory laid out once with everything that cuLaunchKernelEx reads; a launch then writes addresses and sizes.
 
 Layouts follow CUDA's cuda.h (CUlaunchConfig, CUlaunchAttribute); the tests compare them with that header.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from portattn.config import current
 from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Parameter
 
-KIND = "cuda"  # Triton's name for what is launched here, and portattn's
+KIND = "cuda"  # Triton's and portattn's name of this backend
 Refused = tuple[int, int]  # the driver's error, and the place of the kernel that it refused
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has made no device current yet
 _POINTER = 8
@@ -40,13 +40,12 @@ def _library() -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=1)
 def launch_function() -> Callable[..., int]:
-    """cuLaunchKernelEx(config, function, parameters, None): 0, or an error. It lets other Python threads run."""
+    """Return cuLaunchKernelEx(config, function, parameters, None), which returns an error or 0 and releases the GIL."""
     return _library().cuLaunchKernelEx
 
 
 @functools.lru_cache(maxsize=1)
 def encode_function() -> int:
-    """Address of cuTensorMapEncodeTiled."""
     found = ctypes.cast(_library().cuTensorMapEncodeTiled, ctypes.c_void_p).value
     assert found is not None
     return found
@@ -62,8 +61,7 @@ _GRAPHS = (
 
 @functools.lru_cache(maxsize=1)
 def graph_functions() -> tuple[int, ...]:
-    """Addresses of the driver's functions for graphs; empty where it has not all of them (before CUDA 12). The last one
-    tells green contexts, and is 0 before CUDA 12.4."""
+    """Return addresses of the driver's graph functions; empty before CUDA 12. The last is 0 before CUDA 12.4."""
     try:
         library = _library()
         found = [getattr(library, name) for name in _GRAPHS]
@@ -76,11 +74,7 @@ def graph_functions() -> tuple[int, ...]:
 def launch_again(
     refused: Refused, block: Block, stream: int, addresses: Sequence[int], sizes: Sequence[int] = ()
 ) -> None:
-    """What to do about a refused launch: go on from it where this thread had no device yet, else raise RuntimeError.
-
-    A thread in which nothing has yet called CUDA's run-time library has no current context. Triton's launcher looks at
-    every launch whether there is one.
-    """
+    """Repeat a refused launch if this thread had no CUDA context yet, else raise RuntimeError."""
     error, kernel = refused
     if error == INVALID_CONTEXT:
         error = _take_device()
@@ -92,11 +86,9 @@ def launch_again(
 
 
 def make_current() -> None:
-    """Give this thread its device's context where it has none yet. Raises RuntimeError.
+    """Make the device's context current in this thread if it has none; raise RuntimeError if the driver refuses.
 
-    Triton looks whether there is one at every launch, and not before it makes tensor maps, which need one: the thread
-    of a backward pass may do that first of all.
-    """
+    Triton checks at every launch, but not before it encodes tensor maps, which a backward thread may do first."""
     context = ctypes.c_void_p()
     error = _library().cuCtxGetCurrent(ctypes.byref(context))
     if not error and not context.value:
@@ -106,7 +98,6 @@ def make_current() -> None:
 
 
 def _take_device() -> int:
-    """Make torch's current device this thread's; 0, or the driver's error."""
     import torch
 
     context = ctypes.c_void_p()
@@ -115,12 +106,10 @@ def _take_device() -> int:
 
 
 def refuse(error: int) -> None:
-    """Raise RuntimeError for the driver's error."""
     raise RuntimeError(f"CUDA's driver refused a launch: {error_text(error)}")
 
 
 def error_text(error: int) -> str:
-    """CUDA's own words for an error."""
     text = ctypes.c_char_p()
     _library().cuGetErrorString(error, ctypes.byref(text))
     return (text.value or b"unknown error").decode()
@@ -128,52 +117,26 @@ def error_text(error: int) -> str:
 
 @dataclass(slots=True, frozen=True)
 class Kernel:
-    """One kernel of a block.
-
-    function    CUfunction
-    grid        programs of each axis; ("size", i) for the i-th of a launch's sizes
-    parameters  in the kernel's order
-    values      of each parameter: a number; ("role", i) for the i-th address of a launch; ("map", i) for the i-th
-                tensor map; ("size", i) for the i-th of its sizes, an integer; None for a null pointer
-    threads     of a program; shared: bytes of shared memory that it gets
-    dependent   may start before the kernel before it has ended (programmatic dependent launch)
-    """
-
     function: int
-    grid: tuple[Any, Any, Any]
+    grid: tuple[Any, Any, Any]  # programs per axis; ("size", i): a launch's i-th size
     threads: int
-    shared: int
-    dependent: bool
+    shared: int  # bytes of shared memory
+    dependent: bool  # may start before the previous kernel has ended (programmatic dependent launch)
     cooperative: bool
-    parameters: tuple[Parameter, ...]
-    values: tuple[Any, ...]
+    parameters: tuple[Parameter, ...]  # in the kernel's order
+    values: tuple[Any, ...]  # numbers, ("role" | "map" | "size", i) or None, a null pointer
 
 
 @dataclass(slots=True, frozen=True)
 class Map:
-    """A tensor map of a block.
-
-    role      whose address it is of
-    sizes     places among a launch's sizes of its sizes, and then of its strides
-    of_key    gives it for (address, sizes and strides)
-    encoding  what native.c makes it of; None where only `of_key` does
-    """
-
-    role: int
-    sizes: tuple[int, ...]
-    of_key: Mapping[tuple[int, ...], bytes]
-    encoding: tuple[Any, ...] | None = None
+    role: int  # place of the tensor's address
+    sizes: tuple[int, ...]  # places of its sizes and strides among a launch's sizes
+    of_key: Mapping[tuple[int, ...], bytes]  # returns the map for (address, sizes and strides)
+    encoding: tuple[Any, ...] | None = None  # native.c's arguments for it; None if only `of_key` can make it
 
 
 class Block:
-    """Parameters and configurations of kernels that are launched one after the other.
-
-    launch  `launch(stream, addresses, sizes=(), first=0)` launches all kernels, or those from a place on, on a stream
-            with these addresses, as many as there are roles, and these sizes: None, or what the driver refused. By
-            native.c where it is given
-
-    One thread at a time.
-    """
+    """Parameters and configurations of consecutive kernels, for one thread at a time."""
 
     __slots__ = (
         "_configs", "_launches", "_maps", "_memory", "_seen", "_sizes", "_start", "_stream", "_write", "_writes",
@@ -181,8 +144,7 @@ class Block:
     )  # fmt: skip
 
     def __init__(self, kernels: Sequence[Kernel], roles: int, maps: Sequence[Map], native: Any = None) -> None:
-        """Lay the kernels out. native: the module of native.c; None to launch from Python. It raises ValueError on too
-        many kernels."""
+        """Lay the kernels out; native.c's module launches them if given. Raise ValueError on too many kernels."""
         self.maps = maps
         size = _size(kernels, roles, len(maps))
         owner = ctypes.create_string_buffer(size + _ALIGNMENT)
@@ -283,16 +245,15 @@ class Block:
 
 
 def _packed(kind: str, value: Any) -> bytes:
-    """A parameter's bytes."""
     if kind.startswith("*"):
         return struct.pack("Q", value or 0)
     if kind in ("fp32", "f32"):
-        return bytes(ctypes.c_float(value))  # as C casts: what is too large becomes inf, where struct raises
+        return bytes(ctypes.c_float(value))  # as C casts: too large a number becomes inf; struct raises
     return struct.pack(_FORMATS[kind], value)
 
 
 def _size(kernels: Sequence[Kernel], roles: int, maps: int) -> int:
-    """Bytes that a block takes at most, every item padded to its alignment."""
+    """Return the most bytes that a block takes, every item padded to its alignment."""
     size = roles * _POINTER + (maps + 1) * _ALIGNMENT
     for kernel in kernels:
         values = sum(2 * p.size for p in kernel.parameters if p.type != TENSOR_MAP)

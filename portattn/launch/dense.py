@@ -1,4 +1,4 @@
-"""The launch of dense_forward, for dense and for packed tensors."""
+"""The launch of dense_forward, for dense and packed tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from portattn.launch.arguments import (
     alibi_stride,
     block_strides,
+    dropping,
     features,
     numbers,
     outer_strides,
     scale_strides,
     score_strides,
     strides,
+    warp_split_call,
     window,
 )
-from portattn.launch.dropping import dropping
 from portattn.launch.kernelcall import KernelCall
-from portattn.launch.warps_apart import apart_call
 from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, packed_tiles
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
@@ -34,7 +34,6 @@ UNSPECIALISED = frozenset(
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
-    """Launches of one forward, with its outputs (B,Hq,Sq,Dv) and LSE (B,Hq,Sq). Nothing else is allocated."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
     lowering, launch = plan.specialised
     out = call.new_out()
@@ -60,6 +59,6 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     constexprs = kernel.constexprs(problem, lowering, launch)
     if kernel.form(lowering):
         own = arguments | {"heads_k": problem.heads_k}
-        return [apart_call(own, constexprs, launch, (tiles,))], out, lse
+        return [warp_split_call(own, constexprs, launch, (tiles,))], out, lse
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     return [KernelCall(MODULE, kernel.function, grid, arguments, constexprs, launch, UNSPECIALISED)], out, lse

@@ -1,4 +1,4 @@
-"""What a cached launch asks of torch about a device, by the shortest way that this torch has."""
+"""Torch's device functions that a cached launch calls, by the shortest way that this torch has."""
 
 from __future__ import annotations
 
@@ -17,21 +17,11 @@ ALLOCATORS = ("native", "cudaMallocAsync", "pluggable")
 
 @dataclass(slots=True, frozen=True)
 class Runtime:
-    """A device type's functions.
-
-    current  () -> index of the current device
-    stream   (index) -> the current stream as the driver knows it
-    empty    (shape, strides, dtype) -> a tensor without contents on the current device
-    take     (bytes, stream) -> the address of memory on the current device for work on a stream, from the allocator
-             that `empty` has it from: a tensor's own objects cost more than the memory. None where there is no such
-    give     (address): gives it back; work on the stream that was enqueued before may use it still
-    """
-
     current: Callable[[], int | None]
-    stream: Callable[[Any], int]
-    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-    take: Callable[[int, int], int] | None = None
-    give: Callable[[int], None] | None = None
+    stream: Callable[[Any], int]  # the driver's handle of the current stream
+    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # (shape, strides, dtype)
+    take: Callable[[int, int], int] | None = None  # (bytes, stream) -> address; cheaper than a tensor
+    give: Callable[[int], None] | None = None  # free it; work already on the stream may still use it
 
 
 @functools.lru_cache(maxsize=8)
@@ -57,7 +47,7 @@ def runtime(device_type: str) -> Runtime:
 
 
 def _shortest(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.compile's way to allocate, which takes 1 µs less where this torch has it."""
+    """Return torch.compile's allocator, 1 µs faster, if this torch has it."""
     try:
         from torch._C._dynamo import guards
     except ImportError:
@@ -66,7 +56,6 @@ def _shortest(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -75,6 +64,5 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; a CPU has."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)

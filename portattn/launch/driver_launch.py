@@ -1,13 +1,8 @@
-"""Cached launches: kernels launched repeatedly with other addresses and sizes, and nothing else changed.
+"""Direct launches: kernels launched repeatedly with other addresses and sizes.
 
-Triton's own way (`kernel[grid](…)`) looks at every argument anew, which takes tens of microseconds for one of 86
-arguments. Here the compiled kernel is found once, and what the driver reads lies ready in memory; a launch writes the
-addresses of this call's tensors and its sizes into it and calls the driver, in one microsecond and the driver's own
-time.
-
-How a variant uses it
----------------------
-A variant's kernel is described by `Step`s instead of being launched::
+Triton's own way (`kernel[grid](…)`) inspects every argument of every call: tens of microseconds for 86 arguments. A
+DriverLauncher looks the compiled kernel up once; a launch writes addresses and sizes into prepared memory and calls the
+driver, in one microsecond plus the driver's time::
 
     steps = [
         Step(kernel=forward, grid=(132, 1, 1), options={"num_warps": 4, "maxnreg": 168},
@@ -15,23 +10,24 @@ A variant's kernel is described by `Step`s instead of being launched::
              roles={"q_desc": "q", "k_desc": "k", "lengths": "seqlens_k"}),
     ]
     launch_steps(steps)                       # the first time: Triton compiles, and launches
-    direct = Direct(steps, ("q", "k", "seqlens_k"))
+    direct = DriverLauncher(steps, ("q", "k", "seqlens_k"))
     direct(stream, (q.data_ptr(), k.data_ptr(), seqlens.data_ptr()))    # from then on
 
 `roles` name the tensors whose addresses change from call to call; everything else is taken from the steps: grid,
 numbers, and of a host-side TensorDescriptor its shape, strides, block and padding. Tensor maps are made once for each
 address and its sizes and cached (`MAPS` of them a descriptor), so a call builds no descriptor. Where a kernel needs a
 second one's partial results, they are a role as well: allocate them before the call, and give the address. `addresses`
-come in the order of the names given to `Direct`; 0 stands for a tensor that is absent.
+come in the order of the names given to `DriverLauncher`; 0 stands for a tensor that is absent.
 
 Sizes that change from call to call come from a second list of steps, the same ones made of Sizes
 (schema/symbolic_int.py): what is a Size in them is taken from the `sizes` of a launch, in the order of `ProgramOutputs`
-that Direct adds them to.
+that DriverLauncher adds them to.
 
 Scratch memory (kernels that build descriptors for themselves) is a role too: give `direct.scratch` bytes as SCRATCH.
 
-Directs are safe on several streams and threads and in CUDA graphs: a launch has a block of parameters for itself while
-it runs, and the driver copies it. They belong to the device that was current when they were made: make it current.
+DriverLaunchers are safe on several streams and threads and in CUDA graphs: a launch has a block of parameters for
+itself while it runs, and the driver copies it. They belong to the device that was current when they were made: make it
+current.
 """
 
 from __future__ import annotations
@@ -54,24 +50,23 @@ SCRATCH = "scratch"
 _OBJECT_BYTES = 2 * TENSOR_MAP_BYTES  # of Triton's PyCUtensorMap: Python's head, filled up to 128 bytes, then the map
 
 
-class Direct:
+class DriverLauncher:
     """Launches of some steps, to be run with other addresses.
 
-    steps    as they were launched, or could be: their tensors show types and alignments
-    names    the roles, in the order of a call's addresses; a role that no kernel takes is skipped
+    Args:
+        steps: as launched, or launchable: their tensors show types and alignments
+        names: roles, in the order of a call's addresses; a role that no kernel takes is skipped
+        native: returns native.c's module, or None and the reason; None to launch from Python
+        sized, outputs: the same steps made of Sizes, and the ProgramOutputs that collect a launch's numbers
 
-    native   returns the module of native.c, or None and the reason; None to launch from Python
+    Attributes:
+        way: launched by "native" (native.c), "driver" (ctypes), or "compiled" (Triton's launcher of the compiled
+            kernel)
+        reason: why `way` is not "native"; empty if native was not asked for
+        scratch: bytes of the role SCRATCH, for kernels that build descriptors; a Size if it changes from call to call
 
-    way      "native": native.c calls CUDA's driver; "driver": Python does, through ctypes; "compiled": Triton's
-             launcher of the compiled kernel runs
-    reason   why `way` is not "native"; empty if native was not asked for
-    scratch  bytes that a call must give for the role SCRATCH, if the kernels build descriptors themselves; else 0. A
-             Size if it changes from call to call
-
-    sized, outputs   the same steps made of Sizes, and the ProgramOutputs that collect the numbers that a launch takes
-
-    Looks the compiled kernels up, compiling missing ones, and loads them. Raises UnsupportedLaunch for an unknown
-    Triton or a kernel that cannot be cached.
+    Raises:
+        UnsupportedLaunch: an unknown Triton, or a kernel that cannot be cached.
     """
 
     def __init__(
@@ -111,12 +106,7 @@ class Direct:
         self.way = "driver" if self.native is None else "native"
 
     def __call__(self, stream: int, addresses: Sequence[int], sizes: Sequence[int] | None = None) -> None:
-        """Launch on a stream, given as the driver's handle, with these addresses; 0 for a tensor that is absent.
-
-        sizes  the numbers of `outputs`; None for the steps' own, if they do not change
-
-        Raises RuntimeError with the driver's message if it refuses.
-        """
+        """Launch on a stream (the driver's handle). `sizes` are the numbers of `outputs`; None for the steps' own."""
         given = self._constants if sizes is None else sizes
         if self.way == "compiled" or self.hooked():
             for kernel in self._kernels:
@@ -132,11 +122,10 @@ class Direct:
         self._pool.append(block)
 
     def asks_triton(self) -> bool:
-        """Whether a call would go through Triton's launcher, which asks Triton's allocator for scratch memory."""
+        """Return whether a call goes through Triton's launcher, which asks Triton's allocator for scratch memory."""
         return self.way == "compiled" or self.hooked()
 
     def block(self) -> cudadriver.Block:
-        """A new block of parameters for the kernels."""
         found = [
             cudadriver.Map(one.role, one.places, one, one.encoding(self.native) if self.native else None)
             for one in self._maps
@@ -144,7 +133,6 @@ class Direct:
         return cudadriver.Block(self._described, self._names, found, self.native)
 
     def _describe(self, kernel: _Kernel, step: Step, scratch: int | None) -> cudadriver.Kernel:
-        """A kernel as CUDA's driver launches it; `scratch` is the place of that role."""
         compiled = kernel.compiled
         if compiled.metadata.target.backend != cudadriver.KIND:
             raise UnsupportedLaunch(f"its device is {compiled.metadata.target.backend}")
@@ -191,7 +179,6 @@ class Direct:
         )  # fmt: skip
 
     def _size(self, value: Any) -> Any:
-        """A number as it is; for a Size where it is found among a launch's sizes."""
         return ("size", self._outputs.of(value)) if isinstance(value, Size) else value
 
 
@@ -226,7 +213,6 @@ class _Kernel:
             self._arguments[index] = None  # no tensor is held
 
     def run(self, stream: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-        """Launch through Triton's launcher, with its hooks."""
         if self._descriptors and self.compiled.metadata.target.backend == cudadriver.KIND:
             cudadriver.make_current()
         arguments = self._arguments.copy()
@@ -244,8 +230,6 @@ class _Kernel:
 
 @dataclass(slots=True, frozen=True)
 class _At:
-    """What stands for a descriptor's tensor: its address is all that a launch takes of it."""
-
     address: int
 
     def data_ptr(self) -> int:
@@ -259,10 +243,7 @@ def _moved(descriptor: Any, address: int, shape: Sequence[int], strides: Sequenc
 
 
 class _Maps(dict[tuple[int, ...], bytes]):
-    """Tensor maps of one descriptor by (address, sizes and strides), the last MAPS that were asked for.
-
-    places  of its sizes and strides among a launch's sizes
-    """
+    """The MAPS latest tensor maps of one descriptor, by (address, sizes and strides)."""
 
     def __init__(self, role: int, made: triton_compat.TensorMap, outputs: ProgramOutputs) -> None:
         super().__init__()
@@ -271,10 +252,10 @@ class _Maps(dict[tuple[int, ...], bytes]):
         self._sample = tuple(plain_sizes((*made.shape, *made.strides)))
 
     def encoding(self, native: Any) -> tuple[Any, ...] | None:
-        """What native.c makes the maps of; None where what it makes is not what Triton makes."""
+        """Return the arguments from which native.c makes the maps; None if its result differs from Triton's."""
         how = (cudadriver.encode_function(), *self._made.encoding)
         address = 4096  # nothing is read there: any aligned one
-        expected = self._bytes((address, *self._sample))  # first: it gives the thread a context where it has none
+        expected = self._bytes((address, *self._sample))  # first: it gives the thread a context if it has none
         if native.tensor_map(how, address, self._sample) != expected:
             return None
         return how

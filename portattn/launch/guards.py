@@ -1,12 +1,7 @@
-"""Whether tensors are like others in everything but their data and sizes: torch's own guards, which torch.compile uses.
+"""Torch's own guards (as in torch.compile): compare tensors in all but data and sizes, 0.1 µs each, 0.7 µs in Python.
 
-They are for tensors that have sizes: at a strided nested one they end the process (torch 2.13). Who asks them has read
-sizes before.
-
-One call into C++ compares types, dispatch keys (device, views that negate, modes of autograd, autocast, tracing and
-transforms), element types, device indices, `requires_grad` and the number of axes of all of them: 0.1 µs a tensor,
-where reading the same in Python takes 0.7 µs. They are torch's private interface, so they are tried out once before
-they are believed.
+The interface is private, so it is tested once before use. A strided nested tensor ends the process (torch 2.13):
+callers read sizes first, at which it raises.
 """
 
 from __future__ import annotations
@@ -19,14 +14,13 @@ import torch
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """What says of as many values, whether they are tensors like these ones, of any sizes and strides."""
+    """Return a function that tells whether as many values are tensors like these, of any sizes and strides."""
     make = _made if _usable() else _plain
     return _with_grad_mode(tensors, make(tensors))
 
 
 def in_mode() -> bool:
-    """Whether a mode of torch's sees every operator: fake tensors, tracers, counters. The guards do not look at it, and
-    what is launched directly is no operator."""
+    """Return whether a dispatch mode (fake tensors, tracers) is active: guards ignore it, launches bypass it."""
     return bool(mode_depth())
 
 
@@ -64,7 +58,7 @@ def _modes() -> tuple[bool, bool]:
 
 
 def _transformed() -> bool:
-    """Whether a transform of functorch's, or a tracer, has the tensors."""
+    """Return whether a functorch transform or a tracer has the tensors."""
     interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)()
     return interpreter is not None or torch._C._get_tracing_state() is not None
 
@@ -74,7 +68,7 @@ def _facts(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _with_grad_mode(tensors: Sequence[torch.Tensor], check: Callable[..., bool]) -> Callable[..., bool]:
-    """The guards see `requires_grad`, and not whether gradients are being recorded."""
+    """Add a check of whether gradients are recorded: the guards see only `requires_grad`."""
     if not any(t.requires_grad for t in tensors):
         return check
     recording = torch.is_grad_enabled()
@@ -83,9 +77,9 @@ def _with_grad_mode(tensors: Sequence[torch.Tensor], check: Callable[..., bool])
 
 @functools.lru_cache(maxsize=1)
 def _usable() -> bool:
-    """Whether torch's guards are there and tell apart what they must."""
+    """Return whether torch's guards exist and distinguish what they must."""
     try:
-        with torch.device("cpu"):  # whatever the caller's default is: the answer is the process's
+        with torch.device("cpu"):  # not the caller's default device: the answer is the process's
             x = torch.zeros(2, 4, 6, dtype=torch.float32)
             asking = torch.zeros(2, 4, 6, dtype=torch.float32, requires_grad=True)
             alike = [torch.ones(3, 1, 7, dtype=torch.float32), x[:, :, :4], x.transpose(0, 1)]

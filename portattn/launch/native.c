@@ -58,7 +58,7 @@ static const char *const OPERATIONS[] = {"eq", "ne", "lt", "ge", "le", "gt", "ad
                                          "least", "most", "pow2", "split_evenly", "split_cheapest", NULL};
 enum { EQ, NE, LT, GE, LE, GT, ADD, SUB, MUL, FLOORDIV, MOD, LEAST, GREATEST, POW2, SPLIT_EVENLY, SPLIT_CHEAPEST, KINDS };
 static const int ARGUMENTS[KINDS] = {2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 4, 7};
-enum { NEARLY = 85 }; /* as in splits.py */
+enum { NEARLY = 85 }; /* as in kernel_specs/base.py */
 
 static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 
@@ -680,7 +680,7 @@ static PyObject *sized_note(Sized *self) {
   X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused) X(reader)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
 #define COUNTED(name) Integers name;
-/* How tensors of exactly the types of a Kind, and `type`, are read without Python: launch/tensor_memory.py. */
+/* How tensors of exactly the types of a Kind, and `type`, are read without Python: launch/native.py. */
 typedef int (*Ask)(void *tensor, void *answer);
 typedef struct { PyObject *type; Py_ssize_t offset; uint64_t plain; Ask dim, sizes, strides, address, dtype, device, index; } Reader;
 typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; Reader reads; OBJECTS(MEMBER) INTEGERS(COUNTED) } Kind;

@@ -1,14 +1,18 @@
-"""The C functions of native.c: compiled once a machine, as Triton compiles its own launchers, and loaded when needed.
+"""The C functions of native.c: compiled once a machine, as Triton compiles its launchers, and loaded when needed.
 
-The library is kept in portattn's cache folder, by its source's content and Python's ABI. It runs in this process: it is
-loaded from there only if nobody else can have written it and it is whole (launch/native.py), and kept there
-only once a child process has imported it. Where none can be made (no C compiler, no Python.h, a folder that takes no
-files), calls are launched from Python, and `portattn doctor` says why.
+This process loads the library only if nobody else can have written it and its digest is right; the cache folder keeps
+it only after a child process has imported it. Without one, calls launch from Python; `portattn doctor` says why.
+
+`reader` has native.c read a tensor's sizes, strides and address through libtorch's C functions (`aoti_torch_get_…`). In
+Python each of the three makes objects: 0.15 to 0.25 µs. The functions take an `at::Tensor`, whose offset in a Python
+tensor is undocumented: it is searched and checked once a process, with Python as fall-back. They complain on stderr
+about nested and sparse tensors, so native.c checks the first word of the implementation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import hashlib
@@ -26,6 +30,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from portattn.files import (
     UntrustedPath,
@@ -46,11 +52,11 @@ _LINE = 300  # characters of a reason
 
 
 class BuildError(Exception):
-    """A program did not do what it was for; the text is one line that says why."""
+    """A compiler or trial run failed; the text is a one-line reason."""
 
 
 def compiler() -> list[str]:
-    """The C compiler that Triton takes: CC, with its options; else gcc or clang. Raises BuildError without one."""
+    """Return the C compiler that Triton takes: CC with its options, else gcc or clang. Raise BuildError without one."""
     named = os.environ.get("CC", "")
     try:
         words = shlex.split(named)
@@ -67,12 +73,9 @@ def compiler() -> list[str]:
 
 
 def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
-    """Run a program to its end; what it printed. Raises BuildError, which begins with `what`, when it ends badly.
+    """Run a program to its end and return its output; raise BuildError, which begins with `what`, on failure.
 
-    folder  for its temporary files, and for its output meanwhile: a pipe would be held open by what it leaves running
-
-    Whoever interrupts this process ends the program with all that it started; the interrupt passes through.
-    """
+    Output goes to a file in `folder`: a process left running would keep a pipe open. An interrupt ends the program."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as output:
         try:
             if output.write(bytes(_ROOM)) != _ROOM:  # for the program: of a full disk it could not say so there
@@ -107,7 +110,6 @@ def run(command: Sequence[str], what: str, seconds: float, folder: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program, and what it left running in its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -123,19 +125,18 @@ MOST = 64 << 20  # bytes of a library
 
 
 def seal(code: bytes) -> bytes:
-    """A library's bytes with their digest at the end."""
     return code + _MARK + hashlib.sha256(code).digest()
 
 
 def keep(place: Path, code: bytes) -> None:
-    """Write a library, whole or not at all, in a folder that is made safe. Raises UntrustedPath, OSError."""
+    """Write a library, whole or not at all, in a folder that is made safe. Raise UntrustedPath or OSError."""
     with trusted_folder(place.parent, make=True):
-        # Not synced: what a power failure leaves is not whole, and made anew.
+        # Not synced: a file torn by a power failure fails its digest and is made anew.
         write_whole(place, seal(code), durable=False, mode=0o644)
 
 
 def open_library(place: Path) -> int:
-    """A descriptor of a library that was checked. Raises UntrustedPath, FileNotFoundError, and OSError."""
+    """Return a descriptor of a checked library. Raise UntrustedPath, FileNotFoundError or OSError."""
     with trusted_folder(place.parent) as folder:
         handle = os.open(place.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
@@ -153,7 +154,7 @@ def open_library(place: Path) -> int:
 SOURCE = Path(__file__).with_name("native.c")
 NAME = "portattn_native"  # what native.c initialises
 SECONDS = 60.0  # limit of the compiler: it takes less than one
-TRIAL_SECONDS = 20.0  # limit of the child that imports what was compiled: it takes a twentieth of one
+TRIAL_SECONDS = 20.0  # limit of the trial import: it takes a twentieth of one
 # Prints its last argument once the library's types are there. A crash leaves no core file.
 _TRIAL = """
 import importlib.machinery, importlib.util, resource, sys
@@ -170,13 +171,7 @@ _loaded: dict[Path, tuple[Any, str]] = {}
 
 
 def load(cache_dir: str = "") -> tuple[Any, str]:
-    """The module, with its types Launches, Sized, Kind and Finder, and ""; or None, and why there is none. It is looked
-    for once.
-
-    cache_dir  portattn's cache folder; empty for the platform's
-
-    Whatever the compiler, the folder or the library is, nothing but an interrupt comes out of it.
-    """
+    """Return (module, "") or (None, reason), looked for once; nothing but an interrupt is raised."""
     try:
         place = path(cache_dir)
     except OSError as error:
@@ -191,7 +186,6 @@ def load(cache_dir: str = "") -> tuple[Any, str]:
 
 
 def path(cache_dir: str) -> Path:
-    """Where the library is, or would be."""
     abi = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     return cache_folder(cache_dir) / "native" / f"{_digest(os.environ.get('CC'))}{abi}"
 
@@ -203,7 +197,6 @@ def _digest(compiler: str | None) -> str:
 
 
 def _make(place: Path) -> tuple[Any, str]:
-    """The module at a place, compiled where it is not there or must not be loaded; or why there is none."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None, "this Python has no global lock, which the C functions rely on"
     try:
@@ -217,7 +210,7 @@ def _load_or_compile(place: Path) -> Any:
     found = _cached(place)
     if found is not None:
         return found
-    with trusted_folder(place.parent, make=True):  # the lock's file, too, is put where nobody else can put one
+    with trusted_folder(place.parent, make=True):  # the lock's file is in a folder that only this user can write
         sweep(place.parent)
         with hold_lock(place.with_name(f".{place.name}.lock"), SECONDS + TRIAL_SECONDS):
             # Another process may have made it while this one waited.
@@ -229,7 +222,6 @@ def _load_or_compile(place: Path) -> Any:
 
 
 def _cached(place: Path) -> Any:
-    """Return the module at a place; None if it is missing or must not be loaded: then it is built anew."""
     try:
         return _import(place)
     except (OSError, ImportError, UntrustedPath):  # ImportError: another machine's
@@ -237,7 +229,7 @@ def _cached(place: Path) -> Any:
 
 
 def _import(place: Path) -> Any:
-    """Import the library at a place, once it is checked. Raises UntrustedPath, OSError, and what importing raises."""
+    """Import a library after checking it. Raise UntrustedPath, OSError, or the import's error."""
     handle = open_library(place)
     # By the descriptor that was checked. It stays open: its number is part of the name that the loader knows it by.
     path = f"/proc/self/fd/{handle}"
@@ -259,10 +251,7 @@ def _module(path: str) -> Any:
 
 
 def _compile(place: Path) -> None:
-    """Compile, import in a child, and only then keep: another process sees all of the library, or none.
-
-    Raises BuildError, UntrustedPath, OSError.
-    """
+    """Compile, import in a child, and only then store: another process sees all of the library, or no file."""
     options = ["-O2", "-shared", "-fPIC", f"-I{sysconfig.get_config_var('INCLUDEPY')}"]
     with workshop(place.parent) as folder:
         made = folder / f"{NAME}.so"
@@ -275,7 +264,7 @@ def _compile(place: Path) -> None:
 
 
 def _try(made: Path, folder: Path) -> None:
-    """Import a library in a child process, which it may crash. Raises BuildError when it does, or does not import."""
+    """Import a library in a child process, which it may crash. Raise BuildError if that fails."""
     if not sys.executable:
         raise BuildError("native.c is not used: it would be tried in a child first, and sys.executable names no Python")
     word = os.urandom(8).hex()
@@ -291,3 +280,96 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
+
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_FUNCTIONS = ("dim", "sizes", "strides", "data_ptr", "dtype", "device_type", "device_index")
+# (type, offset, class, and addresses of the functions): the `reader` of native.c's Kind.
+Reader = tuple[type, int, int, int, int, int, int, int, int, int]
+
+
+@functools.lru_cache(maxsize=1)
+def reader() -> Reader | None:
+    """Return native.c's reader of torch.Tensor and torch.nn.Parameter; None if it must not be used.
+
+    It is (torch.Tensor, bytes from an object's address to its at::Tensor, first word of a plain tensor's
+    implementation, addresses of the seven functions)."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), mode=_LOADED)
+        functions = [getattr(library, f"aoti_torch_get_{name}") for name in _FUNCTIONS]
+        with torch.device("cpu"):  # not the caller's default device: the answer is the process's
+            tensors = _samples()
+        offsets = {_offset(tensor) for tensor in tensors}
+        if len(offsets) != 1 or None in offsets:
+            return None
+        offset: int = offsets.pop()  # type: ignore[assignment]
+        classes = {_word(tensor._cdata) for tensor in tensors}
+        if len(classes) != 1 or not all(_read(functions[:4], tensor, offset) == _said(tensor) for tensor in tensors):
+            return None
+        read = {(tensor.dtype, *_numbers(functions[4:], tensor, offset)) for tensor in tensors}
+        if not len(read) == len({one[0] for one in read}) == len({one[1] for one in read}):
+            return None
+    except (OSError, AttributeError, RuntimeError, TypeError):
+        return None
+    places = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+    return (torch.Tensor, offset, classes.pop(), *places)  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=64)
+def dtype_codes(*dtypes: torch.dtype) -> tuple[int, ...]:
+    """Return the C functions' numbers of dtypes; 0 without a reader."""
+    found = reader()
+    if found is None:
+        return (0,) * len(dtypes)
+    ask = [ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(place) for place in found[7:]]
+    with torch.device("cpu"):
+        return tuple(_numbers(ask, torch.empty(0, dtype=dtype), found[1])[0] for dtype in dtypes)
+
+
+_LOADED = getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_NOW", 0)  # torch has loaded it
+
+
+def _samples() -> Sequence[torch.Tensor]:
+    """Return plain tensors of every kind that a call may bring: of few and many axes, views, parameters, results."""
+    x = torch.zeros(2, 3, 4, 5)
+    asking = torch.zeros(2, 6, requires_grad=True)
+    return [
+        x, torch.zeros(()), torch.zeros(0, 3), torch.zeros(1, 2, 1, 2, 1, 2, 3), x.transpose(1, 2)[1:, :, 1:],
+        torch.zeros(1, 3).expand(4, 3), torch.nn.Parameter(torch.zeros(3)), asking, asking * 2.0,
+        torch.zeros(8, dtype=torch.bfloat16)[3:],
+    ]  # fmt: skip
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _offset(tensor: torch.Tensor) -> int | None:
+    """Return the offset in a tensor's object of the pointer that torch reports."""
+    size = type(tensor).__basicsize__
+    places = range(object.__basicsize__, size - _WORD + 1, _WORD)
+    return next((place for place in places if _word(id(tensor) + place) == tensor._cdata), None)
+
+
+def _said(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
+
+
+def _read(functions: Sequence[Any], tensor: torch.Tensor, offset: int) -> tuple[Any, ...]:
+    dim, sizes, strides, address = functions
+    place = ctypes.c_void_p(id(tensor) + offset)
+    count, found = ctypes.c_int64(), [ctypes.c_void_p() for _ in range(3)]
+    errors = [dim(place, ctypes.byref(count))]
+    errors += [ask(place, ctypes.byref(to)) for ask, to in zip((sizes, strides, address), found, strict=True)]
+    if any(errors) or count.value != tensor.ndim:
+        raise RuntimeError("torch does not say a tensor's sizes")
+    axes = ctypes.c_int64 * count.value
+    listed = [tuple(axes.from_address(one.value)) if one.value else () for one in found[:2]]
+    return listed[0], listed[1], found[2].value or 0
+
+
+def _numbers(functions: Sequence[Any], tensor: torch.Tensor, offset: int) -> tuple[int, ...]:
+    place, found = ctypes.c_void_p(id(tensor) + offset), [ctypes.c_int32() for _ in functions]
+    if any(ask(place, ctypes.byref(to)) for ask, to in zip(functions, found, strict=True)):
+        raise RuntimeError("torch does not say a tensor's dtype or device")
+    return tuple(one.value for one in found)

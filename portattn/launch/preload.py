@@ -1,8 +1,7 @@
-"""Loading compiled kernels with little waiting for C compilers.
+"""Loads compiled kernels with little waiting for C compilers.
 
-Triton, before 3.7, has a C compiler make a launcher for each CUDA kernel as it is loaded, and one library for its
-driver; `native` makes another. Each takes 0.3 to 0.5 s. Cached launches never call them: where native.c is
-there to launch by, they are made when something else does. The libraries are made while a child compiles the kernels.
+Before 3.7 Triton has a C compiler make a launcher per CUDA kernel and a library for its driver, 0.3 to 0.5 s each.
+Launches by native.c never call them: they are made on demand, and native.c itself while a child compiles the kernels.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from portattn.launch import cudadriver, native
-from portattn.worker.triton_digest import digest
+from portattn.worker.installed_packages import digest
 
 _lock = threading.RLock()
 
 
 class _Launcher:
-    """Triton's launcher of one kernel, made when it is first called or asked for a name of its own."""
+    """Triton's launcher of one kernel, made at its first call or attribute access."""
 
     __slots__ = ("_lock", "_made", "_make")
 
@@ -40,19 +39,15 @@ class _Launcher:
         return self._launcher()(*arguments)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what copying and inspecting ask of anything
+        if name.startswith("_"):  # asked by copy and inspect of any object
             raise AttributeError(name)
         return getattr(self._launcher(), name)
 
 
 def load(compiled: Any, cache_dir: str) -> None:
-    """Load a compiled kernel on the current device, if it is not loaded: later it can be launched inside the capture of
-    a CUDA graph. Raises what compiler and driver raise.
-
-    cache_dir  portattn's cache folder; empty for the platform's
-    """
+    """Load a compiled kernel on the current device, so that it can later be launched in the capture of a CUDA graph."""
     if compiled.metadata.target.backend != cudadriver.KIND or native.load(cache_dir)[0] is None:
-        compiled._init_handles()  # Triton's launcher is needed, and what cannot be made shall fail here
+        compiled._init_handles()  # Triton's launcher is needed: its failure belongs here
         return
     from triton.runtime import driver
 
@@ -68,19 +63,13 @@ def load(compiled: Any, cache_dir: str) -> None:
 
 @contextlib.contextmanager
 def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[None]:
-    """Beside the block, in a thread, make ready what loading and launching will need; wait for it at the end, unless
-    the block is interrupted.
-
-    backend    of the target: only CUDA kernels are launched by native.c
-    cache_dir  portattn's cache folder; empty for the platform's
-    kernels    what is being compiled: modules that are imported already, and functions of theirs
-    """
+    """Prepare loading and launching `kernels` (module, function) in a thread beside the block, and wait at its end."""
     ready: list[Callable[[], object]] = [_triton_driver, _triton_key]
     ready += [functools.partial(_kernel_key, *names) for names in kernels]
     if backend == cudadriver.KIND:
         ready.insert(0, functools.partial(native.load, cache_dir))
     thread = threading.Thread(target=_make, args=(ready,), name="portattn-ready", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread to be had: all is made where it is needed
+    with contextlib.suppress(RuntimeError):  # no thread available: all is made on demand
         thread.start()
     try:
         yield
@@ -124,10 +113,7 @@ def _triton_key() -> None:
 
 
 def _kernel_key(module: str, function: str) -> None:
-    """The digest of a kernel's source and of all that it calls, by which Triton looks it up; it keeps it as well.
-
-    Only where Triton has a lock for it (3.5 and later): another thread might compile the same kernel.
-    """
+    """Have Triton compute and keep a kernel's cache key, if it has a lock for it (3.5 and later)."""
     kernel: Any = getattr(sys.modules.get(module), function, None)
     if hasattr(kernel, "_hash_lock"):
         _ = kernel.cache_key

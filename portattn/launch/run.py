@@ -1,4 +1,4 @@
-"""Launching the core kernels, on a device or under Triton's interpreter."""
+"""Runs the core kernels, on a device or under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,36 +17,29 @@ import torch
 from portattn.errors import PortattnError
 from portattn.launch import cudadriver
 from portattn.launch.kernelcall import KernelCall
+from portattn.planning.backend import Variant
 from portattn.planning.compiler_options import backend_options
-from portattn.schema.call import Call
+from portattn.schema.call import TENSORS, Call
 from portattn.schema.lowering import FUSED
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
-from portattn.worker.environment import compile_environment
+from portattn.worker.client import compile_environment
 
 _turn = threading.RLock()
 
 
 def interpreter_lock() -> threading.RLock:
-    """Return the lock that a thread holds while it interprets a kernel.
-
-    Triton's interpreter replaces functions of `triton.language` for the time of a launch, and keeps the program's
-    place in the grid in one builder: two threads at a time end each other's launch.
-    """
+    """Return the lock of interpreted launches, which patch `triton.language` and share one builder."""
     return _turn
 
 
 def mend_bf16() -> None:
-    """Let `tl.dot` multiply, `-x` negate, and bfloat16 be cast from and to float32 under the interpreter; call it once
-    kernels are interpreted.
+    """Patch bfloat16 in Triton's interpreter: `tl.dot`, `-x`, and casts from and to float32.
 
-    Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers: wrong numbers, and
-    no error: quirk cpu-0002 (triton/runtime/interpreter.py, InterpreterBuilder.create_dot and binary_op). Widening to
-    float32 first is exact. It cuts the lower half of a float32 off where GPUs round to the nearest, ties to even
-    (InterpreterBuilder.cast_impl), and makes other numbers of those below the normal ones when it widens. `-x` is 0 - x
-    up to 3.7 (create_fsub), and an operation of its own from 3.8 on (create_fneg), which negates the uint16. Patches
-    the class once a process; other dtypes go through Triton's own functions.
-    """
+    Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers, without an error:
+    quirk cpu-0002 (InterpreterBuilder.create_dot, binary_op). Widening to float32 first is exact. Its casts (cast_impl)
+    truncate where GPUs round to nearest even, and widen subnormals wrongly. `-x` is 0 - x up to 3.7 (create_fsub);
+    create_fneg of 3.8 negates the uint16."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -72,7 +65,7 @@ def mend_bf16() -> None:
         bits = np.ascontiguousarray(source.data, dtype=np.float32).view(np.uint32)
         is_nan = np.isnan(source.data)
         upper = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        # A NaN stays one, whatever bits are cut off.
+        # A NaN stays NaN, even if its only mantissa bits are cut off.
         rounded = np.where(is_nan, (bits >> 16) | 0x40, upper).astype(np.uint16)
         return interpreter.TensorHandle(rounded.reshape(np.shape(source.data)), tl.bfloat16)
 
@@ -116,10 +109,7 @@ Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
 
 
 def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
-    """The launches that a core plan means for this call, and the outputs they fill. Nothing is launched.
-
-    Raises ValueError on a call whose scale has not the sign that its problem says, or that drops without a seed.
-    """
+    """Return a core plan's launches for this call and the outputs that they fill; nothing is launched."""
     if (call.scale < 0.0) != plan.problem.negative_scale:
         raise ValueError(f"scale is {call.scale}, but the problem has negative_scale = {plan.problem.negative_scale}")
     if plan.problem.dropout and call.dropout_seed is None:
@@ -134,9 +124,8 @@ def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
 def load_kernels(module: str, interpreted: bool) -> ModuleType:
     """Import a kernel module for the device or for the interpreter.
 
-    Triton decides which of the two a `@triton.jit` function is when Triton itself is imported, once for the whole
-    process. Raises PortattnError when the process has already decided for the other one.
-    """
+    Triton decides between the two at its own import, once a process. Raises PortattnError if it has decided for the
+    other."""
     with _importing_to_interpret() if interpreted and may_interpret() else contextlib.nullcontext():
         loaded = importlib.import_module(module)
     from triton.runtime.interpreter import InterpretedFunction
@@ -155,7 +144,7 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
 
 
 def may_interpret() -> bool:
-    """Whether Triton is not imported yet, or its own functions were decided to be the interpreter's."""
+    """Return whether Triton is not imported yet, or was imported for the interpreter."""
     if "triton" not in sys.modules:
         return True
     from triton.language import standard
@@ -166,10 +155,7 @@ def may_interpret() -> bool:
 
 @contextlib.contextmanager
 def _importing_to_interpret() -> Iterator[None]:
-    """TRITON_INTERPRET=1 while Triton and kernels are imported; child processes must not inherit it.
-
-    Each module decides about its functions at its import, modules imported later too.
-    """
+    """Set TRITON_INTERPRET=1 while modules with kernels are imported; child processes must not inherit it."""
     with compile_environment({"TRITON_INTERPRET": "1"}):
         import triton.language  # noqa: F401 - its own jit functions decide now
 
@@ -180,10 +166,7 @@ def _importing_to_interpret() -> Iterator[None]:
 
 
 class DescriptorMemory:
-    """What Triton asks for global memory in which a kernel builds its descriptors.
-
-    held  the memory by its size, handed out again and again, where launches never overlap; None for fresh memory
-    """
+    """Triton's allocator of descriptor memory; launches that never overlap reuse `held`, others get fresh memory."""
 
     def __init__(self, device: torch.device, held: dict[int, torch.Tensor] | None = None) -> None:
         self.device, self.held = device, held
@@ -207,10 +190,7 @@ _allocator_lock = threading.RLock()
 
 @contextlib.contextmanager
 def descriptor_memory(memory: DescriptorMemory) -> Iterator[None]:
-    """Inside the block, Triton takes the memory for descriptors that a kernel builds for itself from `memory`.
-
-    An allocator that the user has given Triton is left in place.
-    """
+    """Give Triton `memory` for descriptors that kernels build, unless the user has set an allocator."""
     import triton
     from triton.runtime import _allocation
 
@@ -236,10 +216,7 @@ def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Te
 
 
 def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
-    """Launch in order on q's device; a problem without rows launches nothing.
-
-    Kernels are compiled beforehand (compile/compile_check.py): the compile environment plays no part here.
-    """
+    """Launch in order on q's device. The kernels are compiled already, so the compile environment plays no part."""
     if not has_rows(plan):
         return
     interpreted = plan.path == "interpreter"
@@ -254,17 +231,14 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
 
 
 def has_rows(plan: Plan) -> bool:
-    """Whether there is anything to launch. Packed rows are written even where no sequence has them."""
+    """Return whether a launch has rows. Packed rows are written even if no sequence has them."""
     batch, rows = plan.problem.query_rows
     return batch > 0 and rows > 0
 
 
 @contextlib.contextmanager
 def device_guard(tensor: torch.Tensor) -> Iterator[None]:
-    """Make the tensor's device current: Triton launches on the current device, whatever its arguments say.
-
-    Raises RuntimeError where CUDA gives the thread no context.
-    """
+    """Make the tensor's device current, where Triton launches; raise RuntimeError without a CUDA context."""
     if tensor.device.type == "cpu":
         yield
         return
@@ -272,3 +246,19 @@ def device_guard(tensor: torch.Tensor) -> Iterator[None]:
         if tensor.device.type == "cuda" and torch.version.hip is None:
             cudadriver.make_current()
         yield
+
+
+def run_variant(
+    variant: Variant, call: Call
+) -> tuple[Callable[[Mapping[str, torch.Tensor | None]], None], torch.Tensor, torch.Tensor | None]:
+    """Run a call by a variant: (launcher for calls like it, out, LSE)."""
+    launch, tensors = variant.launcher(call), launch_tensors(call)
+    with device_guard(call.q):
+        launch(tensors)
+    return launch, tensors["out"], tensors["lse"]
+
+
+def launch_tensors(call: Call) -> dict[str, Any]:
+    """Return a variant's tensors by name: the call's, and memory for out and LSE."""
+    lse = call.new_lse() if call.problem.return_lse else None
+    return {name: getattr(call, name) for name in TENSORS} | {"out": call.new_out(), "lse": lse}

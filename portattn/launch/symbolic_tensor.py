@@ -1,8 +1,4 @@
-"""SymbolicTensor: a tensor of which only the sizes and strides are there, as Sizes that a Trace writes down.
-
-Validation, planning and the describing of launches run on these as on the caller's tensors. What they ask that is not
-answered here (data, an operation that would compute something) raises Untraceable: nothing is guessed.
-"""
+"""SymbolicTensor: a tensor of only sizes and strides, as Sizes of a Trace; other accesses raise Untraceable."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ from portattn.schema.tensors import POINTER_ALIGNMENT
 
 @dataclass(slots=True, frozen=True)
 class TensorKind:
-    """What of a tensor stays the same from call to call of a kind. It holds no tensor.
-
-    residue  address modulo POINTER_ALIGNMENT
-    """
+    """A tensor's properties in a call key; holds no tensor. `residue` is the address modulo POINTER_ALIGNMENT."""
 
     dtype: torch.dtype
     device: torch.device
@@ -36,8 +29,6 @@ class TensorKind:
 
 
 class _Address:
-    """An address of which only the alignment is known."""
-
     def __init__(self, residue: int) -> None:
         self._residue = residue
 
@@ -48,8 +39,6 @@ class _Address:
 
 
 class SymbolicTensor(torch.Tensor):
-    """A tensor of a kind, with these sizes and strides. It can be viewed as tensors can; it holds no memory."""
-
     kind: TensorKind
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -117,7 +106,7 @@ class SymbolicTensor(torch.Tensor):
         return found
 
     def is_contiguous(self, memory_format: Any = None) -> bool:
-        """As torch has it: strides of axes of one element do not count."""
+        """Like torch: strides of axes of one element do not count."""
         if self.numel() == 0:
             return True
         step = 1
@@ -143,7 +132,7 @@ class SymbolicTensor(torch.Tensor):
         return self._view([self.sizes[i] for i in order], [self.strides[i] for i in order])
 
     def view(self, dtype: Any) -> SymbolicTensor:  # type: ignore[override]
-        """The same bytes as numbers of another dtype that is as wide."""
+        """Return the same bytes as another dtype of equal width."""
         if not isinstance(dtype, torch.dtype) or dtype.itemsize != self.kind.dtype.itemsize:
             raise Untraceable(f"a tensor is viewed as {dtype}")
         kind = replace(self.kind, dtype=dtype)
@@ -201,7 +190,6 @@ class SymbolicTensor(torch.Tensor):
         return self._view([*sizes, *self.sizes[axis:]], [*strides, *self.strides[axis:]], first)
 
     def new_empty(self, *shape: Any, dtype: Any = None, device: Any = None, **other: Any) -> SymbolicTensor:
-        """Memory of its own, from an aligned address on."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         kind = TensorKind(dtype or self.kind.dtype, torch.device(device or self.kind.device), len(sizes), 0, False)
         return SymbolicTensor.make(kind, sizes, contiguous(tuple(sizes)))

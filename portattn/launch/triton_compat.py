@@ -1,20 +1,15 @@
-"""What the cached launches rely on inside Triton, by version: one module, so that a new release is checked once.
+"""Triton's internals that direct launches rely on; versions outside KNOWN launch through Triton.
 
-Read in the sources of 3.2.0, 3.3.1, 3.4.0, 3.5.1, 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (runtime/jit.py,
-compiler/compiler.py, backends/nvidia/driver.py); a version that is not among KNOWN is launched by Triton's own way.
+Read in the sources of 3.2.0 to 3.9.0 (runtime/jit.py, compiler/compiler.py, backends/nvidia/driver.py):
 
-the same in all   `kernel.run(*args, grid=…, warmup=True, **options)` looks a compiled kernel up without launching it,
-                  and compiles it if there is none. `compiled.run(x, y, z, stream, function, packed_metadata,
-                  launch_metadata, enter_hook, exit_hook, *arguments)` launches it; pointers may be given as integers.
-                  packed_metadata begins with (num_warps, num_ctas, shared)
-which arguments   3.2 leaves tl.constexpr ones out of `*arguments`; from 3.3 on all are given
-which parameters  a kernel has one for each argument that is neither tl.constexpr nor specialised away (None, and 1
-                  where it is specialised on): 3.2 lists those in `src.constants`, later versions sign them "constexpr"
-after them        3.3 and 3.4 add a pointer to scratch memory, 3.5 and later one more for profiling. They are not
-                  looked up by version: the PTX says how many parameters there are
-what is compiled  `kernel.device_caches[device][0]`, by a text that says all; 3.2 `kernel.cache[device]`
-launch hooks      class attributes of CompiledKernel in 3.2 and 3.3; `knobs.runtime` from 3.4 on, where 3.5 and later
-                  have a chain of functions in place of one
+- all: `kernel.run(*args, grid=…, warmup=True, **options)` returns a compiled kernel without launching it;
+`compiled.run` takes integers as pointers. packed_metadata begins with (num_warps, num_ctas, shared).
+- arguments: 3.2 omits tl.constexpr from `*arguments`; from 3.3 on all are given.
+- parameters: one per argument that is neither tl.constexpr nor specialised away (None; 1 if specialised on). 3.2 lists
+the omitted ones in `src.constants`, later versions sign them "constexpr".
+- scratch: 3.3 and 3.4 append a pointer, 3.5 and later another for profiling. The PTX tells how many.
+- compiled kernels: `kernel.device_caches[device][0]`; 3.2 `kernel.cache[device]`.
+- launch hooks: class attributes of CompiledKernel in 3.2 and 3.3; `knobs.runtime` from 3.4 on, from 3.5 on as chains.
 """
 
 from __future__ import annotations
@@ -36,24 +31,16 @@ TENSOR_MAP_BYTES = 128
 
 
 class UnsupportedLaunch(Exception):
-    """Why a launch cannot be kept; Triton's own way launches it."""
+    """Reason why a launch cannot be direct; Triton launches it."""
 
 
 @dataclass(slots=True, frozen=True)
 class Parameter:
-    """One parameter of a compiled kernel.
+    """One parameter of a compiled kernel; an unknown type raises UnsupportedLaunch."""
 
-    argument  the kernel's argument that it comes from; empty for Triton's own
-    type      Triton's type: a pointer `*…`, `i32`, `fp32`, or `nvTmaDesc`
-    part      of a tensor descriptor: "shape" or "strides", and `axis`; "" for the descriptor itself and all else
-    size      bytes of it
-
-    Raises UnsupportedLaunch for any other type.
-    """
-
-    argument: str
-    type: str
-    part: str = ""
+    argument: str  # empty for Triton's own parameters
+    type: str  # a pointer `*…`, `i32`, `fp32`, or `nvTmaDesc`
+    part: str = ""  # of a descriptor: "shape" or "strides"; "" for itself and all else
     axis: int = 0
 
     size: int = field(init=False, compare=False)
@@ -72,7 +59,6 @@ class Parameter:
 
 @functools.lru_cache(maxsize=1)
 def version() -> tuple[int, int]:
-    """Triton's major and minor version."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
@@ -80,7 +66,7 @@ def version() -> tuple[int, int]:
 
 
 def compiled_kernel(kernel: Any, grid: tuple[int, ...], values: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """The compiled kernel that `kernel[grid](*values, **options)` would launch, loaded on the current device."""
+    """Return the compiled kernel that `kernel[grid](*values, **options)` would launch, loaded on the current device."""
     if version() not in KNOWN:
         raise UnsupportedLaunch(f"Triton {version()} has not been checked")
     from triton.runtime.jit import JITFunction
@@ -104,7 +90,7 @@ def run_arguments(kernel: Any, values: Sequence[Any]) -> list[int]:
 
 
 def parameters(compiled: Any) -> list[Parameter]:
-    """The parameters that the kernel's own arguments become, in order. Raises UnsupportedLaunch on an unknown one."""
+    """Return the parameters of the kernel's own arguments, in order. Raise UnsupportedLaunch on an unknown one."""
     source = compiled.src
     gone = source.constants if version() == (3, 2) else {}
     descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -133,7 +119,6 @@ _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([busf])(\d+)[^,\[]*?(?:\
 
 
 def ptx_sizes(ptx: str) -> list[int]:
-    """Bytes of each parameter of a PTX module's kernel, in order."""
     entry = _ENTRY.search(ptx)
     if entry is None:
         raise UnsupportedLaunch("the kernel's PTX has no entry")
@@ -145,10 +130,7 @@ def ptx_sizes(ptx: str) -> list[int]:
 
 
 def all_parameters(compiled: Any) -> list[Parameter]:
-    """Return all parameters of a CUDA kernel, checked against its PTX: its arguments', then Triton's scratch pointers.
-
-    Raises UnsupportedLaunch if the two do not agree.
-    """
+    """Return a CUDA kernel's parameters, scratch pointers last; raise UnsupportedLaunch if its PTX disagrees."""
     own, sizes = parameters(compiled), ptx_sizes(compiled.asm["ptx"])
     added = len(sizes) - len(own)
     if not 0 <= added <= 2 or [p.size for p in own] + [8] * added != sizes:
@@ -158,18 +140,10 @@ def all_parameters(compiled: Any) -> list[Parameter]:
 
 @dataclass(slots=True, frozen=True)
 class TensorMap:
-    """How the tensor maps of one descriptor argument are made.
-
-    shape, strides  of the descriptor, in elements
-    fill            (address, shape, strides) -> Triton's own tensor map
-    encoding        what cuTensorMapEncodeTiled takes beside them: element type, bytes of an element, swizzle, L2
-                    promotion, what is read out of bounds, and the block
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in elements
     strides: tuple[int, ...]
-    fill: Callable[[int, list[int], list[int]], Any]
-    encoding: tuple[Any, ...]
+    fill: Callable[[int, list[int], list[int]], Any]  # (address, shape, strides) -> Triton's own tensor map
+    encoding: tuple[Any, ...]  # cuTensorMapEncodeTiled's other arguments
 
 
 _L2_PROMOTION_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, which Triton's driver.c takes
@@ -177,10 +151,6 @@ _NAN_FILL = 1  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
 
 
 def tensor_map(compiled: Any, place: int, descriptor: Any) -> TensorMap:
-    """How tensor maps of the kernel's `place`-th descriptor argument are made.
-
-    descriptor  a TensorDescriptor whose shape, strides and padding are taken
-    """
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver
 
@@ -203,7 +173,7 @@ def tensor_map(compiled: Any, place: int, descriptor: Any) -> TensorMap:
 
 
 def keys(kernel: Any) -> set[str]:
-    """What a JIT function is specialised on so far in this process, one text for each device and specialisation."""
+    """Return a JIT function's specialisations so far in this process, a text for each with its device."""
     by_device = getattr(kernel, "device_caches", None)  # from 3.3 on
     if by_device is not None:
         return {f"{device} {key}" for device, found in list(by_device.items()) for key in list(found[0])}
@@ -214,7 +184,6 @@ def keys(kernel: Any) -> set[str]:
 
 
 def _holder() -> Any:
-    """Where launch hooks are set."""
     if version() < (3, 4):
         from triton import compiler
 
@@ -225,7 +194,7 @@ def _holder() -> Any:
 
 
 def hook_watch() -> Callable[[], bool]:
-    """What tells, in a tenth of a microsecond, whether a launch hook is set."""
+    """Return a function that tells, in 0.1 µs, whether a launch hook is set."""
     runtime = _holder()
     if version() < (3, 5):
         return lambda: runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None
@@ -241,13 +210,12 @@ def hook_watch() -> Callable[[], bool]:
 
 
 def three(grid: tuple[int, ...]) -> tuple[int, int, int]:
-    """A grid with all its axes."""
     x, y, z = (*grid, 1, 1)[:3]
     return x, y, z
 
 
 def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
-    """Launch a compiled kernel through Triton's launcher, with its hooks; `arguments` as `run_arguments` says."""
+    """Launch a compiled kernel through Triton's launcher, with its hooks."""
     holder = _holder()
     x, y, z = three(grid)
     about = compiled.launch_metadata(grid, stream, *arguments)

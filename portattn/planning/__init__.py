@@ -1,1 +1,1 @@
-"""From a problem and a target to a plan. Pure: nothing here asks a device, compiles or launches."""
+"""From a problem and a target to a plan. Nothing here compiles or launches."""

@@ -1,17 +1,15 @@
-"""The protocol of a backend: small, so that another package can add a chip.
-
-A package registers an instance under the entry-point group `portattn.backends`. What a backend must say:
-which device is here, which arches it knows (arches/), how Triton names them, and what the vendor's own
-library can run.
-"""
+"""The protocol of a backend, whose package registers an instance under the entry-point group `portattn.backends`, and
+checks that reject paths of vendors' libraries."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from portattn.errors import PortattnError
+from portattn.schema.ops import COMMON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +23,68 @@ if TYPE_CHECKING:
     from portattn.schema.target import Arch, Target
     from portattn.schema.toolchain import Toolchain
 
+
+Check = tuple[bool, str, str]  # (holds, reason with value and limit, hint)
+
+# Demands of a call beyond shapes, lengths and a causal mask, by the names of the public operations.
+_FEATURES = ("window", *COMMON)
+
+
+class PathRejection(Exception):
+    """A path cannot be taken, for the rejection's reason. Never leaves the planner."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        self.rejection = rejection
+        super().__init__(rejection.reason)
+
+
+def first_refusal(path: str, *checks: Check) -> Rejection | None:
+    """Return the first check that holds as the rejection of `path`, or None."""
+    from portattn.schema.plan import Rejection  # the planner's registry imports the backends
+
+    for holds, reason, hint in checks:
+        if holds:
+            return Rejection(path=path, reason=reason, hint=hint)
+    return None
+
+
+def undeclared_demand(path: str, problem: Problem, ops: Collection[str], takes: Collection[str]) -> Rejection | None:
+    """Return the rejection of a path that does not declare the op or a demand (Problem.demands), or None."""
+    from portattn.schema.plan import Rejection
+
+    if problem.op not in ops:
+        return Rejection(path=path, reason=f"is declared for {', '.join(ops) or 'no op'}, and this is {problem.op}")
+    lacking = [name for name in problem.demands() if name not in takes]
+    if not lacking:
+        return None
+    hint = "" if path == "reference" else "backend='reference'"  # no path is left where it is the one
+    return Rejection(path=path, reason=f"does not declare that it takes {', '.join(lacking)}", hint=hint)
+
+
+def op_check(path: str, p: Problem, takes: Collection[str], why: str, hint: str = "backend='reference'") -> Check:
+    """Return a check that holds for an op that `path` does not take."""
+    return p.op not in takes, f"op is {p.op}, and {path} {why}", hint
+
+
+def features_check(path: str, p: Problem, how: str = "has none", takes: Collection[str] = ()) -> Check:
+    """Return a check that holds if a feature is asked for that `path` does not take; `how` is for the reason."""
+    words = {"window": f"window ({p.window_left}, {p.window_right})"}
+    asked = [words.get(name, name) for name in _FEATURES if getattr(p, name) and name not in takes]
+    return bool(asked), f"{', '.join(asked)} asked for, and {path} {how}", "backend='reference'"
+
+
+def dropout_check(path: str, p: Problem) -> Check:
+    """Return a check that holds for dropout: dropped probabilities must follow from the seed, alike on every path."""
+    reason = f"dropout_p > 0, and {path} drops by random numbers of its own, not by dropout_seed"
+    return p.dropout, reason, "dropout_p=0.0, or backend='reference'"
+
+
+def splits_check(path: str, p: Problem) -> Check:
+    """Return a check that holds if the caller sets the number of splits, which a library does not promise."""
+    reason = f"num_splits is {p.num_splits}, and {path} splits keys as it sees fit"
+    return p.num_splits > 0, reason, "num_splits=None, or backend='reference'"
+
+
 ENTRY_POINT_GROUP = "portattn.backends"
 INTERFACES = (1, 2)  # of this module, that packages may be written for; 2 has compilers and compile adapters
 
@@ -32,10 +92,11 @@ INTERFACES = (1, 2)  # of this module, that packages may be written for; 2 has c
 class VendorPath:
     """A vendor library's attention, as one candidate path of a plan.
 
-    name   path name in plans, warnings and `backend=`
-    ops    the ops that it runs
-    takes  what it can do beyond plain attention: names of Problem.demands. A problem that asks for anything else is
-           rejected before `rejects` is asked, so that a feature which comes later is not run without
+    Attributes:
+        name: path name in plans, warnings and `backend=`
+        ops: the ops that it runs
+        takes: demands that it meets beyond plain attention: names of Problem.demands. A problem with any other demand
+            is rejected before `rejects` is asked, so that a later feature is never silently ignored
     """
 
     name: str
@@ -43,32 +104,36 @@ class VendorPath:
     takes: frozenset[str] = frozenset()
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        """Why this library cannot run the problem; None when it can. Pure: asked about machines that are not here."""
+        """Return why this library cannot run the problem, or None. Pure: the machine may be absent."""
         raise NotImplementedError
 
     def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the call: (out (B,Hq,Sq,Dv) in q's dtype, LSE (B,Hq,Sq) float32 or None)."""
+        """Return out (B,Hq,Sq,Dv) in q's dtype, and LSE (B,Hq,Sq) in float32 or None."""
         raise NotImplementedError
 
     def repeated(self, call: Call) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None:
-        """Return a function that runs other calls of the same call key and sizes on a CPU, or None. It takes tensors in
-        the caller's layout and the operation's order, returns results in that layout, and decides nothing anew."""
+        """Return a function that runs further calls of this call key and these sizes on a CPU, or None.
+
+        It takes tensors in the caller's layout and the operation's order, returns results in that layout, and decides
+        nothing anew."""
         return None
 
 
 class Variant:
     """Another kernel for some ops, explicitly scheduled for one chip: a candidate that comes before the core.
 
-    name  path name in plans, warnings and `backend=`
-    ops   its ops
-    takes  demands that it meets beyond plain attention, as for a VendorPath
-    arches  its chips; plans for others do not mention it
-    needs  its requirements, in a few words, for people
-    legend  meanings of the names in its schedules, in a few words each, for people
-    canaries  problems of its own that its canary runs; empty: its ops' canaries that it takes (portattn.testing.canary)
-    formats  query formats that it takes (Problem.q_format); plans for others do not mention it. Empty: any
-    probabilities  format to which it rounds probabilities before the product, one of Problem.kv_format's; as_q: of 16
-                   bits at least. Results are judged by it
+    Attributes:
+        name: path name in plans, warnings and `backend=`
+        ops: its ops
+        takes: demands that it meets beyond plain attention, as for a VendorPath
+        arches: its chips; plans for others do not mention it
+        needs: its requirements, in a few words, for people
+        legend: meanings of the names in its schedules, in a few words each, for people
+        canaries: problems of its own that its canary runs; empty: its ops' canaries that it takes
+            (portattn.testing.canary)
+        formats: query formats that it takes (Problem.q_format); plans for others do not mention it. Empty: any
+        probabilities: format to which it rounds probabilities before the product, one of Problem.kv_format's; as_q: of
+            16 bits at least. Results are judged by it
     """
 
     name: str
@@ -82,15 +147,15 @@ class Variant:
     probabilities: str = "as_q"
 
     def for_toolchain(self, toolchain: Toolchain) -> Variant:
-        """This variant with the schedules that it has for a compiler. Itself where they are the same for all. Pure."""
+        """Return this variant with its schedules for a compiler; itself if all compilers share them. Pure."""
         return self
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        """Why it cannot run the problem; None when it can. Pure. The core kernel then runs: that is no fall-back."""
+        """Return why it cannot run the problem, or None. Pure. The core kernel then runs: that is no fall-back."""
         raise NotImplementedError
 
     def describe(self, problem: Problem) -> dict[str, Any]:
-        """How a problem that it takes is scheduled: names and values that a plan shows. Pure."""
+        """Return the schedule of a problem that it takes, as names and values for plans. Pure."""
         return {}
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
@@ -98,55 +163,54 @@ class Variant:
         return {}
 
     def defers_to_core(self, problem: Problem) -> str:
-        """Why a problem that it takes is better left to the core unless somebody asks for it; else empty. Pure."""
+        """Return why the core is better for a problem that it takes, unless the caller names it; else empty. Pure."""
         return ""
 
     def timed_with(self, problem: Problem) -> str:
-        """The compiler that the schedule was timed with on the chip, NAME==VERSION: spills that it may have are then in
-        its time. Empty where nobody timed it."""
+        """Return the compiler, NAME==VERSION, that the schedule was timed with, spills included; else empty."""
         return ""
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
-        """What runs this call and others like it: given tensors by the Call's names, and `out` and `lse` to fill."""
+        """Return a function that runs calls like this one, on tensors by the Call's names, `out` and `lse` included."""
         raise NotImplementedError
 
     def described(self, call: Call) -> StepLauncher:
-        """The launches of calls like this one as Steps, from which they are compiled beforehand.
+        """Return the launches of calls like this one as Steps, from which they are compiled beforehand.
 
-        The call's tensors have no data. Where `launcher` gives no StepLauncher (it makes tensors anew, say), this
-        describes the same kernels.
-        """
+        The call's tensors have no data. If `launcher` gives no StepLauncher (it makes tensors anew, say), this
+        describes the same kernels."""
         return cast("StepLauncher", self.launcher(call))
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors that a launcher takes, from the caller's by the Request's names, with `out` and `lse` in
-        the caller's layout."""
+        """Return the tensors that a launcher takes, from a Request's, with `out` and `lse` in the caller's layout."""
         raise NotImplementedError
 
 
 class Backend:
     """One family of accelerators.
 
-    name         the backend's name in targets and quirks
-    device_type  torch's device type of its tensors
-    folder       where its arches/ (or arches.toml) and tuning/ lie
-    vendor       the vendor library's paths, in order of preference
-    variants     kernels of portattn's own that are for some of its chips only, in order of preference
-    title        what people call it; its name when empty
-    default_toolchain  toolchain of plans if none is named and this machine's Triton is not asked; empty: this machine's
-    compiler_folders  folders of its compiler, as paths in a compiler's log have them
-    compiler_words  whose wording of failures is its compilers' alone (tools/quirks/lifecycle/formats/)
-    compiler_says  words that only its compilers print, whatever the failure
-    device_words  words in drivers' names of its devices that do not tell the chip (maker, memory, form), in lower case,
-                 as glob patterns: of `NVIDIA H100 80GB HBM3` all but the second
-    options      options of its compiler that a launch may have: name -> bool, int or str
-    compilers    compilers that have this chip's backend, the usual one first; empty when any may. Distributions other
-                 than portattn's own are described in the folder's compilers.toml (portattn/schema/compilers.py)
-    adapter      function that compiles for its chips, in the child: `package.module:function`, or `FILE.py:function` of
-                 a file in the folder, found under every compiler's Python (portattn/worker/adapters.py); empty if
-                 Triton's own GPU targets serve
-    interface    which of INTERFACES the class is written for
-    core_path    name of the path that runs the core kernels; empty if it is not offered by itself
+    Attributes:
+        name: the backend's name in targets and quirks
+        device_type: torch's device type of its tensors
+        folder: folder of its arches/ (or arches.toml) and tuning/
+        vendor: the vendor library's paths, in order of preference
+        variants: kernels of portattn's own that are for some of its chips only, in order of preference
+        title: its name for people; `name` when empty
+        default_toolchain: toolchain of plans if none is named and this machine's Triton is not asked; empty: this
+            machine's
+        compiler_folders: folders of its compiler, as paths in a compiler's log have them
+        compiler_words: log formats whose failures are its compilers' alone (tools/quirks/patterns.toml)
+        compiler_says: words that only its compilers print, whatever the failure
+        device_words: words in drivers' names of its devices that do not tell the chip (maker, memory, form), in lower
+            case, as glob patterns: of `NVIDIA H100 80GB HBM3` all but the second
+        options: options of its compiler that a launch may have: name -> bool, int or str
+        compilers: compilers that have this chip's backend, the usual one first; empty when any may. Distributions other
+            than portattn's own are described in the folder's compilers.toml (portattn/schema/compilers.py)
+        adapter: function that compiles for its chips, in the child: `package.module:function`, or `FILE.py:function` of
+            a file in the folder, found under every compiler's Python (portattn/worker/compilers.py); empty if Triton's
+            own GPU targets serve
+        interface: entry of INTERFACES that the class is written for
+        core_path: name of the path that runs the core kernels; empty if it is not offered by itself
     """
 
     name: str
@@ -168,11 +232,11 @@ class Backend:
 
     @property
     def compiler(self) -> str:
-        """The compiler for its chips where nobody names one: the first of `compilers`, or community Triton."""
+        """Return the default compiler for its chips: the first of `compilers`, or community Triton."""
         return self.compilers[0] if self.compilers else "triton"
 
     def compile_adapter(self) -> str:
-        """`adapter` as a child is told it, a file by its whole path. Raises PortattnError where it is malformed."""
+        """Return `adapter` with a file's whole path, for a child; raise PortattnError if it is malformed."""
         place, colon, function = self.adapter.rpartition(":")
         if not self.adapter:
             return ""
@@ -183,20 +247,17 @@ class Backend:
         return f"{file.resolve()}:{function}" if file is not None else self.adapter
 
     def detect(self, index: int | None = None) -> str | None:
-        """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""
+        """Return the arch name of device `index` (None: the current one), or None without a device. Never raises."""
         raise NotImplementedError
 
     def arch_of(self, device: str) -> str | None:
-        """The arch whose `devices` name a device; None where none does. For `detect`."""
+        """Return the arch whose `devices` name a device, or None. For `detect`."""
         from portattn.planning.data_files import load_arches
 
         return next((name for name, arch in load_arches(self.folder).items() if arch.is_device(device)), None)
 
     def describe(self, index: int | None = None) -> str:
-        """What device `index` is, for people, whether or not its arch is known; empty where nothing is known of it.
-
-        Asked when `detect` gives None. Never raises.
-        """
+        """Return device `index` in words, or an empty string. Asked if `detect` gives None; never raises."""
         return ""
 
     def components(self, arch: Arch, toolchain: Toolchain) -> dict[str, str]:
@@ -204,11 +265,11 @@ class Backend:
         return {}
 
     def machine_components(self) -> dict[str, str]:
-        """Versions of drivers and run-time libraries of this machine. Never raises."""
+        """Return versions of this machine's drivers and run-time libraries. Never raises."""
         return {}
 
     def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
-        """(backend, arch, warp size) as Triton's GPUTarget takes them."""
+        """Return (backend, arch, warp size) as Triton's GPUTarget takes them."""
         if arch.compiler_target is None:
             raise NotImplementedError(f"{self.name}:{arch.name} has no compiler_target: Triton has no name for it here")
         return arch.compiler_target
@@ -220,13 +281,14 @@ class Backend:
     def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Any, ...]:
         """Return the executors of these chips' compiled code, each a portattn.testing.executor.Executor.
 
-        seconds  time limit of each compile, and of each run
-        here     targets that are devices of this machine
+        Args:
+            seconds: time limit of each compile, and of each run
+            here: targets that are devices of this machine
 
         Only tools call it: import their requirements in here, so that a serving process does without.
         """
         return ()
 
     def quirk_folder(self) -> Path | None:
-        """Folder that holds this backend's quirk files, <id>.toml, itself; None for those that come with portattn."""
+        """Return the folder of this backend's own quirk files, <id>.toml; None for a backend of portattn's."""
         return None

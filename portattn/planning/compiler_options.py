@@ -1,4 +1,4 @@
-"""Options of launches that only some backends' compilers know, as those backends declare them."""
+"""Launch options that only some backends' compilers know, as the backends declare them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _brought: list[BackendOptions] = [{}]  # replaced whole: other threads may be pl
 
 @functools.lru_cache(maxsize=1)
 def own() -> BackendOptions:
-    """Backend.options of portattn's own backends, by backend."""
+    """Return Backend.options of portattn's own backends, by backend."""
     return {backend.name: backend.options for backend in importlib.import_module(_OWN).BUILTIN}
 
 
@@ -35,10 +35,7 @@ def backend_options() -> BackendOptions:
 
 
 def declared_wrongly(given: Any, earlier: BackendOptions) -> str:
-    """What is wrong with a backend's options; empty where nothing is.
-
-    earlier  options of the backends before it: one name has one type, since files are read by it
-    """
+    """Return the fault of a backend's options, or an empty string: an option has one type in all backends' files."""
     if not isinstance(given, Mapping):
         return f"is {given!r}, but must map names to types"
     for name, kind in given.items():
@@ -53,18 +50,14 @@ def declared_wrongly(given: Any, earlier: BackendOptions) -> str:
 
 
 def options() -> dict[str, type]:
-    """Every option of any backend, and its type."""
     return {name: kind for own in backend_options().values() for name, kind in own.items()}
 
 
 def check_option(name: str, backend: str | None) -> None:
-    """Raise ValueError where `name` is a compiler option that the backend (None: every backend) does not know."""
+    """Raise ValueError if the backend (None: every backend) does not know the compiler option `name`."""
     lowering.check_option(name, backend, backend_options())
 
 
 def check_launch_values(values: dict[str, Any], backend: str | None, rows: bool = False) -> None:
-    """Raise ValueError on an unknown launch name, another backend's option, or a value of the wrong kind or range.
-
-    rows  whether the values are of kernels of gradients, one of which may have values of its own
-    """
+    """Raise ValueError on an unknown name, another backend's option or a bad value; `rows`: of kernels of gradients."""
     lowering.check_launch_values(values, backend, backend_options(), rows)

@@ -1,4 +1,4 @@
-"""The core kernel's part of a plan: tuning, then quirks, then what the problem's sizes and the chip's limits ask."""
+"""The core kernel's part of a plan: tuning, then quirks, then limits of the problem's sizes and of the chip."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.errors import QuirkConflict
-from portattn.planning.checks import PathRejected, undeclared_demand
-from portattn.planning.evidence import evidence_cautions
-from portattn.planning.gradients import INTERPRETER
+from portattn.planning.backend import PathRejection, undeclared_demand
+from portattn.planning.data_files import VerifiedRun, load_verified
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
 from portattn.schema.compile_record import CompileRecords
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.plan import Applied, CoreChoice, Rejection
+from portattn.schema.ops import BACKWARD
+from portattn.schema.plan import AppliedQuirk, CoreChoice, Rejection
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import ASKED
+from portattn.schema.problem_limits import ASKED, FOREIGN
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
 from portattn.schema.symbolic_int import next_power_of_two, pin_sizes
 from portattn.schema.target import Target
@@ -29,16 +29,84 @@ from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.source_tree import install_extra
 from portattn.version import __version__
 
+CORE = "triton"
+INTERPRETER = "interpreter"  # the CPU's core path: planned only when it is asked for by name
+
+
+def backward_problem(problem: Problem) -> Problem:
+    """Return the problem of a problem's gradients, with all of them that may be asked for.
+
+    Raise PathRejection for a feature without gradients by kernels (block_mask)."""
+    lacking = [name for name in FOREIGN[BACKWARD[problem.op]] if name not in FOREIGN[problem.op]]
+    if lacking := [name for name in lacking if getattr(problem, name)]:
+        raise PathRejection(Rejection(path=CORE, reason=f"its gradients' kernels take no {', '.join(lacking)}"))
+    return msgspec.structs.replace(
+        problem,
+        op=BACKWARD[problem.op],
+        needs_grad=False,
+        return_lse=False,
+        grad_lse=problem.return_lse,
+        grad_bias=problem.bias,
+        grad_slopes=problem.alibi_slopes,
+    )
+
+
+def own_path(backend: str, device_type: str) -> str | None:
+    """Return the `backend` with which to plan the gradients of a call, or None if it names no kernel."""
+    if device_type == "cpu":
+        return backend if backend == INTERPRETER else None
+    if backend in ("auto", CORE):
+        return backend
+    return "auto" if backend in own_names() else None
+
+
+@functools.lru_cache(maxsize=1)
+def own_names() -> frozenset[str]:
+    """Return the paths that are kernels of portattn's own."""
+    return frozenset((CORE, INTERPRETER, *Registry.load().variant_names()))
+
+
+_seen = functools.lru_cache(maxsize=16)(load_verified)
+
+
+def seen_to_run(target: Target, registry: Registry | None = None, problem: Problem | None = None) -> VerifiedRun | None:
+    """Return the evidence for this arch with this toolchain, and for a problem if one is given, or None."""
+    backend = (registry or Registry.load()).backends[target.backend]
+    toolchain = str(target.toolchain)
+    found = (seen for seen in _seen(backend.folder) if target.arch.name in seen.arch and toolchain == seen.toolchain)
+    return next((seen for seen in found if problem is None or seen.covers(problem)), None)
+
+
+def canaries_wanted(
+    target: Target, settings: Settings, registry: Registry | None = None, problem: Problem | None = None
+) -> bool:
+    """Return whether a kernel family must have passed its canaries before it runs here, or runs a given problem."""
+    return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target, registry, problem) is None)
+
+
+def evidence_cautions(
+    kernel: str, target: Target, settings: Settings, registry: Registry | None = None, problem: Problem | None = None
+) -> tuple[str, ...]:
+    """Return a plan's caution: no complete test run of the kernel is known there, or canaries run although one is."""
+    if seen_to_run(target, registry, problem) is not None:
+        return (f"canary='always': the canaries of {kernel} run before its first call",) * (settings.canary == "always")
+    decides = "its canaries run before its first call, and decide whether it runs at all"
+    if settings.canary == "never":
+        decides = "canary='never', so that it runs without the canaries that would decide whether it may"
+    of = "" if seen_to_run(target, registry) is None else ", for such problems"
+    where = f"{target.arch.name} with {target.toolchain}"
+    return (f"no complete run of its tests is known of {kernel} on {where}{of}: {decides}",)
+
 
 def choose(
     problem: Problem, target: Target, registry: Registry, records: CompileRecords, settings: Settings
 ) -> CoreChoice:
-    """Kernel, lowering and launch for the problem. Raises Refused with the reason when the path cannot be taken."""
+    """Return kernel, lowering and launch for the problem; raise PathRejection if the path cannot be taken."""
     path = registry.backends[target.backend].core_path
     kernel = CORES[problem.op]
 
-    def refuse(reason: str, hint: str = "", **also: Any) -> PathRejected:
-        return PathRejected(Rejection(path=path, reason=reason, hint=hint, **also))
+    def refuse(reason: str, hint: str = "", **also: Any) -> PathRejection:
+        return PathRejection(Rejection(path=path, reason=reason, hint=hint, **also))
 
     if target.arch.refused:
         raise refuse(target.arch.refused)
@@ -66,7 +134,7 @@ def choose(
     except QuirkConflict as conflict:
         if not any(registry.quirks[name].assumed(target.toolchain) for name in conflict.quirks):
             raise
-        # Entries for different versions meet only because the version is not known: nobody made a mistake.
+        # Entries for different versions meet only because the version is not known: that is no mistake.
         raise refuse(
             f"{conflict}; both are assumed to apply, since {target.toolchain} does not say enough to rule one out",
             "switch one off by PORTATTN_QUIRKS=-<id>, or install a released compiler",
@@ -89,7 +157,7 @@ def choose(
     # A slow kernel is right: who asks for it by name gets it.
     blockers = [q for q in quirked.blockers if q.symptom != "slow" or settings.backend != path]
     if blockers:
-        # The most restrictive is the one to name: what leads to the reference rules out more than what does not.
+        # Name the most restrictive: a quirk that leads to the reference rules out more paths than others.
         blocker = max(blockers, key=lambda q: PATH_EFFECTS.index(q.effect.path or PATH_EFFECTS[0]))
         raise refuse(blocker.title, hint(blocker), quirk=blocker.id, choice=choice)
     record = records.get(choice.key)
@@ -110,13 +178,11 @@ def _untimed(target: Target) -> str:
 
 
 def timed_with_another(timed_with: str, target: Target) -> str:
-    """Said of a choice by times with another compiler than the target's, with which it may have been timed since."""
+    """Return the note that a choice was timed with another compiler than the target's."""
     return f"chosen by times with {timed_with}, not with {target.toolchain}: speed alone; `portattn tune` compares"
 
 
 class _Base(msgspec.Struct):
-    """Lowering and launch before any quirk, and what to say about them."""
-
     lowering: Lowering
     launch: Launch
     occupancy: int
@@ -125,7 +191,7 @@ class _Base(msgspec.Struct):
 
 
 def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKernel) -> _Base:
-    """The tuning entry that holds, or the defaults."""
+    """Return the tuning entry that holds, or the defaults."""
     notes = []
     tuning = registry.tuning(target)
     entry = tuning.find(kernel.name, problem.features(), target.toolchain) if tuning else None
@@ -155,12 +221,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
 
 
 class _Quirked:
-    """Lowering, launch and compile environment while quirks and hard limits are applied to them.
-
-    launch, fitted  what tuning and quirks ask for, and that with what follows from the problem's sizes
-    programs        as many as that launches
-    limits          choice -> what a hard limit made of it, for people
-    """
+    """Lowering, launch and compile environment while quirks and hard limits are applied to them."""
 
     def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
         self.kernel, self.problem, self.target = kernel, problem, target
@@ -170,19 +231,18 @@ class _Quirked:
             base.occupancy,
             base.split_threshold,
         )
-        self.fitted, self.programs = base.launch, 0
+        self.fitted, self.programs = base.launch, 0  # the launch with values from the problem's sizes, and its programs
         self.env: dict[str, str] = {}
-        self.applied: dict[str, Applied] = {}
+        self.applied: dict[str, AppliedQuirk] = {}
         self.blockers: list[Quirk] = []
-        self.limits: dict[str, str] = {}
+        self.limits: dict[str, str] = {}  # choice -> its value by a hard limit, for people
         self._set_by: dict[tuple[str, str], tuple[str, Any]] = {}  # (kind, name) -> (quirk, value)
 
     def apply(self, registry: Registry, settings: Settings) -> None:
-        """Apply what holds, again and again until nothing new holds: one quirk's effect can make another one apply.
+        """Apply quirks until no new one holds: one quirk's effect can make another one apply.
 
-        Hard limits are applied before each round, so that quirks are judged by the lowering that would run, and after
-        the last one, so that no quirk undoes them. Cautions change nothing: they are judged by what comes out.
-        """
+        Hard limits come before each round, so that quirks see the lowering that would run, and after the last one, so
+        that no quirk undoes them. Cautions change nothing, and are judged by the result."""
         forced_on, forced_off = registry.overrides(settings.quirks)
         found = concerning(registry.quirks.values(), self.kernel.name, self.target)
         concerned = [q for q in found if q.id not in forced_off and self._touches(q)]
@@ -200,7 +260,7 @@ class _Quirked:
                 self._take(quirk)
 
     def _settle(self) -> None:
-        """Fit the launch to the problem's sizes (what a quirk set stays), and apply the hard limits."""
+        """Fit the launch to the problem's sizes, except a quirk's values, and apply the hard limits."""
         arch = self.target.arch
         pinned = {name for kind, name in self._set_by if kind == "launch"}
         self.fitted = self.kernel.fit(
@@ -213,7 +273,7 @@ class _Quirked:
             self._limit(choice, value, why)
 
     def _limit(self, choice: str, value: str, why: str) -> None:
-        """Set a choice that the chip or the data leaves no freedom in, and say so where a quirk set it otherwise."""
+        """Set a choice that the chip or the data dictates, and note it if a quirk set another value."""
         if getattr(self.lowering, choice) == value:
             return
         self.lowering = msgspec.structs.replace(self.lowering, **{choice: value})
@@ -225,7 +285,7 @@ class _Quirked:
                 self.applied[quirk] = msgspec.structs.replace(applied, sets=kept, note=note)
 
     def _reached(self, effect: Effect) -> dict[str, bool | int | str]:
-        """What the effect sets that this kernel reads: the rest changes nothing."""
+        """Return the effect's values that this kernel reads."""
         if effect.lowering is not None:
             return {name: value for name, value in effect.sets.items() if name in self.kernel.choices}
         if effect.launch is not None and not self.kernel.splits_keys:
@@ -259,11 +319,11 @@ class _Quirked:
             self.blockers.append(quirk)
             sets = {"path": effect.path}
         note = quirk.doubt(self.target.toolchain)
-        self.applied[quirk.id] = Applied(id=quirk.id, sentence=quirk.sentence(), sets=sets, note=note)
+        self.applied[quirk.id] = AppliedQuirk(id=quirk.id, sentence=quirk.sentence(), sets=sets, note=note)
 
 
 def hint(quirk: Quirk) -> str:
-    """What would help where a quirk rejects a path."""
+    """Return the remedy for a path that a quirk rejects."""
     ranges = ", ".join(f"{name} {spec}" for name, spec in quirk.when.toolchain.items())
     better = f"the {quirk.effect.path} path is the better plan" if quirk.symptom == "slow" else ""
     return "; ".join(part for part in (better, f"concerns {ranges}" if ranges else "") if part)
@@ -275,7 +335,7 @@ OPTIONAL = (*(name for name in ASKED if name != "softcap"), "dropout", "grad_lse
 
 @functools.lru_cache(maxsize=1)
 def kernel_source_digest() -> str:
-    """Digest of the kernels' source, so that a record about other code is never taken for one about this."""
+    """Return a digest of the kernels' source: a record of other code must not count."""
     import portattn.kernels
 
     digest = hashlib.sha256()
@@ -291,12 +351,9 @@ def specialisation_key(
     lowering: Lowering,
     launch: Launch,
     env: dict[str, str],
-    adapter: str = "",
+    adapter: str = "",  # digest of another package's file that compiles for the target
 ) -> str:
-    """Return a digest of a Problem's part of the inputs that decide the machine code; code_key adds the launches'.
-
-    adapter  digest of another package's file that compiles for the target
-    """
+    """Return a digest of a Problem's part of the inputs that decide the machine code; code_key adds the launches'."""
     rows = launch.of_rows()
     parts = {
         "portattn": __version__,
@@ -320,7 +377,7 @@ def specialisation_key(
 
 
 def _adapter(registry: Registry, target: Target) -> str:
-    """Digest of the file that a backend's compile adapter is in; empty for one of a module, which has a release."""
+    """Return a digest of the file of a backend's compile adapter; empty for a module's, which has a release."""
     place = registry.backends[target.backend].compile_adapter().rpartition(":")[0]
     return _digest(place) if place.endswith(".py") else ""
 

@@ -1,4 +1,4 @@
-"""Reading a backend's arches, tuning and evidence; quirks are read by quirk_files."""
+"""Read a backend's arches, tuning and evidence; quirks are read by quirk_files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ _NONE = "none"  # the scratchpad_kind of a chip without one
 
 
 def arch_problem(arch: Arch, stated: str) -> tuple[str, str] | None:
-    """(key, what is wrong with it) where the types alone do not catch it. The key is empty where it is the name.
-
-    arch    named by its file or table
-    stated  the `name` that it states itself
-    """
+    """Return (key, fault) that the types do not catch, or None; no key for the name. `stated`: the file's `name`."""
     return _name(arch, stated) or _sizes(arch) or _compilers(arch) or _families(arch)
 
 
@@ -92,22 +88,21 @@ def _families(arch: Arch) -> tuple[str, str] | None:
     return None
 
 
-# A backend's arches: a folder with a file each, and (what a small package finds easier) one file with a table each.
+# A backend's arches: a folder with a file each, and (easier for a small package) one file with a table each.
 ARCH_FOLDER, ARCH_TABLES = "arches", "arches.toml"
 _NUMBERS = re.compile(r"(\d+)")
 
 
 def has_arches(folder: Path) -> bool:
-    """Whether a folder is a backend's own."""
+    """Return whether a folder holds a backend's arches."""
     return (folder / ARCH_FOLDER).is_dir() or (folder / ARCH_TABLES).is_file()
 
 
 def load_arches(folder: Path) -> dict[str, Arch]:
-    """A backend's arches by name, of its folder's arches/<name>.toml and of the tables of its arches.toml.
+    """Return a backend's arches by name, from arches/<name>.toml and the tables of arches.toml, numbers by value.
 
-    In the order of their names, numbers by value. Raises DataError (file, line, key), also on an arch that is there
-    twice and on a file that would not be read, and FileNotFoundError where there are neither files nor tables.
-    """
+    Raises DataError (file, line, key), also on an arch that is there twice or a file that would not be read, and
+    FileNotFoundError where there are neither files nor tables."""
     arches: dict[str, Arch] = {}
     for path, name, table, text, keys in _tables(folder):
         if name in arches:
@@ -135,7 +130,7 @@ def _file_of(folder: Path, name: str) -> Path:
 
 
 def _tables(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any], str, tuple[str, ...]]]:
-    """(file, name, values, the file's text, keys that lead to the values) of every arch."""
+    """Yield (file, name, values, the file's text, keys that lead to the values) of every arch."""
     files = _files(folder / ARCH_FOLDER)
     tables = folder / ARCH_TABLES
     if tables.exists() or not files:
@@ -155,10 +150,7 @@ def _by_number(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of arches in a folder. Raises DataError on what else lies there: whoever put it there takes it for one.
-
-    Hidden files, which editors and file managers leave, are passed over.
-    """
+    """Return the files of arches in a folder; raise DataError on any other file that is not hidden: it may be one."""
     lying = [] if not folder.is_dir() else sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     for path in lying:
         if path.suffix != ".toml" or not path.is_file():
@@ -168,26 +160,21 @@ def _files(folder: Path) -> list[Path]:
 
 
 def load_tuning(path: Path, backend: str) -> Tuning:
-    """Read one tuning file of a backend. Raises DataError (file, line, key)."""
+    """Read one tuning file of a backend; raise DataError (file, line, key)."""
     return read_tuning(path, backend, backend_options(), of_gradients)
 
 
 class VerifiedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip.
-
-    untested_ops      operations that are newer than that run, or that it did not reach
-    untested          conditions (schema/conditions.py): so are problems for which one of them holds
-    untested_queries  formats of queries (Problem.q_format): so is attention over such q, k and v
-    """
+    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip."""
 
     arch: tuple[str, ...]
     toolchain: str
     level: Literal["runs", "measured"]
     date: datetime.date
     what: str
-    untested_ops: tuple[str, ...] = ()
-    untested: tuple[str, ...] = ()
-    untested_queries: tuple[str, ...] = ()
+    untested_ops: tuple[str, ...] = ()  # newer than that run, or not reached by it
+    untested: tuple[str, ...] = ()  # conditions (schema/conditions.py) of untested problems
+    untested_queries: tuple[str, ...] = ()  # formats of queries (Problem.q_format)
 
     def __post_init__(self) -> None:
         conditions.names(self.untested)
@@ -197,7 +184,6 @@ class VerifiedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"untested_ops {unknown} must be among {', '.join(OPS)}")
 
     def covers(self, problem: Problem) -> bool:
-        """Whether the tests that passed were of such a problem too."""
         features = problem.features()
         new = problem.op in self.untested_ops or problem.q_format in self.untested_queries
         return not (new or any(conditions.texts_hold((text,), features) for text in self.untested))
@@ -208,7 +194,7 @@ class _Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_verified(folder: Path) -> tuple[VerifiedRun, ...]:
-    """Read a backend folder's verified.toml; nothing where it has none. Raises DataError (file, line, key)."""
+    """Read a backend folder's verified.toml, if it has one; raise DataError (file, line, key)."""
     path = folder / "verified.toml"
     if not path.exists():
         return ()
@@ -217,5 +203,5 @@ def load_verified(folder: Path) -> tuple[VerifiedRun, ...]:
 
 
 def load_tunings(folder: Path, backend: str) -> dict[str, Tuning]:
-    """Read every tuning file of a backend's folder, by arch. Raises DataError (file, line, key)."""
+    """Read every tuning file of a backend's folder, by arch; raise DataError (file, line, key)."""
     return {path.stem: load_tuning(path, backend) for path in toml_reader.files(folder)}

@@ -1,4 +1,4 @@
-"""Backends of installed packages. One that is broken is left out, whole, and keeps nobody else from planning.
+"""Backends of installed packages. A broken one is left out whole, and stops no other from planning.
 
 Whole, because a quirk that cannot be read guards against wrong results: without it no kernel may run there.
 """
@@ -17,9 +17,8 @@ from portattn.errors import DataError, PluginWarning, PortattnError, warn_caller
 from portattn.planning import compiler_options
 from portattn.planning.backend import ENTRY_POINT_GROUP, INTERFACES, Backend, Variant, VendorPath
 from portattn.planning.data_files import load_arches, load_tuning, load_verified
-from portattn.planning.quirk_checks import ANY
-from portattn.planning.quirk_files import check_file
-from portattn.schema import compilers, quirk_names, toml_reader
+from portattn.planning.quirk_files import ANY, check_file
+from portattn.schema import compilers, quirk, toml_reader
 from portattn.schema.compilers import Compiler
 from portattn.schema.problem import DEMANDS
 from portattn.schema.problem_limits import OPS
@@ -32,7 +31,7 @@ _disabled: dict[str, Broken] = {}  # by the backend's name
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong with a package. `file` and `line` are empty or None where they are not known."""
+    """A fault of a package. `file` and `line` are empty or None if unknown."""
 
     text: str
     file: str = ""
@@ -44,52 +43,37 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend package that is left out.
+    """A backend package that is left out."""
 
-    name          the backend's name; the entry point's, where the backend has none that can be used
-    package       its distribution and version, as far as they are known, and its entry point, for people
-    faults        what is wrong with it, at least one thing
-    device_type   torch's device type of its tensors; empty where it did not come to say
-    means         what follows from it
-    quirks        ids of its quirk files, as far as they are known
-    kind          what it is; a distribution whose entry points cannot be read need be no backend package
-    """
-
-    name: str
-    package: str
+    name: str  # the backend's, or the entry point's if the backend's cannot be used
+    package: str  # distribution and version, as far as they are known, and entry point, for people
     faults: tuple[Fault, ...]
-    device_type: str = ""
-    means: str = "portattn plans as if it were not installed"
-    quirks: tuple[str, ...] = ()
-    kind: str = "backend package"
+    device_type: str = ""  # torch's, if the package came to say it
+    means: str = "portattn plans as if it were not installed"  # consequence for the user
+    quirks: tuple[str, ...] = ()  # ids, as far as they are known
+    kind: str = "backend package"  # or "distribution": with unreadable entry points it need be no backend package
 
     def has_quirk(self, name: str) -> bool:
-        """Whether an id, whole or up to its number, is one of the package's, or begins with its backend's name."""
-        return bool(quirk_names.matching(name, self.quirks)) or name.startswith(f"{self.name}-")
+        """Return whether an id, whole or up to its number, is the package's, or begins with its backend's name."""
+        return bool(quirk.matching(name, self.quirks)) or name.startswith(f"{self.name}-")
 
     def told(self) -> str:
-        """What is wrong, and what it means: goes on after "but", as an ArgumentError's limit does."""
+        """Return the faults and their consequence, to follow "but", as an ArgumentError's limit does."""
         return f"{self.kind} {self.package} is broken: {'; '.join(map(str, self.faults))}. {self.means}"
 
 
 class _Loaded(msgspec.Struct, kw_only=True):
-    """A package with a usable backend. brings: the compilers of its folder; faults: their errors."""
-
     package: str
     backend: Backend
-    brings: dict[str, Compiler] = {}
-    faults: tuple[Fault, ...] = ()
+    brings: dict[str, Compiler] = {}  # compilers of its folder
+    faults: tuple[Fault, ...] = ()  # of these compilers
 
 
 def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[str, Backend], tuple[Broken, ...]]:
-    """Backends of installed packages by name, and those that are left out.
+    """Return installed packages' backends by name, and the broken ones; set the compilers that packages bring.
 
-    own         portattn's own backends, whose names are taken
-    own_quirks  ids of portattn's own quirks, which are taken too
-
-    Sets the compilers that packages bring (portattn.schema.compilers). An Exception, or SystemExit, is taken for a
-    package's fault: an interrupt goes through.
-    """
+    Names in `own` and ids in `own_quirks` are taken. An Exception or SystemExit is a package's fault; an interrupt
+    passes."""
     with compilers.loading():
         usable, broken, brought = _find(own, own_quirks)
     names = {name for one in usable.values() for name in brought[one.name]}
@@ -103,7 +87,7 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
 def _find(
     own: Mapping[str, Backend], own_quirks: Collection[str]
 ) -> tuple[dict[str, Backend], tuple[Broken, ...], dict[str, dict[str, Compiler]]]:
-    """As `find`, and the compilers that each backend brings, broken ones too."""
+    """Like `find`, with the compilers that each backend brings, broken ones too."""
     broken: list[Broken] = []
     loaded: dict[str, _Loaded] = {}
     points, unreadable = _points()
@@ -147,7 +131,7 @@ def _find(
 def _brought(
     backend: Backend, package: str, earlier: Mapping[str, Compiler]
 ) -> tuple[dict[str, Compiler], tuple[Fault, ...]]:
-    """The compilers that a backend brings, without those that others brought before; and what is wrong with them."""
+    """Return the compilers that a backend brings and no earlier one does, and their faults."""
     try:
         found = compilers.read(backend.folder, package)
         backend.compile_adapter()
@@ -160,16 +144,12 @@ def _brought(
 
 
 def warn(broken: Collection[Broken]) -> None:
-    """Warn about each package that is left out, once in this process."""
+    """Warn once in this process about each package that is left out."""
     _warn_once({one.package: f"{one.told()}; `portattn doctor` shows it too" for one in broken})
 
 
 def _warn_once(texts: Mapping[str, str]) -> None:
-    """Give the warnings whose keys were not warned about before.
-
-    Where warnings are errors (`-W error`) they are raised as one, which names all: one call is stopped, as was asked
-    for, and not one call for each package; the next call runs.
-    """
+    """Give the warnings of new keys. Under `-W error` raise one that names all, which stops only one call."""
     new = {key: text for key, text in texts.items() if key not in _warned}
     _warned.update(new)
     raised = []
@@ -183,14 +163,11 @@ def _warn_once(texts: Mapping[str, str]) -> None:
 
 
 def without_left_out(overrides: str, known: Collection[str], broken: Collection[Broken]) -> str:
-    """The setting `quirks` without what switches off quirks of packages that are left out: a warning says so.
-
-    known  ids of the quirks that are there
-    """
+    """Return the setting `quirks` without overrides that switch off left-out packages' quirks, and warn of these."""
     kept = []
     for part in overrides.split(","):
         sign, name = part.strip()[:1], part.strip()[1:].strip()
-        asked_off = sign == "-" and not quirk_names.matching(name, known)
+        asked_off = sign == "-" and not quirk.matching(name, known)
         owner = next((one for one in broken if asked_off and one.has_quirk(name)), None)
         if owner is None:
             kept.append(part)
@@ -201,13 +178,10 @@ def without_left_out(overrides: str, known: Collection[str], broken: Collection[
 
 
 def ask_backend(backend: Backend, question: str, own: Collection[str], *given: Any) -> Any:
-    """The answer of a backend about this machine: of its method `question`. None where it has been disabled.
+    """Return a backend's answer about this machine, by its method `question`, or None if it has been disabled.
 
-    own  names of portattn's own backends, whose exceptions go through
-
-    A package's backend that raises, which it must not, is disabled in this process: it is asked about devices no more,
-    and its tensors' calls take the reference. Plans for its chips by name, which need its data alone, go on.
-    """
+    A package's backend that raises is disabled in this process: its tensors' calls take the reference, and plans for
+    its chips by name go on. Exceptions of portattn's `own` backends go through."""
     if backend.name in _disabled:
         return None
     try:
@@ -231,7 +205,7 @@ def _disable(backend: Backend, question: str, error: Exception) -> None:
 
 
 def disabled_backends() -> tuple[Broken, ...]:
-    """Backends of packages that raised when they were asked about this machine."""
+    """Return the packages' backends that raised when they were asked about this machine."""
     return tuple(_disabled.values())
 
 
@@ -240,12 +214,12 @@ def _points() -> tuple[list[Any], list[Unreadable]]:
 
 
 def _is_of(backend: Backend, point: Any) -> bool:
-    """Whether a backend's class is of the entry point's package: what is loaded is not loaded once more to tell."""
+    """Return whether a backend's class is of the entry point's package, without loading the entry point again."""
     return bool(point.value.partition(":")[0].partition(".")[0] == type(backend).__module__.partition(".")[0])
 
 
 def _package(point: Any) -> str:
-    """`portattn-acme 0.1 (acme = portattn_acme:AcmeBackend)`, as far as the distribution's metadata has it."""
+    """Return `portattn-acme 0.1 (acme = portattn_acme:AcmeBackend)`, as far as the distribution's metadata has it."""
     shown = f"{point.name} = {point.value}"
     try:
         name, version = point.dist.metadata["Name"], point.dist.version
@@ -255,7 +229,7 @@ def _package(point: Any) -> str:
 
 
 def _check_backend(backend: Any, taken: Collection[str]) -> None:
-    """Raise on what is no backend, or has not what others than its own plans read of it."""
+    """Raise PortattnError on an object that is no backend, or lacks an attribute that other backends' plans read."""
     if not isinstance(backend, Backend):
         raise PortattnError(f"it registers {backend!r}, which is no portattn.planning.backend.Backend")
     for attribute, kind in (("name", str), ("device_type", str), ("folder", Path)):
@@ -278,14 +252,14 @@ def _check_backend(backend: Any, taken: Collection[str]) -> None:
 
 
 def _check_options(backend: Backend, loaded: Mapping[str, _Loaded]) -> None:
-    """Raise on options of launches that are no names with types, or whose types contradict another backend's."""
+    """Raise PortattnError on launch options that are no names with types, or contradict another backend's types."""
     earlier = {**compiler_options.own(), **{name: one.backend.options for name, one in loaded.items()}}
     if wrong := compiler_options.declared_wrongly(backend.options, earlier):
         raise PortattnError(f"{type(backend).__name__}.options {wrong}")
 
 
 def _check_path(path: VendorPath | Variant) -> None:
-    """Raise on declarations that would deny everything, or nothing, by mistake."""
+    """Raise PortattnError on declarations that would deny everything, or nothing, by mistake."""
     name = type(path).__name__
     if not isinstance(getattr(path, "name", None), str):
         raise PortattnError(f"{name}.name must be a str")
@@ -297,7 +271,7 @@ def _check_path(path: VendorPath | Variant) -> None:
 
 
 def _data_faults(backend: Backend, names: tuple[str, ...], taken: Collection[str], found: set[str]) -> Iterator[Fault]:
-    """Everything that is wrong with a backend's files. Ids of its quirks are added to `found`."""
+    """Yield all faults of a backend's files, and add its quirks' ids to `found`."""
     yield from _caught(functools.partial(load_arches, backend.folder))
     for path in toml_reader.files(backend.folder / "tuning"):
         yield from _caught(functools.partial(load_tuning, path, backend.name))

@@ -1,9 +1,7 @@
-"""Names of targets: BACKEND:ARCH, and what people say instead: an arch alone (`sm_90`), a chip (`h100`, `rtx 4090`),
-a device as its driver prints it (`NVIDIA H100 80GB HBM3`), a family of chips (`hopper`, `910b`).
+"""Names of targets: BACKEND:ARCH, an arch (`sm_90`), a chip (`rtx 4090`), a family (`hopper`), a driver's name.
 
-They come from the files of the arches (title, names, devices, families), so that a new arch brings its names along.
-Of a driver's name the words that do not tell the chip (maker, memory, form: Backend.device_words) are left out. What
-remains must be a name, whole: `H20` is no `H200`, and `A10` no `A100`.
+They come from the arches' files. A driver's name loses the words that do not tell the chip (Backend.device_words); the
+rest must be a whole name: `H20` is no `H200`.
 """
 
 from __future__ import annotations
@@ -19,16 +17,15 @@ from portattn.schema.target import Arch
 Arches = Mapping[str, Mapping[str, Arch]]  # backend -> name -> arch
 Words = Mapping[str, Sequence[str]]  # backend -> its device_words
 SHOWN = 3  # names that an error proposes
-# What may stand between the words of a driver's name; in a chip's own, `_` and `-` are inside a word: Ascend910_9382.
+# Separators of the words of a driver's name; in a chip's own, `_` and `-` are inside a word: Ascend910_9382.
 _BETWEEN = re.compile(r"[\s_/()-]+")
 _APART = re.compile(r"[\s/()]+")
 
 
 def resolve(name: str, arches: Arches, words: Words | None = None) -> tuple[str, str]:
-    """Backend and arch that a target's name means. Raises ArgumentError with the nearest names on one that means none.
+    """Return the backend and arch of a target's name; raise ArgumentError with the nearest names.
 
-    `cuda:h100` is a chip of one backend. Case, spaces, `-` and `_` make no difference.
-    """
+    `cuda:h100` is a chip of one backend. Case, spaces, `-` and `_` make no difference."""
     words = words or {}
     backend, colon, arch = name.partition(":")
     if colon and backend not in arches:
@@ -54,8 +51,9 @@ def resolve(name: str, arches: Arches, words: Words | None = None) -> tuple[str,
 
 
 def mentioned_chips(text: str, arches: Arches, words: Words) -> dict[tuple[str, str], str]:
-    """(backend, arch) of each chip that a running text names as a driver does, and the words that do: a word that its
-    maker's devices have in common (Backend.device_words), or `Ascend`, and the whole name of a chip behind it."""
+    """Return the words by which a text names each (backend, arch) as a driver does.
+
+    A word that its maker's devices share (Backend.device_words), or `Ascend`, stands before the chip's whole name."""
     known: dict[tuple[str, str], dict[str, None]] = {}
     for name, backend, arch in _names(arches):
         known.setdefault((backend, name), {})[arch] = None
@@ -78,7 +76,7 @@ def mentioned_chips(text: str, arches: Arches, words: Words) -> dict[tuple[str, 
 
 
 def _after(arches: Arches, words: Words) -> re.Pattern[str]:
-    """What may be the name of a device: a word that tells a maker, and up to six behind it, another name among them."""
+    """Return the pattern of a device's name: a word that tells a maker, and up to six behind it, maybe another name."""
     series = {word for known in arches.values() for arch in known for word in re.findall(r"^[a-z]{4,}", arch)}
     makers = {word for own in words.values() for word in own if len(word) > 2 and word.isalpha()}
     first = "|".join(sorted(map(re.escape, makers | series)))
@@ -86,8 +84,7 @@ def _after(arches: Arches, words: Words) -> re.Pattern[str]:
 
 
 def members(text: str, arches: Arches) -> list[tuple[str, str]]:
-    """(backend, arch) of every arch of the family that a text names, as `rdna3` or `rocm:rdna3`; none where it names no
-    family, and those first that kernels are planned for."""
+    """Return (backend, arch) of every arch of a family (`rdna3`, `rocm:rdna3`), arches with kernels first."""
     backend, colon, name = text.partition(":")
     wanted = _plain(name if colon else text)
     found = [
@@ -101,13 +98,12 @@ def members(text: str, arches: Arches) -> list[tuple[str, str]]:
 
 
 def families(arches: Arches) -> dict[str, list[tuple[str, str]]]:
-    """Every family's name, and its (backend, arch) pairs."""
     named = dict.fromkeys(f for known in arches.values() for arch in known.values() for f in arch.families)
     return {name: members(name, arches) for name in named}
 
 
 def nearest(text: str, arches: Arches, words: Words | None = None) -> list[str]:
-    """Names that look like a text, with what they mean; a backend's targets for its name, and one of each else."""
+    """Return names like a text, with their meanings; a backend's targets for its name; else one of each backend."""
     words = words or {}
     # A backend's name, or nothing but words that all its devices have: NVIDIA.
     owners = [
@@ -122,7 +118,6 @@ def nearest(text: str, arches: Arches, words: Words | None = None) -> list[str]:
 
 
 def _served(arches: Mapping[str, Arch]) -> list[str]:
-    """Those that kernels are planned for."""
     return [name for name, arch in arches.items() if not arch.refused]
 
 
@@ -144,12 +139,12 @@ def _close(text: str, arches: Arches, words: Words) -> list[str]:
 
 
 def chips(title: str) -> list[str]:
-    """The chips that an arch's title names: `H100 SXM, H200` has two. What comes before a colon is their series."""
+    """Return the chips of an arch's title: `H100 SXM, H200` has two. The series stands before a colon."""
     return [part.strip() for part in re.sub(r"\(.*?\)", "", title).rpartition(":")[2].split(",") if part.strip()]
 
 
 def _meant(text: str, arches: Arches, words: Words) -> list[tuple[str, str]]:
-    """The (backend, arch) pairs that a name means: one arch, or the one whose tuning a family's arches share."""
+    """Return the (backend, arch) pairs of a name, or the one whose tuning a family's arches share."""
     found = _called(text, arches) or _printed(text, arches, words)
     if len(found) > 1 and len({(backend, arches[backend][arch].tuning or arch) for backend, arch in found}) == 1:
         backend, arch = found[0]
@@ -159,7 +154,7 @@ def _meant(text: str, arches: Arches, words: Words) -> list[tuple[str, str]]:
 
 
 def _called(text: str, arches: Arches) -> list[tuple[str, str]]:
-    """The pairs of an arch, a chip or a family of this name, or of chips whose number goes on with letters: `mi300`."""
+    """Return the pairs of an arch, a chip or a family of this name, or of chips whose number goes on: `mi300`."""
     wanted = _plain(text)
     known = list(_names(arches))
     found = list(dict.fromkeys((backend, arch) for name, backend, arch in known if name == wanted))
@@ -171,7 +166,6 @@ def _called(text: str, arches: Arches) -> list[tuple[str, str]]:
 
 
 def _printed(text: str, arches: Arches, words: Words) -> list[tuple[str, str]]:
-    """The pairs of a device, by what its driver calls it."""
     found: list[tuple[str, str]] = []
     for backend, known in arches.items():
         device = text.strip().lower()
@@ -187,7 +181,7 @@ def _printed(text: str, arches: Arches, words: Words) -> list[tuple[str, str]]:
 
 
 def _told(text: str, words: Sequence[str]) -> str:
-    """What of a driver's name tells the chip."""
+    """Return the words of a driver's name that tell the chip."""
     return " ".join(word for word in _split(text) if not any(fnmatch.fnmatchcase(word, one) for one in words))
 
 

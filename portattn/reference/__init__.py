@@ -1,1 +1,1 @@
-"""References: a float64 oracle that tests compare with, and a blockwise torch path that plans can fall back to."""
+"""The reference path in plain torch: blockwise attention, its gradients, and cache writes."""

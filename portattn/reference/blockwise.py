@@ -1,22 +1,129 @@
-"""The reference path: attention in plain torch, key block by key block, so that memory grows with S and not S².
+"""The reference path: attention in plain torch, by key blocks, so that memory grows with S and not S².
 
-Runs every op and feature on every device torch runs on, never waits for an accelerator to read a length back, and is
-differentiable by autograd, twice and more often too. Independent of the kernels.
+It runs every operation and feature on any device, reads no length back from an accelerator, and shares no code with
+the kernels. The backward pass recomputes probabilities from a few numbers a row (tiles.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import torch
 
-from portattn.reference import recomputed
-from portattn.reference.extents import Reach
-from portattn.reference.keyblocks import key_heads
-from portattn.reference.rowblocks import RowBlock, RowBlockResults, Statistics
-from portattn.reference.scoreterms import finite_sinks, has_terms, with_terms
-from portattn.reference.tiles import Tiling, dropout_keep_mask
+from portattn.reference.blocks import Reach, RowBlock, RowBlockResults, RowTensor, Statistics, key_heads
+from portattn.reference.tiles import Backward, Tiling, dropout_keep_mask, finite_sinks, has_terms, with_terms
 from portattn.schema.call import TENSORS, Call
+from portattn.schema.ops import DIFFERENTIABLE
+from portattn.schema.tensors import are_mapped
+
+Results = tuple[torch.Tensor, torch.Tensor]  # out and LSE
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The forward pass's functions."""
+
+    tiling: Callable[[Call], Tiling]
+    forward: Callable[[Call, Statistics], Results]  # without gradients; fills the statistics
+    recorded: Callable[[Call], Results]  # in steps that autograd follows, for derivatives of the gradients
+
+
+def is_possible(call: Call) -> bool:
+    """Return whether probabilities can be recomputed: dropout has a seed, and no transform of torch.func is active."""
+    drawn = call.dropout_p != 0.0 and call.dropout_seed is None
+    return not drawn and not torch._C._are_functorch_transforms_active()
+
+
+def run_recomputed(call: Call, steps: Steps) -> Results:
+    """Return out and LSE, whose gradients recompute the probabilities."""
+    # Of latent rows the values are columns of k.
+    names = [name for name in DIFFERENTIABLE if name != "v" or call.problem.op != "mla_attention"]
+    names = [name for name in names if getattr(call, name) is not None]
+    out, lse = _Recomputed.apply(call, steps, names, *(getattr(call, name) for name in names))
+    return out, lse
+
+
+class _Recomputed(torch.autograd.Function):
+    """(call, steps, names, tensors of those names) -> (out, LSE)."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, steps: Steps, names: list[str], *_: torch.Tensor) -> Results:
+        plain = replace(call, problem=msgspec.structs.replace(call.problem, needs_grad=False))
+        statistics = Statistics.empty(plain)
+        out, lse = steps.forward(plain, statistics)
+        # Lengths and masks too, so that writing to one before the backward pass is an error.
+        given = {name: tensor for name in TENSORS if (tensor := getattr(call, name)) is not None}
+        given = {name: tensor for name, tensor in given.items() if not tensor.is_inference()}
+        rows = (statistics.largest, statistics.sum, statistics.out)
+        kept = (*(None if r is None else r.values for r in rows), out if statistics.out is None else None)
+        ctx.save_for_backward(*given.values(), *kept)
+        absent: dict[str, Any] = dict.fromkeys(given)
+        ctx.call, ctx.given = replace(call, **absent), list(given)
+        ctx.steps, ctx.names = steps, names
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
+        saved = ctx.saved_tensors  # asked for once: checkpointing gives each tensor once, and other hooks unpack it
+        with _without_autocast(saved[0].device.type):
+            return _Recomputed._gradients(ctx, saved, grad_out, grad_lse)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, saved: tuple[Any, ...], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> Any:
+        *given, largest, total, out, result = saved
+        call = replace(ctx.call, **dict(zip(ctx.given, given, strict=True)))
+        wanted = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed]
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or are_mapped(grad_out, grad_lse):
+            found = _by_autograd(call, ctx.steps.recorded, wanted, grad_out, grad_lse)
+        else:
+            rows = RowTensor.of(call, result) if out is None else RowTensor(out)
+            statistics = Statistics(RowTensor(largest), RowTensor(total), rows)
+            found = Backward(call, ctx.steps.tiling(call), statistics, wanted).run(grad_out, grad_lse)
+        return None, None, None, *(found.get(name) for name in ctx.names)
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without autocast, as in the forward pass."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _by_autograd(
+    call: Call,
+    recorded: Callable[[Call], Results],
+    wanted: list[str],
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """Return the gradients by autograd, which can differentiate and map them in turn."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views of their own: of two tensors one may be computed from the other, or both may be one.
+        views = {name: getattr(call, name).view_as(getattr(call, name)) for name in wanted}
+        call = replace(call, **views)
+        if call.problem.op == "mla_attention":
+            call.v = call.k[..., : call.problem.head_dim_v]
+        pairs = zip(recorded(call), (grad_out, grad_lse), strict=True)
+        reached = [(result, grad) for result, grad in pairs if grad is not None]
+    found = torch.autograd.grad(
+        [result for result, _ in reached],
+        list(views.values()),
+        [grad for _, grad in reached],
+        create_graph=again,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(wanted, found, strict=True))
+
 
 # Scores held at a time: rows × keys × heads × batch elements of float32. 2**24 of them are 64 MiB; on a CPU fewer are
 # faster, as they stay in its caches: 8 MiB.
@@ -26,20 +133,15 @@ KEY_BLOCK = 512
 
 
 def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out in q's dtype and LSE float32 where the problem asks for it, shaped as Call.new_out and Call.new_lse say.
+    """Return out in q's dtype, and LSE in float32 or None, shaped like Call.new_out and Call.new_lse.
 
-    Products run in float32 (on a CPU, where half-precision products are slow and less exact, and elsewhere too). Key
-    blocks that no row of a row block can see, by causal mask, window and lengths, are not visited; of lengths on an
-    accelerator that is not known. A call in float64, which only a Call made by hand can be, is computed in float64.
-
-    Gradients are computed block by block too, from each row's largest score and sum (recomputed.py), so memory grows
-    with S in training as well. Autograd records every step instead, and keeps every block's probabilities, where more
-    than that is wanted of it: second derivatives, transforms of torch.func, and dropout without a seed.
-    """
+    Products are float32 on every device, float64 for a handmade float64 call. Key blocks that no row sees are skipped
+    if the lengths are on the CPU. Autograd records every step, and keeps all probabilities, only for second
+    derivatives, transforms of torch.func and dropout without a seed."""
     if not call.problem.needs_grad:
         out, lse = _forward(call)
-    elif recomputed.is_possible(call):
-        out, lse = recomputed.run(call, recomputed.Steps(tiling_of, _forward, _recorded))
+    elif is_possible(call):
+        out, lse = run_recomputed(call, Steps(tiling_of, _forward, _recorded))
     else:
         out, lse = _recorded(call)
     return out, lse if call.problem.return_lse else None
@@ -51,7 +153,6 @@ def tiling_of(call: Call) -> Tiling:
 
 
 def _recorded(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and LSE of steps that autograd follows."""
     out, lse = _forward(call)
     if not any(seen.begin < seen.end for _, seen in tiling_of(call).row_blocks()):
         # No product has seen the inputs: sums over nothing make the zeros part of the graph, as SDPA's are.
@@ -62,10 +163,6 @@ def _recorded(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _forward(call: Call, statistics: Statistics | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and LSE.
-
-    statistics  where each row's largest score, sum and output go
-    """
     tiling, results = tiling_of(call), RowBlockResults(call)
     for rows, seen in tiling.row_blocks():
         out, row_max, row_sum, some = _attend(tiling, rows, seen)
@@ -83,8 +180,7 @@ def _forward(call: Call, statistics: Statistics | None = None) -> tuple[torch.Te
 def _attend(
     tiling: Tiling, rows: RowBlock, seen: Reach
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One block of query rows: its output (B,Hq,rows,Dv); the largest score and the sum of exp(score - largest) of each
-    row, and whether it has attended anything, (B,Hq,rows,1). In the dtype that is computed with."""
+    """Return a row block's output (B,Hq,n,Dv), largest score, sum of exp(score - largest) and any key, (B,Hq,n,1)."""
     call, p = tiling.call, tiling.call.problem
     count, heads = rows.stop - rows.start, key_heads(call)
     shape = (p.batch, p.heads_q, count)
@@ -95,7 +191,7 @@ def _attend(
     row_sum = q.new_zeros(*shape, 1)
 
     def free(tensor: torch.Tensor) -> torch.Tensor | None:
-        """Where a result may be written: into this tensor, which nobody else reads, unless autograd keeps it."""
+        """Return the tensor as memory for a result, unless autograd keeps it."""
         return None if p.needs_grad else tensor
 
     if call.sinks is not None:  # a score that has been seen already, and that brought no value
@@ -129,14 +225,13 @@ def _attend(
         row_max = new_max
 
     acc = acc.view(*shape, -1)
-    some = (row_sum != 0) & rows.inside[:, None, :, None]  # NaN included: what was attended must stay visible
+    some = (row_sum != 0) & rows.inside[:, None, :, None]  # NaN included: an attended NaN must stay visible
     attended = some & (row_max != float("-inf"))  # of a sink of NaN and no key, the sum is NaN and the output 0
     return torch.where(attended, acc / row_sum.masked_fill(~attended, 1.0), 0.0), row_max, row_sum, some
 
 
 class _Products:
-    """scale · Q·Kᵀ of a row block with one key block after the other, in memory that all of them share unless autograd
-    keeps them."""
+    """scale · Q·Kᵀ of a row block with one key block after another, in shared memory unless autograd keeps it."""
 
     def __init__(self, q: torch.Tensor, scale: float, keys: int, needs_grad: bool) -> None:
         self.q, self.scale = q, scale
@@ -144,10 +239,52 @@ class _Products:
         self.memory = None if needs_grad or scale == 0.0 else q.new_empty(q.shape[0], q.shape[1], keys)
 
     def __call__(self, k: torch.Tensor) -> torch.Tensor:
-        """(B·H, group·rows, keys) of K (B, H, keys, D)."""
+        """Return (B·H, group·rows, keys) for K (B, H, keys, D)."""
         across = k.flatten(0, 1).transpose(1, 2)
         if self.memory is None:
             return torch.bmm(self.q, across) * self.scale
         shape = (*self.q.shape[:2], across.shape[2])
         into = self.memory.view(-1)[: math.prod(shape)].view(shape)
         return torch.baddbmm(into, self.q, across, beta=0.0, alpha=self.scale, out=into)
+
+
+def run_backward(call: Call) -> tuple[torch.Tensor, None]:
+    """(delta, None) as Call.new_out says; dQ, dK, dV and what else is asked for go where the call has memory for them.
+
+    grad_slopes has the sums of all of a sequence's rows in the first one, and 0 in the others."""
+    assert call.forward_out is not None
+    assert call.forward_lse is not None
+    assert call.grad_out is not None
+    nothing = torch.isneginf(call.forward_lse)
+    out = RowTensor.of(call, call.forward_out)
+    largest = RowTensor.of(call, call.forward_lse.masked_fill(nothing, 0.0)[..., None])
+    total = RowTensor.of(call, (~nothing).float()[..., None])  # P = exp(S - LSE)
+    names = {"q": call.grad_q, "k": call.grad_k, "v": call.grad_v, "bias": call.grad_bias}
+    wanted = [name for name, memory in names.items() if memory is not None]
+    if call.grad_slopes is not None:
+        wanted.append("alibi_slopes")
+    found = Backward(call, tiling_of(call), Statistics(largest, total, out), wanted).run(call.grad_out, call.grad_lse)
+    for name, memory in names.items():
+        if memory is None:
+            continue
+        gradient = found[name]
+        axes = [axis for axis in range(4) if memory.shape[axis] != gradient.shape[axis]]  # of a broadcast bias
+        memory.copy_(gradient.sum(axes, keepdim=True) if axes else gradient)
+    if call.grad_slopes is not None:
+        _put_first(call, found["alibi_slopes"], call.grad_slopes)
+    delta = (call.forward_out.float() * call.grad_out.float()).masked_fill(nothing[..., None], 0.0).sum(-1)
+    if call.grad_lse is not None:
+        delta = delta - call.grad_lse
+    return call.new_out().copy_(delta.masked_fill(nothing, 0.0)), None
+
+
+def _put_first(call: Call, sums: torch.Tensor, parts: torch.Tensor) -> None:
+    """Write sums (B, Hq) into each sequence's first row of parts (B, Hq, Sq) or (1, Hq, Tq), and 0 into the others."""
+    parts.zero_()
+    if call.cu_seqlens_q is None:
+        parts[:, :, :1] = sums[..., None]
+        return
+    rows = parts.shape[2]
+    if rows:
+        # Sequences without rows have a sum of 0, wherever it is added.
+        parts[0].index_add_(1, call.cu_seqlens_q[:-1].long().clamp(0, rows - 1), sums.transpose(0, 1).to(parts.dtype))

@@ -1,7 +1,7 @@
-"""Which probabilities dropout keeps: random numbers of a counter, so that any block of them can be made at any time.
+"""Dropout's mask by a counter-based generator, so that any block of it can be made at any time.
 
-Philox4x32-10 and Philox2x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), in int64
-tensors: torch has no product of uint32 with its upper half. The first is that of triton.language.philox and curand.
+Philox4x32-10 (as in triton.language.philox and curand) and Philox2x32-10 of Salmon et al., "Parallel Random Numbers: As
+Easy as 1, 2, 3" (SC 2011), in int64 tensors: torch has no product of uint32 with its upper half.
 """
 
 from __future__ import annotations
@@ -18,13 +18,9 @@ CPU_ELEMENTS = 2**14
 
 
 def philox(seed: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The four output words of Philox4x32-10, each int64 in [0, 2³²).
+    """Return the four output words of Philox4x32-10, int64 in [0, 2³²), for a seed and four counter words.
 
-    seed     int64, whose lower half is the first key word and whose upper half is the second
-    counter  four int64 tensors in [0, 2³²), the counter words; all broadcast
-
-    A word that depends on one counter word alone is computed once for it: the first two rounds of a block cost little.
-    """
+    Words that depend on one counter word alone are computed once for it: a block's first two rounds cost little."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
@@ -37,7 +33,7 @@ def philox(seed: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 def philox_of_two(key: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two output words of Philox2x32-10, each int64 in [0, 2³²), of a key word and two counter words; as philox."""
+    """Return the two output words of Philox2x32-10, int64 in [0, 2³²), for a key word and two counter words."""
     c0, c1 = counter
     for _ in range(ROUNDS):
         product = c0 * FACTOR
@@ -47,7 +43,7 @@ def philox_of_two(key: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tens
 
 
 def threshold(probability: float) -> int:
-    """The smallest 16 bits that are kept: round(p·2¹⁶), from 0 to 2¹⁶ (nothing is kept; only where p > 1 − 2⁻¹⁷)."""
+    """Return the smallest 16 bits that are kept, round(p·2¹⁶); 2¹⁶ keeps nothing (only where p > 1 − 2⁻¹⁷)."""
     return round(probability * 2**16)
 
 
@@ -58,13 +54,13 @@ def keep_mask(
     rows: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """Which probabilities are kept: bool, in the shape that the three index tensors broadcast to.
+    """Return which probabilities are kept: bool, in the broadcast shape of the index tensors.
 
-    seed         (1,) int64, on the device of the others; it is not read back
-    probability  p, of each to be dropped, in [0, 1); those kept count 1/(1 − p) times
-    batch_heads  int64, b·Hq + h
-    rows, keys   int64: the query's and the key's index in their slots of (B, H, S, D) tensors; of packed tensors
-                 counted from the first row and key of the sequence, which b then counts
+    Args:
+        seed: (1,) int64, not read back.
+        probability: chance of a drop, in [0, 1).
+        batch_heads: int64, b·Hq + h.
+        rows, keys: int64 indices in (B, H, S, D); of packed tensors counted within sequence b.
     """
     shape = torch.broadcast_shapes(batch_heads.shape, rows.shape, keys.shape)
     if keys.device.type == "cpu" and shape.numel() > CPU_ELEMENTS:
@@ -85,12 +81,12 @@ def keep_mask(
 
 
 def _group(positions: torch.Tensor) -> torch.Tensor:
-    """Number of a position's group along its axis: of p and p + 8, without bit 3."""
+    """Return the number of each position's group, which p and p + 8 share: p without bit 3."""
     return positions >> 4 << 3 | positions & 7
 
 
 def _part(indices: torch.Tensor, axes: int, axis: int, begin: int, size: int) -> torch.Tensor:
-    """Up to `size` of the indices from `begin` along an axis, counted as broadcasting does; all where there is one."""
+    """Return up to `size` of the indices from `begin` along a broadcast axis; all if there is only one."""
     axis -= axes - indices.dim()
     if axis < 0 or indices.shape[axis] == 1:
         return indices
@@ -100,7 +96,7 @@ def _part(indices: torch.Tensor, axes: int, axis: int, begin: int, size: int) ->
 def block_mask(
     seed: torch.Tensor, probability: float, batch: int, heads: int, rows: range, keys: range
 ) -> torch.Tensor:
-    """The mask of a block of rows and keys of all sequences and heads: bool (batch, heads, rows, keys), True = kept."""
+    """Return the mask of a block of rows and keys: bool (batch, heads, rows, keys), True = kept."""
 
     def counted(indices: range, axis: int) -> torch.Tensor:
         found = torch.arange(indices.start, indices.stop, device=seed.device)

@@ -1,1 +1,1 @@
-"""Values that are handed on: problems, targets, lowerings, plans, quirks, calls. They decide nothing."""
+"""Records that pass between the rooms: problems, targets, lowerings, plans, quirks and calls."""

@@ -1,4 +1,4 @@
-"""CompileRecord: what was seen when one kernel specialisation met one toolchain. Incident: a failure, classified."""
+"""CompileRecord: the result of compiling one specialisation for one toolchain. Incident: a classified failure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ Standing = Literal["lasting", "timeout", "passing"]
 class CompileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of compiling one specialisation for a target and toolchain.
 
-    key       digest of the specialisation, target and toolchain (see compile_check.code_key)
+    key       digest of the specialisation, target and toolchain (see ensure_compiled.code_key)
     level     highest evidence level reached
     passed    False: the specialisation must not be used on this toolchain
     error     largest error against the reference, if numbers were compared
     incident  id of the recorded failure when not passed
     facts     registers, spills, local memory and matrix-instruction counts, if they were read
-    standing  how long a failure stands. lasting: as long as its key; timeout: until the time is over, or a call gives
-              more time than `limit`; passing: in this process, until the time is over or its surroundings change
-    wait      seconds that a failure that does not last stands
-    until     when they are over
-    limit     seconds that were not enough
+    standing  how long a failure counts. lasting: as long as its key; timeout: until `until`, or until a call gives more
+              time than `limit`; passing: in this process, until `until` or until the environment changes
+    wait      seconds that a timeout or passing failure counts; they end at `until`
+    limit     seconds after which the compile timed out
 
     >>> import datetime, portattn
     >>> seen = dict(key="0", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles")
@@ -53,7 +52,7 @@ class CompileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limit: float = 0.0
 
     def told(self) -> str:
-        """A failure as the reason of a plan that goes without the kernel: what was seen, and until when it counts."""
+        """Return a failure as a plan's reason: the failure's cause, and until when it counts."""
         if self.standing == "passing":
             again = f"tried again after {_duration(self.wait)}, or when the environment changes"
             return f"could not be compiled now: {self.reason}; {again}"
@@ -72,25 +71,28 @@ def _duration(seconds: float) -> str:
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A failure seen here, with what is needed to report and reproduce it.
+    """A failure seen here, with all data to report and reproduce it.
 
-    symptom   as quirks name it
-    stage     where it happened: parse | ttir | ttgir | llir | ptx | cubin | amdgcn | hsaco | ttadapter | load | unknown
-    message   the line that names the cause
-    log       the failing process's last output
-    command   a shell command that fails the same way
-    environment  toolchain, components and Triton variables that took part
-    specialisation  what the compiler saw (launch.Signature), as plain data
-    problem, lowering, launch, environment_set   what was planned, so that it can be planned and compiled again; None
-                 in an incident of an older release, or of a path that has no kernel of ours
+    Attributes:
+        symptom: as quirks name it
+        stage: where it happened: parse | ttir | ttgir | llir | ptx | cubin | amdgcn | hsaco | ttadapter | load |
+            unknown
+        message: the line that names the cause
+        log: the failing process's last output
+        command: a shell command that fails the same way
+        environment: toolchain, components and Triton variables that took part
+        specialisation: the kernel's signature for the compiler (launch.Signature), as plain data
+        problem, lowering, launch, environment_set: the plan's, so that it can be planned and compiled again; None in an
+            incident of an older release, or of a path without a kernel of portattn's
 
     `portattn doctor` lists the latest ones.
 
-    >>> import datetime, portattn
-    >>> where = dict(key="0", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", stage="ttgir")
-    >>> what = dict(symptom="hang", message="no answer in 120 s", log="", command="", environment={})
-    >>> portattn.Incident(id="1", **where, **what, date=datetime.datetime(2026, 1, 31)).symptom
-    'hang'
+    Examples:
+        >>> import datetime, portattn
+        >>> where = dict(key="0", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", stage="ttgir")
+        >>> what = dict(symptom="hang", message="no answer in 120 s", log="", command="", environment={})
+        >>> portattn.Incident(id="1", **where, **what, date=datetime.datetime(2026, 1, 31)).symptom
+        'hang'
     """
 
     id: str
@@ -114,7 +116,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CompileRecords(Protocol):
-    """Where a plan looks records up: a dict serves, and so does the on-disk store."""
+    """A lookup of records by key: a dict, or the store on disk."""
 
     def get(self, key: str, /) -> CompileRecord | None: ...
 

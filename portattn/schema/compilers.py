@@ -1,8 +1,4 @@
-"""Compilers: the distributions that kernels are compiled with, as backends bring them (their folders' compilers.toml).
-
-portattn's own are read from the folders of its backends, other packages' when the registry loads: a name that is not
-portattn's own makes it load.
-"""
+"""Compilers: the distributions that compile kernels, as backends' compilers.toml files describe them."""
 
 from __future__ import annotations
 
@@ -24,76 +20,55 @@ from portattn.errors import DataError
 from portattn.schema import toml_reader
 
 FILE = "compilers.toml"
-OWN = "portattn"  # who brings those that come with portattn
-TRITON = "triton"  # the folder that compilers which are Triton, or a fork of it, occupy
-# What else takes part in compiling or running kernels, and a condition on the toolchain may name.
+OWN = "portattn"  # `brought_by` of portattn's own compilers
+TRITON = "triton"  # the folder that Triton or a fork of it installs
+# Other parts of a toolchain that compile or run kernels; a condition on the toolchain may name them.
 COMPONENTS = ("ptxas", "cuda", "rocm", "cann", "driver", "torch", "torch-npu", "numpy", "python")
-_BACKENDS = "portattn.backends"  # its folder alone: nothing of it is imported
+_BACKENDS = "portattn.backends"  # for its folder alone: it is not imported
 _LOOK = "portattn.planning.registry:look_around"  # by name: it is above this package
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the lab makes an environment of a release (`portattn lab create NAME==VERSION`).
+    """The lab's recipe for an environment of a release (`portattn lab create NAME==VERSION`)."""
 
-    releases  those that `portattn lab list` names, oldest first; any other that pip finds can be made, too
-    python    CPython versions that the distribution is built for, as a range
-    also      what is installed beside it, as pip takes it -> the range of the compiler's versions that need it
-    index     where the distribution is published, if that is not pip's own index: for people
-    programs  module with what more is needed: ALL, NEEDED, NoTools, tools(folder), missing(folder) and
-              fetch(folder, names, say, commands), as portattn/tools/lab/mlir.py has them
-    """
-
-    releases: tuple[str, ...] = ()
-    python: str = ">=3.10"
+    releases: tuple[str, ...] = ()  # releases that `portattn lab list` names, oldest first; pip may find others
+    python: str = ">=3.10"  # range of CPython versions that the distribution is built for
+    # packages to install beside it, as pip takes them -> range of the compiler's versions that need them
     also: Mapping[str, str] = {}
-    index: str = ""
+    index: str = ""  # the index that publishes the distribution, if it is not pip's own: information alone
+    # Module that fetches further programs, with ALL, NEEDED, NoTools, tools(folder), missing(folder) and fetch(folder,
+    # names, say, commands), as backends/ascend/linalg/llvm_tools.py.
     programs: str = ""
 
 
 class Compiler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One distribution that kernels are compiled with.
-
-    aliases   distributions that are the same compiler under other names
-    package   the folder that it installs. `triton` for Triton and its forks, of which a Python has one; a compiler that
-              is added to Triton has a folder of its own
-    spelling  regular expression whose first group is the PEP 440 version in what the metadata states; empty where it is
-              one, as 3.2.0+git1234 and 3.1.0.post2 are
-    apart     its numbers say nothing of Triton's: no range of another compiler holds for it. Without, such ranges are
-              neither known to hold nor not to
-    tried     versions that the kernels were compiled with, as a range; empty: not known
-    released  versions that are published, oldest first; empty: not known
-    stages    stages that its compile adapter announces, beside Triton's: a quirk's evidence may name them
-    variables environment variables that it reads as it compiles, and that a quirk may set
-    tracker   where it takes reports: a link
-    lab       how the lab makes an environment; None where it cannot be installed by name
-    name, brought_by, file  set by the reader: the table's name, the package, and the file that says all this
-    """
-
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # other names of distributions of the same compiler
+    # folder that it installs: `triton` for Triton and its forks, of which a Python has one; its own for a compiler
+    # added to Triton
     package: str = TRITON
+    # regular expression whose first group is the PEP 440 version in the metadata's text; empty: the whole text, as
+    # 3.2.0+git1234
     spelling: str = ""
+    # Its numbers are unrelated to Triton's: no range of another compiler holds for it. If False, such ranges are
+    # unknown to hold.
     apart: bool = False
-    tried: str = ""
-    released: tuple[str, ...] = ()
-    stages: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    tracker: str = ""
-    lab: Recipe | None = None
-    name: str = ""
+    tried: str = ""  # range of versions that compiled the kernels; empty: unknown
+    released: tuple[str, ...] = ()  # published versions, oldest first; empty: unknown
+    stages: tuple[str, ...] = ()  # stages of its compile adapter beside Triton's; a quirk's evidence may name them
+    variables: tuple[str, ...] = ()  # environment variables that it reads when it compiles; a quirk may set them
+    tracker: str = ""  # link to its bug tracker
+    lab: Recipe | None = None  # None: it cannot be installed by name
+    name: str = ""  # set by the reader, as the next two: the table's name, the package, the file
     brought_by: str = ""
     file: str = ""
 
     def version(self, stated: str) -> str:
-        """The PEP 440 version in what metadata states; the text itself where `spelling` does not match it."""
         match = re.search(self.spelling, stated) if self.spelling else None
         return match.group(1) if match else stated
 
 
 def read(folder: Path, brought_by: str) -> dict[str, Compiler]:
-    """The compilers of a backend's folder by name; none where it has no compilers.toml.
-
-    Raises DataError (file, line, key).
-    """
+    """Return the compilers of a backend's folder by name. Raises DataError (file, line, key)."""
     path = folder / FILE
     if not path.exists():
         return {}
@@ -111,7 +86,6 @@ def read(folder: Path, brought_by: str) -> dict[str, Compiler]:
 
 
 def _problem(name: str, made: Compiler) -> tuple[str, str] | None:
-    """(key, what is wrong with it) of a table; None where nothing is."""
     for key in ("name", "brought_by", "file"):
         if getattr(made, key):
             return key, "is not stated: it follows from the file"
@@ -144,7 +118,7 @@ def _problem(name: str, made: Compiler) -> tuple[str, str] | None:
 
 @functools.lru_cache(maxsize=1)
 def own() -> dict[str, Compiler]:
-    """The compilers that come with portattn. Raises DataError on a broken file."""
+    """Return portattn's own compilers, Triton first. Raises DataError on a broken file."""
     spec = importlib.util.find_spec(_BACKENDS)
     folders = [Path(place) for place in (spec.submodule_search_locations if spec else None) or ()]
     found: dict[str, Compiler] = {}
@@ -154,13 +128,13 @@ def own() -> dict[str, Compiler]:
 
 
 class _Brought:
-    """What packages bring: not known before the registry has looked for them."""
+    """The compilers of installed packages; None until the registry has loaded."""
 
     def __init__(self) -> None:
         self.compilers: dict[str, Compiler] | None = None
         self.left_out: tuple[str, ...] = ()
         self.broken: tuple[str, ...] = ()
-        self.here = threading.local()  # `loading` in the thread that looks for packages
+        self.here = threading.local()  # `loading`, in the thread that loads packages
 
 
 _brought = _Brought()
@@ -168,7 +142,7 @@ _brought = _Brought()
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """While packages are looked for in this thread, names are those that are known so far: no second search begins."""
+    """Keep `all_compilers` from loading packages again while this thread loads them."""
     before = getattr(_brought.here, "loading", False)
     _brought.here.loading = True
     try:
@@ -178,36 +152,36 @@ def loading() -> Iterator[None]:
 
 
 def bring(found: Mapping[str, Compiler], left_out: Collection[str] = (), broken: Collection[str] = ()) -> None:
-    """Set what packages bring.
+    """Set the packages' compilers.
 
-    left_out  names that packages bring which are broken: others' files may say them
-    broken    what is wrong with those packages, for whoever asks for a name that nobody brings
+    Args:
+        left_out: names that broken packages bring; other files may still name them
+        broken: errors about those packages, for the error about an unknown compiler
     """
     _brought.left_out, _brought.broken = tuple(left_out), tuple(broken)
     _brought.compilers = dict(found)
 
 
 def all_compilers() -> dict[str, Compiler]:
-    """Every compiler by name: portattn's own, then those that installed packages bring."""
+    """Return all compilers by name: portattn's own, then the installed packages', which it loads first."""
     if _brought.compilers is None and not getattr(_brought.here, "loading", False):
         pkgutil.resolve_name(_LOOK)()
     return {**own(), **(_brought.compilers or {})}
 
 
 def names() -> tuple[str, ...]:
-    """Names of all known compilers."""
     return tuple(all_compilers())
 
 
 def is_compiler(name: str) -> bool:
-    """Whether a file may name this compiler: it is known, or brought by a package that is left out as broken."""
+    """Return whether a file may name this compiler: it is known, or a package left out as broken brings it."""
     if name in own() or name in COMPONENTS:
-        return name in own()  # nobody is asked
+        return name in own()  # without loading packages
     return name in all_compilers() or name in _brought.left_out
 
 
 def find(name: str) -> Compiler | None:
-    """The compiler of a distribution's name or alias, however it is spelt; None for one that nobody brings."""
+    """Return the compiler of a distribution's name or alias, in any spelling, or None."""
     name = canonicalize_name(name)
     for some in (own, all_compilers):  # a name of portattn's own needs no other package
         for one in some().values():
@@ -217,54 +191,48 @@ def find(name: str) -> Compiler | None:
 
 
 def package(name: str) -> str:
-    """The folder that a compiler installs: `triton`, unless it is one that is added to Triton."""
     one = find(name)
     return one.package if one else TRITON
 
 
 def version(name: str, stated: str) -> str:
-    """The PEP 440 version in what the metadata of a distribution states."""
     one = find(name)
     return one.version(stated) if one else stated
 
 
 def released_versions(name: str) -> tuple[str, ...]:
-    """Published versions of a compiler, oldest first; none where nobody says."""
     one = find(name)
     return one.released if one else ()
 
 
 def tried_range(name: str) -> str:
-    """The range of a compiler's versions that kernels were compiled with; empty where nobody says."""
     one = find(name)
     return one.tried if one else ""
 
 
 def canonical(name: str) -> str:
-    """The compiler's name of a distribution's name or alias; the name itself, normalised, where nobody brings it."""
+    """Return the compiler's name for a distribution's name or alias; of an unknown one the normalised name."""
     one = find(name)
     return one.name if one else canonicalize_name(name)
 
 
 def stages() -> tuple[str, ...]:
-    """Stages that compilers of packages have beside Triton's."""
     return tuple(stage for one in all_compilers().values() for stage in one.stages)
 
 
 def variables() -> tuple[str, ...]:
-    """Environment variables that compilers of packages read, and that a quirk may set."""
     return tuple(name for one in all_compilers().values() for name in one.variables)
 
 
 def unknown(name: str) -> str:
-    """Return the error about an unknown compiler."""
+    """Return the text of the error about an unknown compiler."""
     listed = ", ".join(names())
     told = f"{name!r} is no known compiler; known: {listed}; a backend package may bring others (docs/backends.md)"
     return ". ".join([told, *_brought.broken])
 
 
 def name_conflict(name: str, one: Compiler, earlier: Mapping[str, Compiler]) -> str:
-    """Why a package cannot bring a compiler: another brings a name of it. Empty where it can."""
+    """Return the reason why a package cannot bring a compiler (another brings one of its names), or an empty text."""
     for other in earlier.values():
         both = {name, *one.aliases} & {other.name, *other.aliases}
         if both and other.file != one.file:

@@ -1,7 +1,6 @@
-"""One small vocabulary of conditions on a Problem, shared by quirks (`features`) and tuning (`when`).
+"""Conditions on the keys of `Problem.features()`, of quirks (`features`) and tuning (`when`).
 
-A condition is one string: a flag (`causal`), a negated flag (`!causal`), or a comparison
-(`head_dim>=128`, `dtype!=fp32`, `dtype=fp16|bf16`). The names are the keys of `Problem.features()`.
+A condition is a flag (`causal`), a negated flag (`!causal`) or a comparison (`head_dim>=128`, `dtype=fp16|bf16`).
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ _FORM = re.compile(r"^(!?)([a-z_]+)\s*(?:(<=|>=|!=|=|<|>)\s*([A-Za-z0-9_.|]+))?$
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """One parsed condition. `holds(features)` decides it."""
-
     text: str
     name: str
     compare: str
@@ -68,7 +65,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> Condition:
-    """Parse one condition. Raises ValueError naming the text and the vocabulary it left."""
+    """Parse one condition. Raises ValueError that names the text and the known vocabulary."""
     match = _FORM.match(text.strip())
     if not match:
         raise ValueError(f"condition {text!r} is not a flag, !flag, or name<op>value")
@@ -98,23 +95,19 @@ def parse(text: str) -> Condition:
 
 
 def texts_hold(texts: tuple[str, ...], features: Mapping[str, Any]) -> bool:
-    """Whether all conditions hold, given as they are written. Raises ValueError where one is none."""
     return all_hold(parse_all(texts), features)
 
 
 def first_that_holds(named: Iterable[tuple[int, tuple[str, ...]]], features: Mapping[str, Any]) -> int | None:
-    """The number of the first list of conditions that all hold; None where none does."""
     return next((number for number, texts in named if texts_hold(texts, features)), None)
 
 
 def names(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """What each condition asks about. Raises ValueError where one is none."""
     return tuple(condition.name for condition in parse_all(texts))
 
 
 @functools.lru_cache(maxsize=1024)
 def parse_all(texts: tuple[str, ...]) -> tuple[Condition, ...]:
-    """Conditions as they are written, parsed once. Raises ValueError where one is none."""
     return tuple(parse(text) for text in texts)
 
 

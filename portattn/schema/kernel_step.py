@@ -1,4 +1,4 @@
-"""Step: one kernel launch of a variant as data. StepLauncher: a variant's launches as Steps, which can then be kept."""
+"""Step: one kernel launch of a variant as data. StepLauncher: a launcher that describes its launches as Steps."""
 
 from __future__ import annotations
 
@@ -14,54 +14,44 @@ Buffers: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
 
 @dataclass(slots=True)
 class Step:
-    """One kernel launch.
-
-    kernel     a `@triton.jit` or `@gluon.jit` function
-    grid       up to three numbers of programs
-    arguments  every argument of the kernel by name: tensors, descriptors, numbers, None, tl.constexpr
-    options    compiler options: num_warps, num_stages, maxnreg, launch_pdl, …
-    roles      argument -> the name of the tensor that it is of, in those that change from call to call
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-    options: Mapping[str, Any]
+    kernel: Any  # a `@triton.jit` or `@gluon.jit` function
+    grid: tuple[int, ...]  # up to three numbers of programs
+    arguments: Mapping[str, Any]  # every argument by name: tensors, descriptors, numbers, None, tl.constexpr
+    options: Mapping[str, Any]  # compiler options: num_warps, num_stages, maxnreg, launch_pdl, …
+    # argument -> name of its tensor, for tensors that change from call to call
     roles: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def values(self) -> list[Any]:
-        """The arguments in the kernel's order."""
         return [self.arguments[name] for name in self.kernel.arg_names]
 
 
 def launch_steps(steps: Sequence[Step]) -> None:
-    """Launch by Triton's own way, which compiles what is not compiled yet."""
+    """Launch through Triton, which compiles missing kernels."""
     for step in steps:
         step.kernel[step.grid](*step.values, **step.options)
 
 
 class StepLauncher:
-    """A launcher (`Variant.launcher`) whose launches can be described by Steps.
+    """A launcher (`Variant.launcher`) that describes its launches by Steps. Calling it launches through Triton.
 
-    Calling it launches through Triton. Later calls are launched by `driver_launch.Direct`, which calls `steps` once:
-    `steps` may depend only on the tensors' shapes, strides and types, and a Step's roles name every tensor and
-    descriptor that it takes, by the names in `tensors`.
+    `driver_launch.DriverLauncher` launches later calls and calls `steps` once: `steps` may depend only on the tensors'
+    shapes, strides and types, and the roles must name every tensor and descriptor of a Step.
 
-    buffers  shapes and types of tensors that pass between the kernels, by name; allocated for each call
-    each     functions that return a further tensor for one launch (a counter, say), by name; its memory stays as long
-             as that launch may run
+    Args:
+        buffers: shapes and dtypes, by name, of tensors that pass between the kernels; allocated for each call
+        each: functions, by name, that return one more tensor for a launch (a counter, say), kept as long as the launch
     """
 
     def __init__(self, buffers: Buffers | None = None, each: Mapping[str, Callable[[], torch.Tensor]] | None = None):
         self.buffers, self.each = buffers or {}, each or {}
 
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
-        """The launches for a call: `tensors` has the Call's by name, out, lse, and what `fresh` gives."""
+        """Return a call's launches. `tensors` has the Call's tensors by name, out, lse, and the tensors of `fresh`."""
         raise NotImplementedError
 
     def fresh(self, q: torch.Tensor, given: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
-        """What a call needs beside its own tensors, and beside the buffers that are given."""
+        """Return the missing buffers and the tensors of `each`."""
         buffers = {
             name: q.new_empty(shape, dtype=dtype)
             for name, (shape, dtype) in self.buffers.items()

@@ -1,8 +1,6 @@
-"""The table of operations: one row each, with everything about an operation that is data.
+"""The tables of features and of operations: one row each. A feature is a flag of a Problem beyond plain attention.
 
-What the library must know of an operation is read from its row: the command line's options, the vocabulary of
-conditions, requests, validation, launches, canaries. A row names functions as "package.module:function", because they
-lie in rooms above this one. A test compares the rows with the public functions' signatures.
+Rows of operations name functions as "package.module:function", because they lie in rooms above this one.
 """
 
 from __future__ import annotations
@@ -12,7 +10,98 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+FeatureKind = Literal["lengths", "tokens", "scores", "row", "result"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    help: str  # of its command-line option
+    # the part that it changes: valid positions (lengths), chosen tokens (tokens), every score (scores), each row's
+    # softmax (row), the results (result)
+    kind: FeatureKind
+    # Axes of its tensor in a Call: b batch, h query heads, q query rows, k keys, t chosen tokens; s and r batch and
+    # rows of the query tensor, 1 and all rows if packed; m and n blocks of queries and of keys. Empty: no tensor.
+    axes: str = ""
+    dtype: str = ""  # of that tensor, a name of torch's; empty: q's
+    narrow: bool = False  # whether float32 and q's dtype are both taken
+    title: str = ""  # its name in reports; empty: its own name
+
+    @property
+    def floating(self) -> bool:
+        """Return whether its tensor holds floating-point numbers: added in float32, and differentiable."""
+        return bool(self.axes) and self.dtype in ("", "float32")
+
+
+class Flags(msgspec.Struct, frozen=True, kw_only=True):
+    """The features: a Problem's flags, each with its row of FEATURES."""
+
+    seqlens_q: Annotated[bool, Feature("Query lengths are given per sequence", "lengths", "b", "int32")] = False
+    seqlens_k: Annotated[
+        bool, Feature("Key lengths are given per sequence; of pages they always are", "lengths", "b", "int32")
+    ] = False
+    leftpad_q: Annotated[bool, Feature("Queries are padded on the left", "lengths", "b", "int32")] = False
+    leftpad_k: Annotated[bool, Feature("Keys are padded on the left", "lengths", "b", "int32")] = False
+    log_weights: Annotated[bool, Feature("Chosen tokens have weights", "tokens", "bht", "float32")] = False
+    magicpig: Annotated[bool, Feature("Chosen tokens were sampled by MagicPIG", "tokens")] = False
+    softcap: Annotated[bool, Feature("Scores are capped", "scores")] = False
+    alibi_slopes: Annotated[bool, Feature("ALiBi slopes are given", "scores", "bh", "float32", title="ALiBi")] = False
+    sinks: Annotated[bool, Feature("Attention sinks are given", "row", "h", "float32", narrow=True)] = False
+    bias: Annotated[bool, Feature("A bias is given", "scores", "bhqk", narrow=True)] = False
+    mask: Annotated[bool, Feature("A boolean mask is given", "scores", "bhqk", "bool")] = False
+    tree_mask: Annotated[
+        bool, Feature("A tree mask of the new tokens is given", "scores", "sr", "int64", title="tree mask")
+    ] = False
+    block_mask: Annotated[bool, Feature("A block mask is given", "scores", "bhmn", "bool", title="block mask")] = False
+    return_lse: Annotated[bool, Feature("The log-sum-exp is returned as well", "result")] = False
+
+
+FEATURES: Mapping[str, Feature] = MappingProxyType(
+    {field.name: field.type.__metadata__[0] for field in msgspec.structs.fields(Flags)}
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class FeatureTensors:
+    """The features' tensors: a Call's fields."""
+
+    seqlens_q: torch.Tensor | None = None  # (B,) int32 on q's device: valid rows of each sequence; None: all
+    seqlens_k: torch.Tensor | None = None
+    # (B,) int32 on q's device: padding rows before the first valid row; None: none
+    leftpad_q: torch.Tensor | None = None
+    leftpad_k: torch.Tensor | None = None
+    log_weights: torch.Tensor | None = None  # (B, Hq, Lmax) float32, added to the scores of those tokens
+    alibi_slopes: torch.Tensor | None = None  # (B, Hq) float32; stride 0 over B where all sequences have the same
+    sinks: torch.Tensor | None = None  # (Hq,) float32: one more score of each row, without a value
+    bias: torch.Tensor | None = None  # (B, Hq, Sq, Sk) view, broadcast by strides of 0
+    mask: torch.Tensor | None = None  # the same; True = attend
+    # (B, Sq) int64, packed (1, Tq): bit j of a query's word is set if the query attends key j of its sequence's last
+    # keys, as many as its queries. Earlier keys are not masked.
+    tree_mask: torch.Tensor | None = None
+    # (B, Hq, blocks of queries, blocks of keys) bool, broadcast by strides of 0, each row of blocks contiguous: whether
+    # a block's queries attend any key of the other block.
+    block_mask: torch.Tensor | None = None
+
+
+def of_kinds(*kinds: FeatureKind) -> tuple[str, ...]:
+    return tuple(name for name, feature in FEATURES.items() if feature.kind in kinds)
+
+
+# Features that change every score of a tile, which takes registers; a window and a chunk are numbers of a Problem.
+EVERY_SCORE = ("window", "chunk", *of_kinds("scores"))
+# Features that most operations have beside their masks.
+COMMON = of_kinds("scores", "row")
+# Tensors that are added to scores.
+ADDED = tuple(name for name in of_kinds("tokens", "scores") if FEATURES[name].floating)
+# A Call's tensors that can have gradients.
+DIFFERENTIABLE = ("q", "k", "v", "q_rope", *(name for name, feature in FEATURES.items() if feature.floating))
+
 
 # Tensors whose presence is a field of the Problem under another name.
 _FIELD_OF = {
@@ -29,67 +118,65 @@ _NO_OPTION = frozenset({
     "deterministic", "new_v", "positions", "block_size",
 })  # fmt: skip
 
+# Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
+# `window` comes first of the latter, since it decides the causal mask.
+_NUMBERS = ("causal", "scale", "dropout_p", "dropout_seed", "return_lse", "num_splits")
+_SCORED = ("window", *(name for name in COMMON if FEATURES[name].axes), "chunk", "softcap", "block_size")
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A parameter that stands for several tensors (a PageTable, say), and the function that returns them."""
+
+    parameter: str
+    function: str  # "package.module:function"; its parameters have the operation's names
+    results: tuple[str, ...]  # parameters, or tensors and values of the row that are no parameters
+    or_tensor: bool = False  # the parameter may also be a tensor of the call
+
 
 @dataclass(frozen=True)
 class OpRow:
-    """One operation: a public function, or the gradients of one.
-
-    name, title  the function's name, and its name in reports
-    gradient_of  the operation whose gradients it computes, which is no function of its own; empty for public ones
-    tensors      its tensors in the order of a Request: the name in a Call and in kernels' arguments -> the parameter
-    words        messages' names for tensors that are no parameters themselves
-    values       its other parameters that decide a plan, in the order of a Request. `backend` and `validate` follow
-    lengths      the `values` that are sizes, as the tensors' sizes are
-    arguments    the function that replaces parameters for several tensors (a PageTable) by these tensors; "" for none
-    validate     the function that checks a Request's tensors and values and builds the Call
-    launches     the function that builds the core kernel's launches
-    needs, takes fields of a Problem among total_q, total_k, page_size and tokens: always given (tokens may be 0 all the
-                 same), and optional
-    packs_heads  whether its kernel packs the query heads of one key/value head into the rows of a tile
-    latent       whether one latent row is key and value
-    trained_by   of an operation without a gradient: one that has it, for the text of the error; "" if it has one
-    writes       whether it fills a cache in place and returns nothing: k and v are then the cache, q and new_v the new
-                 rows, and heads_q is heads_k
-    canaries     fields of the Problems that its canaries run
-    """
+    """One operation: a public function, or the gradients of one."""
 
     name: str
-    title: str
-    tensors: Mapping[str, str]
+    title: str  # its name in reports
+    tensors: Mapping[str, str]  # in a Request's order: the name in a Call and in kernels' arguments -> the parameter
+    # other parameters that decide a plan, in a Request's order; `backend` and `validate` follow
     values: tuple[str, ...]
-    validate: str
-    launches: str
-    lengths: tuple[str, ...] = ()
-    words: Mapping[str, str] = field(default_factory=dict)
-    arguments: str = ""
-    gradient_of: str = ""
+    validate: str  # function that checks a Request and builds the Call
+    launches: str  # function that builds the core kernel's launches
+    lengths: tuple[str, ...] = ()  # the `values` that are sizes
+    words: Mapping[str, str] = field(default_factory=dict)  # messages' names for tensors that are no parameters
+    expansions: tuple[Expansion, ...] = ()
+    gradient_of: str = ""  # the operation whose gradients it computes; empty: a public function
+    # fields among total_q, total_k, page_size and tokens that are always given (tokens may be 0)
     needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
-    packs_heads: bool = False
-    latent: bool = False
-    trained_by: str = ""
+    takes: tuple[str, ...] = ()  # fields among the same that may be given
+    packs_heads: bool = False  # its kernel packs the query heads of one key/value head into a tile's rows
+    latent: bool = False  # one latent row is key and value
+    trained_by: str = ""  # for the error about gradients that it lacks: an operation that has them
+    # fills a cache (k, v) with new rows (q, new_v) in place and returns nothing; heads_q is heads_k
     writes: bool = False
-    canaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    canaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)  # fields of the canaries' Problems
 
     @functools.cached_property
     def options(self) -> tuple[str, ...]:
-        """Fields of a Problem that its parameters decide; `window` stands for window_left and window_right."""
+        """Return the Problem's fields that its parameters decide; `window` stands for window_left and window_right."""
         found = dict.fromkeys(_FIELD_OF.get(name, name) for name in (*self.values, *self.tensors))
         return tuple(name for name in found if name not in _NO_OPTION and name not in self.lengths)
 
     @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters of its tensors, in their order."""
         return tuple(self.tensors.values())
 
     @functools.cached_property
     def called(self) -> Mapping[str, str]:
-        """What messages call each tensor."""
+        """Return the messages' name for each tensor."""
         return {**self.tensors, **self.words}
 
     @property
     def always_lengths(self) -> bool:
-        """Whether a call always has its sequences' key lengths: those over pages, and what appends after them."""
+        """Return whether every call has its sequences' key lengths: over pages, and to append after them."""
         return "seqlens_k" in self.tensors and ("page_size" in self.needs or self.writes)
 
     @functools.cached_property
@@ -97,22 +184,34 @@ class OpRow:
         """Return the `values` that are no sizes: they are part of the call key."""
         return tuple(name for name in self.values if name not in self.lengths)
 
+    @functools.cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """Return the arguments that are checked before sizes are known, in the order of their errors."""
+        return tuple(name for name in _NUMBERS if name in self.tensors or name in self.values)
+
+    @functools.cached_property
+    def scored(self) -> tuple[str, ...]:
+        """Return the features that are checked against the scores' sizes, in the order of their errors."""
+        return tuple(name for name in _SCORED if name in self.tensors or name in self.values)
+
     def load(self, what: str) -> Callable[..., Any]:
-        """The function that a column of the row names."""
-        path = getattr(self, what)
-        found = _loaded.get(path)
-        if found is None:
-            module, _, function = path.partition(":")
-            found = _loaded[path] = getattr(importlib.import_module(module), function)
-        return found
+        return load_function(getattr(self, what))
 
 
-_loaded: dict[str, Callable[..., Any]] = {}
+@functools.cache
+def load_function(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def _tensors(text: str, **named: str) -> Mapping[str, str]:
-    """Tensors whose parameters have their own names, but for those named."""
+    """Map tensors to their parameters, which have the same names unless `named` says otherwise."""
     return MappingProxyType({name: named.get(name, name) for name in text.split()})
+
+
+def _pages(function: str) -> Expansion:
+    return Expansion("page_table", f"portattn.api.signatures:{function}", ("page_table", "seqlens_k"), or_tensor=True)
 
 
 # Problems of canaries: ragged tails, grouped heads, masks, windows, sinks, keys split over programs.
@@ -152,7 +251,9 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     f"q k v {_OPERANDS} alibi_slopes sinks bias mask block_mask {_LENGTH_NAMES} dropout_seed",
                 ),
                 values=(*_SCORES, "block_size", "dropout_p", "out_dtype", "return_lse", "layout"),
-                arguments="portattn.api.block_mask:replace",
+                expansions=(
+                    Expansion("block_mask", "portattn.api.masks:block_tensors", ("block_mask", "mask", "block_size")),
+                ),
                 validate="portattn.validate.dense:dense_call",
                 launches="portattn.launch.dense:calls",
                 canaries=(
@@ -219,7 +320,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 canaries=(
                     _PLAIN | _CACHE | {"mask": True, "num_splits": 3},
                     _FEATURED | _CACHE | {"bias": True},
-                    _PLAIN | _CACHE | {"num_splits": 3},  # what chips have other loops for
+                    _PLAIN | _CACHE | {"num_splits": 3},  # chips have other loops for it
                 ),
             ),
             OpRow(
@@ -232,7 +333,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 ),
                 values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout", "page_layout"),
                 lengths=("max_seqlen_q",),
-                arguments="portattn.api.arguments:paged",
+                expansions=(_pages("paged_table"),),
                 validate="portattn.validate.paged:paged_call",
                 launches="portattn.launch.decode:calls",
                 needs=("page_size",),
@@ -253,9 +354,16 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 ),
                 words={"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
                 values=("scale", "softcap", "num_splits", "return_lse", "layout", "page_layout", "magicpig"),
-                arguments="portattn.api.arguments:sparse",
+                expansions=(
+                    _pages("sparse_table"),
+                    Expansion(
+                        "magicpig",
+                        "portattn.api.signatures:magicpig_tensors",
+                        ("magicpig", "magicpig_bits", "magicpig_tables"),
+                    ),
+                ),
                 validate="portattn.validate.sparse:sparse_call",
-                launches="portattn.launch.sparse:calls",
+                launches="portattn.launch.decode:sparse_calls",
                 needs=("tokens",),
                 takes=("page_size", "tokens"),
                 trained_by="attention, with the chosen tokens as its mask",
@@ -278,7 +386,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 ),
                 values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout"),
                 lengths=("max_seqlen_q",),
-                arguments="portattn.api.arguments:latent",
+                expansions=(_pages("latent_table"),),
                 validate="portattn.validate.latent:mla_call",
                 launches="portattn.launch.decode:calls",
                 needs=("page_size",),
@@ -296,8 +404,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     f"q new_v k v seqlens_k {_STORED} cos sin", q="k", new_v="v", k="k_cache", v="v_cache"
                 ),
                 values=("rotary", "layout"),
-                validate="portattn.validate.writing:append_call",
-                launches="portattn.launch.writing:calls",
+                validate="portattn.validate.write:append_call",
+                launches="portattn.launch.write:calls",
                 writes=True,
                 canaries=(
                     _NEW | {"batch": 3, "seq_q": 19, "seq_k": 90, "seqlens_k": True},
@@ -316,8 +424,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     slots="slot_mapping",
                 ),
                 values=("rotary", "page_layout"),
-                validate="portattn.validate.writing:pages_call",
-                launches="portattn.launch.writing:calls",
+                validate="portattn.validate.write:pages_call",
+                launches="portattn.launch.write:calls",
                 needs=("page_size",),
                 takes=("page_size",),
                 writes=True,
@@ -326,9 +434,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
         )
     }
 )
-# The operations that are functions.
 PUBLIC = tuple(name for name, row in ROWS.items() if not row.gradient_of)
-# Those that fill a cache in place.
 WRITERS = tuple(name for name, row in ROWS.items() if row.writes)
-# Of an operation the one that computes its gradients.
+# Operation -> the operation that computes its gradients.
 BACKWARD = {row.gradient_of: name for name, row in ROWS.items() if row.gradient_of}

@@ -1,4 +1,4 @@
-"""What planning hands on: Plan, and the Rejections and applied quirks that explain it."""
+"""Plan: the result of planning, with the Rejections and applied quirks that explain it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 
 
-class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """A quirk that changed this plan, or cautions about it: its sentence, what it set, and what is not sure about that.
+class AppliedQuirk(msgspec.Struct, frozen=True, kw_only=True):
+    """A quirk that changed this plan or cautions about it: its sentence, the values that it set, and a doubt.
 
-    note  that the toolchain is only assumed to have the bug, or that a hard limit overruled a choice; empty for neither
+    Attributes:
+        note: the toolchain is only assumed to have the bug, or a hard limit overruled a choice; empty without a doubt
     """
 
     id: str
@@ -24,30 +25,26 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """How the core kernel runs, or would have run had it not been rejected.
-
-    form     the function that runs in place of the kernel's own with this lowering; empty where its own does
-    choices  names of the lowering's fields that the kernel reads
-    key      identifies the specialisation, target and toolchain for records
-    """
+    """How the core kernel runs, or would run if it were not rejected."""
 
     kernel: str
-    form: str = ""
+    form: str = ""  # function that runs in place of the kernel's own with this lowering; empty: its own
     lowering: Lowering
     launch: Launch
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # fields of the lowering that the kernel reads
     env: dict[str, str] = {}
-    quirks: tuple[Applied, ...] = ()
+    quirks: tuple[AppliedQuirk, ...] = ()
     notes: tuple[str, ...] = ()
-    key: str = ""
+    key: str = ""  # identifies the specialisation, target and toolchain for records
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """A path that was not taken: why, and what would change that.
+    """A path that was not taken, with the reason and a hint how to get it.
 
-    quirk     id of the quirk that rejects it, if one does
-    incident  id of the failure seen here, if one was
-    choice    for a core path, how it would have run
+    Attributes:
+        quirk: id of the quirk that rejects it, or empty
+        incident: id of the failure seen here, or empty
+        choice: how a core path would have run
     """
 
     path: str
@@ -58,9 +55,10 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     choice: CoreChoice | None = None
 
     def note(self, subject: str = "") -> str:
-        """Return the reason of the rejection, as a note of the plan that is taken instead.
+        """Return the reason as a note of the plan that is taken instead.
 
-        subject  of the reason, if that is only a predicate, as variants' reasons are
+        Args:
+            subject: of the reason, if that is only a predicate, as variants' reasons are
         """
         if self.quirk or self.incident:
             return f"not {self.path}: {self.reason} [{self.quirk or self.incident}]"
@@ -71,21 +69,23 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How one problem runs on one target.
 
-    path       `triton` or `interpreter` (core kernels), a variant's or a vendor path's name, or `reference`
-    requested  what the caller asked for (`auto`, or a path)
-    schedule, needs   of a variant: how it is scheduled, and what it needs, as it describes itself
-    kernel, form, lowering, launch, choices, env   of a core path, as in CoreChoice; None and empty elsewhere
-    quirks     those that changed the plan, in the order in which they were applied
-    rejected   every path that comes before `path`, with its reason
-    key        identifies the specialisation, target and toolchain; empty without a kernel of portattn's
+    Attributes:
+        path: `triton` or `interpreter` (core kernels), a variant's or a vendor path's name, or `reference`
+        requested: `auto`, or the path that the caller named
+        schedule, needs: a variant's own description of its schedule and requirements
+        kernel, form, lowering, launch, choices, env: of a core path, as in CoreChoice; None and empty elsewhere
+        quirks: quirks that changed the plan or caution about it, in the order of application
+        rejected: every path that comes before `path`, with its reason
+        key: identifies the specialisation, target and toolchain; empty without a kernel of portattn's
 
     `portattn.plan` makes one.
 
-    >>> import portattn
-    >>> problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)
-    >>> plan = portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0"))
-    >>> plan.path, plan.fell_back, plan.launch.num_warps
-    ('triton', False, 4)
+    Examples:
+        >>> import portattn
+        >>> problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)
+        >>> plan = portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0"))
+        >>> plan.path, plan.fell_back, plan.launch.num_warps
+        ('triton', False, 4)
     """
 
     problem: Problem
@@ -99,7 +99,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     launch: Launch | None = None
     choices: tuple[str, ...] = ()
     env: dict[str, str] = {}
-    quirks: tuple[Applied, ...] = ()
+    quirks: tuple[AppliedQuirk, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
     key: str = ""
@@ -108,22 +108,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fell_back(self) -> bool:
-        """Whether `auto` was asked for and a path that comes earlier had to be passed over."""
+        """Return whether `auto` was requested and an earlier path was rejected."""
         return self.requested == "auto" and bool(self.rejected)
 
     @property
     def specialised(self) -> tuple[Lowering, Launch]:
-        """Lowering and launch of a core path. Raises ValueError for a path that has none."""
+        """Return lowering and launch of a core path. Raises ValueError for any other path."""
         if self.lowering is None or self.launch is None:
             raise ValueError(f"the {self.path} path has no kernel of ours, so no lowering and no launch")
         return self.lowering, self.launch
 
     def __str__(self) -> str:
-        """What `explain` says: `print(portattn.last_plan())` is for people. The repr has every field."""
+        """Return `explain()`, for people; the repr has every field."""
         return self.explain()
 
     def explain(self) -> str:
-        """The plan as text: path, kernel, quirks with their sentences, and every path not taken."""
+        """Return the plan as text: path, kernel, quirks with their sentences, and every rejected path."""
         lines = [f"{self.problem}", f"on {self.target} with {self.toolchain}: {self.path} path"]
         if self.lowering and self.launch:
             lines += _describe(
@@ -147,7 +147,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kernel_text(kernel: str, form: str) -> str:
-    """A kernel's name for people, with the form that runs: tuning, quirks and records know the kernel's name alone."""
+    """Return a kernel's name for people, with the form that runs. Tuning, quirks and records name the kernel alone."""
     return f"{kernel}, in its form {form}" if form else kernel
 
 
@@ -162,8 +162,8 @@ def _describe(
     ]
 
 
-def _quirk_lines(quirks: Sequence[Applied]) -> list[str]:
-    """A line for each quirk that changed something, and one with the ids of all that did not, or for each doubt one."""
+def _quirk_lines(quirks: Sequence[AppliedQuirk]) -> list[str]:
+    """Return a line for each quirk that changed the plan, and a line for each doubt with the ids of the others."""
     lines = [f"  quirk    {q.id}: {q.sentence}" + (f" [{q.note}]" if q.note else "") for q in quirks if q.sets]
     noted: dict[str, list[str]] = {}
     for quirk in quirks:

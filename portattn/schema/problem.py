@@ -1,4 +1,4 @@
-"""Problem: what a call asks for, validated once. It holds shapes and features, never data."""
+"""Problem: the shapes and features of a call, validated once, without data."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ from typing import Any, get_args
 import msgspec
 
 from portattn.errors import ArgumentError
-from portattn.schema.features import EVERY_SCORE
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import EVERY_SCORE, FEATURES, ROWS, Flags
 from portattn.schema.problem_limits import (
     ANY_LENGTH,
     ASKED,
     DEMAND_NAMES,
     DS_GROUP,
-    DS_MLA,
     DTYPES,
     FOREIGN,
-    INTEGERS,
     LIMITS,
     MAX_TREE,
-    NV_BLOCK,
-    NVFP4,
     OPS,
     OPS_OWN,
-    PAIRED,
     PLAIN,
     QUERY_TILE,
     STORAGE,
     UNLIMITED,
+    CacheFormat,
     Causal,
     Dtype,
     KvFormat,
@@ -38,6 +33,7 @@ from portattn.schema.problem_limits import (
     Op,
     PageLayout,
     Rotary,
+    cache_format,
 )
 from portattn.schema.symbolic_int import is_size
 
@@ -45,7 +41,7 @@ _Struct: Any = type(msgspec.Struct)
 
 
 class _ByKeyword(_Struct):
-    """Names the keywords in the error of a positional argument."""
+    """A metaclass whose error about positional arguments names the keywords."""
 
     def __call__(cls, *positional: Any, **fields: Any) -> Any:  # noqa: N805 - a metaclass
         if positional:
@@ -55,60 +51,60 @@ class _ByKeyword(_Struct):
 
 
 def check_groups(op: str, heads_q: int, heads_k: int, hint: str = "") -> None:
-    """Raise ArgumentError where no whole number of query heads shares a key/value head; `hint` ends its text."""
+    """Raise ArgumentError unless heads_q is a multiple of heads_k; `hint` ends its text."""
     if heads_k > 0 and heads_q % heads_k:
         limit = f"must be a multiple of the {heads_k} key/value heads (heads_k){hint}"
         raise ArgumentError(op, "heads_q", heads_q, limit)
 
 
-class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
+class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One attention problem: op, sizes, dtype and features (schema/ops.py). Hashable: plans are cached by it.
 
-    op            the operation
-    dtype         of queries and results; of results alone where queries are quantised
-    batch, heads_q, heads_k, seq_q, seq_k   sizes; seq_k is a cache's capacity for the ops that read one, and of packed
-                  tensors seq_q and seq_k are the longest sequence's
-    head_dim, head_dim_v                    width of Q and K, and of V; for mla_attention of the latent row, and of its
-                  part that is also V
-    causal        none; bottom_right (the last query sees the last key); top_left (query i sees keys 0..i)
-    window_left, window_right  keys that a query sees before and after its own position; -1 for all of them. A right
-                  side of 0 is `causal`
-    chunk         keys of a chunk, counted from the sequence's first key; a query sees its own position's chunk. 0 for
-                  no chunks
-    total_q, total_k  rows of packed queries, and of packed keys; None if they are not packed
-    seqlens_q/k   per-sequence lengths are given, on the device
-    leftpad_q/k   per-sequence left padding is given, on the device
-    page_size, page_layout  tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
-    pages_in_line  each page follows the page before it at the distance of two rows: a head's rows of all pages are one
-                  matrix
-    tokens        places for chosen tokens of each head (Lmax of sparse_attention)
-    log_weights, magicpig  sparse_attention: logarithms added to the scores, given or computed from MagicPIG's K and L
-    softcap, alibi_slopes, sinks, bias, mask, tree_mask, block_mask   those features are asked for
-    block_q, block_k  queries and keys of a block of block_mask
-    bias_by_key, mask_by_key   they are the same for every head and query of a sequence
-    num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
-    aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
-    word_aligned  the same for a cache's rows, with 4 bytes (for a float32 scale inside them). For nvfp4 the blocks'
-                  scales too, with 2 or 1 if a row's scales are no multiple of 4 bytes
-    kv_format     format of the numbers in the cache: as_q (q's dtype), or a narrower one, which kernels widen in
-                  registers. attention and varlen_attention have queries in it too (q_format), and values except with
-                  int8 (v_format)
-    kv_scales     the unit of a scale of keys, values and queries: none, head (a key/value head of a sequence, also if
-                  all share one), token (a token and a head)
-    rotary, rotary_dim  append and write: keys get a rotary embedding on the way, in so many first columns
-    large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
-    needs_grad    autograd will ask for gradients
-    dropout       dropout_p > 0
-    grad_lse, grad_bias, grad_slopes   of gradients: the LSE has one, and the bias's and the slopes' are asked for
-    deterministic results must repeat bit by bit (torch.use_deterministic_algorithms)
-    negative_scale  the factor on the scores is below 0: kernels carry its sign in Q
+    Attributes:
+        op: the operation
+        dtype: of queries and results; of results alone if queries are quantised
+        batch, heads_q, heads_k, seq_q, seq_k: sizes; seq_k is a cache's capacity; of packed tensors seq_q and seq_k are
+            the longest sequence's
+        head_dim, head_dim_v: width of Q and K, and of V; for mla_attention of the latent row, and of its part that is
+            also V
+        causal: none; bottom_right (the last query sees the last key); top_left (query i sees keys 0..i)
+        window_left, window_right: keys that a query sees before and after its own position; -1 for all of them. A right
+            side of 0 is `causal`
+        chunk: keys of a chunk, counted from the sequence's first key; a query sees its own position's chunk. 0 for no
+            chunks
+        total_q, total_k: rows of packed queries and keys; None if they are not packed
+        page_size, page_layout: tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
+        pages_in_line: each page follows the page before it at the distance of two rows: a head's rows of all pages are
+            one matrix
+        tokens: places for chosen tokens of each head (Lmax of sparse_attention)
+        block_q, block_k: queries and keys of a block of block_mask
+        bias_by_key, mask_by_key: they are the same for every head and query of a sequence
+        num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
+        aligned: rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
+        word_aligned: the same for a cache's rows, with 4 bytes (for a float32 scale inside them). For nvfp4 the blocks'
+            scales too, with 2 or 1 if a row's scales are no multiple of 4 bytes
+        kv_format: format of the numbers in the cache: as_q (q's dtype), or a narrower format that kernels dequantize in
+            registers. attention and varlen_attention have queries in it too (q_format), and values except with int8
+            (v_format)
+        kv_scales: the unit of a scale of keys, values and queries: none, head (a key/value head of a sequence, also if
+            all share one), token (a token and a head)
+        rotary, rotary_dim: append and write: keys get a rotary embedding in their first rotary_dim columns
+        large: a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
+        needs_grad: autograd will ask for gradients
+        dropout: dropout_p > 0
+        grad_lse, grad_bias, grad_slopes: gradients: the LSE has a gradient; the bias's and the slopes' are requested
+        deterministic: results must repeat bit by bit (torch.use_deterministic_algorithms)
+        negative_scale: the factor on the scores is below 0: kernels carry its sign in Q
 
-    Raises ArgumentError, naming the field, when a size is out of range, and TypeError for a positional argument.
+    Raises:
+        ArgumentError: A size is out of range; the error names the field.
+        TypeError: A field is given by position.
 
-    >>> import portattn
-    >>> sizes = dict(batch=1, heads_q=8, heads_k=2, seq_q=128, seq_k=128, head_dim=64)
-    >>> print(portattn.Problem(**sizes, causal="bottom_right", dtype="bf16"))
-    attention q (1,8,128,64) kv (1,2,128,64) bf16 causal bottom-right
+    Examples:
+        >>> import portattn
+        >>> sizes = dict(batch=1, heads_q=8, heads_k=2, seq_q=128, seq_k=128, head_dim=64)
+        >>> print(portattn.Problem(**sizes, causal="bottom_right", dtype="bf16"))
+        attention q (1,8,128,64) kv (1,2,128,64) bf16 causal bottom-right
     """
 
     op: Op = "attention"
@@ -126,29 +122,15 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
     chunk: int = 0
     total_q: int | None = None
     total_k: int | None = None
-    seqlens_q: bool = False
-    seqlens_k: bool = False
-    leftpad_q: bool = False
-    leftpad_k: bool = False
     page_size: int = 0
     page_layout: PageLayout = "phd"
     pages_in_line: bool = False
     tokens: int = 0
-    log_weights: bool = False
-    magicpig: bool = False
-    softcap: bool = False
-    alibi_slopes: bool = False
-    sinks: bool = False
-    bias: bool = False
     bias_by_key: bool = False
-    mask: bool = False
     mask_by_key: bool = False
-    tree_mask: bool = False
-    block_mask: bool = False
     block_q: int = 128
     block_k: int = 128
     num_splits: int = 0
-    return_lse: bool = False
     kv_format: KvFormat = "as_q"
     kv_scales: KvScales = "none"
     rotary: Rotary = "none"
@@ -164,6 +146,10 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
     grad_slopes: bool = False
     deterministic: bool = False
     negative_scale: bool = False
+
+    def __repr__(self) -> str:  # the base class's fields would come first
+        names = (*(name for name in self.__struct_fields__ if name not in FEATURES), *FEATURES)
+        return f"Problem({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -194,7 +180,7 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
         self._check_op()
 
     def _check_op(self) -> None:
-        """What one op has and another has not. Callers meet these limits in validation; this guards the data."""
+        """Raise ArgumentError for a field that the op lacks or needs; validation tells callers before."""
         row = ROWS[self.op]
         for name, absent in STORAGE.items():
             given = getattr(self, name)
@@ -219,61 +205,34 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
             )
 
     def _check_cache(self) -> None:
-        """A cache of narrower numbers than q's: which op reads one, and what goes with which format."""
         if self.kv_format == "as_q":
             if self.kv_scales != "none":
                 raise ArgumentError(self.op, "kv_scales", self.kv_scales, "goes with a kv_format other than as_q")
             return
         if "k_scale" not in ROWS[self.op].tensors:
             raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
-        if self.kv_format == "int4":
-            self._check_int4()
-        if self.kv_format == NVFP4:
-            self._check_nvfp4()
+        row, kind, name = ROWS[self.op], self.cache_format, self.kv_format
+        if self.op not in kind.ops:
+            whose = "latent rows of " if row.latent else "operands of " if "q_scale" in row.tensors else ""
+            takes = "reads no latent rows" if kind.latent else f"takes no {'' if kind.block else whose}{name}"
+            raise ArgumentError(self.op, "kv_format", name, f"{self.op} {takes}")
+        for field in ("head_dim", "head_dim_v"):
+            if kind.row_multiple > 1 and getattr(self, field) % kind.row_multiple:
+                raise ArgumentError(self.op, field, getattr(self, field), kind.width_limit(f"kv_format {name}"))
         if self.q_format not in ("as_q", "int8") and self.kv_scales == "token":
-            limit = f"must be none or head with q, k and v of {self.kv_format}"
+            limit = f"must be none or head with q, k and v of {name}"
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
-        if self.dtype == "fp32" and not self.writes:
-            raise ArgumentError(self.op, "dtype", self.dtype, f"must be fp16 or bf16 with kv_format {self.kv_format}")
-        if self.kv_format in INTEGERS and self.kv_scales == "none":
-            limit = f"must be head or token with kv_format {self.kv_format}"
+        if self.dtype not in kind.dtypes and not self.writes:
+            limit = f"must be {' or '.join(kind.dtypes)} with kv_format {name}"
+            raise ArgumentError(self.op, "dtype", self.dtype, limit)
+        if self.kv_scales not in kind.scales:
+            beside = (
+                ", beside the scales of its blocks" if kind.block else ", whose rows hold them" if kind.latent else ""
+            )
+            limit = f"must be {' or '.join(kind.scales)} with kv_format {name}{beside}"
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
-        if self.kv_format == DS_MLA:
-            self._check_ds_mla()
-
-    def _check_int4(self) -> None:
-        """Two numbers a byte: of caches whose keys and values are rows of their own, and of an even width."""
-        row = ROWS[self.op]
-        if row.latent or "q_scale" in row.tensors:
-            whose = "latent rows" if row.latent else "operands"
-            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} takes no {whose} of int4")
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) % 2:
-                limit = "must be even with kv_format int4, two numbers a byte"
-                raise ArgumentError(self.op, name, getattr(self, name), limit)
-
-    def _check_nvfp4(self) -> None:
-        """Blocks of numbers with a scale each: of caches whose rows are whole blocks, with no scale for each token."""
-        if "k_block_scale" not in ROWS[self.op].tensors:
-            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} takes no {NVFP4}")
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) % NV_BLOCK:
-                limit = f"must be a multiple of {NV_BLOCK} with kv_format {NVFP4}, whose blocks share a scale"
-                raise ArgumentError(self.op, name, getattr(self, name), limit)
-        if self.kv_scales == "token":
-            limit = f"must be none or head with kv_format {NVFP4}, beside the scales of its blocks"
-            raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
-
-    def _check_ds_mla(self) -> None:
-        """Rows of numbers, scales and rotary numbers: of a latent cache alone, with queries of their rotary dtype."""
-        if not ROWS[self.op].latent:
-            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads no latent rows")
-        if self.kv_scales != "none":
-            raise ArgumentError(self.op, "kv_scales", self.kv_scales, f"must be none: {DS_MLA} rows hold their scales")
-        if self.dtype != "bf16":
-            raise ArgumentError(self.op, "dtype", self.dtype, f"must be bf16 with kv_format {DS_MLA}")
-        if self.head_dim_v % DS_GROUP:
-            limit = f"must be a multiple of {DS_GROUP} with kv_format {DS_MLA}"
+        if kind.latent and self.head_dim_v % DS_GROUP:
+            limit = f"must be a multiple of {DS_GROUP} with kv_format {name}"
             raise ArgumentError(self.op, "head_dim_v", self.head_dim_v, limit)
 
     def _check_written(self) -> None:
@@ -286,69 +245,77 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Return the number of query heads that share one key/value head."""
         return self.heads_q // self.heads_k
 
     @property
+    def cache_format(self) -> CacheFormat:
+        return cache_format(self.kv_format)
+
+    @property
     def q_format(self) -> str:
-        """Format of the queries: as_q unless they are quantised as the keys are."""
+        """Return the queries' format: as_q unless they are quantised as the keys are."""
         return self.kv_format if "q_scale" in ROWS[self.op].tensors else "as_q"
 
     @property
     def v_format(self) -> str:
-        """Format of the values: that of the keys, but for those beside quantised queries and keys of int8."""
+        """Return the values' format: the keys', but as_q beside int8 queries and keys."""
         return "as_q" if self.q_format == "int8" else self.kv_format
 
     @property
     def padded(self) -> bool:
-        """Whether any per-sequence length or left padding is given."""
+        """Return whether any per-sequence length or left padding is given."""
         return self.seqlens_q or self.seqlens_k or self.leftpad_q or self.leftpad_k
 
     @property
     def numbers_of_word(self) -> int:
-        """Numbers that 16 bits of a quantised cache hold."""
-        return 4 if self.kv_format in PAIRED else 2
+        """Return how many numbers 16 bits of a quantised cache hold."""
+        return 2 * self.cache_format.per_byte
 
     @property
     def words(self) -> bool:
-        """Whether rows of a quantised cache are whole 16-bit words at aligned addresses (attend_packed16.py)."""
-        number = 2 * NV_BLOCK if self.kv_format == NVFP4 else self.numbers_of_word  # a row's scales are words too
+        """Return whether a quantised cache's rows are whole 16-bit words at aligned addresses (attend_packed16.py)."""
+        block = self.cache_format.block
+        number = 2 * block or self.numbers_of_word  # a row's scales are words too
         whole = self.head_dim % number == 0 and self.head_dim_v % number == 0
-        # What is aligned says nothing of the scales of nvfp4's blocks.
-        aligned = self.word_aligned or (self.aligned and self.kv_format != NVFP4)
-        return self.kv_format != "as_q" and whole and aligned
+        aligned = self.word_aligned or (self.aligned and not block)  # `aligned` does not cover the scales of blocks
+        return self.cache_format.words and whole and aligned
 
     @property
     def packed(self) -> bool:
-        """Whether queries of all sequences lie one after the other in one tensor."""
+        """Return whether the queries of all sequences lie one after the other in one tensor."""
         return self.total_q is not None
 
     @property
     def window(self) -> bool:
-        """Whether a window hides keys."""
         return self.window_left != UNLIMITED or self.window_right != UNLIMITED
 
     @property
     def backward(self) -> bool:
-        """Whether it is the gradients of an operation."""
         return bool(ROWS[self.op].gradient_of)
 
     @property
     def writes(self) -> bool:
-        """Whether a cache is written, and nothing attended."""
+        """Return whether a cache is written, and nothing attended."""
         return ROWS[self.op].writes
 
     @property
     def query_rows(self) -> tuple[int, int]:
-        """(batch, rows) of the query tensor: packed queries are one batch of all rows."""
+        """Return (batch, rows) of the query tensor; packed queries are one batch of all rows."""
         return (self.batch, self.seq_q) if self.total_q is None else (1, self.total_q)
 
-    def demands(self) -> tuple[str, ...]:
-        """Return the names of demands beyond the op's plain attention over these sizes, in the fields' order.
+    def axis_sizes(self) -> dict[str, int]:
+        """Return the size of each axis of a feature's tensor (Feature.axes)."""
+        batch, rows = self.query_rows
+        sizes = {"b": self.batch, "h": self.heads_q, "q": self.seq_q, "k": self.seq_k, "t": self.tokens}
+        blocks = {"m": -(-self.seq_q // self.block_q), "n": -(-self.seq_k // self.block_k)}
+        return sizes | blocks | {"s": batch, "r": rows}
 
-        Every field without its default is a demand, a new field too: a path that does not declare it (`takes`) is not
-        taken. Only sizes, types and places in memory are not, which each path checks.
-        """
+    def demands(self) -> tuple[str, ...]:
+        """Return the names of demands beyond the op's plain attention over these sizes, features last.
+
+        Every field without its default is a demand, a new field too, so that each path must declare it (`takes`);
+        sizes, types and memory layout are no demands: each path checks them."""
         found: dict[str, None] = {}
         own = OPS_OWN.get(self.op, ())
         for name, default in _defaults(type(self)):
@@ -363,8 +330,7 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
         return tuple(found)
 
     def features(self) -> dict[str, Any]:
-        """What conditions can ask about: every key of conditions.FLAGS, NUMBERS and WORDS but `programs`. Not to be
-        changed: planning asks for them again and again, and the last ones are kept."""
+        """Return the values of all names of conditions.py but `programs`. It is cached: callers must not change it."""
         global _last_features
         whose, found = _last_features
         if whose is not self:
@@ -382,7 +348,7 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
             # nothing may be chosen by how many or how long they are.
             seq_q = rows = ANY_LENGTH
         elif self.packed:
-            # The lengths are on the device: what is known is how long a sequence is on average.
+            # The lengths are on the device: only a sequence's average length is known.
             rows = -(-(self.total_q or 0) // max(self.batch, 1))
         return {
             **{name: getattr(self, name) for name in ASKED},
@@ -393,7 +359,7 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
             "packed": self.packed,
             "window": self.window or self.chunk > 0,  # kernels mask a chunk by the code of a window
             "chunk": self.chunk > 0,
-            # What is done to every score of a tile takes registers.
+            # A change of every score of a tile takes registers.
             "featured": any(getattr(self, name) for name in EVERY_SCORE),
             "aligned": self.aligned,
             "words": self.words,
@@ -423,9 +389,9 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
         }
 
     def flops(self) -> int:
-        """Floating-point operations: 2·D per score and 2·Dv per value, causal counting only what is
-        attended (half the square when seq_q = seq_k). Windows, chunks and masks count as if they hid nothing. Of
-        gradients 2.5 times as many: five products for two."""
+        """Return the floating-point operations: 2·D a score and 2·Dv a value; of gradients 2.5 times as many.
+
+        A causal mask's hidden pairs do not count; windows, chunks and other masks count as if they hid nothing."""
         if self.writes:
             return 0
         pairs = self.seq_q * (self.tokens or self.seq_k)
@@ -473,8 +439,8 @@ class Problem(msgspec.Struct, metaclass=_ByKeyword, frozen=True, kw_only=True, f
 
 @functools.lru_cache(maxsize=16)
 def _defaults(kind: type[Problem]) -> tuple[tuple[str, Any], ...]:
-    """Fields and their defaults."""
-    return tuple((field.name, field.default) for field in msgspec.structs.fields(kind))
+    fields = sorted(msgspec.structs.fields(kind), key=lambda field: field.name in ASKED)
+    return tuple((field.name, field.default) for field in fields)
 
 
 # Every name that Problem.demands can give today.

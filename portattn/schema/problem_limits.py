@@ -1,11 +1,13 @@
-"""What a Problem's fields can hold: names, limits, which op has which, and what counts as plain attention."""
+"""The values that a Problem's fields can have: names, limits, cache formats, and which op has which."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from portattn.schema.features import FEATURES
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import FEATURES, ROWS
 from portattn.schema.symbolic_int import is_size
 
 Op = Literal[
@@ -14,20 +16,88 @@ Op = Literal[
 ]  # fmt: skip
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
-# How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
+# Rows of FORMATS, or the dtype of q; and the unit of their scales.
 KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "int4", "nvfp4", "fp8_ds_mla"]
 KvScales = Literal["none", "head", "token"]
 # Which columns of a new key a rotary embedding turns together: halves (NeoX), or neighbours (GPT-J).
 Rotary = Literal["none", "neox", "interleaved"]
-DS_MLA, DS_GROUP = "fp8_ds_mla", 128  # and how many of its numbers share a scale
-INTEGERS = ("int8", "int4")  # formats that mean nothing without scales
-NVFP4, NV_BLOCK = "nvfp4", 16  # e2m1 numbers, and how many neighbours of a row share a scale, which is e4m3
-PAIRED = ("int4", "nvfp4")  # formats with two numbers in a byte
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["phd", "hpd"]
 
 OPS: tuple[str, ...] = get_args(Op)
 DTYPES: tuple[str, ...] = get_args(Dtype)
+DS_GROUP = 128  # numbers of a latent row that share a scale inside it
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """The storage of a quantised cache's numbers, or of quantised q, k and v."""
+
+    dtype: str = ""  # of the caller's tensors, a name of torch's; empty: the dtype of q
+    largest: float = 0.0  # the largest magnitude; of packed integers, counted from `zero`
+    ops: tuple[str, ...] = ()  # operations that take the format
+    scales: tuple[KvScales, ...] = ("none", "head", "token")  # the units that its scales may have
+    canary: KvScales = "none"  # the unit of the scales of its canary (testing/canary.py)
+    per_byte: int = 1  # numbers in a byte, the first in its lowest bits
+    zero: int = 0  # zero point of unsigned integers; the lowest bits of a token's scale may replace it
+    block: int = 0  # neighbours in a row that share one e4m3 number of k_block_scale or v_block_scale
+    latent: bool = False  # whole latent rows, with their scales and numbers of bfloat16
+    dtypes: tuple[Dtype, ...] = ("fp16", "bf16")  # of the queries
+    words: bool = True  # kernels/attend_packed16.py reads it
+
+    @property
+    def bits(self) -> int:
+        return 8 // self.per_byte
+
+    @property
+    def default_scales(self) -> KvScales:
+        return "none" if "none" in self.scales else self.scales[-1]
+
+    @property
+    def row_multiple(self) -> int:
+        """Return the number of which a row's width is a multiple."""
+        return self.block or self.per_byte
+
+    @property
+    def count(self) -> str:
+        """Return how many numbers a byte holds, as a word."""
+        return {1: "one", 2: "two", 4: "four"}.get(self.per_byte, str(self.per_byte))
+
+    def width_limit(self, storage: str) -> str:
+        """Return an error's limit for a width that is no `row_multiple`; `storage` is the format or the dtype."""
+        multiple = "even" if self.row_multiple == 2 else f"a multiple of {self.row_multiple}"
+        why = "whose blocks share a scale" if self.block else f"{self.count} numbers a byte"
+        return f"must be {multiple} with {storage}, {why}"
+
+
+_CACHES = ("decode_attention", "paged_attention", "append_kv", "write_pages")
+_CHOSEN = (*_CACHES, "sparse_attention")
+_ALL = (*_CHOSEN, "mla_attention", "attention", "varlen_attention")
+# The formats of caches in the order in which errors and tables list them. docs/adding-an-op.md names the places of one.
+FORMATS: Mapping[str, CacheFormat] = MappingProxyType(
+    {
+        "e4m3": CacheFormat("float8_e4m3fn", 448.0, _ALL, canary="token"),
+        "e5m2": CacheFormat("float8_e5m2", 57344.0, _ALL),
+        "e4m3fnuz": CacheFormat("float8_e4m3fnuz", 240.0, _ALL, canary="head"),
+        "int8": CacheFormat("int8", 127.0, _ALL, ("head", "token"), "token"),
+        "int4": CacheFormat("uint8", 7.0, _CHOSEN, ("head", "token"), "token", per_byte=2, zero=8),
+        "nvfp4": CacheFormat("uint8", 6.0, _CACHES, ("none", "head"), "head", per_byte=2, block=16),
+        "fp8_ds_mla": CacheFormat("uint8", 448.0, ("mla_attention",), ("none",), latent=True, dtypes=("bf16",)),
+    }
+)
+AS_Q = CacheFormat(words=False)
+assert get_args(KvFormat) == ("as_q", *FORMATS)
+# Formats whose caches have at most one scale for each number.
+ONE_SCALE = tuple(name for name, row in FORMATS.items() if not row.block and not row.latent)
+
+
+def cache_format(name: str) -> CacheFormat:
+    return FORMATS.get(name, AS_Q)
+
+
+def formats_of(op: str) -> dict[str, CacheFormat]:
+    return {name: row for name, row in FORMATS.items() if op in row.ops}
+
 
 MAX_HEAD_DIM = 576  # the widest head in use: DeepSeek's latent cache, 512 + 64
 MAX_SIZE = 2**31 - 1  # kernels count batches and heads in int32
@@ -35,8 +105,8 @@ MAX_LENGTH = 2**29  # and rows and keys too: a position, a window's sides and a 
 MAX_TREE = 64  # new tokens of a tree mask: the bits of a query's word
 MAX_SPLITS = 128  # programs that share one row's keys
 ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
-QUERY_TILE = 128  # rows: what the condition `query_tiles` counts in
-SAGE_BLOCK = 64  # tokens that share a scale where `quantize` makes int8 ones. Source: SageAttention's blocks of keys
+QUERY_TILE = 128  # rows: the unit of the condition `query_tiles`
+SAGE_BLOCK = 64  # tokens that share an int8 scale of `quantize`. Source: SageAttention's blocks of keys
 WORD_ALIGNMENT = 4  # bytes: of the float32 scales that engines keep in a cache's rows (Problem.word_aligned)
 UNLIMITED = -1  # a side of a window that hides nothing
 
@@ -61,7 +131,7 @@ LIMITS = {
     "num_splits": (0, MAX_SPLITS),
     "rotary_dim": (0, MAX_HEAD_DIM),
 }
-# Sizes, types, places in memory, and what only refines another field: no demands.
+# Sizes, types, places in memory, and fields that refine another field: no demands.
 PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
@@ -71,15 +141,15 @@ PLAIN = frozenset(
 )  # fmt: skip
 # Fields that an op is not called without.
 OPS_OWN = {op: row.needs for op, row in ROWS.items()}
-# How keys and queries are stored, and what says that they are not stored so.
+# Fields that say how keys and queries are stored, and the value of absence.
 STORAGE: dict[str, int | None] = {"total_q": None, "total_k": None, "page_size": 0, "tokens": 0}
-# What a field's demand is called, where not as the field is.
+# Fields whose demand has another name.
 DEMAND_NAMES = {
     "window_left": "window", "window_right": "window", "total_q": "packed", "total_k": "packed", "page_size": "paged",
 }  # fmt: skip
 # Flags that a caller asks for: named where a problem is shown, and by conditions.
 ASKED = tuple(FEATURES)
-# Those that no Problem of an op can have. What is not among an op's options and allowed all the same: the log-sum-exp,
+# Flags that no Problem of an op can have. Allowed though they are no options of an op: the log-sum-exp,
 # which is a result, and a bias and a mask, which oracle and reference define for packed rows, though no call has them.
 FOREIGN = {
     op: tuple(name for name in FEATURES if name not in (*row.options, "bias", "mask", "return_lse"))
@@ -88,13 +158,11 @@ FOREIGN = {
 
 
 def chunk_or_none(chunk: int, causal: str, rows: Any, keys: Any) -> int:
-    """Return the field of a Problem for chunks of so many keys: 0 where they hide nothing that is not hidden anyway.
+    """Return a Problem's `chunk`: 0 if chunks of so many keys hide nothing that is not hidden anyway.
 
-    causal      the alignment of the causal mask, or "none"
-    rows, keys  of the longest sequence; a torch.SymInt is not compared, so that no graph depends on it
-
-    >>> chunk_or_none(8192, "bottom_right", 4096, 4096), chunk_or_none(8192, "bottom_right", 1, 10000)
-    (0, 8192)
+    Args:
+        causal: alignment of the causal mask, or "none"
+        rows, keys: of the longest sequence; a torch.SymInt is not compared, so that no graph depends on it
     """
     if causal == "none" and is_size(rows) and rows == 1:
         causal = "bottom_right"  # its query sees all keys
@@ -103,9 +171,5 @@ def chunk_or_none(chunk: int, causal: str, rows: Any, keys: Any) -> int:
 
 
 def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
-    """Bytes of a latent row in vLLM's fp8_ds_mla: e4m3 numbers, a float32 scale for each 128, bfloat16 rotary numbers.
-
-    >>> ds_row_bytes(576, 512)
-    656
-    """
+    """Return the bytes of a latent row in vLLM's fp8_ds_mla: e4m3 numbers, float32 scales, bfloat16 rotary numbers."""
     return head_dim_v + head_dim_v // DS_GROUP * 4 + 2 * (head_dim - head_dim_v)

@@ -1,8 +1,9 @@
-"""Quirk: one known compiler bug or limit, as data. The schema of quirks/<backend>/*.toml, and when one applies."""
+"""Quirk: a known compiler bug or limit as data, the schema of quirks/<backend>/*.toml, and when a quirk applies."""
 
 from __future__ import annotations
 
 import datetime
+import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
@@ -11,12 +12,41 @@ from typing import Any, Literal
 import msgspec
 
 from portattn.errors import SettingError
-from portattn.schema import conditions, quirk_names
+from portattn.schema import conditions
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import pin_sizes
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
+
+SHOWN = 3  # ids that an error names
+
+
+def matching(text: str, known: Iterable[str]) -> list[str]:
+    """Return a text that is an id, else the ids that begin with it up to a dash."""
+    ids = list(known)
+    return [text] if text in ids else [name for name in ids if text and name.startswith(f"{text}-")]
+
+
+def nearest(text: str, known: Iterable[str]) -> list[str]:
+    """Return the ids that contain a text, then the ids most like it, whole or up to the number."""
+    names = {"-".join(name.split("-")[:2]): name for name in known}
+    names |= {name: name for name in names.values()}
+    holding = [name for name in names.values() if text and text in name]
+    close = difflib.get_close_matches(text, names, n=2 * SHOWN, cutoff=0.6)
+    return list(dict.fromkeys([*holding, *(names[name] for name in close)]))[:SHOWN]
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Return the nearest ids as the end of a sentence, or an empty text."""
+    close = nearest(text, known)
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def several(found: list[str]) -> str:
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"{', '.join(found[:SHOWN])}{more}"
+
 
 __all__ = [
     "ASSUMED",
@@ -38,7 +68,7 @@ __all__ = [
     "parse_overrides",
 ]
 
-# Where a quirk's `path` effect leads, least restrictive first; every path that comes before it is not taken.
+# Values of a `path` effect, least restrictive first: the plan takes no path that comes before the effect's.
 PATH_EFFECTS = ("core", "vendor", "reference")
 
 # The kinds of effect; every quirk has exactly one.
@@ -47,7 +77,7 @@ EFFECTS = ("lowering", "launch", "env", "path", "note")
 STAGES = (
     "parse", "ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco", "ttadapter", "npubin", "load", "launch",
 )  # fmt: skip
-# What is said where a version that a quirk's range asks about is not known (Quirk.assumed).
+# The doubt about a version that a quirk's range names and that is unknown (Quirk.assumed).
 ASSUMED = "assumed: a version that its range asks about is not known"
 NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")  # a launch value that is compared: ">=4"
 
@@ -57,126 +87,92 @@ LEVELS: tuple[str, ...] = ("declared", "compiles", "lowering-checked", "emulated
 
 
 class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Conditions that must all hold; an absent one holds.
+    """Conditions that must all hold; an absent condition holds."""
 
-    backend    name of a backend (portattn's own or an installed package's); absent: every backend
-    arch       glob patterns on the arch's name and its families'
-    toolchain  component -> PEP 440 range
-    kernels    glob patterns on the kernel name
-    features   conditions on the problem (portattn.schema.conditions)
-    lowering   choice -> value that the plan would otherwise take
-    launch     launch value that the plan would otherwise take: a value, or a comparison such as ">=4"; if gradients'
-               kernels differ in it, either's value
-    """
-
-    backend: str | None = None
-    arch: tuple[str, ...] = ()
-    toolchain: dict[str, str] = {}
-    kernels: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-    lowering: dict[str, str] = {}
+    backend: str | None = None  # portattn's own or an installed package's; absent: every backend
+    arch: tuple[str, ...] = ()  # glob patterns on the arch's name and its families'
+    toolchain: dict[str, str] = {}  # component -> PEP 440 range
+    kernels: tuple[str, ...] = ()  # glob patterns on the kernel name
+    features: tuple[str, ...] = ()  # conditions on the problem (portattn.schema.conditions)
+    lowering: dict[str, str] = {}  # choice -> value that the plan would otherwise take
+    # Launch value that the plan would otherwise take: a value, or a comparison such as ">=4"; if gradients' kernels
+    # differ in it, either's value.
     launch: dict[str, bool | int | str] = {}
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of lowering, launch, env, path and note. `cost` says what the work-around costs.
+    """Exactly one of lowering, launch, env, path and note."""
 
-    lowering  choice -> value            launch  launch value or compiler option -> value
-    path      the path that comes first  env     environment of the compile
-              (`core` rejects variants only)
-    note      a caution: changes nothing, and is listed in every plan it concerns
-    """
-
-    lowering: dict[str, str] | None = None
-    launch: dict[str, bool | int | str] | None = None
-    env: dict[str, str] | None = None
+    lowering: dict[str, str] | None = None  # choice -> value
+    launch: dict[str, bool | int | str] | None = None  # launch value or compiler option -> value
+    env: dict[str, str] | None = None  # environment of the compile
+    # the first path that may be taken; `core` rejects variants alone
     path: Literal["core", "vendor", "reference"] | None = None
-    note: str | None = None
-    cost: str = ""
+    note: str | None = None  # a caution: changes nothing; every plan that it concerns lists it
+    cost: str = ""  # of the work-around
 
     @property
     def kind(self) -> str:
-        """The one kind of effect that is given. Raises StopIteration on an effect that load_quirk refuses."""
+        """Return the name of the given effect. Raises StopIteration on an effect that load_quirk refuses."""
         return next(k for k in EFFECTS if getattr(self, k) is not None)
 
     @property
     def sets(self) -> dict[str, bool | int | str]:
-        """What a lowering, launch or env effect sets; empty for the other kinds, which set no value."""
+        """Return the values that a lowering, launch or env effect sets; empty for other kinds."""
         given = getattr(self, self.kind)
         return dict(given) if isinstance(given, dict) else {}
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why we believe it.
-
-    signature   regex that the failure's text must match; empty only for `wrong-result`, `slow` and `hang`, and where
-                neither a probe nor a publication has the text
-    stage       stage of the compiler in which that text is printed (STAGES); empty where it is not known
-    quotes      texts that the signature must match, as they were printed, where no [[verified]] table has them
-    seen_on     where it was observed, beside [[verified]] and last_seen: NAME==VERSION, or a range such as
-                "triton-ascend<3.2.0" for one version of it that is not stated
-    probe       "probes/<name>.py", a program under quirks/; "plan: <op> --target …", a problem whose plan is compiled
-                with the quirk switched off and on; or "none: <reason>"
-    needs       device that the probe must run on, BACKEND:ARCH with a glob; empty for one that only compiles
-    stand_in    a release that no registry has, NAME==VERSION, for which the lab's stand-in shows the failure too
-    upstream    link, or "unreported"
-    source      where it was seen and who published it
-    last_seen   newest toolchain it was seen on, NAME==VERSION; needed when the range has no upper bound
-    review_by   date of the next look at it; needed when the range has no upper bound
-    """
-
+    # Regular expression that the failure's text must match; empty only for `wrong-result`, `slow` and `hang`, and if
+    # neither a probe nor a publication has the text.
     signature: str = ""
-    stage: str = ""
-    quotes: tuple[str, ...] = ()
+    stage: str = ""  # the compiler's stage that prints the text (STAGES); empty: unknown
+    quotes: tuple[str, ...] = ()  # printed texts that the signature must match, if no [[verified]] table has them
+    # Toolchains beside [[verified]] and last_seen: NAME==VERSION, or a range such as "triton-ascend<3.2.0" for an
+    # unstated version in it.
     seen_on: tuple[str, ...] = ()
+    # "probes/<name>.py", a program under quirks/; "plan: <op> --target …", a problem whose plan is compiled with the
+    # quirk switched off and on; or "none: <reason>".
     probe: str
-    needs: str = ""
-    stand_in: str = ""
-    upstream: str
-    source: str
-    last_seen: str = ""
-    review_by: datetime.date | None = None
+    needs: str = ""  # device that the probe must run on, BACKEND:ARCH with a glob; empty: it only compiles
+    stand_in: str = ""  # a release that no registry has, NAME==VERSION: the lab's stand-in shows the failure too
+    upstream: str  # link, or "unreported"
+    source: str  # where it was seen, and who published it
+    last_seen: str = ""  # newest toolchain that showed it, NAME==VERSION; required if the range has no upper bound
+    review_by: datetime.date | None = None  # date of the next review; required if the range has no upper bound
 
 
 class ProbeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one run of the probe saw. Written by the tool only; one for each (toolchain, target).
-
-    off, on  the arms without and with the work-around: "pass", "fail:signature", "fail:<other kind>"; `on` is "not run"
-             where the first arm passed. What that means is judged against the entry's range when it is asked for
-    saw      the line of the failure that says most; empty when nothing failed
-    stand_in the toolchain that really ran, where `toolchain` is in no registry; empty when it was the very one
-    """
+    """The result of one run of the probe, written by the tool alone; one for each (toolchain, target)."""
 
     toolchain: str
     target: str
     level: Level
-    off: str
-    on: str
+    off: str  # the arm without the work-around: "pass", "fail:signature", "fail:<other kind>"
+    on: str  # the arm with it; "not run" after a pass. The entry's range decides the verdict when it is asked for
     date: datetime.date
-    saw: str = ""
-    stand_in: str = ""
+    saw: str = ""  # the failure's most telling line; empty if nothing failed
+    stand_in: str = ""  # toolchain that really ran, if no registry has `toolchain`
 
 
 class Retirement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tombstone: the entry applies no more, and its id stays taken.
-
-    fixed_in     first compiler without the bug, NAME==VERSION; empty when it is not known, or was no bug
-    replaced_by  id of the entry that took its place; empty for none
-    """
+    """A tombstone: the entry no longer applies, and its id stays taken."""
 
     date: datetime.date
     reason: str
-    fixed_in: str = ""
-    replaced_by: str = ""
+    fixed_in: str = ""  # first compiler without the bug, NAME==VERSION; empty: unknown, or it was no bug
+    replaced_by: str = ""  # id of the entry that took its place, or empty
 
 
 class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the registry. See docs/quirks.md for the file format.
+    """One entry of the registry. docs/logging-a-bug.md has the file format.
 
-    >>> import portattn
-    >>> quirk = portattn.Registry.load().quirks["cuda-0012-serialised-wgmma"]
-    >>> quirk.when.backend, quirk.symptom, quirk.effect.kind
-    ('cuda', 'slow', 'launch')
+    Examples:
+        >>> import portattn
+        >>> quirk = portattn.Registry.load().quirks["cuda-0012-serialised-wgmma"]
+        >>> quirk.when.backend, quirk.symptom, quirk.effect.kind
+        ('cuda', 'slow', 'launch')
     """
 
     id: str
@@ -193,7 +189,7 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def applies(
         self, kernel: str, problem: Problem, target: Target, lowering: Lowering, launch: Launch, programs: int
     ) -> bool:
-        """Whether every condition holds for this specialisation on this target."""
+        """Return whether every condition holds for this specialisation on this target."""
         when = self.when
         return (
             self.concerns(kernel, target)
@@ -207,19 +203,19 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def concerns(self, kernel: str, target: Target) -> bool:
-        """Whether backend, arch and kernel match, whatever the toolchain and the problem."""
+        """Return whether backend, arch and kernel match, whatever the toolchain and the problem."""
         when = self.when
         return self.names_chip(target) and (
             not when.kernels or any(fnmatch.fnmatchcase(kernel, pattern) for pattern in when.kernels)
         )
 
     def names_chip(self, target: Target) -> bool:
-        """Whether backend and arch match, whatever the kernel, the toolchain and the problem."""
+        """Return whether backend and arch match."""
         when = self.when
         return when.backend in (None, target.backend) and (not when.arch or any(map(target.arch.matches, when.arch)))
 
     def reaches(self, variant: str, problem: Problem, target: Target) -> bool:
-        """Whether every condition holds for a variant, which has none of the core's choices and launch values."""
+        """Return whether every condition holds for a variant, which has no choices and launch values of the core's."""
         features = conditions.parse_all(self.when.features)
         return (
             self.names_variant(variant, target)
@@ -229,16 +225,14 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def names_variant(self, variant: str, target: Target) -> bool:
-        """Whether backend, arch and kernel match, and no choice or launch value of the core's is asked about."""
+        """Return whether backend, arch and kernel match, and no choice or launch value of the core's is a condition."""
         return not self.when.lowering and not self.when.launch and self.concerns(variant, target)
 
     def in_range(self, toolchain: Toolchain) -> bool:
-        """Whether the toolchain is one that has the bug, as far as anybody knows.
+        """Return whether the toolchain has the bug, as far as is known.
 
-        What is not known is decided by what a wrong guess would cost. A component whose version is unknown, and a
-        version newer than any the bug was seen on, count as affected (fail closed), except that a `slow` quirk
-        then does not apply (fail open).
-        """
+        A component of unknown version, and a version newer than the bug was seen on, count as affected (fail closed),
+        except by a `slow` quirk (fail open)."""
         for name, specifier in self.when.toolchain.items():
             within = toolchain.within(name, specifier)
             if within is False or (within is None and self.symptom == "slow"):
@@ -246,35 +240,33 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return not (self.symptom == "slow" and self.newer_than_seen(toolchain))
 
     def assumed(self, toolchain: Toolchain) -> bool:
-        """Whether a version that the range asks about is not known, so that `in_range` answers by what is safe."""
+        """Return whether a version that the range names is unknown: `in_range` then returns the safe answer."""
         return any(toolchain.within(name, text) is None for name, text in self.when.toolchain.items())
 
     def doubt(self, toolchain: Toolchain) -> str:
-        """Why it is not known that a toolchain which is `in_range` has the bug; empty where it is known."""
+        """Return why it is uncertain that a toolchain which is `in_range` has the bug, or an empty text."""
         if self.assumed(toolchain):
             return ASSUMED
         newer = self.newer_than_seen(toolchain)
         return f"last seen on {self.evidence.last_seen}, unverified on {toolchain}" if newer else ""
 
     def newer_than_seen(self, toolchain: Toolchain) -> bool:
-        """Whether this toolchain is newer than the last one on which the quirk was seen (False when none is named)."""
+        """Return whether this toolchain is newer than the last that showed the bug (False if none is named)."""
         if not self.evidence.last_seen:
             return False
         name, _, version = self.evidence.last_seen.partition("==")
         return toolchain.within(name, f">{version}") is True
 
     def sentence(self) -> str:
-        """One line for people: what goes wrong, and what is done about it."""
+        """Return one line for people: the bug, and the work-around."""
         return f"{self.title} ({self.symptom}); {describe_effect(self.effect)}"
 
 
 def concerning(quirks: Iterable[Quirk], kernel: str, target: Target) -> list[Quirk]:
-    """Those whose backend, arch and kernel match: a few of some hundred."""
     return [quirk for quirk in quirks if quirk.concerns(kernel, target)]
 
 
 def describe_effect(effect: Effect) -> str:
-    """The effect as a clause: what is set, taken, or only noted."""
     if effect.kind == "path":
         return f"the {effect.path} path is taken"
     if effect.kind == "note":
@@ -283,7 +275,7 @@ def describe_effect(effect: Effect) -> str:
 
 
 def launch_holds(seen: Any, wanted: bool | int | str) -> bool:
-    """Whether a launch value is the one wanted, or compares as wanted (">=4"). An option that is not set never does."""
+    """Return whether a launch value is as wanted, or compares so (">=4"). An option that is not set never is."""
     seen = pin_sizes(seen)
     match = NUMBER.match(wanted) if isinstance(wanted, str) else None
     if not match:
@@ -297,8 +289,7 @@ def launch_holds(seen: Any, wanted: bool | int | str) -> bool:
 def parse_overrides(text: str, known: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
     """Split "+id,-id" into the ids forced on and off; an id may end with its number (`-cuda-0007`).
 
-    Raises SettingError on an id that does not exist or begins several.
-    """
+    Raises SettingError on an id that does not exist or begins several ids."""
     forced: dict[str, set[str]] = {"+": set(), "-": set()}
     for part in (p.strip() for p in text.split(",")):
         if not part:
@@ -306,11 +297,11 @@ def parse_overrides(text: str, known: Mapping[str, Any]) -> tuple[frozenset[str]
         sign, name = part[0], part[1:].strip()
         if sign not in forced:
             raise SettingError(f"quirk override {part!r} must start with + (apply) or - (switch off)")
-        found = quirk_names.matching(name, known)
+        found = matching(name, known)
         if not found:
-            raise SettingError(f"quirk override {part!r} names no quirk{quirk_names.did_you_mean(name, known)}")
+            raise SettingError(f"quirk override {part!r} names no quirk{did_you_mean(name, known)}")
         if len(found) > 1:
-            raise SettingError(f"quirk override {part!r} begins several quirks: {quirk_names.several(found)}")
+            raise SettingError(f"quirk override {part!r} begins several quirks: {several(found)}")
         forced[sign].add(found[0])
     both = forced["+"] & forced["-"]
     if both:

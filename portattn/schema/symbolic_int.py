@@ -1,15 +1,6 @@
-"""Sizes that record a computation's operations and comparisons on them, to be repeated with other sizes.
-
-A `Size` stands for a number whose value differs from call to call (a length, a batch, a stride). Code that
-is given Sizes in place of integers computes and branches as it always does; a `Trace` writes down each operation, and
-each comparison with its outcome. The `Program` made of it takes other numbers: where all comparisons come out as they
-did, the code would have taken the same branches, and the program's results are the code's; where one does not, it
-gives None, and the code itself has to run.
-
-A result that cannot be recorded is never guessed. A use that needs the number itself (an index, a key of a dictionary,
-a float) pins the Size: the program then holds for that one value. Anything else that Python does not allow on an object
-that is no int raises.
-"""
+"""Symbolic integers: a Trace records the operations and comparisons on Sizes (lengths, batches, strides); its
+TraceProgram repeats them for other sizes, or returns None if a comparison differs: the code would branch otherwise.
+A use that needs the number itself (an index, a dictionary key, a float) pins the Size to this value."""
 
 from __future__ import annotations
 
@@ -26,30 +17,25 @@ Ref = tuple[str, int]  # ("input", place), ("constant", value) or ("result", pla
 
 
 class Untraceable(Exception):
-    """Why a computation cannot be done again with other sizes.
-
-    No TypeError: torch's operators take one for "not implemented", and Python then compares two tensors by identity.
-    """
+    """A computation cannot be repeated with other sizes.
+    No TypeError: torch's operators take one for "not implemented", and Python then compares two tensors by identity."""
 
 
 def next_power_of_two(n: int) -> int:
-    """The least power of two that is at least n, and at least 1."""
     trace = _trace_of((n,))
     return 1 << max(n - 1, 0).bit_length() if trace is None else trace.operation("pow2", n)
 
 
 def _trace_of(values: tuple[Any, ...]) -> Trace | None:
-    """The trace that Sizes among some values are of; None where there are none."""
     return next((value.trace for value in values if isinstance(value, Size)), None)
 
 
 def least(*values: int) -> int:
-    """The least of some numbers. Of Sizes the builtin would branch: a program would hold for one order of them."""
+    """Return the least number. The builtin would branch on Sizes: a program would hold for one order of them."""
     return _folded("least", min, values)
 
 
 def most(*values: int) -> int:
-    """The greatest of some numbers, as `least`."""
     return _folded("most", max, values)
 
 
@@ -80,7 +66,7 @@ _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "le": "gt", "gt": "
 
 
 def traceable(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """A function of integers that is one operation of a program. native.c has the same function under this name."""
+    """Register a function of integers as one operation of a program. native.c has the same function under this name."""
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
         FUNCTIONS[name] = function
@@ -96,23 +82,20 @@ def traceable(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 
 class Trace:
-    """The operations and comparisons on some inputs."""
-
     def __init__(self) -> None:
         self.inputs: list[int] = []
         self._results: list[tuple[str, tuple[Ref, ...]]] = []
         self._known: dict[tuple[str, tuple[Ref, ...]], Ref] = {}
-        # In the order in which they were made: ("result", place), or (comparison, a, b).
+        # In order of execution: ("result", place), or (comparison, a, b).
         self._order: list[tuple[Any, ...]] = []
         self._compared: set[tuple[Any, ...]] = set()
 
     def input(self, value: int) -> int:
-        """A new input, which is this number now. It is typed as the int that it stands for."""
+        """Return a new input with this value, typed as the int that it stands for."""
         self.inputs.append(int(value))
         return cast("int", Size(self, ("input", len(self.inputs) - 1), int(value)))
 
     def operation(self, name: str, *values: int) -> int:
-        """The result of an operation on Sizes and integers."""
         refs = tuple(map(self.ref, values))
         value = FUNCTIONS[name](*map(plain, values))
         found = self._known.get((name, refs))
@@ -123,7 +106,7 @@ class Trace:
         return cast("int", Size(self, found, value))
 
     def compare(self, name: str, a: int, b: int) -> bool:
-        """Whether a comparison holds, which it must from now on as well."""
+        """Return whether a comparison holds, and record that it must."""
         holds = COMPARISONS[name](plain(a), plain(b))
         one = (name if holds else _OPPOSITE[name], self.ref(a), self.ref(b))
         if one not in self._compared:
@@ -141,7 +124,6 @@ class Trace:
         return ("constant", value)
 
     def program(self, outputs: Sequence[int]) -> TraceProgram:
-        """What gives these results of other inputs; outputs may be integers too."""
         constants: dict[int, int] = {}
         needed: set[int] = set()
         kept: list[tuple[Any, ...]] = []
@@ -155,7 +137,7 @@ class Trace:
         ends = [self.ref(value) for value in outputs]
         for ref in ends:
             need(ref)
-        for one in reversed(self._order):  # what nothing needs is left out
+        for one in reversed(self._order):  # unused results are left out
             if one[0] != "result":
                 need(one[1])
                 need(one[2])
@@ -182,7 +164,7 @@ class Trace:
 
 
 class Size:
-    """A number in a Trace. It is used as an int, and is none: nothing takes its value without the trace's knowing."""
+    """An integer of a Trace. It acts as an int and is no int: nothing takes its value without the trace's knowing."""
 
     __slots__ = ("ref", "trace", "value")
 
@@ -190,7 +172,7 @@ class Size:
         self.trace, self.ref, self.value = trace, ref, value
 
     def pin(self) -> int:
-        """Its value, which from now on is the only one."""
+        """Return its value, which from now on is the only one."""
         self.trace.compare("eq", cast("int", self), self.value)
         return self.value
 
@@ -246,7 +228,7 @@ def _comparison(name: str) -> Callable[[Size, Any], Any]:
         if type(other) is float and math.isfinite(other):
             if name in ("eq", "ne") and not other.is_integer():
                 return name == "ne"  # as for every integer
-            # Between two integers nothing else lies: the comparison is one with an integer.
+            # No other integer lies between two integers: the comparison is equal to one with an integer.
             other = math.ceil(other) if name in ("ge", "lt") else math.floor(other)
         if not is_size(other):
             if isinstance(other, numbers.Number):  # Python would take "not comparable" for "not equal"
@@ -262,22 +244,22 @@ for _name in COMPARISONS:
 
 
 def is_size(value: Any) -> bool:
-    """Whether it is an integer, and no bool, or stands for one."""
+    """Return whether a value is an integer, and no bool, or a Size."""
     return isinstance(value, (int, Size)) and not isinstance(value, bool)
 
 
 def plain(value: int | Size) -> int:
-    """The integer, without pinning it: for what is shown to people, and for results that are checked."""
+    """Return the integer without pinning it: for texts, and for results that are checked."""
     return value.value if isinstance(value, Size) else value
 
 
 def pin_sizes(value: Any) -> Any:
-    """The value with every Size in it, in tuples, lists, mappings and structs, replaced by its number, and pinned."""
+    """Return the value with every Size in its tuples, lists, dicts and structs pinned and replaced by its number."""
     return _replaced(value, Size.pin)
 
 
 def plain_sizes(value: Any) -> Any:
-    """As `pinned`, without pinning: what the value is for the traced call itself."""
+    """Like `pin_sizes`, without pinning: the value for the traced call itself."""
     return _replaced(value, plain)
 
 
@@ -297,12 +279,13 @@ def _replaced(value: Any, number: Callable[[Any], int]) -> Any:
 
 
 class TraceProgram:
-    """What a Trace wrote down. Called with other inputs it gives the outputs, or None where a comparison fails.
+    """A Trace's record. Called with other inputs it returns the outputs, or None if a comparison fails.
 
-    inputs     how many there are
-    constants  what is in the registers after the inputs; each operation's result is in the next one
-    code       operations and comparisons: name, and registers
-    outputs    registers of the results
+    Args:
+        inputs: number of inputs, in the first registers
+        constants: values of the next registers; each operation's result takes the register after them
+        code: operations and comparisons: name, and registers
+        outputs: registers of the results
     """
 
     def __init__(
@@ -323,7 +306,7 @@ class TraceProgram:
         return self._run(inputs)
 
     def check(self, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
-        """Whether it gives these outputs, step by step: without the time that compiling it takes."""
+        """Return whether it gives these outputs, step by step: compiling it would take longer."""
         registers = [*inputs, *self.constants]
         for name, places in self.code:
             given = [registers[place] for place in places]
@@ -335,10 +318,7 @@ class TraceProgram:
         return [registers[place] for place in self.outputs] == list(outputs)
 
     def encoded(self, operations: Sequence[str]) -> bytes:
-        """The code as native.c reads it: of each step its number among `operations`, then its registers, as int32.
-
-        Raises ValueError for an operation that is not among them.
-        """
+        """Return the code for native.c, int32: of each step its number in `operations`, then its registers."""
         numbers = array.array("i")
         for name, registers in self.code:
             if name not in operations:
@@ -368,7 +348,7 @@ class TraceProgram:
 
 
 class ProgramOutputs:
-    """Numbers that a program shall give, collected before it is made: `of` gives a number's place among them."""
+    """Numbers that a program shall return, collected before it is made: `of` returns a number's place."""
 
     def __init__(self) -> None:
         self.values: list[int] = []

@@ -1,4 +1,4 @@
-"""Target: where a call would run. It can name a machine that is not here."""
+"""Target: a backend, an arch and a toolchain, which need not be here."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     names          further names of its chips, without the words of Backend.device_words: with the title's, the names
                    that a target can be given as
     families       families that it belongs to, the narrowest first; a quirk's `when.arch` and a target can name one
-    devices        names of its devices, as glob patterns, in the words of the backend's `detect`; its own name if none
-                   are given
+    devices        names of its devices, as glob patterns, in the words of the backend's `detect`; empty: its own name
     compiler_target  its GPUTarget in Triton: (Triton's backend, arch, lanes of a warp)
     traits         its properties for the choice of tiles and loads; see TRAITS
     core_threads, core_registers, register_unit, reserved_memory
                    of one compute unit: threads, registers, registers that are handed out at once, and bytes of
-                   `scratchpad_kind` that are taken for each program beside its own; 0 if unknown, as the number of
-                   programs that fit then is
+                   `scratchpad_kind` that each program takes beside its own; 0: unknown, and so is the number of
+                   programs that fit
     cores          compute units that run programs: SMs, CUs, AI cores (of the chip named first in `title`)
     warp_size      lanes a warp or wavefront (0 where the notion does not apply)
     registers      32-bit registers a thread can have (0 where the notion does not apply)
@@ -42,15 +41,14 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     matrix         matrix instructions that the compiler uses on it, by the prefix they have in its assembly text
     fp8            fp8 formats that its matrix units take
     dot_precisions how an fp32 product can be computed
-    cache_share    bytes of keys and values that row tiles worked on side by side may read, to stay in a cache; 0 if
-                   unknown, and tiles are worked on head by head
+    cache_share    bytes of keys and values that row tiles side by side may read and stay in a cache; 0: unknown, and
+                   tiles are worked on head by head
     tuning         name of the arch whose tuning file it shares, its own name when empty
     toolchain      compiler -> PEP 440 range of its releases that compile for it; absent: all that portattn knows
     refused        why no kernel is planned for it; empty when kernels are
     executors      for each executor of the backend, by its name: its facts about the chip, or as `lacks` the reason why
                    it cannot run its code
-    sources        sources of the numbers
-    """
+    sources        sources of the numbers"""
 
     name: str = ""
     title: str
@@ -80,25 +78,27 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sources: tuple[str, ...]
 
     def is_device(self, name: str) -> bool:
-        """Whether a device of this name, in the words of the backend's `detect`, is of this arch."""
+        """Return whether a device's name, in the words of the backend's `detect`, is of this arch."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.devices or (self.name,))
 
     def matches(self, pattern: str) -> bool:
-        """Whether a glob is this arch's name, or a family's."""
+        """Return whether a glob matches this arch's name or a family's."""
         return any(fnmatch.fnmatchcase(name, pattern) for name in (self.name, *self.families))
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A backend, one of its arches, and the toolchain that would compile for it. `portattn.target` makes one of a text.
 
-    backend    its name
-    arch       the chip's limits
-    toolchain  the compiler, and its components as far as they are known
+    Attributes:
+        backend: its name
+        arch: the chip's limits
+        toolchain: the compiler, and its components as far as they are known
 
-    >>> import portattn
-    >>> target = portattn.target("mi300x", "triton==3.6.0")
-    >>> print(target, target.arch.warp_size)
-    rocm:gfx942 with triton==3.6.0 64
+    Examples:
+        >>> import portattn
+        >>> target = portattn.target("mi300x", "triton==3.6.0")
+        >>> print(target, target.arch.warp_size)
+        rocm:gfx942 with triton==3.6.0 64
     """
 
     backend: str

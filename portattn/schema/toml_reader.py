@@ -1,9 +1,11 @@
-"""Reading TOML data files strictly: every complaint names the file and, where it can, the line."""
+"""Strict readers of TOML data files: an error names the file and, if possible, the line."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +26,12 @@ _KEY = re.compile(r"^\s*([A-Za-z0-9_\-\"'.]+)\s*=")
 
 
 def files(folder: Path, pattern: str = "*.toml") -> list[Path]:
-    """A folder's TOML files, in order, without hidden ones: those are what editors and interrupted writers leave."""
+    """Return a folder's TOML files in order, without hidden ones, which editors and interrupted writers leave."""
     return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
-    """Parse a TOML file into a dict, beside its text. Raises DataError with the line of a syntax error, and OSError."""
+    """Parse a TOML file; return a dict and the text. Raises DataError with the line of a syntax error, and OSError."""
     data = read_limited(path, LARGEST_GIVEN)
     try:
         text = data.decode().replace("\r\n", "\n")
@@ -40,12 +42,12 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
-    """The dict of a TOML file's text. Raises DataError, as of that file, with the line of a syntax error."""
+    """Return a TOML text as a dict. Raises DataError with the path and the line of a syntax error."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"line (\d+)", str(error))
-        # "at end of document" has no line number: what is missing would stand after the last line.
+        # "at end of document" has no line number: the missing text would follow the last line.
         raise DataError(path, int(where.group(1)) if where else len(text.splitlines()), f"not TOML: {error}") from None
     except RecursionError:
         raise DataError(path, None, "not TOML that can be read: it is nested too deeply") from None
@@ -54,10 +56,9 @@ def parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def line_of(text: str, *keys: str) -> int | None:
-    """Line number of the innermost of nested keys that can be found; None when not even the outermost can.
+    """Return the line number of the innermost of nested keys that is found, or None.
 
-    An element of an array of tables is named by its number: `line_of(text, "verified", "1", "level")`.
-    """
+    A number names an element of an array of tables: `line_of(text, "verified", "1", "level")`."""
     wanted = ".".join(keys)
     elements: dict[str, int] = {}
     table, best, depth = "", None, 0
@@ -90,8 +91,18 @@ _WORDING = (
 )
 
 
+@contextlib.contextmanager
+def errors_at(path: Path, text: str, *keys: str) -> Iterator[None]:
+    """Turn a ValueError, or the KeyError of an unknown name, into a DataError with file, line and key."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        problem = f"unknown name {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(path, line_of(text, *keys), f"key {'.'.join(keys)!r}: {problem}") from None
+
+
 def convert(data: Any, kind: type[T], path: Path, text: str, *prefix: str) -> T:
-    """Convert parsed TOML to a struct. Raises DataError with file, line and key on any departure from its schema."""
+    """Convert parsed TOML to a struct. Raises DataError with file, line and key if it departs from the schema."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:

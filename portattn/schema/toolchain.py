@@ -1,8 +1,5 @@
-"""Toolchain: which compiler this is, told by the *distribution* that owns the `triton/` folder.
-
-`triton.__version__` does not identify a compiler: forks install under the same import name and report another
-project's number. The installed files' owner does.
-"""
+"""Toolchain: a compiler, identified by the distribution that owns the `triton/` folder.
+`triton.__version__` does not: forks install under the same import name and report another project's number."""
 
 from __future__ import annotations
 
@@ -21,22 +18,24 @@ from portattn.schema.compilers import COMPONENTS as COMPONENTS
 from portattn.schema.compilers import TRITON
 from portattn.worker import installed_packages
 
-# Chips of community Triton itself: a folder with another one's backend is a fork, whatever number it states.
+# Backends of community Triton: a folder with any other backend is a fork, whatever number it states.
 _COMMUNITY_BACKENDS = ("nvidia", "amd")
 
 
 class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A compiler's identity.
 
-    distribution  the compiler: `triton` (community), `triton-ascend`, another fork, or `none`
-    version       that distribution's version (PEP 440)
-    path          folder of the installed `triton` package; empty for a toolchain that is only named
-    components    (name, version) pairs of its other parts: ptxas, cuda, rocm, cann, driver, torch …
+    Attributes:
+        distribution: the compiler: `triton` (community), `triton-ascend`, another fork, or `none`
+        version: that distribution's version (PEP 440)
+        path: folder of the installed `triton` package; empty for a toolchain that is only named
+        components: (name, version) pairs of its other parts: ptxas, cuda, rocm, cann, driver, torch …
 
-    >>> import portattn
-    >>> toolchain = portattn.Toolchain.parse("triton==3.6.0,ptxas==13.3.33")
-    >>> toolchain.within("triton", ">=3.5"), toolchain.component("ptxas")
-    (True, '13.3.33')
+    Examples:
+        >>> import portattn
+        >>> toolchain = portattn.Toolchain.parse("triton==3.6.0,ptxas==13.3.33")
+        >>> toolchain.within("triton", ">=3.5"), toolchain.component("ptxas")
+        (True, '13.3.33')
     """
 
     distribution: str
@@ -46,14 +45,16 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def none(cls) -> Toolchain:
-        """The toolchain of a machine with no Triton at all."""
+        """Return the toolchain of a machine without Triton."""
         return cls(distribution="none", version="0")
 
     @classmethod
     def parse(cls, text: str) -> Toolchain:
         """Read `triton==3.6.0`, or with components `triton==3.6.0,ptxas==13.3.33`; `none` for no compiler.
 
-        Raises ValueError naming the part that is not NAME==VERSION, an unknown name, or a bad version.
+        Raises:
+            ValueError: A part is not NAME==VERSION, a name is unknown, or a version is malformed; the error names the
+                part.
         """
         if text.strip() == "none":
             return cls.none()
@@ -70,7 +71,7 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             pairs.append((name, version) if name in COMPONENTS else _released(compilers.canonical(name), version))
         if compilers.find(pairs[0][0]) is None:
             raise ValueError(f"toolchain {text!r}: {compilers.unknown(pairs[0][0])}")
-        beneath = () if compilers.package(pairs[0][0]) == TRITON else (TRITON,)  # what it is added to
+        beneath = () if compilers.package(pairs[0][0]) == TRITON else (TRITON,)  # the compiler that it is added to
         unknown = [name for name, _ in pairs[1:] if name not in (*COMPONENTS, *beneath)]
         if unknown:
             raise ValueError(f"toolchain {text!r}: unknown component {unknown[0]!r}; known: {', '.join(COMPONENTS)}")
@@ -80,11 +81,11 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.distribution != "none"
 
     def component(self, name: str) -> str | None:
-        """Version of the compiler itself or of a component; None where it is not known."""
+        """Return the version of the compiler or of a component, or None if it is unknown."""
         return self.version if name == self.distribution else dict(self.components).get(name)
 
     def unknown_release(self) -> str:
-        """Why this is no release that is known of: a sentence with the nearest ones; empty for one that is."""
+        """Return a sentence with the nearest releases if this is no known release, else an empty text."""
         own = compilers.find(self.distribution)
         if own is None or not own.released:
             return ""
@@ -99,17 +100,16 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"{self} is no known release of {self.distribution}; the nearest: {' and '.join([*below, *above])}"
 
     def with_components(self, components: dict[str, str]) -> Toolchain:
-        """A copy that knows more. What was named explicitly is kept."""
+        """Return a copy with more components. Explicitly named ones stay."""
         merged = components | dict(self.components)
         return msgspec.structs.replace(self, components=tuple(sorted(merged.items())))
 
     def within(self, name: str, specifier: str) -> bool | None:
-        """Return whether the named component's version lies in a PEP 440 range; None if its version is not known.
+        """Return whether a component's version lies in a PEP 440 range; None if the version is unknown.
 
         Compilers that stand apart (Compiler.apart), as community Triton and triton-ascend do, are in no range of each
         other's. An unknown compiler (a fork, a private build) may have any Triton's bugs, unless it is added to a
-        Triton, which then is one of its components.
-        """
+        Triton, which then is one of its components."""
         if name != self.distribution and compilers.is_compiler(name) and name not in dict(self.components):
             own = compilers.find(self.distribution)
             return False if not self or (own is not None and own.apart) else None
@@ -121,7 +121,7 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _example(text: str) -> str:
-    """What may have been meant by a text that is no NAME==VERSION: a version alone is Triton's."""
+    """Return the NAME==VERSION that a text may have meant: a version alone is Triton's."""
     try:
         return f"{TRITON}=={Version(text)}"
     except InvalidVersion:
@@ -130,7 +130,6 @@ def _example(text: str) -> str:
 
 @functools.lru_cache(maxsize=512)
 def parse_range(text: str) -> SpecifierSet:
-    """A PEP 440 version range. Raises ValueError on a malformed one."""
     try:
         return SpecifierSet(text)
     except InvalidSpecifier:
@@ -138,14 +137,10 @@ def parse_range(text: str) -> SpecifierSet:
 
 
 def in_range(version: str, text: str) -> bool:
-    """Whether a version lies in a PEP 440 range, a pre-release before its release.
+    """Return whether a version lies in a PEP 440 range; a pre-release comes before its release.
 
-    PEP 440 leaves X's pre-releases out of `<X`, as they are most of X. A bug that X mends may still be in them: without
-    this, 3.9.0rc1 would be in neither of <3.9 and >=3.9, and what every other version needs would be left out for it.
-
-    >>> in_range("3.9.0rc1", "<3.9"), in_range("3.9.0rc1", ">=3.9"), in_range("3.9.0", "<3.9")
-    (True, False, False)
-    """
+    PEP 440 leaves X's pre-releases out of `<X`: 3.9.0rc1 would be neither in <3.9 nor in >=3.9, though a bug that 3.9
+    mends may still be in it."""
     return all(
         one.contains(version, prereleases=True) or (one.operator == "<" and Version(version) < Version(one.version))
         for one in parse_range(text)
@@ -153,7 +148,7 @@ def in_range(version: str, text: str) -> bool:
 
 
 def _released(name: str, version: str) -> tuple[str, str]:
-    """A compiler's name, and its version as it was released: 3.9 and v3.9.0 are 3.9.0."""
+    """Return a compiler's name and its version as released: 3.9 and v3.9.0 are 3.9.0."""
     same = (known for known in compilers.released_versions(name) if Version(known) == Version(version))
     return name, next(same, str(Version(version)))
 
@@ -174,10 +169,9 @@ def _folder(package: str) -> Path | None:
 
 
 def owners(folder: Path) -> list[tuple[str, str]]:
-    """Every distribution whose file list claims `folder`/__init__.py: (name, version), most recently written last.
+    """Return (name, version) of every distribution whose files include `folder`/__init__.py, the last written last.
 
-    More than one means that one install overwrote another.
-    """
+    More than one means that one install overwrote another."""
     target, package = folder / "__init__.py", folder.name
     found = []
     for name, dist in installed_packages.claiming(package):
@@ -189,16 +183,13 @@ def owners(folder: Path) -> list[tuple[str, str]]:
             record = Path(str(dist.locate_file(""))) / f"{name.replace('-', '_')}-{dist.version}.dist-info"
             written = record.stat().st_mtime if record.exists() else 0.0
             found.append((written, name, dist.version))
-    # A distribution that is found by two entries of sys.path is kept once, in order of writing.
+    # A distribution found by two entries of sys.path counts once, in order of writing.
     return list(dict.fromkeys((name, version) for _, name, version in sorted(found)))
 
 
 def _stated(folder: Path) -> tuple[str, str]:
-    """Name and version of a folder that no distribution owns, as a source build has: what its __version__ states.
-
-    The version is marked, so that records about the release are not taken for ones about it. ("unowned", "0") where
-    nothing can be read, and for a fork: forks state the number of the Triton that they started from.
-    """
+    """Return name and version of a folder without an owner (a source build) from its __version__, marked "unowned", so
+    that records of the release do not apply; ("unowned", "0") for a fork, which states the number of its Triton."""
     unknown = ("unowned", "0")
     foreign = [p.parent.name for p in folder.glob("backends/*/compiler.py") if p.parent.name not in _COMMUNITY_BACKENDS]
     try:
@@ -218,7 +209,7 @@ def _stated(folder: Path) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def installed_toolchain() -> Toolchain:
-    """The Triton of this Python, or the fork in its place, read from installed metadata; it is not imported."""
+    """Return this Python's Triton, or the fork in its place, from installed metadata: it is not imported."""
     folder = _triton_folder()
     if folder is None:
         return Toolchain.none()
@@ -242,7 +233,7 @@ def _toolchain(name: str, version: str, folder: Path) -> Toolchain:
 
 
 def installed_beside() -> list[Toolchain]:
-    """The compilers of this Python that are added to Triton: in folders of their own, whatever occupies triton/."""
+    """Return this Python's compilers that are added to Triton, in folders of their own."""
     found = []
     for one in compilers.all_compilers().values():
         folder = _folder(one.package) if one.package != TRITON else None
@@ -250,7 +241,7 @@ def installed_beside() -> list[Toolchain]:
             continue
         named = ((name, version) for name, version in reversed(owners(folder)) if compilers.canonical(name) == one.name)
         if claim := next(named, None):
-            # The Triton that it is added to takes part in what it compiles.
+            # The Triton that it is added to takes part in its compiles.
             found.append(
                 _toolchain(*claim, folder).with_components(
                     {installed_toolchain().distribution: installed_toolchain().version}
@@ -260,10 +251,10 @@ def installed_beside() -> list[Toolchain]:
 
 
 def installed_for(names: Collection[str]) -> Toolchain:
-    """The compiler of this Python for targets that these compilers serve: the first that is here, added to Triton or in
-    its place; else whatever occupies triton/.
+    """Return this Python's compiler for a backend: the first of `names` that is installed, else the one in triton/.
 
-    names  Backend.compilers; any compiler may serve where it is empty
+    Args:
+        names: Backend.compilers; empty: any compiler may serve
     """
     found = installed_toolchain()
     if not names or found.distribution in names or all(name in compilers.own() for name in names):
@@ -273,7 +264,6 @@ def installed_for(names: Collection[str]) -> Toolchain:
 
 
 def is_installed(toolchain: Toolchain | str) -> bool:
-    """Whether a toolchain, told by NAME==VERSION, is this Python's."""
     wanted = str(toolchain)
     if wanted == str(installed_toolchain()):
         return True
@@ -282,11 +272,10 @@ def is_installed(toolchain: Toolchain | str) -> bool:
 
 
 def nameable(name: str) -> bool:
-    """Whether a condition on the toolchain may name this: a component, or a compiler."""
+    """Return whether a condition on the toolchain may name this: a component, or a compiler."""
     return name in COMPONENTS or compilers.is_compiler(name)
 
 
 def unknown_name() -> str:
-    """Return the error about an unknown name."""
     listed = ", ".join((*compilers.names(), *COMPONENTS))
     return f"unknown; known: {listed}; a backend package may bring other compilers (docs/backends.md)"

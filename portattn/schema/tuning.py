@@ -1,4 +1,4 @@
-"""Tuning: block sizes and choices per arch and kernel, as data. Nothing is searched for at run time."""
+"""Tuning: block sizes and choices per arch and kernel, as data. No search at run time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from portattn.schema import compilers, conditions, toml_reader
 from portattn.schema.lowering import CHOICES, BackendOptions, OptionValue, check_launch_values
 from portattn.schema.toolchain import Toolchain, nameable, parse_range, unknown_name
 
-# Bytes a thread that code may spill where its choice was timed on the chip: what they cost is in its time. Tiles that
-# were timed best on an H200 spill up to 120, and `portattn tune` times none that spills more than this.
+# Bytes a thread that code may spill if its choice was timed on the chip: the time includes their cost. Tiles that were
+# timed best on an H200 spill up to 120; `portattn tune` times no tile that spills more than this.
 TIMED_SPILLS = 256
 SPLIT_THRESHOLD = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the choices come from. `measured` is True only when they were timed on the chip."""
+    """The source of a file's choices. `measured` is True only if they were timed on the chip."""
 
     chip: str
     toolchain: str
@@ -32,100 +32,78 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ProblemFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One problem that an entry was chosen by. Times are medians in microseconds, of candidates that took turns.
-
-    us, least, most  the chosen candidate's median, and its fastest and slowest call
-    runner_up        the next best candidate's; incumbent: that of the entry that there was before
-    error, budget    largest error against float64, and what it may be
-    """
+    """Figures of one problem that chose an entry: medians in microseconds, of candidates that took turns."""
 
     problem: str
-    us: float | None = None
+    us: float | None = None  # the chosen candidate's median; `least` and `most`: its fastest and slowest call
     least: float | None = None
     most: float | None = None
-    runner_up: float | None = None
-    incumbent: float | None = None
-    error: float | None = None
+    runner_up: float | None = None  # the next best candidate's
+    incumbent: float | None = None  # the previous entry's
+    error: float | None = None  # largest error against float64; `budget`: its limit
     budget: float | None = None
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one entry comes from, written by `portattn tune`; an entry without has its file's provenance.
+    """The source of one entry, written by `portattn tune`; an entry without one has its file's provenance."""
 
-    chip       the device's name; of a chip that was not there, its title and "not present"
-    measured   True only when the choice was timed on the chip, and then there are figures
-    kernels    digest of the kernels' source that was timed
-    registers, spills, scratchpad_bytes  of its code: a thread's, bytes, bytes a program
-    """
-
-    chip: str
+    chip: str  # the device's name; of an absent chip its title and "not present"
     toolchain: str
     date: datetime.date
-    measured: bool
+    measured: bool  # True only if the choice was timed on the chip: then there are figures
     target: str = ""
     ptxas: str = ""
     torch: str = ""
     portattn: str = ""
-    kernels: str = ""
+    kernels: str = ""  # digest of the source of the timed kernels
     commit: str = ""
     command: str = ""
     runner_up: str = ""
-    registers: int | None = None
-    spills: int | None = None
-    scratchpad_bytes: int | None = None
+    registers: int | None = None  # of its code, a thread
+    spills: int | None = None  # bytes
+    scratchpad_bytes: int | None = None  # a program
     figures: tuple[ProblemFigures, ...] = ()
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Choices for kernels whose names match a glob, where all conditions of `when` hold; the first that holds is taken.
-
-    toolchain  component -> PEP 440 range of the compilers that it is for; empty: all
-    flags     settings of a variant, by names of its own; a variant's entries name it in full
-    core      a variant leaves these problems to the core kernel, which is faster at them; `note` says by how much
-    timed     False for a choice that was only compiled, in a file whose others were timed
-    spills    bytes a thread that its code may spill, where that is more than TIMED_SPILLS: what the matrix's problems
-              spilled with the compiler that it was timed with, rounded up to a multiple of it
-    occupancy  programs that one core runs at a time, as far as the split over keys is concerned (decode)
-    split_threshold  programs a core from which on keys are not split
-    provenance  this entry's own, where it is not the file's
-    """
+    """Choices for kernels that match a glob, if all conditions of `when` hold; the first such entry is taken."""
 
     kernel: str
     when: tuple[str, ...] = ()
-    toolchain: dict[str, str] = {}
+    toolchain: dict[str, str] = {}  # component -> PEP 440 range of compilers that it is for; empty: all
     launch: dict[str, OptionValue] = {}
     lowering: dict[str, str] = {}
-    flags: dict[str, bool | int | str] = {}
-    core: bool = False
-    occupancy: int = 1
-    split_threshold: float = SPLIT_THRESHOLD
-    timed: bool = True
+    flags: dict[str, bool | int | str] = {}  # a variant's own settings; its entries name it in full
+    core: bool = False  # a variant leaves these problems to the core kernel, which is faster; `note` says by how much
+    occupancy: int = 1  # programs that one core runs at a time, for the split over keys (decode)
+    split_threshold: float = SPLIT_THRESHOLD  # programs a core from which on keys are not split
+    timed: bool = True  # False: only compiled, in a file whose other choices were timed
+    # Bytes a thread that its code may spill, if more than TIMED_SPILLS: the spills of the matrix's problems with the
+    # compiler that timed it, rounded up to a multiple of TIMED_SPILLS.
     spills: int = 0
     note: str = ""
-    provenance: Source | None = None
+    provenance: Source | None = None  # None: the file's
 
     def is_for(self, toolchain: Toolchain) -> bool:
-        """Whether the compiler lies in the entry's ranges; a version that is not known lies in none."""
+        """Return whether the compiler lies in the entry's ranges; an unknown version lies in none."""
         return all(toolchain.within(name, text) is True for name, text in self.toolchain.items())
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tuning file."""
-
     provenance: Provenance
     entry: tuple[Entry, ...]
 
     def find(
         self, kernel: str, features: Mapping[str, Any], toolchain: Toolchain, variant: bool = False
     ) -> Entry | None:
-        """The first entry for a kernel that holds; of a variant only those that name it in full."""
+        """Return the first entry for a kernel that holds; a variant's entries must name it in full."""
         place = self.position(kernel, features, toolchain, variant)
         return None if place is None else self.entry[place]
 
     def position(
         self, kernel: str, features: Mapping[str, Any], toolchain: Toolchain, variant: bool = False
     ) -> int | None:
-        """Which entry `find` takes, by its number; none that leaves problems to the core."""
+        """Return the number of the entry that `find` returns."""
         # A core kernel's glob, such as `*_forward`, may match a variant's name by chance.
         matching = [
             (place, entry.when)
@@ -137,27 +115,24 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return conditions.first_that_holds(matching, features)
 
     def left_to_core(self, variant: str, features: Mapping[str, Any], toolchain: Toolchain) -> str:
-        """The note of the variant's first entry that holds, if that one leaves the problem to the core; else empty."""
+        """Return the note of the variant's first entry that holds if it leaves the problem to the core, else ""."""
         for entry in self.entry:
             if entry.kernel == variant and entry.is_for(toolchain) and conditions.texts_hold(entry.when, features):
                 return entry.note if entry.core else ""
         return ""
 
     def source(self, entry: Entry) -> Source | Provenance:
-        """Where an entry comes from: its own provenance, or the file's."""
         return entry.provenance or self.provenance
 
     def measured(self, entry: Entry) -> bool:
-        """Whether an entry's choice was timed on the chip."""
         return self.source(entry).measured and entry.timed
 
     def timed_with(self, entry: Entry) -> str:
-        """The compiler that an entry's choice was timed with on the chip, NAME==VERSION; empty where it was not."""
+        """Return the compiler that an entry's choice was timed with on the chip, NAME==VERSION, or an empty text."""
         return self.source(entry).toolchain if self.measured(entry) else ""
 
     def most_spilled(self, entry: Entry | None, toolchain: Toolchain) -> int:
-        """Bytes a thread that code of an entry's choice may spill with a compiler: none but with the one that it was
-        timed with, and there what its record says, or TIMED_SPILLS."""
+        """Return the bytes a thread that an entry's code may spill: 0 unless this compiler timed its choice."""
         if entry is None or self.timed_with(entry) != str(toolchain):
             return 0
         recorded = entry.provenance.spills if entry.provenance else None
@@ -165,10 +140,11 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def read_tuning(path: Path, backend: str, options: BackendOptions, two: Callable[[str], bool]) -> Tuning:
-    """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema.
+    """Read one tuning file of a backend. Raises DataError (file, line, key) if it departs from the schema.
 
-    options  compiler options, by backend
-    two      whether an entry's name matches two kernels, one that holds keys and one that holds rows (Launch.of_rows)
+    Args:
+        options: compiler options, by backend
+        two: whether an entry's name matches two kernels, one that holds keys and one that holds rows (Launch.of_rows)
     """
     data, text = toml_reader.read(path)
     tuning = toml_reader.convert(data, Tuning, path, text)
@@ -208,8 +184,7 @@ def read_tuning(path: Path, backend: str, options: BackendOptions, two: Callable
 
 
 def _check_toolchain(tuning: Tuning, entry: Entry) -> None:
-    """Raise ValueError on an unknown component, a malformed range, or one that leaves out what its choice was timed
-    with."""
+    """Raise ValueError on an unknown component, a malformed range, or one without the compiler of the timing."""
     for name, text in entry.toolchain.items():
         if not nameable(name):
             raise ValueError(f"toolchain {name!r} is {unknown_name()}")
@@ -222,6 +197,6 @@ def _check_toolchain(tuning: Tuning, entry: Entry) -> None:
 
 
 def _mentions(line: str, message: str) -> bool:
-    """Whether a line of the file holds the name that an error message quotes first."""
+    """Return whether a line of the file holds the name that an error message quotes first."""
     quoted = message.split("'")[1] if "'" in message else message.split(" ")[1]
     return not line.lstrip().startswith("#") and quoted in line

@@ -1,1 +1,1 @@
-"""Whether results are right: the float64 oracle, error budgets, random calls, canaries."""
+"""The float64 oracle, error budgets, random calls and canaries."""

@@ -1,7 +1,6 @@
-"""Canaries: small adversarial calls of a kernel family, run once for each target and toolchain and compared with the
-oracle. A mismatch quarantines the family there: an Incident, and plans that take another path.
+"""Canaries: small adversarial calls of a kernel family, run once for each target and toolchain against the oracle.
 
-They run in a child process, so that a kernel which crashes the device's context, or never ends, does so there.
+A mismatch quarantines the family there. A child process runs them, since a kernel may crash the context or never end.
 """
 
 from __future__ import annotations
@@ -21,29 +20,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from portattn.compile import failures
-from portattn.compile.compile_check import incident_of
-from portattn.compile.store import CompileStore, store
+from portattn.compile import record_store
+from portattn.compile.ensure_compiled import incident_of
+from portattn.compile.record_store import CompileStore, store
 from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import PathUnavailable, PortattnError, warn_caller
-from portattn.planning.core_path import kernel_source_digest
-from portattn.planning.evidence import canaries_wanted
-from portattn.planning.planner import plan
+from portattn.planning.core_path import canaries_wanted, kernel_source_digest
+from portattn.planning.planner import plan, source_digest
 from portattn.planning.registry import Registry
-from portattn.planning.variant_path import source_digest
 from portattn.schema.compile_record import CompileRecord, Incident
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import KvFormat, KvScales
+from portattn.schema.problem_limits import formats_of
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
-from portattn.testing.numerics import COMPARE, numerics, request_of
+from portattn.testing.executor import COMPARE, request_of
+from portattn.testing.findings import numerics
 from portattn.version import __version__
-from portattn.worker.client import Reply, Worker
-from portattn.worker.exit_status import death
-from portattn.worker.stages import RUNS
+from portattn.worker.child import RUNS
+from portattn.worker.client import Reply, Worker, death
 
 if TYPE_CHECKING:
     import torch
@@ -65,19 +62,14 @@ CASES: Mapping[str, tuple[Problem, ...]] = {
     for op, row in ROWS.items()
 }
 # What `portattn verify` runs beside them over quantised caches: each format, and every kind of scales.
-_STORED: tuple[tuple[KvFormat, KvScales], ...] = (
-    ("e4m3", "token"), ("e5m2", "none"), ("e4m3fnuz", "head"), ("int8", "token"), ("int4", "token"),
-    ("nvfp4", "head"),
-)  # fmt: skip
-STORED = dict.fromkeys(("decode_attention", "paged_attention"), _STORED)
+STORED = {
+    op: tuple((name, row.canary) for name, row in formats_of(op).items())
+    for op in ("decode_attention", "paged_attention")
+}
 
 
 def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
-    """Return the negative CompileRecord that quarantines the plan's kernel family here, or None if it may run.
-
-    Runs the canaries on this device if this target and toolchain have no record; that takes a child process some
-    seconds, once.
-    """
+    """Return the CompileRecord that quarantines the plan's kernel family here, or None; run the canaries once."""
     if not canaries_wanted(target, settings, problem=made.problem):
         return None
     records = store(settings)
@@ -91,7 +83,7 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
 
 
 def known_failure(made: Plan, target: Target, settings: Settings) -> CompileRecord | None:
-    """The record that quarantines the plan's kernel family here, if there is one. Nothing is run."""
+    """Return the record that quarantines the plan's kernel family here, or None, without running anything."""
     if not made.key or not canaries_wanted(target, settings, problem=made.problem):
         return None
     key = key_of(family(made), target, stored_as(made))
@@ -100,39 +92,31 @@ def known_failure(made: Plan, target: Target, settings: Settings) -> CompileReco
 
 
 def family(made: Plan) -> str:
-    """What a plan's canaries are about: the core's kernel, or a variant."""
     return made.kernel or made.path
 
 
 def cases(made: Plan) -> tuple[Problem, ...]:
-    """The set of a plan's family: that of its op, unless a variant has one of its own.
+    """Return the canary problems of a plan's family: a variant's own set, otherwise that of its op.
 
-    Over a quantised cache it is the same set with the plan's format and kind of scales: a compiler that widens one of
-    them wrongly says nothing of the others, and nothing of the cache in the queries' dtype.
-    """
+    They have the plan's cache format: a miscompiled dequantization of one format says nothing of the others."""
     variant, p = variant_of(made), made.problem
     found = (variant.canaries if variant else ()) or CASES[p.op]
     return tuple(over(problem, p.kv_format, p.kv_scales) for problem in found)
 
 
-def over(problem: Problem, kv_format: KvFormat, kv_scales: KvScales) -> Problem:
-    """The problem over a cache of that format; itself for as_q."""
+def over(problem: Problem, kv_format: str, kv_scales: str) -> Problem:
     if kv_format == "as_q":
         return problem
     return msgspec.structs.replace(problem, kv_format=kv_format, kv_scales=kv_scales)
 
 
 def of_op(op: str) -> tuple[Problem, ...]:
-    """Every canary of an op: its set, then a problem for each format of a quantised cache that STORED names."""
     stored = STORED.get(op, ())
     return (*CASES[op], *(over(p, *one) for p, one in zip(itertools.cycle(CASES[op]), stored, strict=False)))
 
 
 def stored_as(made: Plan) -> str:
-    """Return format, scales and reading of a plan's quantised cache for a record's key; empty for other caches.
-
-    Reads in words and number by number are widened by different code: a record of one is no evidence for the other.
-    """
+    """Return a quantized cache's format, scales and reading for a record's key: each has code of its own."""
     p = made.problem
     if p.kv_format == "as_q":
         return ""
@@ -144,7 +128,6 @@ def _in_words(made: Plan) -> bool:
 
 
 def _as_read(made: Plan, problem: Problem, target: Target, settings: Settings) -> tuple[Problem, Plan | None]:
-    """The plan of a case that reads its cache as `made` does, and the case as it was changed for that."""
     case = plan_case(problem, target, settings, made.path)
     # Rows that are not aligned are not read in words, nor is what new rows of float32 are stored as.
     for other in ({"aligned": False, "word_aligned": False}, {"dtype": made.problem.dtype}):
@@ -155,9 +138,6 @@ def _as_read(made: Plan, problem: Problem, target: Target, settings: Settings) -
 
 
 def key_of(kernel: str, target: Target, stored: str = "") -> str:
-    """What a canary's record is about: the family's source, the chip, every component of the toolchain, and `stored_as`
-    of its problems.
-    """
     found, backend = target.toolchain, Registry.load().backends[target.backend]
     variant = next((variant for variant in backend.variants if variant.name == kernel), None)
     source = source_digest(variant) if variant else kernel_source_digest()
@@ -167,11 +147,10 @@ def key_of(kernel: str, target: Target, stored: str = "") -> str:
 
 
 def run(made: Plan, target: Target, settings: Settings, records: CompileStore, device: torch.device) -> CompileRecord:
-    """Run the set of the plan's family on a device of this machine, and keep the record.
+    """Run the canaries of the plan's family on a device of this machine, and store the record.
 
-    Where no case says anything (no room on the device, a killed child), the next process tries again. Until then the
-    core goes on, since what follows it is slower or absent; a variant does not, since the core follows it.
-    """
+    Inconclusive cases (no room on the device, a killed child) leave no record: the next process tries again. Until then
+    a core still runs, since slower paths or none follow it; a variant does not."""
     worst, ran, kernel, silent = 0.0, 0, family(made), "the path takes none of them here"
     stored = stored_as(made)
     asked = _asked(made, target, settings)
@@ -214,7 +193,6 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
 
 
 def _asked(made: Plan, target: Target, settings: Settings) -> list[tuple[Problem, Plan]]:
-    """The cases of a plan's family that its path takes, and their plans."""
     found = (_as_read(made, problem, target, settings) for problem in cases(made))
     return [(problem, case) for problem, case in found if case is not None]
 
@@ -222,8 +200,7 @@ def _asked(made: Plan, target: Target, settings: Settings) -> list[tuple[Problem
 def _answers(
     asked: list[tuple[Problem, Plan]], count: int, target: Target, settings: Settings, device: torch.device
 ) -> Generator[tuple[Problem, Plan, Reply]]:
-    """What running each case said: in order, `count` at a time. What is still running when the caller has heard enough
-    is ended."""
+    """Yield each case's reply in order, `count` cases at a time; end the running ones when the caller stops."""
     if not asked:
         return
     free: SimpleQueue[Worker] = SimpleQueue()
@@ -254,12 +231,10 @@ def _answers(
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 def plan_case(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:
-    """The plan of one case by a path; None where the path does not take it (a quirk, or a limit)."""
     asked = msgspec.structs.replace(settings, backend=path, fallback="silent")
     try:
         return plan(problem, target, settings=asked)
@@ -271,22 +246,20 @@ def plan_case(problem: Problem, target: Target, settings: Settings, path: str) -
 
 
 def judge_reply(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
-    """(symptom, cause) of a canary's answer: ("", "") when it passed, ("", cause) when it says nothing.
+    """Return (symptom, cause) of a canary's reply: ("", "") if it passed, ("", cause) if it is inconclusive.
 
-    Only what a kernel did on the device rejects it: wrong numbers, an access or an instruction that the device
-    refused, a signal of the process's own while kernels ran, no end of them. A compile that fails is found by that
-    specialisation's own first call, and the machine's failures are not the kernel's.
-    """
+    Only a kernel's behaviour on the device rejects it: wrong numbers, a refused access or instruction, a signal while
+    kernels ran, a hang. A failed compile is found by that specialisation's own first call."""
     seen = numerics(reply, str(target), problem)
     if seen.outcome == "pass":
         return "", ""
     if seen.outcome == "fail":
         return "wrong-result", seen.reason
-    if failures.machines(reply):
+    if record_store.machines(reply):
         return "", seen.reason
     if seen.outcome == "hang" and reply.stage == RUNS:
         return "hang", seen.reason
-    if seen.outcome == "crash" and reply.stage == RUNS and death(reply) in failures.LASTING_SIGNALS:
+    if seen.outcome == "crash" and reply.stage == RUNS and death(reply) in record_store.LASTING_SIGNALS:
         return "compiler-crash", seen.reason
     # An illegal access ends the context, by an exception or with the process.
     if seen.outcome == "error" and _KERNELS.search(reply.message):

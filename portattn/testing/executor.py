@@ -1,105 +1,177 @@
-"""Executor: runs a plan's compiled code on a machine without its chip, and compares it with the oracle.
+"""Executors: a plan's code run without its chip, or its kernels under Triton's interpreter, against the oracle.
 
-A backend provides its executors (Backend.executors). The launches of a small problem are compiled in one child, under
-the toolchain's Python, and run in another, under this one, which the code may kill.
-"""
+The request that a child gets to run a plan's path (verdict.py) is of a problem scaled down for its executor."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata as metadata
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
 import msgspec
+from packaging.version import Version
 
-from portattn.compile.compile_check import compile_in, first_line
+from portattn.compile.ensure_compiled import compile_in, first_line
 from portattn.errors import PluginWarning, warn_caller
 from portattn.launch import KernelCall, kernel_calls
+from portattn.planning.kernel_specs import CORES, DecodeSplit, ceil_div
 from portattn.planning.registry import Registry, own_backends
+from portattn.schema.lowering import Launch
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Level
 from portattn.schema.target import Target
-from portattn.testing.findings import Facts, Lint, Numerics
-from portattn.testing.numerics import numerics, request_of, scale_down
+from portattn.schema.toolchain import Toolchain, installed_toolchain
+from portattn.testing.findings import Facts, Lint, Numerics, numerics
 from portattn.worker.client import Reply, Worker
+
+# Under the interpreter: one full tile of rows and a rest, two full tiles of keys and a rest, three sequences (one of
+# them without rows when lengths are given), and no more heads than a group and its neighbour need.
+SMALL_BATCH = 3
+RAGGED = 5  # rows or keys beyond the last full tile
+SPARSITY = 2  # keys for each place of a chosen token
+# On a device: large enough for every tile and split to be used, small enough for a float64 oracle.
+DEVICE_SEQ, DEVICE_BATCH, DEVICE_HEADS_K = 1024, 3, 2
+COMPARE = "portattn.testing.verdict:compare"  # the task of a child that runs a plan's path
+CPU_SEQ = 256  # a CPU runs the reference, which has no tiles to fill
+
+
+def scale_down(problem: Problem, launch: Launch) -> Problem:
+    group = problem.group if ROWS[problem.op].packs_heads else 1
+    block_m, block_n = (max(getattr(one, name) for one in launch.kernels()) for name in ("block_m", "block_n"))
+    keys = 2 * block_n + RAGGED
+    if launch.splits > 1:
+        keys = max(keys, 3 * block_n + RAGGED)
+    return _scaled(
+        problem,
+        batch=SMALL_BATCH if problem.padded or problem.packed else 1,
+        heads_k=2 if problem.group == 1 else 1,
+        rows=ceil_div(block_m, group) + RAGGED,
+        keys=keys,
+        # A window that hides the first tile of the last rows, and no more than that.
+        left=keys - block_n,
+    )
+
+
+def on_device(problem: Problem, backend: str) -> Problem:
+    seq = (CPU_SEQ if backend == "cpu" else DEVICE_SEQ) + RAGGED
+    return _scaled(problem, batch=DEVICE_BATCH, heads_k=DEVICE_HEADS_K, rows=seq, keys=seq, left=seq // 2)
+
+
+def _scaled(problem: Problem, batch: int, heads_k: int, rows: int, keys: int, left: int) -> Problem:
+    """Return the problem cut to these sizes, in whole pages; `keys` counts the keys that one row attends."""
+    p = problem
+    heads_k = min(p.heads_k, heads_k)
+    rows, tokens = min(p.seq_q, rows), min(p.tokens, keys)
+    keys = min(p.seq_k, keys * SPARSITY if p.op == "sparse_attention" else keys)
+    if p.page_size:
+        keys = ceil_div(keys, p.page_size) * p.page_size
+
+    def packed(total: int | None, longest: int) -> int | None:
+        # Of three sequences the first is the longest and the last is empty.
+        return None if total is None else min(total, max(2 * longest - RAGGED, 1))
+
+    return msgspec.structs.replace(
+        p,
+        batch=min(p.batch, batch),
+        heads_k=heads_k,
+        heads_q=heads_k * p.group,
+        seq_q=rows,
+        seq_k=keys,
+        total_q=packed(p.total_q, rows),
+        total_k=packed(p.total_k, keys),
+        tokens=tokens,
+        window_left=min(p.window_left, left),
+        window_right=min(p.window_right, RAGGED),
+        chunk=min(p.chunk, left),
+    )
+
+
+def request_of(plan: Plan, problem: Problem, path: str, target: str, device: str) -> dict[str, Any]:
+    """Return a worker's request (verdict.py) to run a plan's path on another size of its problem."""
+    fields: dict[str, Any] = {"problem": msgspec.to_builtins(problem), "path": path, "target": target, "device": device}
+    fields["seed"] = _seed(problem)
+    if plan.lowering is not None:
+        kernel = CORES[plan.problem.op]
+        lowering, launch = plan.specialised
+        # Keys stay split where they were, over as many programs as the fewer keys have tiles for.
+        splits = min(launch.splits, ceil_div(_attended(problem), launch.block_n))
+        choices = {name: getattr(lowering, name) for name in kernel.choices}
+        fields |= {
+            "kernel": kernel.name,
+            "lowering": choices,
+            "launch": msgspec.to_builtins(msgspec.structs.replace(launch, splits=splits)),
+            "env": plan.env,
+        }
+    return fields
+
+
+def _attended(problem: Problem) -> int:
+    kernel = CORES[problem.op]
+    return kernel.keys(problem) if isinstance(kernel, DecodeSplit) else problem.seq_k
+
+
+def _seed(problem: Problem) -> int:
+    """Return a seed whose random mask and bias have the problem's shapes (random_calls.py varies shapes by seed)."""
+    if problem.mask_by_key and problem.bias_by_key:
+        raise ValueError("random calls have no bias and mask that are both the same for all heads and queries")
+    return 1 if problem.mask_by_key else 2 if problem.bias_by_key else 0
 
 
 class Executor:
-    """Runs of a backend's code, each distinct one once, however many threads ask.
+    """Runs of a backend's code (Backend.executors), each distinct one once for all threads."""
 
-    name       the field of a matrix cell that it fills
-    level      evidence level of right numbers
-    task       task of the running child (portattn/worker/serve.py)
-    code_task  function that runs one kernel of a probe in a child; empty without one
-    runs_on    `cpu`: any machine will do; `device`: another chip of the family has to be here, and `where` names both
-    interprets whether its task runs the kernels' Python under Triton's interpreter: its child then is one for that
-    asks       the compiler's output for the real problem: `full` facts of machine code, or its `text`, which `analyze`
-               reads. Executed code is always a text
-    lowers_to  language of that text, if it is not machine code; else empty
-    arches     chips whose code it runs; empty: all of its backend
-    findings   kinds of errors of the running child that prove the code wrong, beside wrong numbers
-    """
-
-    name: Literal["lowered", "emulated", "older"]
-    level: Level
-    task: str
-    code_task: str = ""
-    runs_on: Literal["cpu", "device"] = "cpu"
-    interprets: bool = False
-    asks: Literal["text", "full"] = "full"
-    lowers_to: str = ""
-    arches: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
+    name: Literal["lowered", "emulated", "older"]  # field of a matrix cell that the executor fills
+    level: Level  # evidence level of right numbers
+    task: str  # task of the running child (portattn/worker/serve.py)
+    code_task: str = ""  # function that runs one kernel of a probe in a child, or empty
+    runs_on: Literal["cpu", "device"] = "cpu"  # device: another chip of the family is needed; `where` names both
+    interprets: bool = False  # the task runs under Triton's interpreter, in a child of its own
+    asks: Literal["text", "full"] = "full"  # of the real problem: facts of machine code, or text for `analyze`
+    lowers_to: str = ""  # language of that text; empty for machine code
+    arches: tuple[str, ...] = ()  # chips whose code it runs; empty: all of its backend
+    findings: tuple[str, ...] = ()  # kinds of errors of the running child that prove the code wrong
 
     def __init__(self, seconds: float) -> None:
-        """seconds: time limit of each compile, and of each run."""
         self.seconds = seconds
         self._found: dict[str, Future[Numerics]] = {}
         self._lock = threading.Lock()
 
     def lacks(self, target: Target) -> str:
-        """Return the missing requirements for executing code of a target, or an empty text."""
         raise NotImplementedError
 
     def declines(self, target: Target) -> str:
-        """Why the chip's own file says that this executor cannot run its code; empty where it can."""
+        """Return the reason from the chip's own file why this executor cannot run its code, or an empty text."""
         return str(target.arch.executors.get(self.name, {}).get("lacks", ""))
 
     def where(self, target: Target) -> str:
-        """What is run, and on what: in reports, and the label of a level of `runs`."""
+        """Return the label of a run for reports and the level `runs`: the code and the machine."""
         raise NotImplementedError
 
     def problems(self, plan: Plan) -> list[Problem]:
-        """Return the problems to run in place of the plan's."""
         return small_problems(plan)
 
     def piece(self, launch: KernelCall, reply: Reply) -> Any:
-        """What the running child needs of one compiled launch."""
         raise NotImplementedError
 
     def exceeds(self, reply: Reply, target: Target) -> str:
-        """Why compiled code does not fit its chip, where running it elsewhere would not show it; empty when it does."""
+        """Return why compiled code does not fit its chip, if a run elsewhere would not show it, or an empty text."""
         return ""
 
     def refusal(self, function: str, reply: Reply) -> str:
-        """Return the message about a failed compile."""
         return f"on a small problem, {function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}"
 
     def analyze(self, reply: Reply, launch: KernelCall, target: Target) -> tuple[Facts, list[Lint]]:
-        """Facts and lints of one compiled launch of the real problem."""
         return dict(reply.facts), []
 
     def check(
         self, plan: Plan, target: Target, compiler: Worker, runner: Worker, problems: Sequence[Problem] = ()
     ) -> Numerics:
-        """Return the numerics of a core plan's compiled kernels: the first wrong ones, or the worst.
-
-        compiler  a child that compiles for the target; runner: a child of this Python, which the code may kill
-        problems  problems to run; by default from `problems`
-        """
+        """Return the numerics of a core plan's compiled kernels: the first wrong ones, or the worst."""
         where, lacks = self.where(target), self.lacks(target)
         if lacks:
             return Numerics(outcome="not_run", where=where, reason=lacks)
@@ -116,7 +188,7 @@ class Executor:
     def _one(
         self, plan: Plan, problem: Problem, target: Target, compiler: Worker, runner: Worker, where: str
     ) -> Numerics:
-        from portattn.testing.run_plan import call_of, plan_of
+        from portattn.testing.verdict import call_of, plan_of
 
         request, pieces = request_of(plan, problem, plan.path, target.name, "cpu"), []
         small, call = plan_of(request, target), call_of(request)
@@ -158,10 +230,9 @@ class Executor:
 
 
 def small_problems(plan: Plan) -> list[Problem]:
-    """The plan's problem with small sizes: a batch with a ragged and an empty sequence, and one full sequence alone.
+    """Return the plan's problem scaled down: a batch with a ragged and an empty sequence, and one full sequence alone.
 
-    The last sequence of a batch ends where memory does: an access past it is seen only where its last tile is in use.
-    """
+    The last sequence of a batch ends where memory does: only a last tile in use shows an access past it."""
     small = scale_down(plan.problem, plan.specialised[1])
     totals = {
         name: None if getattr(small, name) is None else longest
@@ -172,7 +243,7 @@ def small_problems(plan: Plan) -> list[Problem]:
 
 
 def reply_numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
-    """A runner's answer as Numerics. An access outside an argument's memory is a failure, whatever the numbers."""
+    """Return a runner's reply as Numerics; an access outside an argument's memory fails, whatever the numbers."""
     strays = str(reply.facts.get("strays", ""))
     facts = {name: value for name, value in reply.facts.items() if name != "strays"}
     found = numerics(msgspec.structs.replace(reply, facts=facts), where, problem)
@@ -183,16 +254,12 @@ def reply_numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
 
 
 def _share(seen: Numerics) -> float:
-    """How much of its budget an error takes."""
     pairs = ((seen.error, seen.budget), (seen.lse_error, seen.lse_budget))
     return max((error / budget for error, budget in pairs if error is not None and budget), default=0.0)
 
 
 def executors(backend: str, seconds: float = 0.0, here: Sequence[Target] = ()) -> dict[str, Executor]:
-    """A backend's executors by name; `here` are targets that are devices of this machine.
-
-    None of a backend of another package whose `executors` raises: it stops nobody's work on other chips.
-    """
+    """Return a backend's executors by name; another package's error is a warning, since other chips still work."""
     asked = Registry.load().backends[backend]
     try:
         return {found.name: found for found in asked.executors(seconds, here)}
@@ -204,10 +271,7 @@ def executors(backend: str, seconds: float = 0.0, here: Sequence[Target] = ()) -
 
 
 def lacks(name: str, target: Target, here: Sequence[Target] = ()) -> str:
-    """Why no executor of this name runs a target's code here; empty when one does.
-
-    Of a backend that has none by that name, the first one that another backend has says why.
-    """
+    """Return why no executor of this name runs a target's code here, or an empty text."""
     for backend in dict.fromkeys((target.backend, *Registry.load().backends)):
         found = executors(backend, here=here).get(name)
         if found is not None:
@@ -216,11 +280,74 @@ def lacks(name: str, target: Target, here: Sequence[Target] = ()) -> str:
 
 
 def arches(name: str) -> dict[str, str]:
-    """The chips that executors of this name are for, and the backend of each."""
     found = ((backend, executors(backend).get(name)) for backend in Registry.load().backends)
     return {arch: backend for backend, one in found if one is not None for arch in one.arches}
 
 
 def analyst(target: Target) -> Executor | None:
-    """The executor that reads what the compiler makes for a target, where that is no machine code; else None."""
+    """Return the executor that reads the compiler's output for a target, if that is no machine code."""
     return next((one for one in executors(target.backend).values() if one.lowers_to), None)
+
+
+# From NumPy 2.4 on a one-element array is no index; Triton's interpreter uses it as one before 3.7 (triton #9171).
+FIRST_BAD_NUMPY, FIRST_GOOD_TRITON = Version("2.4"), Version("3.7")
+# Ways to load a tile, and the releases of Triton that have them: quirks any-0001 and any-0002. A cell's plan heeds its
+# own compiler's quirks, which is not always the Triton whose interpreter runs it.
+LOADS = {"block_ptr": ("block pointers", "<3.9"), "descriptor": ("tensor descriptors", ">=3.4")}
+
+
+def interpreter_missing() -> str:
+    toolchain = installed_toolchain()
+    if toolchain.distribution != "triton":
+        return f"the interpreter needs community Triton, and this Python has {toolchain}"
+    numpy = metadata.version("numpy")
+    if Version(numpy) >= FIRST_BAD_NUMPY and Version(toolchain.version) < FIRST_GOOD_TRITON:
+        return f"the interpreter of {toolchain} needs NumPy before {FIRST_BAD_NUMPY}, and this Python has {numpy}"
+    return ""
+
+
+def lacking(load: str, toolchain: Toolchain) -> str:
+    name, releases = LOADS.get(load, ("", ""))
+    return name if name and toolchain.within("triton", releases) is False else ""
+
+
+class Interpreter:
+    """Interpreted numerics, each distinct specialisation once, for all cells and threads."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.missing = interpreter_missing()
+        self._found: dict[bytes, Future[Numerics]] = {}
+        self._lock = threading.Lock()
+
+    def check(self, plan: Plan, worker: Worker) -> Numerics:
+        """Return the numerics of a core plan's kernels; a second thread waits for the first one's result."""
+        problem = scale_down(plan.problem, plan.specialised[1])
+        where = f"interpreter, {installed_toolchain()}"
+        if self.missing:
+            return Numerics(outcome="not_run", where=where, reason=self.missing)
+        fields = request_of(plan, problem, "interpreter", "cpu:generic", "cpu")
+        # What only a compiler reads does not change what the interpreter computes.
+        fields["launch"] |= {"num_warps": 1, "num_stages": 1, "rows_warps": 0, "rows_stages": 0, "options": []}
+        if "dot_precision" in fields["lowering"]:
+            fields["lowering"]["dot_precision"] = "ieee"  # as exact as numpy whatever it is; hf32 it does not know
+        if fields["lowering"].get("unpack") == "ptx":  # the same numbers without PTX, which it does not know
+            fields["lowering"]["unpack"] = "bytes" if ROWS[problem.op].writes else "words"
+        if "reads" in fields["lowering"]:
+            fields["lowering"]["reads"] = "masked"  # its tiles are powers of two, and it reads what a mask lets it
+        if lacks := lacking(fields["lowering"].get("load", ""), installed_toolchain()):
+            # The same elements by other code of the kernel: all else of it is shown, and that this is not is said.
+            fields["lowering"]["load"] = "pointer"
+            where += f", which has no {lacks}: tiles are loaded by pointers instead"
+        fields["env"] = {}
+        key = msgspec.json.encode(fields, order="deterministic")
+        with self._lock:
+            mine = key not in self._found
+            future = self._found.setdefault(key, Future())
+        if mine:
+            try:
+                future.set_result(numerics(worker.request(COMPARE, self.seconds, **fields), where, problem))
+            except BaseException as error:
+                future.set_exception(error)  # a waiting thread must not wait for ever
+                raise
+        return msgspec.structs.replace(future.result(), where=where)  # the first asker's plan may load otherwise

@@ -1,12 +1,21 @@
-"""What was found out about compiled kernels: facts, gates, lints, and numbers compared with the oracle."""
+"""Findings about compiled kernels: facts, gates, lints, and numbers compared with the oracle."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 import msgspec
 
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
+from portattn.schema.quirk import Symptom
+from portattn.schema.target import Arch, Target
+from portattn.worker.client import Reply
 
 Facts = dict[str, int | str | float]
 LintName = Literal[
@@ -18,17 +27,14 @@ LIMITS: frozenset[str] = frozenset({"masked-store", "leftover", "uninitialised-r
 
 
 class KernelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One compiled kernel: registers, spills (bytes), scratchpad_bytes (bytes), matrix instructions by name …"""
+    """One compiled kernel: registers, spills and scratchpad (bytes), matrix instructions by name …"""
 
     function: str
     facts: Facts
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One figure against its limit. A gate that does not hold is red unless a quirk explains it.
-
-    noted  it does not hold and is no fault: the tile was chosen with another compiler, and with this one costs time
-    """
+    """One figure against its limit; red if it fails unexplained."""
 
     name: str
     function: str
@@ -36,20 +42,14 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit: str
     passed: bool
     explained_by: str = ""
-    noted: bool = False
+    noted: bool = False  # a failure is no fault: the tile, chosen with another compiler, costs time here
 
     def __str__(self) -> str:
         return f"{self.function}: {self.value} {self.name}, {self.limit}"
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run on a small problem, compared with the float64 oracle.
-
-    outcome  pass; fail (over the budget, or NaN); error, crash and hang: the run raised, died or did not end in its
-             time; not_run: there is nothing here to run it with. The reason says more of any but pass
-    error, budget          largest absolute error of out, and what it may be
-    lse_error, lse_budget  the same for the log-sum-exp, where one was computed
-    """
+    """A run on a small problem, compared with the float64 oracle; errors are the largest absolute ones."""
 
     outcome: Literal["pass", "fail", "error", "crash", "hang", "not_run"]
     where: str
@@ -62,12 +62,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Lint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A lint that fired on one kernel.
-
-    value         how much of it there is: copies, loads, operations, programs, bytes
-    limit         of "programs" and "unified-buffer": what the chip has; 0 elsewhere
-    explained_by  id of the quirk that says why it is so; empty without one
-    """
+    """A lint that fired on one kernel; `limit` is the chip's, for "programs" and "unified-buffer" alone."""
 
     name: LintName
     function: str
@@ -81,5 +76,123 @@ class Lint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def red(self) -> bool:
-        """Whether it rejects the kernel."""
         return self.name in LIMITS and not self.explained_by
+
+
+def numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
+    if reply.outcome != "ok":
+        cause = next((line.strip() for line in reply.message.splitlines() if line.strip()), "no message")
+        return Numerics(
+            outcome=reply.outcome, where=where, problem=problem, reason=f"{reply.outcome}: {reply.kind}: {cause}"[:500]
+        )
+    facts = {name: float(value) for name, value in reply.facts.items()}
+    reasons = []
+    if facts["wrong"]:
+        reasons.append(f"{facts['wrong']:.0f} elements are NaN or infinite where they must not be, or the reverse")
+    for name, error, budget in (("out", "error", "budget"), ("LSE", "lse_error", "lse_budget")):
+        if facts.get(error, 0.0) > facts.get(budget, math.inf):
+            reasons.append(f"{name}'s error {facts[error]:.3g} is over its budget {facts[budget]:.3g}")
+    return Numerics(
+        outcome="fail" if reasons else "pass",
+        where=where,
+        problem=problem,
+        error=facts["error"],
+        budget=facts["budget"],
+        lse_error=facts.get("lse_error"),
+        lse_budget=facts.get("lse_budget"),
+        reason="; ".join(reasons),
+    )
+
+
+def figure(numerics: Numerics) -> str:
+    if numerics.outcome == "not_run":
+        return f"not run: {numerics.reason}"
+    if numerics.error is None or numerics.budget is None:
+        return f"FAIL: {numerics.reason}"
+    parts = [f"max error {numerics.error:.2e} of {numerics.budget:.2e} allowed"]
+    if numerics.lse_error is not None:
+        parts.append(f"LSE {numerics.lse_error:.2e} of {numerics.lse_budget:.2e}")
+    return ("" if numerics.outcome == "pass" else "FAIL: ") + ", ".join(parts)
+
+
+MATRIX_FACTS = ("wgmma", "tcgen05", "mma", "mfma", "wmma")  # keys of the worker's facts, see worker/compilers.py
+
+
+def check_gates(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry: Registry) -> tuple[Gate, ...]:
+    tuning = registry.tuning(target)
+    entry = tuning.find(plan.kernel, plan.problem.features(), target.toolchain) if tuning else None
+    most_spilled = tuning.most_spilled(entry, target.toolchain) if tuning else 0
+    source = tuning.source(entry) if tuning and entry else None
+    chosen = source.toolchain if source else str(target.toolchain)
+    other = "" if chosen == str(target.toolchain) else chosen
+    gates = [gate for kernel in kernels for gate in resource_gates(kernel, target.arch, most_spilled, other)]
+    for kernel in (k for k in kernels if k.function in CORES[plan.problem.op].functions):
+        if wants_matrix(plan, target.arch):
+            limit = f"{target.arch.name} has {', '.join(target.arch.matrix)}"
+            count = matrix_count(kernel.facts, target.arch)
+            gates.append(gate_of("matrix instructions", kernel, count, limit, count > 0))
+    return tuple(gate if gate.passed else _explained(gate, plan, target, registry) for gate in gates)
+
+
+def resource_gates(kernel: KernelFacts, arch: Arch, most_spilled: int, other: str) -> list[Gate]:
+    """Return the gates of local memory, registers and spills, of which a tile timed on the chip may have some."""
+    facts, gates = kernel.facts, []
+    used = int(facts.get("scratchpad_bytes", 0))
+    limit = f"{arch.name} has {arch.scratchpad_bytes}"
+    gates.append(gate_of(f"bytes of {arch.scratchpad_kind}", kernel, used, limit, used <= arch.scratchpad_bytes))
+    if arch.registers and "registers" in facts:
+        used = int(facts["registers"])
+        gates.append(gate_of("registers", kernel, used, f"{arch.name} has {arch.registers}", used <= arch.registers))
+    if "spills" in facts:
+        used = int(facts["spills"])
+        limit = f"{most_spilled} allowed by the tuning entry" if most_spilled and used else "none allowed"
+        limit += f"; the tile was chosen with {other}" if other and used and not most_spilled else ""
+        gate = gate_of("bytes spilled", kernel, used, limit, used <= most_spilled)
+        gates.append(msgspec.structs.replace(gate, noted=bool(other) and not gate.passed))
+    return gates
+
+
+def gate_of(name: str, kernel: KernelFacts, value: int, limit: str, passed: bool) -> Gate:
+    return Gate(name=name, function=kernel.function, value=value, limit=limit, passed=passed)
+
+
+def wants_matrix(plan: Plan, arch: Arch) -> bool:
+    """Return whether the plan has products and the chip a matrix instruction for them; few have one for exact fp32."""
+    if "dot_precision" not in CORES[plan.problem.op].choices:
+        return False
+    exact = plan.problem.dtype == "fp32" and plan.lowering is not None and plan.lowering.dot_precision == "ieee"
+    return bool(arch.matrix) and not exact
+
+
+def matrix_count(facts: Facts, arch: Arch) -> int:
+    """Count matrix instructions of the arch's kinds: `v_mfma_` is the fact `mfma`, `wgmma.mma_async` is `wgmma`."""
+    kinds = [key for key in MATRIX_FACTS if any(key in re.split(r"[._]", name) for name in arch.matrix)]
+    return sum(int(facts.get(key, 0)) for key in kinds)
+
+
+def _explained(gate: Gate, plan: Plan, target: Target, registry: Registry) -> Gate:
+    cause = _cause(str(gate), ("slow", "resource-limit"), plan, target, registry)
+    return msgspec.structs.replace(gate, explained_by=cause)
+
+
+def explain_lints(lints: Iterable[Lint], plan: Plan, target: Target, registry: Registry) -> tuple[Lint, ...]:
+    symptoms: tuple[Symptom, ...] = ("slow", "resource-limit", "wrong-result")
+    return tuple(
+        msgspec.structs.replace(lint, explained_by=_cause(str(lint), symptoms, plan, target, registry))
+        for lint in lints
+    )
+
+
+def _cause(text: str, symptoms: Collection[Symptom], plan: Plan, target: Target, registry: Registry) -> str:
+    """Return the id of the quirk that applies here and whose signature matches a finding, or an empty text."""
+    kernel = CORES[plan.problem.op]
+    lowering, launch = plan.specialised
+    programs = kernel.tiles(plan.problem, launch)
+    applied = {quirk.id for quirk in plan.quirks}
+    for quirk in registry.quirks.values():
+        signature = quirk.evidence.signature
+        if not signature or quirk.symptom not in symptoms or not re.search(signature, text):
+            continue
+        if quirk.id in applied or quirk.applies(kernel.name, plan.problem, target, lowering, launch, programs):
+            return quirk.id
+    return ""

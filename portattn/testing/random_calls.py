@@ -2,42 +2,84 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 from portattn.schema.call import Call
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_GROUP, DS_MLA, NV_BLOCK, NVFP4, SAGE_BLOCK, WORD_ALIGNMENT
-from portattn.schema.tensors import INT4, KV_DTYPE, KV_STORED, collapse_broadcast
-from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features
-from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
+from portattn.schema.problem_limits import DS_GROUP, SAGE_BLOCK, WORD_ALIGNMENT
+from portattn.schema.tensors import KV_DTYPE, KV_STORED, collapse_broadcast
+from portattn.testing.oracle import oracle
+from portattn.testing.random_tensors import (
+    DTYPES,
+    attended_keys,
+    chosen_tokens,
+    drawn_features,
+    drawn_lengths,
+    key_storage,
+    page_table,
+    query_rows,
+)
 from portattn.validate.checks import words_aligned
 
+
+def random_gradients(problem: Problem, forward: Any, seed: int, device: str) -> Call:
+    """Return a random call of the problem's gradients, with NaN in the memory of results and for empty rows."""
+    p = problem
+    without = msgspec.structs.replace(
+        p, op=ROWS[p.op].gradient_of, grad_lse=False, grad_bias=False, grad_slopes=False, deterministic=False
+    )
+    call: Call = forward(without)
+    generator = torch.Generator().manual_seed(seed + 1)
+    out, lse = oracle(call)
+    like = call.new_out()
+    call.forward_out = like.copy_(out)
+    call.forward_lse = lse.float().contiguous()
+    grad = torch.randn(out.shape, generator=generator).to(device)
+    nothing = torch.isneginf(lse)
+    nothing[..., 1::2] = False
+    call.grad_out = torch.empty_like(like).copy_(grad.masked_fill(nothing[..., None], float("nan")))
+    if p.grad_lse:
+        call.grad_lse = torch.randn(lse.shape, generator=generator).to(device)
+    for name in ("q", "k", "v"):
+        setattr(call, f"grad_{name}", _memory(getattr(call, name)))
+    if p.grad_bias and call.bias is not None:
+        own = [1 if stride == 0 else size for size, stride in zip(call.bias.shape, call.bias.stride(), strict=True)]
+        call.grad_bias = torch.full(own, float("nan"), device=device)
+    if p.grad_slopes:
+        call.grad_slopes = torch.full(lse.shape, float("nan"), device=device)
+    # As the forward's own call has it: NaN where nothing is attended, scores that all rows share.
+    shared = {name: getattr(call.problem, name) for name in ("bias_by_key", "mask_by_key", "negative_scale")}
+    call.problem = msgspec.structs.replace(p, **shared)
+    return call
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty_like(tensor)
+    if memory.stride(3) != 1:
+        memory = tensor.new_empty(tensor.shape)
+    return memory.fill_(float("nan"))
+
+
 SPREAD = 2.0  # scales differ by factors up to this from the one that fills the format's range
-_LARGEST = {"int8": 127.0}
 
 
 def store_values(
     p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator, block: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
+    """Return keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales or None.
 
-    block   tokens of the first head that share a scale, with scales for each token: as `quantize` makes them, for which
-            some kernels have a path of their own
-
-    unused  (batch, Hk, rows) bool: no attended key lies there. A NaN in `values` there stays NaN if the format has one;
-            for integers, and with a scale for each token, the scale is NaN, infinite, negative or 0 instead
-
-    Scales are (B, Hk), or (batch, Hk, rows) for each token; None without scales, and the numbers are the values.
-    """
-    if p.kv_format == DS_MLA:
+    In `unused` places (batch, Hk, rows), without an attended key, a NaN in `values` stays NaN if the format has one;
+    for integers and for token scales the scale is NaN, infinite, negative or 0 instead. `block` tokens of the first
+    head share a token scale, as `quantize` makes them: some kernels have a path for it."""
+    if p.cache_format.latent:
         return _latent_rows(p, values, unused, generator), None
-    if p.kv_format == INT4:
-        return _pairs(p, values, unused, generator)
-    kind, dtype = p.kv_format, KV_DTYPE[p.kv_format]
-    largest = _LARGEST.get(kind) or torch.finfo(dtype).max
+    if p.cache_format.per_byte > 1:
+        return _in_bytes(p, values, unused, generator)
+    dtype, largest = KV_DTYPE[p.kv_format], p.cache_format.largest
     if p.kv_scales == "none":
         scale, by_row = None, torch.ones(())
     else:
@@ -52,7 +94,7 @@ def store_values(
         if p.kv_scales == "head":  # a page's tokens may be any sequence's: all numbers are stored under one scale
             by_row = scale.max().expand(1, 1, 1, 1) if scale.numel() else torch.ones(())
     numbers = (values.float() / by_row).clamp(-largest, largest)
-    if kind == "int8":
+    if not dtype.is_floating_point:
         numbers = numbers.round().nan_to_num(0.0)
     if p.kv_scales == "token":
         assert scale is not None
@@ -65,16 +107,12 @@ def store_values(
 def in_blocks(
     p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As `stored`, in nvfp4: beside bytes and scales the bytes of the blocks' scales (batch, Hk, rows, D / 16).
-
-    A row without an attended key has scales that are NaN, negative or 448, and any numbers.
-    """
-    assert p.kv_format == NVFP4
+    """Return values in e2m1, their scales, and bytes of blocks' scales: NaN, negative or 448 in unattended rows."""
     scale, by_row = None, torch.ones(())
     if p.kv_scales == "head":
         scale = 0.01 + torch.rand((p.batch, p.heads_k), generator=generator)
         by_row = scale.max() if scale.numel() else by_row  # a page's tokens may be any sequence's
-    blocks = (values.nan_to_num(0.0).float() / by_row).unflatten(-1, (-1, NV_BLOCK))
+    blocks = (values.nan_to_num(0.0).float() / by_row).unflatten(-1, (-1, p.cache_format.block))
     factors = (blocks.abs().amax(-1) / 6.0).to(torch.float8_e4m3fn)
     numbers = blocks / factors.float().clamp(min=2.0**-9)[..., None]
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -87,43 +125,36 @@ def in_blocks(
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(KV_STORED), scale, bytes_
 
 
-def _pairs(
+def _in_bytes(
     p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (…, D) as bytes of two int4 numbers each, and their scales, under which the largest values are too large.
-
-    A token's scale holds the number that stands for 0, any of the sixteen; so some rows have numbers of one sign.
-    """
-    filling = float(values.nan_to_num(0.0).abs().max()) / 15.0 if values.numel() else 1.0
+    """Return rows (…, D) as bytes of several numbers each, and scales that saturate the largest values."""
+    row, base = p.cache_format, 2**p.cache_format.bits
+    filling = float(values.nan_to_num(0.0).abs().max()) / (base - 1) if values.numel() else 1.0
     shape = (p.batch, p.heads_k) if p.kv_scales == "head" else values.shape[:3]
     scale = max(filling, 1e-6) * (1.0 + (SPREAD - 1.0) * torch.rand(shape, generator=generator))
-    zero = torch.full((1, 1, 1), 8)
+    zero = torch.full((1, 1, 1), row.zero)
     by_row = scale.max().expand(1, 1, 1) if p.kv_scales == "head" and scale.numel() else scale
     if p.kv_scales == "token":
         middle = torch.rand(shape, generator=generator) < 0.7  # most have room on both sides of 0
-        any_ = torch.randint(16, shape, generator=generator)
-        zero = torch.where(middle, 6 + any_ % 4, any_)
-        scale = ((scale.view(torch.int32) & ~15) | zero.int()).view(torch.float32)
+        any_ = torch.randint(base, shape, generator=generator)
+        zero = torch.where(middle, row.zero - 2 + any_ % 4, any_)
+        scale = ((scale.view(torch.int32) & -base) | zero.int()).view(torch.float32)
     elif not scale.numel():
         by_row = torch.ones(1, 1, 1)
     numbers = (values.float() / by_row[..., None]).round() + zero[..., None]
-    codes = numbers.clamp(0, 15).nan_to_num(15.0).to(torch.int32)
-    stored = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(KV_STORED)
+    codes = numbers.clamp(0, base - 1).nan_to_num(base - 1).to(torch.int32).unflatten(-1, (-1, row.per_byte))
+    stored = (codes * base ** torch.arange(row.per_byte)).sum(-1).to(torch.uint8).view(KV_STORED)
     return stored, _wild(scale, unused, generator) if p.kv_scales == "token" else scale
 
 
 def _wild(scale: torch.Tensor, unused: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The scales, but where they are unused what no scale may be."""
     wild = torch.tensor([float("nan"), float("inf"), -1.0, 0.0, -float("inf")])
     return torch.where(unused, wild[torch.randint(len(wild), scale.shape, generator=generator)], scale)
 
 
 def _latent_rows(p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Latent rows (P, 1, page, D) as the bytes of fp8_ds_mla rows.
-
-    Each group has a scale of its own, a power of two: with such scales kernels' rows are exact in bfloat16, as the
-    budget of an LSE asks (docs/low-precision.md).
-    """
+    """Return latent rows as fp8_ds_mla bytes; scales are powers of two: exact in bfloat16, for an LSE's budget."""
     numbers = values[..., : p.head_dim_v].float().unflatten(-1, (-1, DS_GROUP))
     largest = torch.finfo(torch.float8_e4m3fn).max
     spread = torch.randint(2, numbers.shape[:-1], generator=generator)
@@ -152,34 +183,30 @@ def random_call(
     extremes: bool = False,
     poison: Poison = "apart",
 ) -> Call:
-    """Normal random q, k and v, random lengths and left paddings where the problem has them, and its features.
+    """Return a call with normal random q, k and v, random lengths and left paddings, and the problem's features.
 
-    NaN is in all padding: before and after a sequence's rows, on pages and in places that no sequence owns, in tokens
-    before every window, in new tokens that no tree mask shows, in tokens that no head of their group chose, and in
-    keys and values that a mask or a bias of -inf hides from all rows. Ids that nothing may follow are garbage, and so
-    are a tree mask's bits behind its sequence's new tokens. Bias and mask have another broadcast shape for each of four
-    seeds in a row; ALiBi slopes are per head for even seeds, and per sequence and head for odd ones. paged_attention
-    and mla_attention always have seqlens_k.
+    NaN is in all padding: before and after a sequence's rows, in unowned pages and places, in tokens before every
+    window, in tokens that no tree mask shows or no head of their group chose, and in keys that a mask or a bias of -inf
+    hides from all rows. Ids and tree mask bits that do not count are garbage. Broadcast shapes of bias and mask follow
+    seed % 4; ALiBi slopes are per head for even seeds, per sequence and head for odd ones. Paged and latent calls
+    always have seqlens_k.
 
-    strides   plain; spare (rows one element longer than wide, a base off by one element; of a quantised cache that is
-              aligned by words, rows up to the next word); transposed (the head dimension is not the contiguous one);
-              sliced (every second row of a larger tensor); expanded (k and v share one batch, or all pages one page,
-              stride 0); combined (pages: k and v are the halves of one tensor (P, 2, …))
-    poison    apart: where nothing is attended NaN is in the key, in the value, or in both, by chance, and in half
-              of the queries of padding: a NaN in one can keep one in another from doing harm. k: in all these keys and
-              queries and no values; v: in all these values, and nowhere else. A latent row's values are a part of its
-              key; its key alone has NaN in the rest
-    extremes  the first sequence is as long as it can be, and of three the last is empty; a few rows of a packed tensor
-              belong to no sequence; the first head has chosen all tokens that it can and the last none
-
-    Raises ValueError where the strides do not exist for the problem, or its pages do not make up its capacity.
+    Args:
+        strides: plain; spare (rows one element longer, a base off by one element; rows of a word-aligned quantized
+            cache up to the next word); transposed (the head dimension is not contiguous); sliced (every second row of a
+            larger tensor); expanded (one batch or page for all, stride 0); combined (k and v are halves of a tensor (P,
+            2, …))
+        extremes: the first sequence has the largest length, and of three the last is empty; a few packed rows belong to
+            no sequence; the first head has chosen all tokens that it can and the last none
+        poison: apart: NaN in unattended keys, values or both, by chance, and in half of the queries of padding, since a
+            NaN in one can hide one in another. k: in all these keys and queries, and no values. v: in all these values
+            alone. Values of a latent row are part of its key: k leaves NaN in the rest of the row
     """
     if problem.writes:
         from portattn.testing.random_writing import random_writing
 
         return random_writing(problem, seed, device=device, spare=strides != "plain")
     if problem.backward:
-        from portattn.testing.random_gradients import random_gradients  # which computes the forward
 
         def forward(of: Problem) -> Call:
             return random_call(of, seed, device=device, scale=scale, strides=strides, extremes=extremes, poison=poison)
@@ -202,7 +229,7 @@ def random_call(
     k = _normal(p, (storage.batch, p.heads_k, storage.rows, p.head_dim), generator)
     v = _normal(p, (storage.batch, p.heads_k, storage.rows, p.head_dim_v), generator)
     table, places = page_table(p, lengths, storage, generator)
-    features = choices(p, lengths, generator, seed, extremes) | drawn_features(p, generator, seed)
+    features = chosen_tokens(p, lengths, generator, seed, extremes) | drawn_features(p, generator, seed)
     if p.magicpig:
         _make_alike(p, q, k, places, generator)
 
@@ -211,7 +238,7 @@ def random_call(
     unused = storage.unused(attended_keys(p, lengths, features), places, shared=strides == "expanded")
     _poison(p, k, v, unused, poison, generator)
     q_scale = k_scale = v_scale = None
-    if p.kv_format == NVFP4:
+    if p.cache_format.block:
         k, k_scale, k_blocks = in_blocks(p, k, unused, generator)
         v, v_scale, v_blocks = in_blocks(p, v, unused, generator)
         apart = "plain" if strides == "transposed" else strides  # of scales the last axis is contiguous
@@ -230,7 +257,7 @@ def random_call(
         q_scale = None if q_scale is None else _queries(p, q_scale[..., None], strides, device)[0][..., 0]
     call = Call(problem=p, q=queries[0], k=k, v=v, scale=scale, softcap=SOFTCAP if p.softcap else 0.0)
     call.q_rope = queries[1] if len(queries) > 1 else None
-    if p.kv_format == NVFP4:
+    if p.cache_format.block:
         call.k_block_scale, call.v_block_scale = _caches(p, k_blocks, v_blocks, apart, device)
     for name, numbers in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         setattr(call, name, None if numbers is None else numbers.to(device))
@@ -248,7 +275,6 @@ def random_call(
 
 
 def _same_for_all_rows(scores: torch.Tensor | None) -> bool:
-    """Whether a (B, Hq, Sq, Sk) view is one row for all heads and queries of a sequence."""
     if scores is None:
         return False
     return all(scores.stride(axis) == 0 or scores.shape[axis] == 1 for axis in (1, 2))
@@ -257,7 +283,6 @@ def _same_for_all_rows(scores: torch.Tensor | None) -> bool:
 def _poison(
     p: Problem, k: torch.Tensor, v: torch.Tensor, unused: torch.Tensor, poison: Poison, generator: torch.Generator
 ) -> None:
-    """NaN into unused keys and values, as random_call says."""
     third = torch.randint(3, unused.shape, generator=generator)
     in_k = unused & (third != 0) if poison == "apart" else unused & (poison == "k")
     in_v = unused & (third != 1) if poison == "apart" else unused & (poison == "v")
@@ -270,7 +295,7 @@ def _poison(
 
 
 def _make_alike(p: Problem, q: torch.Tensor, k: torch.Tensor, places: torch.Tensor, generator: torch.Generator) -> None:
-    """Give every key something of one of the queries that may choose it: else nearly all have a probability near 0."""
+    """Add to every key a part of a query that may choose it: else nearly all have a probability near 0."""
     head = torch.randint(p.group, (p.batch, p.heads_k, p.seq_k, 1), generator=generator)
     queries = q[:, :, 0].view(p.batch, p.heads_k, p.group, p.head_dim)
     model = queries.gather(2, head.expand(-1, -1, -1, p.head_dim))  # (B, Hk, Sk, D)
@@ -287,7 +312,6 @@ def _normal(p: Problem, shape: tuple[int, ...], generator: torch.Generator) -> t
 
 
 def _queries(p: Problem, q: torch.Tensor, strides: str, device: str) -> list[torch.Tensor]:
-    """q, or for mla_attention q and q_rope, as the call has them."""
     parts = [q] if p.op != "mla_attention" else [q[..., : p.head_dim_v], q[..., p.head_dim_v :]]
     return [_laid_out(part, "bshd" if p.packed else p.layout, strides, False, device) for part in parts]
 
@@ -295,7 +319,6 @@ def _queries(p: Problem, q: torch.Tensor, strides: str, device: str) -> list[tor
 def _caches(
     p: Problem, k: torch.Tensor, v: torch.Tensor, strides: str, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v as the call has them; of latent rows, v is a part of k."""
     layout = p.layout
     if p.page_size:
         layout = {"phd": "bshd", "hpd": "bhsd"}[p.page_layout]  # type: ignore[assignment]
@@ -313,10 +336,9 @@ def _caches(
 def _laid_out(
     values: torch.Tensor, layout: str, strides: str, shared: bool, device: str, multiple: int = 1
 ) -> torch.Tensor:
-    """The values as a (B, H, S, D) view with the strides asked for; memory between them holds NaN.
+    """Return the values as a (B, H, S, D) view with the given strides, and NaN in the memory between them.
 
-    multiple  what spare rows and their base are multiples of, in bytes, beyond an element
-    """
+    Spare rows and their base are multiples of `multiple` bytes beyond an element."""
     b, h, s, d = values.shape
     if shared:
         return values[:1].to(device).expand(b, h, s, d)
@@ -344,12 +366,11 @@ def _laid_out(
 
 
 def _combined(k: torch.Tensor, v: torch.Tensor, layout: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as halves of one cache: (P, 2, Hk, page, D), or (P, 2, page, Hk, D) where tokens come first."""
+    """Return keys and values as halves of one cache: (P, 2, Hk, page, D), or (P, 2, page, Hk, D) for layout bshd."""
     both = torch.stack([x.transpose(1, 2) if layout == "bshd" else x for x in (k, v)], dim=1).contiguous().to(device)
     first, second = both[:, 0], both[:, 1]
     return (first.transpose(1, 2), second.transpose(1, 2)) if layout == "bshd" else (first, second)
 
 
 def _moved(values: torch.Tensor, device: str) -> torch.Tensor:
-    """On the device, with strides of 0 where they are."""
     return collapse_broadcast(values).to(device).expand_as(values)

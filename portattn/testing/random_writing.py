@@ -1,7 +1,4 @@
-"""Random calls that fill a cache, and whether the cache is right afterwards: every number by the definition of formats.
-
-The cache holds one pattern before, so that what may not be written shows. Nothing here is the reference path's.
-"""
+"""Random calls that fill a cache with a pattern before, and a check by the definition of its formats."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import NV_BLOCK, NVFP4, PAIRED
-from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 BEFORE = 42.0  # what caches and scales of tokens hold before
 BEYOND = (2**31 - 1, -(2**31), -1)  # what says that a token has no place, beside a place behind the last one
@@ -24,14 +20,9 @@ _TINY = 2.0**-126  # a scale for a token is no smaller
 
 
 def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: bool = False) -> Call:
-    """New rows with numbers that are hard to store (ties, too large and too small ones, NaN, infinity), and places.
-
-    Some tokens of pages have no place, and the first sequence of a contiguous cache has no room for all its rows.
-
-    spare  rows of the cache are one number longer than wide, and off by one
-    """
+    """Return a call that writes rows which are hard to store: ties, too large and too small numbers, NaN, infinity."""
     generator = torch.Generator().manual_seed(seed)
-    dtype = TORCH_DTYPE[p.dtype]
+    dtype, kind = TORCH_DTYPE[p.dtype], p.cache_format
     stored = dtype if p.kv_format == "as_q" else KV_STORED
     pages = max(p.seq_k // p.page_size, 1) if p.page_size else p.batch
     rows = p.page_size or p.seq_k
@@ -43,7 +34,7 @@ def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: boo
     def cache(width: int) -> torch.Tensor:
         heads_last = (p.page_layout == "phd") if p.page_size else (p.layout == "bshd")
         shape = (pages, rows, p.heads_k) if heads_last else (pages, p.heads_k, rows)
-        width = width // 2 if p.kv_format in PAIRED and width > 1 else width  # 1: a scale
+        width = width // kind.per_byte if width > 1 else width  # 1: a scale
         memory = torch.full((pages * rows * p.heads_k * (width + spare) + spare,), BEFORE, dtype=stored, device=device)
         view = memory[int(spare) :].view(*shape, width + spare)[..., :width]
         return view.transpose(1, 2) if heads_last else view
@@ -57,8 +48,10 @@ def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: boo
         problem=p, q=new(p.head_dim), new_v=new(p.head_dim_v), k=cache(p.head_dim), v=cache(p.head_dim_v), scale=1.0,
         k_scale=scale(), v_scale=scale(),
     )  # fmt: skip
-    if p.kv_format == NVFP4:
-        call.k_block_scale, call.v_block_scale = (cache(width // NV_BLOCK * 2) for width in (p.head_dim, p.head_dim_v))
+    if kind.block:
+        call.k_block_scale, call.v_block_scale = (
+            cache(width // kind.block * kind.per_byte) for width in (p.head_dim, p.head_dim_v)
+        )
     if p.rotary_dim:
         angles = torch.rand(ANGLES, p.rotary_dim // 2, generator=generator) * 6.3
         call.cos, call.sin = angles.cos().to(device), angles.sin().to(device)
@@ -82,7 +75,7 @@ def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: boo
 
 
 def _numbers(shape: tuple[int, ...], p: Problem, generator: torch.Generator) -> torch.Tensor:
-    """float32: normal numbers of many sizes, numbers halfway between two of the format, and wild ones."""
+    """Return float32 numbers: normal ones of many sizes, ones halfway between two of the format, and wild ones."""
     size = 2.0 ** torch.randint(-24, 18, shape, generator=generator)
     found = torch.randn(shape, generator=generator) * torch.where(torch.rand(shape, generator=generator) < 0.5, 1, size)
     if p.kv_format in _FLOATS and p.kv_scales == "none":
@@ -98,12 +91,7 @@ def _numbers(shape: tuple[int, ...], p: Problem, generator: torch.Generator) -> 
 
 
 def judge_writing(call: Call) -> dict[str, int | float]:
-    """Return {error, budget, wrong} of a call of random_writing that has run.
-
-    error, budget  largest |difference| between the cache and its expected numbers, in its dtype; and 0: numbers are
-                   rounded alike everywhere
-    wrong          places that are NaN or infinite but must not be, or the reverse, or changed but must not be
-    """
+    """Return {error, budget, wrong}: the largest difference, 0, and places wrongly NaN, infinite or changed."""
     error, wrong = 0.0, 0
     for name, expected in expected_cache(call).items():
         ours = getattr(call, name).detach().cpu().double()
@@ -116,14 +104,14 @@ def judge_writing(call: Call) -> dict[str, int | float]:
 
 
 def expected_cache(call: Call) -> dict[str, torch.Tensor]:
-    """What k, v and the scales of tokens must hold, as the Call has them, row by row. On the CPU."""
+    """Return the numbers that k, v and token scales must hold, as the Call has them, row by row, on the CPU."""
     p = call.problem
     found = {
         name: torch.full(getattr(call, name).shape, BEFORE, dtype=getattr(call, name).dtype) for name in ("k", "v")
     }
     if p.kv_scales == "token":
         found |= {name: torch.full(getattr(call, name).shape, BEFORE) for name in ("k_scale", "v_scale")}
-    if p.kv_format == NVFP4:
+    if p.cache_format.block:
         names = "k_block_scale", "v_block_scale"
         found |= {name: torch.full(getattr(call, name).shape, BEFORE, dtype=KV_STORED) for name in names}
     for b in range(p.batch):
@@ -139,13 +127,13 @@ def expected_cache(call: Call) -> dict[str, torch.Tensor]:
                     rows = _turned(call, rows, position)
                 scale = getattr(call, f"{name}_scale")
                 factor = None if scale is None or p.kv_scales == "token" else scale[b].detach().cpu()[:, None]
-                if p.kv_format == INT4:
+                if p.kv_format == "int4":
                     rows, own = _pairs(rows.float(), factor)
                     if own is not None:
                         found[f"{name}_scale"][block, :, at] = own
                     found[name][block, :, at] = rows
                     continue
-                if p.kv_format == NVFP4:
+                if p.kv_format == "nvfp4":
                     numbers = rows.float() if factor is None else rows.float() / factor
                     found[name][block, :, at], found[f"{name}_block_scale"][block, :, at] = _blocks(numbers)
                     continue
@@ -161,7 +149,7 @@ def expected_cache(call: Call) -> dict[str, torch.Tensor]:
 
 
 def _pairs(rows: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """float32 rows (Hk, D) as bytes of two int4 numbers each, and without `factor` (Hk, 1) their own scales (Hk,)."""
+    """Return float32 rows (Hk, D) as bytes of int4 pairs, and their scales (Hk,) if `factor` (Hk, 1) is None."""
     scales = None
     if factor is None:
         finite = [[x for x in row if abs(x) < float("inf")] for row in rows.tolist()]
@@ -182,9 +170,8 @@ def _pairs(rows: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tenso
 
 
 def _blocks(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 rows (Hk, D) as bytes of two nvfp4 numbers each, and the e4m3 scales (Hk, D / 16) of the blocks, by
-    looking among all numbers of both formats."""
-    blocks = rows.unflatten(-1, (-1, NV_BLOCK))
+    """Return float32 rows (Hk, D) as bytes of nvfp4 pairs and their e4m3 scales (Hk, D / 16), by exhaustive search."""
+    blocks = rows.unflatten(-1, (-1, 16))
     widest = blocks.abs().masked_fill(~blocks.isfinite(), 0.0).amax(-1)
     scales = nearest(widest / torch.tensor(6.0), "e4m3")
     factor = scales.view(torch.float8_e4m3fn).float()[..., None].expand_as(blocks)
@@ -198,7 +185,7 @@ def _blocks(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _place(call: Call, b: int, i: int) -> tuple[int, int, int] | None:
-    """(sequence or page, row in it, row of the rotation's tables) of a new token; None where it has no place."""
+    """Return (sequence or page, row in it, row of the rotary tables) of a new token, or None if it has no place."""
     p = call.problem
     if call.slots is not None:
         slot = int(call.slots[i])
@@ -212,7 +199,7 @@ def _place(call: Call, b: int, i: int) -> tuple[int, int, int] | None:
 
 
 def _turned(call: Call, rows: torch.Tensor, position: int) -> torch.Tensor:
-    """Keys (Hk, D) of one token, column by column. Products and their sum are rounded to float32, one after another."""
+    """Rotate keys (Hk, D) of one token, column by column; each product and sum is rounded to float32."""
     p, cos, sin = call.problem, call.cos, call.sin
     assert cos is not None
     assert sin is not None
@@ -232,7 +219,7 @@ def _turned(call: Call, rows: torch.Tensor, position: int) -> torch.Tensor:
 
 @functools.cache
 def _values(kind: str) -> torch.Tensor:
-    """The finite numbers of a float8 format that are not negative, in float64, by code."""
+    """Return the nonnegative finite numbers of a float8 format, in float64, by code."""
     bits, bias, largest, _ = _FLOATS[kind]
     found = []
     for code in range(128):
@@ -242,7 +229,7 @@ def _values(kind: str) -> torch.Tensor:
 
 
 def nearest(numbers: torch.Tensor, kind: str) -> torch.Tensor:
-    """float32 numbers in a format as int8: the nearest of its numbers, of two the even one, by looking among all."""
+    """Return float32 numbers in a format as int8, rounded to nearest even by exhaustive search."""
     exact = numbers.double()
     size = exact.abs().nan_to_num(0.0, posinf=torch.inf)
     whole = torch.arange(128, dtype=torch.float64) if kind == "int8" else _values(kind)

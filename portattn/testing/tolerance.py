@@ -1,6 +1,6 @@
-"""Whether a result is right: one oracle and one budget for the tests, the matrix and the benchmarks.
+"""One error budget for the tests, the matrix and the benchmarks, against the oracle.
 
-The budget: max|ours − ref64| ≤ 2·max|same-dtype torch − ref64| + tiny, where tiny is one unit in the last place of the
+The budget: max|ours − ref64| ≤ 2·max|same-dtype torch − ref64| + tiny; tiny is one unit in the last place of the
 largest value in the output's dtype and four in float32, in which kernels compute.
 """
 
@@ -14,10 +14,9 @@ import torch
 
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.tensors import KV_DTYPE
-from portattn.testing.dense_view import dense_view
-from portattn.testing.oracle import oracle
+from portattn.testing.oracle import dense_view, oracle
 from portattn.testing.random_calls import random_call
-from portattn.testing.random_features import DTYPES
+from portattn.testing.random_tensors import DTYPES
 
 __all__ = [
     "DTYPES",
@@ -47,16 +46,12 @@ FRACTION_BITS = {"tf32": 10, "hf32": 10, "tf32x3": 21}
 def judge(
     call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str = "ieee", probabilities: str = "as_q"
 ) -> dict[str, int | float]:
-    """Errors and budgets of a result: {error, budget, wrong, lse_error, lse_budget}.
+    """Return errors and budgets of a result: {error, budget, wrong, lse_error, lse_budget}.
 
-    error, budget  largest |ours − oracle| over the elements of out that are finite in both, and what it may be
-    wrong          elements of out and LSE that are finite where the oracle is not or the reverse, or −inf where it is
-                   not or the reverse; and elements that are not 0 in rows with nothing to attend
-
-    precision  of fp32 products (Lowering.dot_precision)
-    probabilities  their format, where a path multiplies narrower ones than the results' (Variant.probabilities); its
-                   products of keys are of that format too
-    """
+    `error` is the largest |ours − oracle| over elements of out that are finite in both. `wrong` counts elements of out
+    and LSE that are finite or −inf in only one of the two, and nonzero elements in rows with nothing to attend.
+    `precision` is that of fp32 products; `probabilities` their format, and that of products of keys, if narrower than
+    the results'."""
     call, out = on_cpu(call), out.detach().cpu()
     expected, expected_lse = oracle(call)
     same, same_lse = same_dtype(call, precision, probabilities=probabilities)
@@ -79,19 +74,17 @@ def judge(
 
 
 def budget(dtype: torch.dtype, expected: torch.Tensor, same: torch.Tensor, least: float = 0.0) -> float:
-    """What the error of a result of this dtype may be. same: torch's own result; least: values count as this large."""
+    """Return the error limit of a result of this dtype; `same` is torch's result, values count as at least `least`."""
     ulps = torch.finfo(dtype).eps + FLOAT32_STEPS * torch.finfo(torch.float32).eps
     return BUDGET_FACTOR * largest(same.double() - expected) + ulps * max(largest(expected), least)
 
 
 def count_misplaced(ours: torch.Tensor, expected: torch.Tensor) -> int:
-    """Elements that are finite in only one of the two, or −inf in only one."""
     finite = torch.isfinite(ours) != torch.isfinite(expected)
     return int((finite | (torch.isneginf(ours) != torch.isneginf(expected))).sum())
 
 
 def largest(values: torch.Tensor) -> float:
-    """Largest magnitude of the finite elements; 0 where there are none."""
     finite = values[torch.isfinite(values)]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
@@ -99,16 +92,12 @@ def largest(values: torch.Tensor) -> float:
 def same_dtype(
     call: Call, precision: str = "ieee", rows: torch.Tensor | None = None, probabilities: str = "as_q"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by its definition in torch, each step in the call's dtype; and the LSE of float32 scores.
+    """Return attention by its definition in torch, each step in the call's dtype, and the LSE of float32 scores.
 
-    What comes on top of scaled products (softcap, ALiBi, bias, sinks, weights of tokens) is computed in float32, as is
-    the softmax then, on scores that are in the call's dtype: kernels do the same, and the budget stays a tight one. A
-    key's cosine, on which MagicPIG's probability depends much, is that of the float32 product.
-
-    precision  fp32 operands of products have as many bits as it leaves them
-    rows       compute only these query rows (int64 indices); not of packed queries
-    probabilities  a narrower format that they are rounded to before they are normalised, the largest SHIFTED there
-    """
+    Terms on top of scaled products and then the softmax are float32, on scores in the call's dtype, as in kernels: the
+    budget stays tight. MagicPIG's probability depends much on a key's cosine, which is that of the float32 product.
+    `precision` limits the bits of fp32 operands; probabilities of a narrower format are rounded before normalisation,
+    the largest being SHIFTED there."""
     view = dense_view(call, rows)
     q, k, v = view.q, view.k, view.v
     if call.problem.kv_format != "as_q":  # the dequantised numbers in the results' dtype
@@ -131,7 +120,7 @@ def same_dtype(
 
 
 def _narrow_softmax(scores: torch.Tensor, kind: str) -> torch.Tensor:
-    """Softmax, its numerators rounded to a narrow format as multiples of the largest."""
+    """Return the softmax with numerators rounded to a narrow format as multiples of the largest."""
     base = scores.float().amax(dim=-1, keepdim=True)
     numbers = torch.exp(scores.float() - base.masked_fill(base.isinf(), 0.0))
     narrow = (numbers * SHIFTED).to(KV_DTYPE[kind]).float() / SHIFTED
@@ -139,20 +128,19 @@ def _narrow_softmax(scores: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def round_fraction(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """float32 values with only so many bits of their 23-bit fraction, rounded to the nearest."""
+    """Round float32 values to `bits` bits of their 23-bit fraction."""
     dropped = 23 - bits
     half = 1 << (dropped - 1)
     return ((values.contiguous().view(torch.int32) + half) & ~((1 << dropped) - 1)).view(torch.float32)
 
 
 def on_cpu(call: Call) -> Call:
-    """The call with every tensor on the CPU."""
     return replace(call, **{name: t.detach().cpu() for name in TENSORS if (t := getattr(call, name)) is not None})
 
 
 @contextmanager
 def nan_filled_memory() -> Iterator[None]:
-    """Inside the block torch fills new memory with NaN (largest value for integers): what is left unwritten shows."""
+    """Make torch fill new memory with NaN (the largest value for integers) in the block: unwritten memory shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

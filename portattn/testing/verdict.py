@@ -1,43 +1,50 @@
-"""Whether what an operation gave is right: results, or gradients."""
+"""Errors and budgets of an operation's results, gradients or written cache, also of a plan run in a child process."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 
+from portattn.launch import run_core
+from portattn.launch.run import run_variant
+from portattn.planning.registry import Registry
+from portattn.reference import blockwise, write
 from portattn.schema.call import Call
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.plan import Plan
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
 from portattn.testing import tolerance
-from portattn.testing.dense_view import DenseView, dense_view
-from portattn.testing.oracle import oracle
+from portattn.testing.oracle import DenseView, dense_view, oracle
 from portattn.testing.random_writing import judge_writing
-from portattn.testing.tolerance import BUDGET_FACTOR, FLOAT32_STEPS, FRACTION_BITS, largest, on_cpu, round_fraction
+from portattn.testing.tolerance import (
+    BUDGET_FACTOR,
+    FLOAT32_STEPS,
+    FRACTION_BITS,
+    largest,
+    nan_filled_memory,
+    on_cpu,
+    random_call,
+    round_fraction,
+)
+from portattn.worker.child import RUNS
 
-# What can have a gradient, in the order of results.
+# Tensors that can have a gradient, in the order of results.
 DIFFERENTIABLE = ("q", "k", "v", "q_rope", "bias", "sinks", "alibi_slopes")
 
 
 def gradients(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Gradients of sum(out·grad_out) + sum(LSE·grad_lse) in float64, by autograd through the oracle.
+    """Return gradients of sum(out·grad_out) + sum(LSE·grad_lse) in float64, by autograd through the oracle.
 
-    Of q, k, v and of the bias, sinks and alibi_slopes that the call has, each shaped as the tensor is in the Call: that
-    of a broadcast bias is not summed up. Rows and keys that do not count have 0, whatever they and the rows of grad_out
-    and grad_lse hold. Of mla_attention the values are columns of k, and have no gradient of their own.
-
-    grad_out  shaped as Call.new_out says, any dtype; may hold anything in rows that attend nothing
-    grad_lse  shaped as Call.new_lse says; may hold anything where the LSE is -inf
-
-    >>> import torch
-    >>> from portattn import Problem
-    >>> from portattn.testing.random_calls import random_call
-    >>> call = random_call(Problem(batch=1, heads_q=2, heads_k=1, seq_q=3, seq_k=5, head_dim=8))
-    >>> {name: tuple(g.shape) for name, g in gradients(call, torch.ones(1, 2, 3, 8)).items()}
-    {'q': (1, 2, 3, 8), 'k': (1, 1, 5, 8), 'v': (1, 1, 5, 8)}
-    """
+    q, k, v and the call's bias, sinks and alibi_slopes have one each, shaped as in the Call (a broadcast bias's is not
+    summed); values of mla_attention are columns of k. Rows and keys that do not count get 0; in rows that attend
+    nothing grad_out and grad_lse may hold anything."""
     leaves = _leaves(call, torch.float64)
     call = _with(call, leaves)
     out, lse = oracle(call)
@@ -54,18 +61,13 @@ def gradients(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None 
 def same_dtype_gradients(
     call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None = None, precision: str = "ieee"
 ) -> dict[str, torch.Tensor]:
-    """The same gradients by the formulas that kernels use, with operands of products in the call's dtype.
+    """Return the same gradients by the kernels' formulas, with operands of products in the call's dtype.
 
-    P = exp(S - LSE), delta = rowsum(out·grad_out) - grad_lse, dV = Pᵀ·dO, dS = P·(dO·Vᵀ - delta), dQ = scale·dS·K,
-    dK = scale·dSᵀ·Q (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.2). Dropout of a mask and factor Z takes P·Z
-    in front of V and dO, and dO·Vᵀ·Z for dO·Vᵀ. Products add up in float32, and the softmax is float32; P, dS, the
-    forward's output and the results are rounded to the call's dtype. Gradients of sinks and ALiBi slopes are float32.
-
-    grad_out, grad_lse  as `gradients` takes them
-    precision           fp32 operands of products have as many bits as it leaves them
-
-    Raises ValueError for a call with MagicPIG's weights, which depend on q and k by more than their product.
-    """
+    P = exp(S - LSE), delta = rowsum(out·grad_out) - grad_lse, dV = Pᵀ·dO, dS = P·(dO·Vᵀ - delta), dQ = scale·dS·K, dK =
+    scale·dSᵀ·Q (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.2). Dropout with factor Z takes P·Z before V and
+    dO, and dO·Vᵀ·Z for dO·Vᵀ. Sums of products and the softmax are float32, as are gradients of sinks and ALiBi slopes;
+    P, dS, the forward's output and the results are rounded to the call's dtype. MagicPIG's weights raise ValueError:
+    they depend on q and k by more than their product."""
     return _formulas(call, grad_out, grad_lse, precision).results
 
 
@@ -78,17 +80,9 @@ def judge_gradients(
 ) -> dict[str, int | float]:
     """Return errors and budgets of gradients: {error, budget, wrong, error_q, budget_q, error_k, …}.
 
-    error_x, budget_x  largest |ours − oracle| of the gradient of x over the elements that are finite in both, and its
-                       limit
-    error, budget      error and budget of the gradient with the largest error / budget
-    wrong              elements that are finite but not in the oracle, or the reverse; and nonzero elements in rows and
-                       keys that do not count
-
-    found     gradients by name, shaped as the tensors are in the Call; absent gradients are not judged
-    grad_out, grad_lse, precision  as `same_dtype_gradients` takes them
-
-    Raises ValueError for a gradient of a tensor that the call does not have, or of another shape than its tensor.
-    """
+    `error_x` is the largest |ours − oracle| of x's gradient over elements finite in both; `error` and `budget` belong
+    to the gradient with the largest ratio. `wrong` counts elements finite in only one of the two, and nonzero
+    elements in rows and keys that do not count. Gradients missing in `found` (shaped as in the Call) are not judged."""
     call, grad_out = on_cpu(call), grad_out.detach().cpu()
     grad_lse = None if grad_lse is None else grad_lse.detach().cpu()
     expected = gradients(call, grad_out, grad_lse)
@@ -124,7 +118,7 @@ def judge_gradients(
 
 
 def judge_backward(call: Call, delta: torch.Tensor, precision: str = "ieee") -> dict[str, int | float]:
-    """As judge_gradients, of a call of the gradients' operation that has run: dQ, dK and dV lie in its own memory."""
+    """Judge a gradients' call that has run, like `judge_gradients`: dQ, dK and dV lie in its own memory."""
     assert call.grad_out is not None
     names = ("q", "k", "v") if call.grad_bias is None else ("q", "k", "v", "bias")
     found = {name: getattr(call, f"grad_{name}") for name in names}
@@ -145,8 +139,7 @@ def judge_backward(call: Call, delta: torch.Tensor, precision: str = "ieee") -> 
 
 
 def _judge_delta(call: Call, delta: torch.Tensor) -> tuple[float, float, int]:
-    """Error and budget of delta = rowsum(out·grad_out) - grad_lse, which the gradient of sinks is made of, and how many
-    of its elements are not finite, or are not 0 in rows whose softmax has nothing."""
+    """Return delta's error, its budget and its wrong elements: not finite, or not 0 in rows that attend nothing."""
     assert call.grad_out is not None
     assert call.forward_out is not None
     assert call.forward_lse is not None
@@ -162,13 +155,10 @@ def _judge_delta(call: Call, delta: torch.Tensor) -> tuple[float, float, int]:
 
 @dataclass(frozen=True)
 class _Found:
-    """results  gradients by name
-    summed   by name, the largest sum of the magnitudes that an element adds up: where a gradient is a small difference
-             of large terms, its spacing is theirs
-    """
+    """Gradients by name, with the rounding scale of their sums."""
 
     results: dict[str, torch.Tensor]
-    summed: dict[str, float]
+    summed: dict[str, float]  # largest sum of magnitudes: a small difference has the rounding of large terms
 
 
 def _formulas(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, precision: str) -> _Found:
@@ -234,7 +224,7 @@ def _formulas(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None,
 
 
 def _across(view: DenseView, of_scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Σ over rows of (B, Hq, rows, keys)ᵀ · (B, Hq, rows, X), and over the heads of a group: (B, H, keys, X)."""
+    """Return Σ over rows of (B, Hq, rows, keys)ᵀ · (B, Hq, rows, X), and over a group's heads: (B, H, keys, X)."""
     b, heads, count, keys = of_scores.shape
     shared = view.k.shape[1]
     across = of_scores.reshape(b, shared, heads // shared * count, keys).transpose(-1, -2)
@@ -242,7 +232,6 @@ def _across(view: DenseView, of_scores: torch.Tensor, rows: torch.Tensor) -> tor
 
 
 def _leaves(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Copies of the tensors that have gradients, in their own dtype unless another is named."""
     found = {name: getattr(call, name) for name in DIFFERENTIABLE}
     if call.problem.op == "mla_attention":
         del found["v"]  # columns of k
@@ -254,7 +243,6 @@ def _leaves(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Ten
 
 
 def _with(call: Call, leaves: Mapping[str, Any]) -> Call:
-    """The call with these tensors."""
     found = replace(call, **leaves)
     if "v" not in leaves:
         found.v = found.k[..., : call.problem.head_dim_v]
@@ -264,7 +252,6 @@ def _with(call: Call, leaves: Mapping[str, Any]) -> Call:
 def _pulled(
     results: list[torch.Tensor], leaves: Mapping[str, torch.Tensor], towards: list[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Gradients of the leaves by name; 0 for those that no result depends on."""
     reached = [(result, grad) for result, grad in zip(results, towards, strict=True) if result.requires_grad]
     found = torch.autograd.grad(
         [result for result, _ in reached],
@@ -277,13 +264,12 @@ def _pulled(
 
 
 def _attending(call: Call) -> torch.Tensor:
-    """Which rows attend anything: bool, laid out as the LSE."""
     view = dense_view(call)
     return view.restored(view.some.expand(-1, call.problem.heads_q, -1), False)
 
 
 def _counted(call: Call) -> dict[str, torch.Tensor]:
-    """By name, which elements of each tensor a result may depend on: bool, shaped as the tensor."""
+    """Return by name the elements of each tensor that a result may depend on: bool, shaped as the tensor."""
     leaves = _leaves(call)
     call = _with(call, leaves)
     view = dense_view(call)
@@ -300,10 +286,53 @@ def _counted(call: Call) -> dict[str, torch.Tensor]:
 def judge(
     call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str = "ieee", probabilities: str = "as_q"
 ) -> dict[str, int | float]:
-    """Like tolerance.judge. For gradients `out` is delta, and the gradients in the call's memory are judged; for append
-    and write `out` is unused, and the cache is judged."""
+    """Judge any call like `tolerance.judge`; for gradients `out` is delta, for append and write the cache is judged."""
     if call.problem.writes:
         return judge_writing(call)
     if call.problem.backward:
         return judge_backward(call, out, precision)
     return tolerance.judge(call, out, lse, precision, probabilities)
+
+
+def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
+    """Run `path` of `target` on random tensors, NaN in outputs and padding: {"facts": …} of testing/verdict.judge."""
+    call, target = call_of(request), Registry.load().target(request["target"])
+    enter(RUNS)
+    probabilities = "as_q"
+    with nan_filled_memory(), torch.no_grad():
+        if request["path"] == "reference":
+            reference = blockwise.run_backward if call.problem.backward else blockwise.run
+            out, lse = (write.run if call.problem.writes else reference)(call)
+        elif "lowering" in request:
+            out, lse = run_core(plan_of(request, target), call, target.arch.cores)
+        else:
+            backend = Registry.load().backends[target.backend]
+            variant = next((v for v in backend.variants if v.name == request["path"]), None)
+            if variant is not None:
+                _, out, lse = run_variant(variant.for_toolchain(target.toolchain), call)
+                probabilities = variant.probabilities
+            else:
+                out, lse = next(v for v in backend.vendor if v.name == request["path"]).run(call)
+    precision = request.get("lowering", {}).get("dot_precision", "ieee") if request["path"] == "triton" else "ieee"
+    return {"facts": judge(call, out, lse, precision, probabilities)}
+
+
+def call_of(request: dict[str, Any]) -> Call:
+    problem = msgspec.convert(request["problem"], Problem)
+    strides = "plain" if problem.aligned else "spare"
+    return random_call(problem, request.get("seed", 0), device=request["device"], strides=strides, extremes=True)
+
+
+def plan_of(request: dict[str, Any], target: Target) -> Plan:
+    return Plan(
+        problem=msgspec.convert(request["problem"], Problem),
+        target=target.name,
+        toolchain=str(target.toolchain),
+        requested=request["path"],
+        path=request["path"],
+        kernel=request["kernel"],
+        lowering=msgspec.convert(request["lowering"], Lowering),
+        launch=msgspec.convert(request["launch"], Launch),
+        choices=tuple(request["lowering"]),
+        env=request.get("env", {}),
+    )

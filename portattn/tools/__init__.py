@@ -1,1 +1,1 @@
-"""What a call never needs: benchmarks, tuning, the matrix, the toolchain lab, quirks' life cycle."""
+"""Tools that no call needs: benchmarks, tuning, the matrix, the toolchain lab, quirks' life cycle."""

@@ -1,4 +1,4 @@
-"""Compiling a kernel that is not portattn's, for any target and in any toolchain's environment."""
+"""Compile a kernel that is not portattn's, for any target and in any toolchain's environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.compile.compile_check import first_line
+from portattn.compile.ensure_compiled import first_line
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
@@ -22,40 +22,33 @@ SECONDS = 120.0
 
 
 class CompiledKernel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a compiler made of a kernel.
-
-    kernel      its name
-    target      BACKEND:ARCH
-    toolchain   what compiled it, NAME==VERSION
-    facts       figures of the code: `registers`, `spills` (bytes), `scratchpad_bytes`, `num_warps`, how often each
-                matrix instruction of the chip occurs; what the compiler does not say is left out
-    language    of the text: ptx, amdgcn, or linalg for Ascend, whose code is not looked at beyond that
-    assembly    the text
+    """The result of compiling a kernel.
 
     >>> CompiledKernel(kernel="add", target="cuda:sm_90", toolchain="triton==3.6.0", facts={"spills": 8}).spills
-    8
-    """
+    8"""
 
     kernel: str
-    target: str
-    toolchain: str
+    target: str  # BACKEND:ARCH
+    toolchain: str  # the compiler, NAME==VERSION
+    # figures of the code that the compiler tells: `registers`, `spills` (bytes), `scratchpad_bytes`, `num_warps`,
+    # counts of the chip's matrix instructions
     facts: dict[str, int | str | float]
-    language: str = ""
+    language: str = ""  # of `assembly`: ptx, amdgcn, or linalg for Ascend, whose code is not analysed further
     assembly: str = ""
 
     @property
     def spills(self) -> int | None:
-        """Bytes of spilled registers; None where the compiler does not say (Ascend)."""
+        """Return the bytes of spilled registers; None if the compiler does not tell (Ascend)."""
         return self._number("spills")
 
     @property
     def registers(self) -> int | None:
-        """Registers of a thread; None where the compiler does not say."""
+        """Return the registers of a thread; None if the compiler does not tell."""
         return self._number("registers")
 
     @property
     def shared_memory(self) -> int | None:
-        """Bytes of shared memory, or LDS, of a program; None where the compiler does not say."""
+        """Return the bytes of shared memory, or LDS, of a program; None if the compiler does not tell."""
         return self._number("scratchpad_bytes")
 
     def _number(self, name: str) -> int | None:
@@ -63,15 +56,11 @@ class CompiledKernel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompileError(PortattnError):
-    """A kernel was not compiled. The text has the end of the compiler's log.
+    """A kernel was not compiled; the text has the end of the compiler's log.
 
-    kernel, target, toolchain  of the request
-    outcome      `error`: the compiler raised; `crash`: its process died; `hang`: the time was up
-    stage, kind  the stage of the compiler, and the exception's type or the signal's name
-    log          all of its known output
-    unavailable  the compiler was not tried: its process could not be started, or the kernel's module could not be
-                 imported
-    """
+    `outcome` is `error` (the compiler raised), `crash` (its process died) or `hang` (the time was up), `stage` the
+    compiler's, `kind` the exception's type or the signal's name, `log` all output; `unavailable`: the compiler did not
+    run, as its process or the import of the kernel's module failed."""
 
     def __init__(self, kernel: str, target: Target, reply: Reply) -> None:
         self.kernel, self.target, self.toolchain = kernel, target.name, str(target.toolchain)
@@ -88,32 +77,28 @@ class CompileError(PortattnError):
 
 
 def compile_for(
-    worker: Worker,
-    kernel: Any,
-    target: Target,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, Any] | None = None,
-    *,
-    divisible: Sequence[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    seconds: float = SECONDS,
-    options: Mapping[str, Any] | None = None,
-) -> CompiledKernel:
+    worker: Worker, kernel: Any, target: Target, signature: Mapping[str, str],
+    constexprs: Mapping[str, Any] | None = None, *, divisible: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None, seconds: float = SECONDS, options: Mapping[str, Any] | None = None,
+) -> CompiledKernel:  # fmt: skip
     """Compile a kernel in a worker, whose Python has the target's toolchain (`tools.lab.worker`).
 
-    kernel      a @triton.jit function at the top of a module's file, autotuned or not. The child imports that file
-    target      what to compile for: `portattn.target("rocm:gfx942", "triton==3.9.0")`
-    signature   run-time argument -> Triton's type: `*fp16`, `i32`, `fp32`
-    constexprs  tl.constexpr argument -> number, text, bool or None; those with a default may be left out
-    divisible   arguments that are multiples of 16; every pointer where None
-    env         variables that the compiler reads, for this compile
-    seconds     limit of time
-    options     of the compiler: num_warps, num_stages, ...
+    Args:
+        kernel: a @triton.jit function at the top of a module's file, autotuned or not. The child imports that file
+        target: such as `portattn.target("rocm:gfx942", "triton==3.9.0")`
+        signature: run-time argument -> Triton's type: `*fp16`, `i32`, `fp32`
+        constexprs: tl.constexpr argument -> number, text, bool or None; arguments with a default may be left out
+        divisible: arguments that are multiples of 16; every pointer if None
+        env: variables that the compiler reads, for this compile
+        seconds: limit of time
+        options: of the compiler: num_warps, num_stages, ...
 
-    Returns what was made: facts and assembly.
+    Returns:
+        Facts and assembly.
 
-    Raises ArgumentError on a kernel that no child can import and on arguments that are not the kernel's, CompileError
-    where the compiler fails, dies or does not end.
+    Raises:
+        ArgumentError: on a kernel that no child can import and on arguments that are not the kernel's
+        CompileError: if the compiler fails, dies or does not end
     """
     function = _function(kernel)
     types, constants = _arguments(function, signature, constexprs or {})
@@ -123,41 +108,27 @@ def compile_for(
             raise ArgumentError(OP, "divisible", name, f"must be one of {', '.join(types)}")
     backend = Registry.load().backends[target.backend]
     adapter = backend.compile_adapter()
+    described = {
+        "module": function.__module__, "function": function.__name__, "file": inspect.getfile(function),
+        "absent": sorted({name.partition(".")[0] for name in sys.modules}), "types": types, "constants": constants,
+        "divisible": list(pointers if divisible is None else divisible), "small": pointers,
+        "options": dict(options or {}),
+    }  # fmt: skip
     reply = worker.request(
-        "compile",
-        seconds,
-        signature={
-            "module": function.__module__,
-            "function": function.__name__,
-            "file": inspect.getfile(function),
-            "absent": sorted({name.partition(".")[0] for name in sys.modules}),
-            "types": types,
-            "constants": constants,
-            "divisible": list(pointers if divisible is None else divisible),
-            "small": pointers,
-            "options": dict(options or {}),
-        },
-        target=list(backend.triton_target(target.arch)),
-        env=dict(env or {}),
-        facts="all",
-        **({"adapter": adapter} if adapter else {}),
-    )
+        "compile", seconds, signature=described, target=list(backend.triton_target(target.arch)), env=dict(env or {}),
+        facts="all", **({"adapter": adapter} if adapter else {}),
+    )  # fmt: skip
     if reply.outcome != "ok":
         raise CompileError(function.__name__, target, reply)
     facts = dict(reply.facts)
     language = next((name for name in TEXTS if name in facts), "")
     return CompiledKernel(
-        kernel=function.__name__,
-        target=target.name,
-        toolchain=str(target.toolchain),
-        assembly=str(facts.pop(language, "")),
-        language=language,
-        facts=facts,
-    )
+        kernel=function.__name__, target=target.name, toolchain=str(target.toolchain),
+        assembly=str(facts.pop(language, "")), language=language, facts=facts,
+    )  # fmt: skip
 
 
 def _function(kernel: Any) -> Any:
-    """The Python function of a kernel, under what decorates it. Raises ArgumentError where no child can find it."""
     function = kernel
     while hasattr(function, "fn"):
         function = function.fn
@@ -172,7 +143,6 @@ def _function(kernel: Any) -> Any:
 def _arguments(
     function: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The types of run-time arguments, and constants with defaults. Raises ArgumentError on any that does not fit."""
     known = inspect.signature(function).parameters
     names = ", ".join(known)
     for argument, given in (("signature", signature), ("constexprs", constexprs)):

@@ -1,7 +1,6 @@
-"""A file of JSON lines that one run at a time writes: locked, added to by whole lines, replaced as a whole.
+"""A file of JSON lines that one run at a time writes: locked, extended by whole lines, replaced as a whole.
 
-Each line ends with a checksum of its own, as a last member `sum` that readers of the records do not see.
-"""
+Each line ends with a checksum, a last member `sum` that readers of the records do not see."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import filelock
@@ -19,6 +17,7 @@ import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import LARGEST_GIVEN, read_limited
+from portattn.schema import toml_reader
 
 _SUM = re.compile(rb',"sum":"([0-9a-f]{16})"}$')
 # What msgspec raises for bytes that are no record.
@@ -26,14 +25,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class RunLog:
-    """The lines of one run. Use it as a context: it holds the lock.
-
-    path   the file; its folder is made
-    lock   the lock's file
-    op, option  what the caller knows the place by, for errors; `shown` is what they name
-
-    Raises ArgumentError when the place cannot be written, or another run writes there at this moment.
-    """
+    """The lines of one run; a context that holds the lock. Raises ArgumentError (`op`, `option`, `shown`)."""
 
     def __init__(self, path: Path, lock: Path, *, op: str, option: str, shown: Path) -> None:
         self.path = path
@@ -49,13 +41,11 @@ class RunLog:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
     def rotate(self) -> Path | None:
-        """Give the file that is there a name with its date. Returns where it went, if there was one."""
+        """Rename an existing file by its date; return the new path, or None."""
         if not self.path.exists():
             return None
         kept = self.dated()
@@ -63,17 +53,12 @@ class RunLog:
         return kept
 
     def dated(self) -> Path:
-        """A name with its date for the file that is there, which no other file has."""
         changed = datetime.datetime.fromtimestamp(self.path.stat().st_mtime, datetime.timezone.utc)
         stem = f"{self.path.stem}-{changed:%Y%m%d-%H%M%S}"
         names = (f"{stem}{'' if n == 1 else f'-{n}'}{self.path.suffix}" for n in range(1, 10_000))
         return next(path for name in names if not (path := self.path.with_name(name)).exists())
 
     def append(self, record: msgspec.Struct) -> None:
-        """Add one record, by one write of one whole line, and have it on the disk.
-
-        Raises DataError when the disk takes nothing or only part of it.
-        """
         line = encode_record(record)
         try:
             handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
@@ -96,20 +81,21 @@ def read(path: Path) -> bytes:
         raise DataError(path, None, f"cannot be read: {error.strerror}") from None
 
 
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    try:
+        return toml_reader.read(path)
+    except OSError as error:
+        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+
+
 def encode_record(record: msgspec.Struct) -> bytes:
-    """A record's line."""
     plain = msgspec.json.encode(record)
     return plain[:-1] + b',"sum":"%s"}\n' % _sum(plain)
 
 
 def lines(path: Path, data: bytes, resumed: bool = False) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, JSON) of each whole line of a file's bytes. A last line without an end is left out.
-
-    resumed  a run will go on with it: every line must have its checksum. To look at, lines without one will do, as
-             earlier releases wrote them
-
-    Raises DataError (file, line) where a line is not what was written.
-    """
+    """Yield (number from 1, JSON) of each line but an unfinished last one. Raises DataError on a changed line.
+    `resumed` requires a checksum of every line, which lines of earlier releases lack."""
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         found = _SUM.search(line)
         if found is None:

@@ -1,34 +1,30 @@
-"""Verifying a kernel: the same plan, kernel and lowering by every means that this machine has, and which one differs.
+"""Verify a kernel by every means of this machine (interpreter, device, executors) against the float64 oracle.
 
-Each means is compared with the float64 oracle under the tests' budget. Triton's interpreter runs the kernel's source;
-the device, and the executors of the target's backend (a model of the chip, a newer chip), what a compiler made of it.
-Where only the interpreter is right, the compiler or the chip is wrong; where all are wrong, the kernel is.
-"""
+If only the interpreter is right, the compiler or the chip is wrong; if all are wrong, the kernel is."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from portattn.compile.compile_check import first_line
+from portattn.compile.ensure_compiled import first_line
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.backend import Variant
-from portattn.planning.detect_target import devices
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, devices
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import OPS
 from portattn.schema.quirk import LEVELS, Level
 from portattn.schema.target import Target
 from portattn.testing import canary
-from portattn.testing.executor import executors, lacks
-from portattn.testing.findings import Numerics
-from portattn.testing.numerics import COMPARE, Interpreter, numerics, request_of
+from portattn.testing.executor import COMPARE, Interpreter, executors, lacks, request_of
+from portattn.testing.findings import Numerics, numerics
 from portattn.tools import lab
 from portattn.tools.matrix import variants
 from portattn.tools.matrix.run import core_of
@@ -52,46 +48,27 @@ RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear", "
 
 
 class VerificationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem, what each means gave, and what that says.
-
-    form   the kernel's, as in Plan
-    level  evidence that this row is; `declared` where something differs, or nothing but the interpreter ran
-    label  what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
-    """
-
     op: str
     problem: str
     target: str
     toolchain: str
     kernel: str
-    form: str = ""
+    form: str = ""  # the kernel's, as in Plan
     path: str
     verdict: Conclusion
     sentence: str
-    level: Level = "declared"
-    label: str = ""
+    level: Level = "declared"  # evidence of this row; `declared` if something differs, or only the interpreter ran
+    label: str = ""  # the evidence of a level `runs` that was not reached on the chip itself: "sm_80 code on sm_90"
     seen: dict[str, Numerics] = {}
 
 
 def verify(
-    ops: Sequence[str],
-    target: Target,
-    settings: Settings,
-    seconds: float,
-    say: Callable[[str], None],
-    emulate: bool = False,
-    run_ptx_compat: bool | None = None,
-) -> Iterator[VerificationRow]:
-    """Verify the canaries of these ops (all when empty) on a target; a row as each is finished.
+    ops: Sequence[str], target: Target, settings: Settings, seconds: float, say: Callable[[str], None],
+    emulate: bool = False, run_ptx_compat: bool | None = None,
+) -> Iterator[VerificationRow]:  # fmt: skip
+    """Verify the canaries of these ops (all when empty) on a target; yield a row as each is finished.
 
-    seconds    time limit of each means
-    say        told what is being run
-    emulate    also run the machine code in a model of the chip
-    run_ptx_compat  also run the target's code on a newer chip of its family that is here; None: where there is one
-
-    Raises ArgumentError for a chip that no kernel is planned for, and when there is no model of the chip, or
-    run_ptx_compat is True and no newer chip; LabError when the target's compiler is neither installed nor in the lab.
-    """
+    `emulate`: in a model too; `run_ptx_compat`: on a newer chip (None: if here). Raises ArgumentError or LabError."""
     if target.arch.refused:
         limit = f"must be a chip that kernels are planned for: {target.arch.refused}"
         raise ArgumentError("verify", "target", target.name, limit)
@@ -116,7 +93,7 @@ def verify(
                 say(f"{problem}")
                 core = _core(problem, target, settings)
                 if isinstance(core, str):
-                    yield _row(problem, target, None, "refused", core, {})
+                    yield _row(problem, target, None, "refused", {}, sentence=core)
                     continue
                 seen = {"interpreter": interpreter.check(core, interpreting)}
                 if here and core.path != "interpreter":
@@ -127,47 +104,20 @@ def verify(
                         core, target, compiling, interpreting if executor.interprets else running, problems
                     )
                 verdict = conclusion({name: found.outcome for name, found in seen.items()})
-                yield _row(problem, target, core, verdict, SENTENCES[verdict], seen, levels)
-            yield from _variants(op, target, settings, seconds, say, running if here else None)
+                yield _row(problem, target, core, verdict, seen, levels)
+            with contextlib.ExitStack() as opened:
+
+                @functools.lru_cache(maxsize=1)
+                def compiler(opened: contextlib.ExitStack = opened) -> Worker:
+                    return opened.enter_context(lab.worker(str(target.toolchain)))
+
+                yield from _variants(op, target, settings, seconds, say, running if here else None, compiler)
 
 
 def _variants(
-    op: str, target: Target, settings: Settings, seconds: float, say: Callable[[str], None], running: Worker | None
-) -> Iterator[VerificationRow]:
-    """The canaries of the op's variants on this chip: compiled, and run where the target is here (`running`)."""
-    with _Compilers(target) as compilers:
-        yield from _variant_rows(op, target, settings, seconds, say, running, compilers)
-
-
-class _Compilers:
-    """The target's compiler, started at its first use."""
-
-    def __init__(self, target: Target) -> None:
-        self._name = str(target.toolchain)
-        self._worker: Worker | None = None
-
-    def get(self) -> Worker:
-        """Return the compiler's worker. Raises LabError or ArgumentError if no such compiler is here."""
-        self._worker = self._worker or lab.worker(self._name)
-        return self._worker
-
-    def __enter__(self) -> _Compilers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._worker is not None:
-            self._worker.close()
-
-
-def _variant_rows(
-    op: str,
-    target: Target,
-    settings: Settings,
-    seconds: float,
-    say: Callable[[str], None],
-    running: Worker | None,
-    compilers: _Compilers,
-) -> Iterator[VerificationRow]:
+    op: str, target: Target, settings: Settings, seconds: float, say: Callable[[str], None], running: Worker | None,
+    compiler: Callable[[], Worker],
+) -> Iterator[VerificationRow]:  # fmt: skip
     for variant in Registry.load().backends[target.backend].variants:
         if op not in variant.ops or target.arch.name not in variant.arches:
             continue
@@ -176,18 +126,17 @@ def _variant_rows(
             if made is None:
                 continue
             say(f"{problem} by {variant.name}")
-            seen = {"compiled": _compiled(variant, made, target, compilers, seconds)}
+            seen = {"compiled": _compiled(variant, made, target, compiler, seconds)}
             if running is not None:
                 seen["device"] = _on_device(made, problem, target, running, seconds)
             verdict = variant_conclusion({name: found.outcome for name, found in seen.items()})
-            yield _row(problem, target, made, verdict, SENTENCES[verdict], seen)
+            yield _row(problem, target, made, verdict, seen)
 
 
-def _compiled(variant: Variant, made: Plan, target: Target, compilers: _Compilers, seconds: float) -> Numerics:
-    """Whether a variant compiles to code that fits the chip and is clean; no number is compared."""
+def _compiled(variant: Variant, made: Plan, target: Target, compiler: Callable[[], Worker], seconds: float) -> Numerics:
     where, problem = str(target), made.problem
     try:
-        kernels, failed, function = variants.compile_variant(variant, made, target, compilers.get(), seconds)
+        kernels, failed, function = variants.compile_variant(variant, made, target, compiler(), seconds)
     except (lab.LabError, ArgumentError, variants.LaunchDescriptionError) as error:
         return Numerics(outcome="not_run", where=where, problem=problem, reason=str(error))
     if failed is not None:
@@ -199,7 +148,6 @@ def _compiled(variant: Variant, made: Plan, target: Target, compilers: _Compiler
 
 
 def variant_conclusion(outcomes: Mapping[str, str]) -> Conclusion:
-    """What compiling a variant, and running it where that could be done, together say."""
     on_device, compiled = outcomes.get("device", "not_run"), outcomes["compiled"]
     if on_device != "not_run":
         return "agree" if on_device == "pass" else "unclear"
@@ -209,7 +157,6 @@ def variant_conclusion(outcomes: Mapping[str, str]) -> Conclusion:
 
 
 def conclusion(outcomes: Mapping[str, str]) -> Conclusion:
-    """What the outcomes of the means together say; `not_run` says nothing."""
     ran = {name: outcome == "pass" for name, outcome in outcomes.items() if outcome != "not_run"}
     if not ran:
         return "unseen"
@@ -225,7 +172,7 @@ def conclusion(outcomes: Mapping[str, str]) -> Conclusion:
 
 
 def _core(problem: Problem, target: Target, settings: Settings) -> Plan | str:
-    """The plan of the core kernel, also where it is passed over only for being slow; or why there is none."""
+    """Return the core kernel's plan, also if it was rejected only for being slow; or why there is none."""
     registry = Registry.load()
     named = registry.backends[target.backend].core_path == "interpreter"
     asked = msgspec.structs.replace(settings, backend="interpreter" if named else "auto", fallback="silent")
@@ -234,9 +181,7 @@ def _core(problem: Problem, target: Target, settings: Settings) -> Plan | str:
     except PortattnError as error:
         return str(error)
     core = core_of(made, target, registry, settings)
-    return (
-        core if core is not None else (made.rejected[0].reason if made.rejected else f"the {made.path} path is taken")
-    )
+    return core or (made.rejected[0].reason if made.rejected else f"the {made.path} path is taken")
 
 
 def _on_device(core: Plan, problem: Problem, target: Target, worker: Worker, seconds: float) -> Numerics:
@@ -246,15 +191,9 @@ def _on_device(core: Plan, problem: Problem, target: Target, worker: Worker, sec
 
 
 def _row(
-    problem: Problem,
-    target: Target,
-    core: Plan | None,
-    verdict: Conclusion,
-    sentence: str,
-    seen: dict[str, Numerics],
-    levels: Mapping[str, Level] | None = None,
-) -> VerificationRow:
-    """levels: what a right result by each means is evidence for; the interpreter's is none."""
+    problem: Problem, target: Target, core: Plan | None, verdict: Conclusion, seen: dict[str, Numerics],
+    levels: Mapping[str, Level] | None = None, sentence: str = "",
+) -> VerificationRow:  # fmt: skip
     levels = levels or {DEVICE: "runs"}
     passed = {name: levels[name] for name, found in seen.items() if name in levels and found.outcome == "pass"}
     reached: list[Level] = ["compiles" if verdict == "compiled" else "declared"]
@@ -263,16 +202,8 @@ def _row(
     level = max(reached, key=LEVELS.index)
     elsewhere = [seen[name].where for name, of in passed.items() if of == "runs"] if DEVICE not in passed else []
     return VerificationRow(
-        op=problem.op,
-        problem=str(problem),
-        target=target.name,
-        toolchain=str(target.toolchain),
-        kernel=canary.family(core) if core else "",
-        form=core.form if core else "",
-        path=core.path if core else "",
-        verdict=verdict,
-        sentence=sentence,
-        level=level,
-        label=elsewhere[0] if level == "runs" and elsewhere else "",
-        seen=seen,
-    )
+        op=problem.op, problem=str(problem), target=target.name, toolchain=str(target.toolchain),
+        kernel=canary.family(core) if core else "", form=core.form if core else "", path=core.path if core else "",
+        verdict=verdict, sentence=sentence or SENTENCES[verdict], level=level,
+        label=elsewhere[0] if level == "runs" and elsewhere else "", seen=seen,
+    )  # fmt: skip

@@ -1,11 +1,11 @@
-"""From a caller's arguments to a Call with its Problem. Every complaint names the argument, the value and the limit.
+"""From a caller's arguments to a Call with its Problem; errors name the argument, the value and the limit."""
 
-checks.py    what one tensor or number must be
-features.py  windows, caps, slopes, sinks, biases and masks, which most ops take
-values.py    what lengths, page ids and indices must be, where they are read back
-dense.py, varlen.py, paged.py, sparse.py, latent.py   one builder an op
-"""
+from collections.abc import Mapping
+from typing import Any
 
+from portattn.config import Settings
+from portattn.schema.call import Call
+from portattn.schema.ops import ROWS
 from portattn.validate.checks import wants_gradients
 from portattn.validate.dense import attention_call
 from portattn.validate.latent import mla_call
@@ -14,3 +14,11 @@ from portattn.validate.sparse import sparse_call
 from portattn.validate.varlen import varlen_call
 
 __all__ = ["attention_call", "mla_call", "paged_call", "sparse_call", "varlen_call", "wants_gradients"]
+
+
+def build_call(op: str, settings: Settings, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> Call:
+    """Check an operation's arguments and build the Call; `tensors` has a Request's names, `values` the caller's."""
+    row = ROWS[op]
+    arguments = {row.tensors[name]: tensor for name, tensor in tensors.items()}
+    call: Call = row.load("validate")(**arguments, **values, settings=settings)
+    return call

@@ -1,6 +1,6 @@
-"""Calls of the gradients of attention and varlen_attention: the forward's arguments, its results and their gradients.
+"""Calls of the gradients of attention and varlen_attention.
 
-portattn itself makes these calls (api/kernel_backward.py); what a caller gave has been validated by the forward.
+api/backward.py makes them of arguments that the forward has validated, its results, and their gradients.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from portattn.validate.varlen import packed, varlen_call
 
 
 def dense_backward_call(**given: Any) -> Call:
-    """attention_backward's arguments as a Call. Raises ArgumentError."""
     swapped = given["layout"] == "bshd"
     return _call(dense_call, given, lambda tensor: tensor.transpose(1, 2) if swapped else tensor, lambda lse: lse)
 
 
 def varlen_backward_call(**given: Any) -> Call:
-    """varlen_attention_backward's arguments as a Call. Raises ArgumentError."""
     return _call(varlen_call, given, packed, lambda lse: lse[None])
 
 
@@ -41,10 +39,7 @@ def _call(
     view: Callable[[torch.Tensor], torch.Tensor],
     by_row: Callable[[torch.Tensor], torch.Tensor],
 ) -> Call:
-    """The forward's Call with what the gradients are computed of.
-
-    view, by_row  tensors like q, and tensors of a number a row, as a Call has them
-    """
+    """Build the forward's Call and add the backward's tensors, like q by `view` and with a number a row by `by_row`."""
     own = (*_RESULTS, *_BY_ROW, "grad_bias", "deterministic")
     call = forward(**{name: value for name, value in given.items() if name not in own})
     op = BACKWARD[call.problem.op]

@@ -1,4 +1,4 @@
-"""What one tensor or one number must be."""
+"""Checks of one tensor or one number."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples
 
 
 def check_dense(op: str, name: str, value: Any) -> None:
-    """A tensor that has one shape, strides and memory: not nested, not sparse. What is no tensor is checked elsewhere.
-
-    It comes before all other questions: strided nested tensors have no shape to ask for.
-    """
+    """Raise ArgumentError on a nested or sparse tensor, before all else: strided nested tensors have no shape."""
     if not isinstance(value, torch.Tensor):
         return
     limit = "must be a dense, strided torch.Tensor"
@@ -49,7 +46,6 @@ def check_dense(op: str, name: str, value: Any) -> None:
 def check_tensor(
     op: str, name: str, tensor: Any, axes: tuple[str, ...], dtypes: Collection[torch.dtype] = DTYPES
 ) -> None:
-    """A tensor with these axes, of one of these dtypes."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, f"must be a torch.Tensor{as_tensor(name, tensor)}")
     if tensor.ndim != len(axes):
@@ -62,10 +58,7 @@ def check_tensor(
 
 
 def as_tensor(name: str, value: Any, more: str = "") -> str:
-    """Return the hint for a list or an array that should be a tensor; empty for other values.
-
-    more  further arguments of torch.tensor
-    """
+    """Return the hint for a list or array that should be a tensor, or ''; `more`: further arguments of torch.tensor."""
     listed = isinstance(value, (int, list, tuple)) and not isinstance(value, bool)
     if not name.isidentifier() or not (listed or is_array(value)):
         return ""
@@ -82,7 +75,7 @@ def as_int32(name: str, dtype: torch.dtype) -> str:
 
 
 def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
-    """What takes tensors of such a dtype, where another operation does; what a dtype that none takes may stand for."""
+    """Return the end of an error about a dtype: a cast, or the operations that take it."""
     if dtype is torch.float64:
         return " (hint: float())"
     if dtype in KV_FORMAT and dtype not in taken:
@@ -93,7 +86,7 @@ def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
 
 
 def other_rank(op: str, name: str, ndim: int) -> str:
-    """What takes tensors of this rank, where another operation or a view does."""
+    """Return the end of an error about a rank: the operation or the view that takes it."""
     if ndim == 3 and op in ("attention", "decode_attention"):
         return f"; packed rows (tokens, heads, head_dim) are varlen_attention's; of one sequence give {name}[None]"
     if ndim == 2 and op in ("attention", "decode_attention"):
@@ -104,7 +97,6 @@ def other_rank(op: str, name: str, ndim: int) -> str:
 
 
 def check_like(op: str, name: str, tensor: torch.Tensor, whose: str, like: torch.Tensor) -> None:
-    """Dtype and device of another tensor."""
     if tensor.dtype != like.dtype:
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be {whose}'s, {like.dtype}")
     if tensor.device != like.device:
@@ -122,13 +114,13 @@ def check_width(op: str, name: str, width: int) -> None:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether the value is a NumPy array: a program that has one has imported NumPy, which calls do without."""
+    """Return whether the value is a NumPy array, without importing NumPy: a program with an array has imported it."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 class Scalar(Protocol):
-    """A 0-d tensor, or a NumPy number: calls read it back."""
+    """A 0-d tensor, or a NumPy number, which calls read back."""
 
     @property
     def ndim(self) -> int: ...
@@ -140,11 +132,7 @@ Number = float | Scalar
 
 
 def as_plain(value: Any) -> Any:
-    """Return a NumPy scalar or another class's integer or real number as Python's bool, int or float.
-
-    Anything else comes back as it is: tensors, and symbolic sizes, which `__index__` would turn into constants. NumPy
-    is not imported: a program that has one of its scalars has done so.
-    """
+    """Return a NumPy scalar or another class's integer or real number as Python's, and any other value unchanged."""
     if type(value) in _PYTHONS:
         return value
     if isinstance(value, numbers.Integral):  # not `__index__`, which tensors and symbolic sizes have too
@@ -156,10 +144,7 @@ def as_plain(value: Any) -> Any:
 
 
 def as_number(op: str, name: str, value: Any) -> Any:
-    """Return a 0-d tensor or array as a Python number, and anything else as `as_plain` does.
-
-    Reading a tensor on an accelerator waits for the device.
-    """
+    """Return a 0-d tensor or array as a Python number (an accelerator is waited for), others like `as_plain`."""
     number = as_plain(value)
     if type(number) in _PYTHONS:
         return number
@@ -198,11 +183,9 @@ def check_number(op: str, name: str, value: Any) -> float:
 
 
 def check_scale(op: str, value: Any) -> float:
-    """Return the factor on the scores; 0 for one below float32's smallest normal number, as chips round it.
-
-    Triton's interpreter has no type for such a number.
-    """
+    """Return the factor on the scores, or 0 for one below float32's smallest normal number."""
     scale = check_number(op, "scale", value)
+    # Chips round such a number to 0, and Triton's interpreter has no type for it.
     return scale if abs(scale) >= FLOAT32_TINY else 0.0
 
 
@@ -212,7 +195,6 @@ def check_flag(op: str, name: str, value: Any) -> None:
 
 
 def check_causal(op: str, causal: Any) -> str:
-    """Alignment of a causal mask: none, bottom_right or top_left."""
     if not isinstance(causal, (bool, int, str)) or causal not in (True, False, "top_left", "bottom_right"):
         word = causal.lower().removeprefix("causal_") if isinstance(causal, str) else ""
         hint = f" (hint: {_CORNERS[word]!r})" if word in _CORNERS else ""
@@ -222,7 +204,7 @@ def check_causal(op: str, causal: Any) -> str:
 
 
 def check_splits(op: str, num_splits: Any) -> int:
-    """Programs that share a row's keys; 0 where the caller leaves it to planning."""
+    """Return the programs that share a row's keys; 0 leaves it to planning."""
     if num_splits is None:
         return 0
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MAX_SPLITS:
@@ -241,7 +223,7 @@ def check_size(op: str, name: str, value: Any) -> int:
 def check_int32(
     op: str, name: str, tensor: Any, shape: tuple[int, ...], axes: str, device: torch.device, contiguous: bool = True
 ) -> None:
-    """An int32 tensor of this shape on q's device; `axes` is the shape in words."""
+    """Check for an int32 tensor of this shape on q's device; `axes` is the shape in words."""
     if not isinstance(tensor, torch.Tensor):
         hint = "" if isinstance(tensor, int) else as_tensor(name, tensor, ", dtype=torch.int32")
         raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}{hint}")
@@ -255,7 +237,6 @@ def check_int32(
 
 
 def check_share(op: str, dropout_p: Any) -> float:
-    """dropout_p in [0, 1)."""
     if dropout_p is None:
         raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1); 0.0 drops nothing")
     share = check_number(op, "dropout_p", dropout_p)
@@ -264,11 +245,8 @@ def check_share(op: str, dropout_p: Any) -> float:
     return share
 
 
-def check_dropout(op: str, dropout_p: Any, seed: Any, device: torch.device) -> float:
-    """Check dropout_p in [0, 1) and a seed: None or a (1,) int64 tensor on q's device."""
-    share = check_share(op, dropout_p)
-    if seed is None:
-        return share
+def check_seed(op: str, seed: Any, device: torch.device) -> None:
+    """Check dropout's seed: a (1,) int64 tensor on q's device."""
     if not isinstance(seed, torch.Tensor):
         limit = f"must be an int64 torch.Tensor of shape (1,){as_tensor('dropout_seed', seed, ', dtype=torch.int64')}"
         raise ArgumentError(op, "dropout_seed", type(seed).__name__, limit)
@@ -277,11 +255,10 @@ def check_dropout(op: str, dropout_p: Any, seed: Any, device: torch.device) -> f
     if tuple(seed.shape) != (1,):
         raise ArgumentError(op, "dropout_seed.shape", tuple(seed.shape), "must be (1,)")
     check_place(op, "dropout_seed", seed, device, contiguous=True)
-    return share
 
 
 def check_place(op: str, name: str, tensor: torch.Tensor, device: torch.device, contiguous: bool) -> None:
-    """q's device, nothing left to be done to its values; contiguous, or at least along the last axis."""
+    """Check that a tensor lies on q's device, and is contiguous, or at least along the last axis."""
     check_done(op, name, tensor)
     if tensor.device != device:
         raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be q's, {device}")
@@ -292,18 +269,18 @@ def check_place(op: str, name: str, tensor: torch.Tensor, device: torch.device, 
 
 
 def check_done(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Kernels get addresses: what lies there must be the values. Of q, k and v the validators make a copy."""
+    """Raise ArgumentError on a view to be negated: kernels read memory. Validators copy such q, k and v."""
     if tensor.is_neg():
         raise ArgumentError(op, name, "a view to be negated", "must be what lies in memory: tensor.resolve_neg()")
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether it is only a shape: a meta tensor, or a fake one under tracing."""
+    """Return whether a tensor is only a shape: a meta tensor, or a fake one under tracing."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def rows_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:
-    """Contiguous rows, and a base and outer strides that are multiples of 16 bytes, or of so many."""
+    """Return whether rows are contiguous, and base and outer strides multiples of so many bytes."""
     size = tensor.element_size()
     # The row stride counts even for one row: a descriptor is encoded with it.
     outer = [tensor.stride(axis) for axis in range(3) if tensor.shape[axis] > 1 or axis == 2]
@@ -315,7 +292,7 @@ def rows_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> boo
 
 
 def words_aligned(rows: Iterable[torch.Tensor], block_scales: Iterable[torch.Tensor | None] = ()) -> bool:
-    """Return Problem.word_aligned for a quantised cache's rows and its blocks' scales."""
+    """Return Problem.word_aligned for a quantized cache's rows and its blocks' scales."""
     for scales in block_scales:
         if scales is not None:
             whole = next(size for size in (WORD_ALIGNMENT, 2, 1) if scales.shape[3] % size == 0)
@@ -325,29 +302,29 @@ def words_aligned(rows: Iterable[torch.Tensor], block_scales: Iterable[torch.Ten
 
 
 def starts_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:
-    """A base that is a multiple of 16 bytes, or of so many; of a tensor without data it is taken for one."""
+    """Return whether the base is a multiple of so many bytes; a tensor without data counts as aligned."""
     return has_no_data(tensor) or tensor.data_ptr() % multiple == 0
 
 
 def in_line(pages: torch.Tensor) -> bool:
-    """Whether the rows of (P, H, page, D) pages are, head by head, the rows of one matrix."""
+    """Return whether the rows of (P, H, page, D) pages are, head by head, the rows of one matrix."""
     return pages.shape[0] <= 1 or pages.stride(0) == pages.shape[2] * pages.stride(2)
 
 
 def reachable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy where a tile spans more elements than 32-bit offsets reach."""
+    """Return the tensor, or a contiguous copy if a tile spans more elements than 32-bit offsets reach."""
     columns = next_power_of_two(tensor.shape[3])
     spanned = tensor.stride(2) * WIDEST_TILE + tensor.stride(3) * columns
     return tensor.contiguous() if spanned > INT32_MAX else tensor
 
 
 def is_large(*tensors: torch.Tensor) -> bool:
-    """Whether 32-bit byte offsets do not reach all of one of them."""
+    """Return whether 32-bit byte offsets do not reach all of one of the tensors."""
     return most(*map(spans, tensors)) >= TWO_GIB
 
 
 def wants_gradients(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd will ask for gradients, or forward-mode differentiation is under way."""
+    """Return whether autograd will ask for gradients, or forward-mode differentiation is under way."""
     some = [t for t in tensors if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in some):
         return True
@@ -355,14 +332,10 @@ def wants_gradients(*tensors: torch.Tensor | None) -> bool:
 
 
 def refuse_gradients(op: str, tensors: Mapping[str, Any], backend: str) -> None:
-    """Raise ArgumentError where autograd would ask an operation for gradients that has none.
+    """Raise ArgumentError if autograd would ask an operation without gradients for them.
 
-    The reference path is differentiable for every operation, and serves whoever names it: nobody comes to it, or loses
-    the speed of the kernels, by having forgotten torch.no_grad().
-
-    tensors  the call's, by the names that the caller knows them by
-    backend  the path that the call or the setting asks for
-    """
+    The reference path differentiates every operation, but only if `backend` names it: a forgotten torch.no_grad() must
+    not cost the kernels' speed."""
     instead = ROWS[op].trained_by
     if not instead or backend == "reference" or not torch.is_grad_enabled():
         return
@@ -376,5 +349,5 @@ def refuse_gradients(op: str, tensors: Mapping[str, Any], backend: str) -> None:
 
 
 def shape_or_value(value: Any) -> Any:
-    """What an error shows of a value: a tensor's shape, and anything else as it is."""
+    """Return a tensor's shape, or any other value unchanged, for an error."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,8 @@
-"""Calls over contiguous keys: attention and decode_attention."""
+"""Calls of attention and decode_attention, over contiguous keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,36 +13,84 @@ from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import check_groups
 from portattn.validate import values
-from portattn.validate.building import build
 from portattn.validate.checks import (
     DTYPES,
-    check_causal,
-    check_dropout,
     check_equal,
-    check_flag,
     check_int32,
-    check_scale,
-    check_splits,
     check_tensor,
     check_width,
 )
-from portattn.validate.features import Features, Scores
-from portattn.validate.layouts import AXES as AXES
-from portattn.validate.layouts import with_advice
-from portattn.validate.quantised import Operands
-from portattn.validate.stored import (
-    CACHE_DTYPES,
-    OPERAND_DTYPES,
-    ScaleShapes,
-    as_stored,
-    check_blocks,
-    check_format,
-    check_scales,
-    check_stored_width,
-    numbers_of,
-)
+from portattn.validate.features import Features, Scores, build
+from portattn.validate.quantized import Operands, ScaleShapes, StoredCache, as_stored, dtypes_of, format_of
 
-# Layouts by their names in other libraries, in small letters, with what to write here.
+AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
+_SHAPES = ("batch", "head_dim", "heads", "seq", "heads_q")  # last words of `argument` in errors about them
+_LAYOUT = "layout='{}'"
+# Which of q, k and v are transposed, the likeliest first; all three are the other layout.
+_MISTAKEN = ((0, 1, 2), (0,), (1, 2), (1,), (2,), (0, 1), (0, 2))
+
+
+def with_advice(
+    error: ArgumentError, layout: str, names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> ArgumentError:
+    """Return the error, with the remedy if the shapes agree once some tensors are transposed."""
+    if error.argument.split(" ")[-1] not in _SHAPES or layout not in AXES:
+        return error
+    if not all(isinstance(one, torch.Tensor) and one.ndim == 4 for one in tensors):
+        return error
+    shapes = [_bhsd(one, layout) for one in tensors]
+    if _agree(shapes):
+        return error
+    for several in _MISTAKEN:
+        turned = [_swapped(one) if index in several else one for index, one in enumerate(shapes)]
+        if _agree(turned) and _likelier(turned, shapes, len(several) == len(shapes)):
+            other = next(one for one in AXES if one != layout)
+            if len(several) == len(shapes):
+                advice = f"as ({', '.join(AXES[other])}) the shapes agree: give {_LAYOUT.format(other)}"
+            else:
+                which = [names[index] for index in several]
+                advice = f"with {' and '.join(which)} as ({', '.join(AXES[other])}) the shapes agree: give "
+                advice += _turned(which)
+            return ArgumentError(error.op, error.argument, error.value, f"{error.limit}; {advice}")
+    return error
+
+
+def without_layout(limit: str, names: Sequence[str]) -> str:
+    """Return an error's limit for a function without `layout`: it names the transposed tensors."""
+    for layout in AXES:
+        limit = limit.replace(f"give {_LAYOUT.format(layout)}", f"give {_turned(names)}")
+    return limit
+
+
+def _turned(names: Sequence[str]) -> str:
+    return ", ".join(f"{name}.transpose(1, 2)" for name in names)
+
+
+def _bhsd(tensor: torch.Tensor, layout: str) -> tuple[int, ...]:
+    shape = tuple(tensor.shape)
+    return shape if layout == "bhsd" else _swapped(shape)
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0], shape[2], shape[1], shape[3])
+
+
+def _likelier(turned: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]], every: bool) -> bool:
+    """Return whether the caller probably meant the transposed shapes."""
+    # 8 query heads over 3 key heads of 16 rows agree as 16 of 8 and 3 rows, too: keys have no more heads than rows.
+    if turned[1] != given[1] and turned[1][1] > turned[1][2]:
+        return False
+    # A transposed q or k alone does not have as many rows as the other.
+    return every or not given[0][2] == given[1][2] == given[2][2]
+
+
+def _agree(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether these are one call's q, k and v, each (B, H, S, D)."""
+    q, k, v = shapes
+    return q[0] == k[0] and k[:3] == v[:3] and q[3] == k[3] and k[1] > 0 and q[1] % k[1] == 0
+
+
+# Layouts' names in other libraries, in small letters -> the argument here.
 OTHER_LAYOUTS = {
     **{layout: f"layout={layout!r}" for layout in AXES},
     "nhd": "layout='bshd'",
@@ -60,10 +109,7 @@ def check_layout(op: str, layout: Any) -> None:
 def attention_call(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, names: tuple[str, str, str], **rest: Any
 ) -> Call:
-    """Check everything and build the Call; q, k and v become (B, H, S, D) views.
-
-    Raises ArgumentError, which says so where the shapes would agree in the other layout.
-    """
+    """Check the arguments and build the Call of (B, H, S, D) views; errors say if shapes agree in the other layout."""
     try:
         return _attention_call(op, q, k, v, names=names, **rest)
     except ArgumentError as error:
@@ -78,49 +124,34 @@ def _attention_call(
     *,
     names: tuple[str, str, str],
     settings: Settings,
-    scale: float | None = None,
-    causal: bool | str = False,
-    return_lse: bool = False,
     layout: str = "bhsd",
     seqlens_q: torch.Tensor | None = None,
     seqlens_k: torch.Tensor | None = None,
     leftpad_q: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_block_scale: torch.Tensor | None = None,
     v_block_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    **features: Any,
+    **asked: Any,
 ) -> Call:
-    """As attention_call.
-
-    features  the other arguments by name, each checked by Features
-    """
     check_layout(op, layout)
     every = "q_scale" in ROWS[op].tensors  # queries may be quantised too
     for name, tensor in zip(names, (q, k, v), strict=True):
         narrow = name != names[0] or every
-        check_tensor(op, name, tensor, AXES[layout], (OPERAND_DTYPES if every else CACHE_DTYPES) if narrow else DTYPES)
-    differentiable = (
-        q,
-        k,
-        v,
-        q_scale,
-        k_scale,
-        v_scale,
-    )  # as given: bytes of float8 are read as int8, of which there are no gradients
+        check_tensor(op, name, tensor, AXES[layout], dtypes_of(op) if narrow else DTYPES)
+    differentiable = (q, k, v, q_scale, k_scale, v_scale)  # as given: float8 is read as int8, which has no gradients
     q_name, k_name, v_name = names
     operands = Operands(op, q, k, v, out_dtype) if every else None
     blocks, by_block = (k_block_scale, v_block_scale), {}
-    stored = check_format(op, (k_name, v_name), k, v, q, blocks=blocks) if operands is None else operands.kind
-    given_rows, given_tokens, given_caches = tuple(q.shape[:3]), tuple(k.shape[:3]), (k, v)
+    kind = format_of(op, k, q.shape[-1], blocks) if operands is None else operands.kind
+    cache = StoredCache(op, (k_name, v_name), (k, v), kind, layout == "bshd", blocks)
+    given_rows, given_tokens = tuple(q.shape[:3]), tuple(k.shape[:3])
     if operands is None:
-        k, v = as_stored(k, stored), as_stored(v, stored)
+        cache.check_like("q", q)
+        k, v = as_stored(k, kind), as_stored(v, kind)
     else:
         q, k, v = operands.stored(q, k, v)
     if layout == "bshd":
@@ -129,22 +160,18 @@ def _attention_call(
     seq_k = k.shape[2]
     check_equal(op, f"{k_name}'s batch", k.shape[0], f"{q_name}'s", batch)
     check_equal(op, f"{v_name}'s batch", v.shape[0], f"{q_name}'s", batch)
-    check_stored_width(op, k_name, k, stored, f"{q_name}'s", head_dim)
+    cache.check_width(k_name, k, f"{q_name}'s", head_dim)
     check_width(op, q_name, head_dim)
-    head_dim_v = numbers_of(v, stored)
+    head_dim_v = cache.numbers(v)
     check_width(op, v_name, head_dim_v)
     if operands is None:
-        by_block = check_blocks(op, stored, blocks, given_caches, layout == "bshd")
+        by_block = cache.block_scales()
     check_equal(op, f"{v_name}'s heads", v.shape[1], f"{k_name}'s", k.shape[1])
     check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", seq_k)
     check_groups(op, heads_q, k.shape[1])  # before the lengths, which are too long for the other order of axes
 
-    alignment = check_causal(op, causal)
-    scale = check_scale(op, head_dim**-0.5 if scale is None else scale)
-    dropout_p = check_dropout(op, dropout_p, dropout_seed, q.device)
-    check_flag(op, "return_lse", return_lse)
-    splits = check_splits(op, num_splits)
-
+    found = Features(op, q.device, q.dtype if operands is None else operands.dtype, asked, head_dim)
+    found.check_numbers()
     lengths: dict[str, Any] = {
         "seqlens_q": seqlens_q,
         "seqlens_k": seqlens_k,
@@ -156,7 +183,7 @@ def _attention_call(
             check_int32(op, name, length, (batch,), "(batch,)", q.device)
     shapes = ScaleShapes(batch, k.shape[1], given_tokens, ", ".join(AXES[layout][:3]), layout == "bshd")
     if operands is None:
-        kv_scales, scales = check_scales(op, stored, k_scale, v_scale, shapes, q.device)
+        kv_scales, scales = cache.scales(k_scale, v_scale, shapes, q.device)
     else:
         by_row = ScaleShapes(batch, k.shape[1], given_rows, shapes.axes, shapes.swapped)
         kv_scales, scales = operands.scales({"q": q_scale, "k": k_scale, "v": v_scale}, {"q": by_row, "k": shapes})
@@ -168,19 +195,17 @@ def _attention_call(
         values.block_scales(op, by_block, tokens)
         rows = values.Tokens(seq_q, seqlens_q, leftpad_q)
         values.scales(op, {n: s for n, s in scales.items() if n == "q_scale" and s.ndim == 3}, rows)
-    if features.get("block_mask") is not None:
+    if asked.get("block_mask") is not None:
         for name in ("leftpad_q", "leftpad_k"):
             if lengths[name] is not None:
                 limit = "goes without block_mask, whose blocks count from the first row and key"
                 raise ArgumentError(op, name, tuple(lengths[name].shape), limit)
-    found = Features(op, q.device, q.dtype if operands is None else operands.dtype)
-    found.check(features, Scores(batch, heads_q, seq_q, seq_k, alignment, seq_q + seq_k))
+    found.check_scored(Scores(batch, heads_q, seq_q, seq_k, seq_q + seq_k))
 
     return build(
         op,
         {"q": q, "k": k, "v": v},
         found,
-        scale=scale,
         problem={
             "batch": batch,
             "heads_q": heads_q,
@@ -190,30 +215,19 @@ def _attention_call(
             "head_dim": head_dim,
             "head_dim_v": head_dim_v,
             **{name: length is not None for name, length in lengths.items()},
-            "num_splits": splits,
-            "return_lse": return_lse,
-            "kv_format": stored,
+            "kv_format": kind,
             "kv_scales": kv_scales,
             "layout": layout,
-            "dropout": dropout_p > 0.0,
         },
-        call={
-            **lengths,
-            **scales,
-            **by_block,
-            "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed if dropout_p else None,
-        },
+        call={**lengths, **scales, **by_block},
         differentiable=differentiable,
         dtype=None if operands is None else operands.dtype,
     )
 
 
 def dense_call(*, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> Call:
-    """attention's arguments as a Call."""
     return attention_call("attention", q, k, v, names=("q", "k", "v"), **rest)
 
 
 def decode_call(*, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **rest: Any) -> Call:
-    """decode_attention's arguments as a Call."""
     return attention_call("decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), **rest)

@@ -1,19 +1,40 @@
-"""The features that most ops take: windows, chunks, caps, slopes, sinks, biases and masks."""
+"""Features of a call: one loop checks their tensors for every operation. `build` makes the checked Call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.ops import ROWS
+from portattn.schema.call import Call
+from portattn.schema.ops import FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
 from portattn.schema.tensors import INT32_MAX
-from portattn.validate.checks import as_tensor, check_done, check_number, check_place, is_array
+from portattn.validate.checks import (
+    DTYPES,
+    as_tensor,
+    check_causal,
+    check_done,
+    check_flag,
+    check_number,
+    check_place,
+    check_scale,
+    check_seed,
+    check_share,
+    check_splits,
+    in_line,
+    is_array,
+    is_large,
+    reachable,
+    rows_aligned,
+    wants_gradients,
+    words_aligned,
+)
+from portattn.validate.quantized import BLOCKS
 
 
 def ceil_div(a: Any, b: Any) -> Any:
@@ -24,27 +45,31 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _INTEGERS_OF = "tuple(int(x) for x in window)"  # also of a float tensor's, and of pairs of tensors
-NO_HINTS: Mapping[torch.dtype, str] = {}
+_BIAS = "bias.float(), if it is added to the scores; mask=bias.bool(), where not 0 = attend"
+_MASK = "bias=, if it is added to the scores; mask.bool(), if it holds 1 and 0"
+_AXES = {"b": "batch", "h": "heads_q", "k": "seq_k"}  # of tensors that are checked by their shape
+# Hints about a tensor of another dtype.
+_HINTS: Mapping[str, Mapping[torch.dtype, str]] = {
+    "bias": {torch.bool: "mask=, where True = attend"} | dict.fromkeys(INTEGERS, _BIAS),
+    "mask": dict.fromkeys(FLOATS, _MASK) | dict.fromkeys(INTEGERS, "mask.bool(), where not 0 = attend"),
+}
+# Values with which an argument asks for nothing; None for all others. None itself is no value of these.
+_DEFAULTS: Mapping[str, Any] = {"causal": False, "dropout_p": 0.0, "return_lse": False}
+# Visited in every call: they decide something without being given, or belong to another argument.
+_ALWAYS = frozenset({"scale", "window", "block_size"})
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores that features are checked against.
-
-    causal  the alignment of the causal mask, or "none"
-    reach   more than any distance between a query and a key
-    packed  whether queries are packed, so that (rows, keys) has no place for a score of each
-    total   rows of packed queries
-    """
+    """The shape of the scores that features are checked against."""
 
     batch: int
     heads: int
     rows: int
     keys: int
-    causal: str = "none"
-    reach: int = 0
-    packed: bool = False
-    total: int = 0
+    reach: int = 0  # more than any distance between a query and a key
+    packed: bool = False  # packed queries: (rows, keys) has no place for each score
+    total: int = 0  # rows of packed queries
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -52,35 +77,67 @@ class Scores:
 
 
 class Features:
-    """What a call asks for beyond its shapes, checked: a method for each argument, of its name.
+    """Checks of a call's arguments: a method each, or `_feature`. An argument that asks for nothing is not visited.
 
-    problem, call  what goes into either
-    floating       tensors that gradients could be asked for
-    copied         one of the tensors is a copy of the caller's
+    Args:
+        asked: the arguments by name; TypeError for one that the operation does not have.
+        width: of the heads, for the default scale width**-0.5; None if the call must name a scale.
     """
 
-    def __init__(self, op: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.op, self.device, self.dtype = op, device, dtype
+    def __init__(
+        self, op: str, device: torch.device, dtype: torch.dtype, asked: Mapping[str, Any], width: int | None = None
+    ) -> None:
+        row = ROWS[op]
+        for name in asked:
+            if name not in row.numbers and name not in row.scored:
+                raise TypeError(f"{op} has no argument {name!r}")
+        self.op, self.device, self.dtype, self.asked, self.width = op, device, dtype, asked, width
         self.problem: dict[str, Any] = {}
         self.call: dict[str, Any] = {}
-        self.floating: list[torch.Tensor] = []
-        self.copied = False
+        self.floating: list[torch.Tensor] = []  # may require gradients
+        self.copied = False  # whether a tensor is a copy of the caller's
 
-    def check(self, given: Mapping[str, Any], scores: Scores) -> None:
-        """Check each argument that is a feature. Raises TypeError for one that the operation has not."""
-        row = ROWS[self.op]
-        for name in given:
-            if name not in _FEATURES or (name not in row.tensors and name not in row.values):
-                raise TypeError(f"{self.op} has no argument {name!r}")
-        if "window" in row.values:  # first: it decides the causal mask, which is a window too
-            given = {"window": None, **given}
-        for name, value in given.items():
-            getattr(self, name)(value, scores)
+    def check_numbers(self) -> None:
+        """Check the arguments that need no sizes."""
+        self._check(ROWS[self.op].numbers, None)
+
+    def check_scored(self, scores: Scores) -> None:
+        """Check the features of these scores, after `check_numbers`."""
+        self._check(ROWS[self.op].scored, scores)
+
+    def _check(self, names: Sequence[str], scores: Scores | None) -> None:
+        for name in names:
+            default = _DEFAULTS.get(name)
+            value = self.asked.get(name, default)
+            if name in _ALWAYS or type(value) is not type(default) or value != default:
+                check = getattr(self, name, None)
+                check(value, scores) if check else self._feature(name, value, cast("Scores", scores))
+
+    def causal(self, causal: Any, scores: None) -> None:
+        self.problem["causal"] = check_causal(self.op, causal)
+
+    def scale(self, scale: Any, scores: None) -> None:
+        self.factor = check_scale(self.op, self.width**-0.5 if scale is None and self.width is not None else scale)
+
+    def dropout_p(self, dropout_p: Any, scores: None) -> None:
+        share = check_share(self.op, dropout_p)
+        self.problem["dropout"], self.call["dropout_p"] = share > 0.0, share
+
+    def dropout_seed(self, seed: Any, scores: None) -> None:
+        check_seed(self.op, seed, self.device)
+        if self.problem.get("dropout"):
+            self.call["dropout_seed"] = seed
+
+    def return_lse(self, return_lse: Any, scores: None) -> None:
+        check_flag(self.op, "return_lse", return_lse)
+        self.problem["return_lse"] = return_lse
+
+    def num_splits(self, num_splits: Any, scores: None) -> None:
+        self.problem["num_splits"] = check_splits(self.op, num_splits)
 
     def window(self, window: Any, scores: Scores) -> None:
-        """window (left, right) and the causal mask, in one form: what hides nothing is unlimited, and a right side of 0
-        is causal."""
-        causal, reach = scores.causal, scores.reach
+        """Normalize window and causal mask: a side that hides nothing is unlimited, and a right side of 0 is causal."""
+        causal, reach = self.problem.get("causal", "none"), scores.reach
         left = right = UNLIMITED
         if window is not None:
             # A list could not be part of the key by which a call is found again (portattn/launch/cache.py).
@@ -102,9 +159,7 @@ class Features:
         self.problem |= {"causal": causal, "window_left": left, "window_right": right}
 
     def chunk(self, chunk: Any, scores: Scores) -> None:
-        """Keys of a chunk, 0 where chunks hide nothing. Called after `window`, which decides the causal mask."""
-        if chunk is None:
-            return
+        """Set the chunk, 0 if it hides nothing. Called after `window`, which decides the causal mask."""
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             limit = "must be an integer ≥ 1, the keys of a chunk, or None for no chunks"
             raise ArgumentError(self.op, "chunk", chunk, limit)
@@ -121,50 +176,38 @@ class Features:
         return side
 
     def softcap(self, softcap: Any, scores: Scores) -> None:
-        if softcap is None:
-            return
         value = check_number(self.op, "softcap", softcap)
         if value < FLOAT32_TINY and value != 0.0:
             limit = f"must be at least {FLOAT32_TINY:.4g}, float32's smallest normal number, or None or 0 for none"
             raise ArgumentError(self.op, "softcap", softcap, limit)
         self.problem["softcap"], self.call["softcap"] = value > 0.0, value
 
-    def alibi_slopes(self, slopes: Any, scores: Scores) -> None:
-        if slopes is None:
-            return
-        batch, heads_q = scores.batch, scores.heads
-        self._tensor("alibi_slopes", slopes, (torch.float32,))
-        if tuple(slopes.shape) not in ((heads_q,), (batch, heads_q)):
-            limit = f"must be (heads_q,) or (batch, heads_q), ({heads_q},) or ({batch}, {heads_q})"
-            raise ArgumentError(self.op, "alibi_slopes.shape", tuple(slopes.shape), limit)
-        check_place(self.op, "alibi_slopes", slopes, self.device, contiguous=False)
-        self._add("alibi_slopes", slopes.expand(batch, heads_q))
-
-    def sinks(self, sinks: Any, scores: Scores) -> None:
-        if sinks is None:
-            return
-        heads_q = scores.heads
-        self._tensor("sinks", sinks, (torch.float32, self.dtype))
-        if tuple(sinks.shape) != (heads_q,):
-            raise ArgumentError(self.op, "sinks.shape", tuple(sinks.shape), f"must be (heads_q,), ({heads_q},)")
-        check_place(self.op, "sinks", sinks, self.device, contiguous=True)
-        self._add("sinks", sinks)
-
-    def bias(self, bias: Any, scores: Scores) -> None:
-        if bias is not None:
-            added = "bias.float(), if it is added to the scores; mask=bias.bool(), where not 0 = attend"
-            hint = {torch.bool: "mask=, where True = attend"} | dict.fromkeys(INTEGERS, added)
-            self._by_score("bias", bias, (torch.float32, self.dtype), scores, hint)
-
-    def mask(self, mask: Any, scores: Scores) -> None:
-        if mask is not None:
-            added = "bias=, if it is added to the scores; mask.bool(), if it holds 1 and 0"
-            hint = dict.fromkeys(FLOATS, added) | dict.fromkeys(INTEGERS, "mask.bool(), where not 0 = attend")
-            self._by_score("mask", mask, (torch.bool,), scores, hint)
+    def _feature(self, name: str, tensor: Any, scores: Scores) -> None:
+        """Check and add a feature's tensor. A tensor of each score broadcasts; others may lack the batch axis alone."""
+        axes, dtype = FEATURES[name].axes, FEATURES[name].dtype
+        if scores.packed and "k" in axes:
+            given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ArgumentError(self.op, name, given, "packed queries take none: pad them")
+        own = getattr(torch, dtype) if dtype else self.dtype
+        self._tensor(name, tensor, (torch.float32, self.dtype) if FEATURES[name].narrow else (own,))
+        if axes == "bhqk":
+            tensor = self._broadcast(name, tensor, scores.shape)
+            by_key = f"{name}_by_key"
+            if by_key in Problem.__struct_fields__:
+                self.problem[by_key] = all(tensor.stride(axis) == 0 or tensor.shape[axis] == 1 for axis in (1, 2))
+        else:
+            forms = dict.fromkeys((axes.removeprefix("b"), axes))
+            sizes = {"b": scores.batch, "h": scores.heads, "k": scores.keys}
+            shapes = [tuple(sizes[axis] for axis in form) for form in forms]
+            if tuple(tensor.shape) not in shapes:
+                words = (", ".join(_AXES[axis] for axis in form) + "," * (len(form) == 1) for form in forms)
+                limit = f"must be {' or '.join(f'({word})' for word in words)}, {' or '.join(map(str, shapes))}"
+                raise ArgumentError(self.op, f"{name}.shape", tuple(tensor.shape), limit)
+            check_place(self.op, name, tensor, self.device, contiguous="b" not in axes)
+            tensor = tensor.expand(shapes[-1])
+        self._add(name, tensor)
 
     def tree_mask(self, mask: Any, scores: Scores) -> None:
-        if mask is None:
-            return
         batch, rows = scores.batch, scores.rows
         self._tensor("tree_mask", mask, (torch.int64,))
         shape = tuple(mask.shape)
@@ -184,9 +227,8 @@ class Features:
         self._add("tree_mask", mask.expand(1 if scores.packed else batch, shape[-1]))
 
     def block_mask(self, blocks: Any, scores: Scores) -> None:
-        if blocks is not None:  # api/block_mask.py has made it; `block_size` looks at its shape
-            self._tensor("block_mask", blocks, (torch.bool,))
-            self._add("block_mask", blocks)
+        self._tensor("block_mask", blocks, (torch.bool,))  # api/masks.py has made it
+        self._add("block_mask", blocks)  # `block_size` looks at its shape
 
     def block_size(self, size: Any, scores: Scores) -> None:
         blocks = self.call.get("block_mask")
@@ -209,10 +251,7 @@ class Features:
             blocks = blocks.contiguous()
         self.call["block_mask"] = blocks.expand(scores.batch, scores.heads, down, across)
 
-    def _tensor(
-        self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], hints: Mapping[torch.dtype, str] = NO_HINTS
-    ) -> None:
-        """Check dtype and device. hints: the cure to name beside each wrong dtype."""
+    def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):
             hint = as_tensor(name, tensor)
             if callable(tensor):
@@ -220,14 +259,15 @@ class Features:
             raise ArgumentError(self.op, name, type(tensor).__name__, "must be a torch.Tensor" + hint)
         if tensor.dtype not in dtypes:
             limit = f"must be {' or '.join(str(dtype) for dtype in dict.fromkeys(dtypes))}"
-            hint = f" (hint: {hints[tensor.dtype]})" if tensor.dtype in hints else ""
+            told = _HINTS.get(name, {}).get(tensor.dtype)
+            hint = f" (hint: {told})" if told else ""
             raise ArgumentError(self.op, f"{name}.dtype", tensor.dtype, limit + hint)
         check_done(self.op, name, tensor)
         if tensor.device != self.device:
             raise ArgumentError(self.op, f"{name}.device", str(tensor.device), f"must be q's, {self.device}")
 
     def _broadcast(self, name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-        """The tensor as a (B, Hq, Sq, Sk) view, with strides of 0 where it is broadcast."""
+        """Return the tensor as a (B, Hq, Sq, Sk) view, with stride 0 on broadcast axes."""
         given = tuple(tensor.shape)
         fits = len(given) <= 4 and all(
             size in (1, limit) for size, limit in zip(reversed(given), reversed(shape), strict=False)
@@ -245,29 +285,50 @@ class Features:
             return tensor.contiguous().expand(shape)
         return view
 
-    def _by_score(
-        self,
-        name: str,
-        tensor: Any,
-        dtypes: tuple[torch.dtype, ...],
-        scores: Scores,
-        hints: Mapping[torch.dtype, str],
-    ) -> None:
-        if scores.packed:
-            given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ArgumentError(self.op, name, given, "packed queries take none: pad them")
-        self._tensor(name, tensor, dtypes, hints)
-        view = self._broadcast(name, tensor, scores.shape)
-        self._add(name, view)
-        by_key = f"{name}_by_key"
-        if by_key in Problem.__struct_fields__:
-            self.problem[by_key] = all(view.stride(axis) == 0 or view.shape[axis] == 1 for axis in (1, 2))
-
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.problem[name], self.call[name] = True, tensor
         if tensor.dtype.is_floating_point:  # a tensor that is only a shape has a dtype too
             self.floating.append(tensor)
 
 
-# Arguments that are features: the methods of Features, but for `check`.
-_FEATURES = frozenset(name for name in vars(Features) if not name.startswith("_")) - {"check"}
+def build(
+    op: str,
+    tensors: Mapping[str, torch.Tensor],
+    features: Features,
+    *,
+    problem: Mapping[str, Any],
+    call: Mapping[str, Any],
+    differentiable: tuple[torch.Tensor | None, ...],
+    dtype: torch.dtype | None = None,
+) -> Call:
+    """Build the Call of checked arguments. Without v in `tensors`, v is k's first head_dim_v columns.
+
+    Args:
+        problem, call: the operation's own fields of either.
+        differentiable: tensors, beside the features', that may require gradients.
+        dtype: of the results; None for q's.
+    """
+    views: dict[str, Any] = {name: reachable(tensor.resolve_neg()) for name, tensor in tensors.items()}
+    copied = features.copied or any(views[name] is not tensor for name, tensor in tensors.items())
+    columns = [*views.values()]
+    if "v" not in views:
+        views["v"] = views["k"][..., : problem["head_dim_v"]]
+    paged = bool(problem.get("page_size")) and op != "sparse_attention"  # whose tokens lie anywhere
+    stored = problem.get("kv_format", "as_q") != "as_q"
+    made = Problem(
+        op=op,  # type: ignore[arg-type]
+        dtype=DTYPES[dtype or views["q"].dtype],  # type: ignore[arg-type]
+        pages_in_line=paged and in_line(views["k"]) and in_line(views["v"]),
+        aligned=all(rows_aligned(tensor) for tensor in columns),
+        word_aligned=not stored or words_aligned((views["k"], views["v"]), (call.get(name) for name in BLOCKS)),
+        large=is_large(*columns),
+        needs_grad=wants_gradients(*differentiable, *features.floating),
+        negative_scale=features.factor < 0.0,
+        **problem,
+        **features.problem,
+    )
+    if made.needs_grad and made.kv_format != "as_q":
+        whose = "a cache" if made.q_format == "as_q" else "queries and keys"
+        limit = f"{op} has no gradient with {whose} of {made.kv_format}: call it under torch.no_grad()"
+        raise ArgumentError(op, "requires_grad", True, limit)
+    return Call(problem=made, scale=features.factor, copied=copied, **views, **call, **features.call)

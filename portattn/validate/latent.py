@@ -1,4 +1,4 @@
-"""Calls over a latent cache: mla_attention."""
+"""Calls of mla_attention: a latent cache in the queries' dtype, quantized, or of rows that hold their scales."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem_limits import Op
+from portattn.schema.problem_limits import DS_GROUP, Op, cache_format, ds_row_bytes
 from portattn.validate import values
-from portattn.validate.building import build
-from portattn.validate.checks import (
-    check_causal,
-    check_flag,
-    check_scale,
-    check_splits,
-    check_width,
-)
-from portattn.validate.features import Features
-from portattn.validate.latent_rows import check_latent, check_latent_scale
+from portattn.validate.checks import check_tensor, check_width
+from portattn.validate.features import Features, build
 from portattn.validate.paged import Queries, check_table
+from portattn.validate.quantized import StoredCache, as_stored, check_scale, dtypes_of, format_of
 
 OP: Op = "mla_attention"
+AXES = ("pages", "page_size", "rank + rope")
+_ROTARY = torch.bfloat16  # of rows that hold their scales
+_SCALE_BYTES = 4
 
 
 def mla_call(
@@ -37,14 +33,9 @@ def mla_call(
     kv_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
-    scale: float,
-    causal: bool | str = False,
-    num_splits: int | None = None,
-    return_lse: bool = False,
     layout: str = "bhsd",
-    **features: Any,
+    **asked: Any,
 ) -> Call:
-    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     queries = Queries(OP, {"q_nope": q_nope, "q_rope": q_rope}, layout, cu_seqlens_q, max_seqlen_q, settings)
     rank, rope = q_nope.shape[-1], q_rope.shape[-1]
     differentiable = (q_nope, q_rope, kv_pages, kv_scale)  # as given: float8 is read as int8
@@ -60,12 +51,9 @@ def mla_call(
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device, kv_pages, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
-    alignment = check_causal(OP, causal)
-    scale = check_scale(OP, scale)
-    check_flag(OP, "return_lse", return_lse)
-    splits = check_splits(OP, num_splits)
-    found = Features(OP, q_nope.device, q_nope.dtype)
-    found.check(features, queries.scores(alignment, capacity))
+    found = Features(OP, q_nope.device, q_nope.dtype, asked)
+    found.check_numbers()
+    found.check_scored(queries.scores(capacity))
     if values.reads(settings, q_nope):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         seen = queries.seen_keys(found.problem, seqlens_k)
@@ -78,7 +66,6 @@ def mla_call(
         OP,
         {"q": q, "q_rope": rotated, "k": kv_pages[:, None]},
         found,
-        scale=scale,
         problem={
             "heads_k": 1,
             "seq_k": capacity,
@@ -86,8 +73,6 @@ def mla_call(
             "head_dim_v": rank,
             "seqlens_k": True,
             "page_size": page_size,
-            "num_splits": splits,
-            "return_lse": return_lse,
             "kv_format": stored,
             "kv_scales": kv_scales,
             **queries.problem,
@@ -95,3 +80,71 @@ def mla_call(
         call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **queries.call},
         differentiable=differentiable,
     )
+
+
+def check_latent(
+    op: str, kv_pages: Any, kv_scale: Any, q: torch.Tensor, rank: int, rope: int
+) -> tuple[torch.Tensor, str]:
+    """Return the pages like a Call's k, without the axis of heads, and their format."""
+    check_tensor(op, "kv_pages", kv_pages, AXES, dtypes_of(op))
+    kind = format_of(op, kv_pages, rank + rope)
+    if cache_format(kind).latent:
+        _check_ds_rows(op, kind, kv_pages, kv_scale, q, rank, rope)
+        return as_stored(kv_pages, kind), kind
+    StoredCache(op, ("kv_pages", "kv_pages"), (kv_pages, kv_pages), kind).check_like("q_nope", q)
+    if kv_pages.shape[2] != rank + rope:
+        limit = f"must be q_nope's and q_rope's head_dim together, {rank} + {rope}"
+        raise ArgumentError(op, "kv_pages's head_dim", kv_pages.shape[2], limit)
+    return as_stored(kv_pages, kind), kind
+
+
+def _check_ds_rows(
+    op: str, kind: str, rows: torch.Tensor, kv_scale: Any, q: torch.Tensor, rank: int, rope: int
+) -> None:
+    if rank % DS_GROUP:
+        limit = f"must be a multiple of {DS_GROUP} with kv_pages of {kind} rows (torch.uint8)"
+        raise ArgumentError(op, "q_nope's head_dim", rank, limit)
+    width = ds_row_bytes(rank + rope, rank)
+    if rows.shape[2] != width:
+        limit = (
+            f"must be {width} bytes as torch.uint8, a row of {kind}: {rank} e4m3 numbers, {rank // DS_GROUP} float32 "
+            f"scales, {rope} bfloat16 numbers"
+        )
+        raise ArgumentError(op, "kv_pages's row", rows.shape[2], limit)
+    if q.dtype != _ROTARY:
+        raise ArgumentError(op, "q_nope.dtype", q.dtype, f"must be {_ROTARY} with kv_pages of {kind} rows")
+    if rows.device != q.device:
+        raise ArgumentError(op, "kv_pages.device", str(rows.device), f"must be q_nope's, {q.device}")
+    if kv_scale is not None:
+        raise ArgumentError(op, "kv_scale", tuple(kv_scale.shape), f"must be None: {kind} rows hold their scales")
+    strides = rows.stride()
+    if (
+        strides[2] != 1
+        or strides[0] % _SCALE_BYTES
+        or strides[1] % _SCALE_BYTES
+        or rows.storage_offset() % _SCALE_BYTES
+    ):
+        limit = (
+            f"must be 1 along a row, the others and the offset ({rows.storage_offset()}) multiples of {_SCALE_BYTES}"
+        )
+        raise ArgumentError(op, "kv_pages.stride()", strides, limit)
+
+
+def check_latent_scale(
+    op: str, kind: str, kv_scale: Any, pages: torch.Tensor, batch: int, device: torch.device
+) -> tuple[str, dict[str, Any]]:
+    """Return the scale's unit (Problem.kv_scales), and k_scale and v_scale for the Call; pages are (P, page, width)."""
+    if kv_scale is None:
+        if "none" not in cache_format(kind).scales:
+            raise ArgumentError(op, "kv_scale", None, f"must be a float32 torch.Tensor with a cache of {pages.dtype}")
+        return "none", {}
+    check_scale(op, kind, "kv_scale", kv_scale, device)
+    shape, tokens = tuple(kv_scale.shape), tuple(pages.shape[:2])
+    if shape == tokens:
+        scale, belongs = kv_scale[:, None], "token"
+    elif shape in ((), (1,)):
+        scale, belongs = kv_scale.expand(batch, 1), "head"
+    else:
+        limit = f"must be (), (1,) or (pages, page_size), {tokens}"
+        raise ArgumentError(op, "kv_scale.shape", shape, limit)
+    return belongs, {"k_scale": scale, "v_scale": scale}

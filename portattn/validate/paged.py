@@ -1,4 +1,4 @@
-"""Calls over a paged cache: paged_attention, and what the other ops that read pages share with it."""
+"""Calls of paged_attention, and checks that the other operations over pages share."""
 
 from __future__ import annotations
 
@@ -14,33 +14,19 @@ from portattn.schema.problem import check_groups
 from portattn.schema.problem_limits import MAX_LENGTH, Op
 from portattn.schema.symbolic_int import least
 from portattn.validate import values
-from portattn.validate.building import build
 from portattn.validate.checks import (
     DTYPES,
     as_tensor,
-    check_causal,
     check_equal,
-    check_flag,
     check_int32,
     check_like,
-    check_scale,
     check_size,
-    check_splits,
     check_tensor,
     check_width,
 )
 from portattn.validate.dense import AXES, check_layout
-from portattn.validate.features import Features, Scores
-from portattn.validate.stored import (
-    CACHE_DTYPES,
-    ScaleShapes,
-    as_stored,
-    check_blocks,
-    check_format,
-    check_scales,
-    check_stored_width,
-    numbers_of,
-)
+from portattn.validate.features import Features, Scores, build
+from portattn.validate.quantized import ScaleShapes, StoredCache, as_stored, dtypes_of, format_of
 from portattn.validate.varlen import AXES as PACKED_AXES
 from portattn.validate.varlen import beginnings, packed
 
@@ -76,7 +62,7 @@ def check_pages(
     page_layout: Any,
     dtypes: Collection[torch.dtype] = DTYPES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two caches of pages as (P, Hk, page, D) views."""
+    """Return two caches of pages as (P, Hk, page, D) views."""
     check_page_layout(op, page_layout)
     for name, pages in zip(names, (k, v), strict=True):
         if isinstance(pages, torch.Tensor) and pages.ndim in (3, 5):
@@ -103,7 +89,7 @@ def check_page_groups(op: str, heads_q: int, k: torch.Tensor, page_layout: str) 
 def check_table(
     op: str, table: Any, seqlens_k: Any, batch: int, device: torch.device, cache: torch.Tensor, page_size: int
 ) -> int:
-    """Check page_table (B, pages a sequence) and seqlens_k (B,) over a cache; the tokens that a sequence can have."""
+    """Check page_table (B, pages a sequence) and seqlens_k (B,); return the tokens that a sequence can have."""
     if not isinstance(table, torch.Tensor) or table.ndim != 2:
         shape = tuple(table.shape) if isinstance(table, torch.Tensor) else type(table).__name__
         limit = "must be an int32 torch.Tensor of shape (batch, pages a sequence), or a PageTable"
@@ -123,11 +109,7 @@ def check_table(
 
 
 class Queries:
-    """Queries over a cache, (B, H, S, D) or packed (T, H, D), and the Problem's and the Call's part of them.
-
-    rows     Sq; of packed queries the longest sequence's
-    tensors  (1 or B, H, rows, D) views, one of each given tensor
-    """
+    """Checked queries over a cache, (B, H, S, D) or packed (T, H, D), as (1 or B, H, rows, D) views."""
 
     def __init__(
         self,
@@ -169,6 +151,7 @@ class Queries:
                 values.cu_seqlens(op, "q", cu_seqlens_q, total, self.rows)
             self.tensors = [packed(t) for t in named.values()]
             self.problem["total_q"], self.call["cu_seqlens_q"] = total, cu_seqlens_q
+        # rows: Sq, or the longest packed sequence's.
         self.problem |= {"batch": self.batch, "heads_q": self.tensors[0].shape[1], "seq_q": self.rows}
         self.is_packed = cu_seqlens_q is not None
 
@@ -177,11 +160,10 @@ class Queries:
         rows = [self.rows] * self.batch if not self.is_packed else self.call["cu_seqlens_q"].diff().tolist()
         return values.seen_keys(problem, rows, seqlens_k.tolist())
 
-    def scores(self, causal: str, capacity: int) -> Scores:
-        """The scores of these queries over a cache of this capacity."""
+    def scores(self, capacity: int) -> Scores:
         heads = self.tensors[0].shape[1]
         reach, total = self.rows + capacity, self.problem.get("total_q", 0)
-        return Scores(self.batch, heads, self.rows, capacity, causal, reach, self.is_packed, total)
+        return Scores(self.batch, heads, self.rows, capacity, reach, self.is_packed, total)
 
 
 def paged_call(
@@ -198,40 +180,35 @@ def paged_call(
     v_block_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
-    scale: float | None = None,
-    causal: bool | str = False,
-    num_splits: int | None = None,
-    return_lse: bool = False,
     layout: str = "bhsd",
     page_layout: str = "phd",
-    **features: Any,
+    **asked: Any,
 ) -> Call:
-    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
+    names = "k_pages", "v_pages"
     queries = Queries(OP, {"q": q}, layout, cu_seqlens_q, max_seqlen_q, settings)
-    k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout, CACHE_DTYPES)
+    k, v = check_pages(OP, names, k_pages, v_pages, page_layout, dtypes_of(OP))
     blocks = k_block_scale, v_block_scale
     check_page_groups(OP, queries.tensors[0].shape[1], k, page_layout)
-    stored = check_format(OP, ("k_pages", "v_pages"), k, v, q, blocks=blocks)
+    kind = format_of(OP, k, q.shape[-1], blocks)
+    cache = StoredCache(OP, names, (k_pages, v_pages), kind, page_layout == "phd", blocks)
+    cache.check_like("q", q)
     differentiable = (q, k, v, k_scale, v_scale)  # as given: float8 is read as int8
-    k, v = as_stored(k, stored), as_stored(v, stored)
+    k, v = as_stored(k, kind), as_stored(v, kind)
     head_dim, page_size = q.shape[-1], k.shape[2]
-    check_stored_width(OP, "k_pages", k, stored, "q's", head_dim)
+    cache.check_width("k_pages", k, "q's", head_dim)
     check_width(OP, "q", head_dim)
-    head_dim_v = numbers_of(v, stored)
+    head_dim_v = cache.numbers(v)
     check_width(OP, "v_pages", head_dim_v)
-    by_block = check_blocks(OP, stored, blocks, (k_pages, v_pages), page_layout == "phd")
+    by_block = cache.block_scales()
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q.device, k, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
     axes = ", ".join(PAGE_AXES[page_layout][:3])
     shapes = ScaleShapes(queries.batch, k.shape[1], tuple(k_pages.shape[:3]), axes, page_layout == "phd")
-    kv_scales, scales = check_scales(OP, stored, k_scale, v_scale, shapes, q.device)
-    alignment = check_causal(OP, causal)
-    scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
-    check_flag(OP, "return_lse", return_lse)
-    splits = check_splits(OP, num_splits)
-    found = Features(OP, q.device, q.dtype)
-    found.check(features, queries.scores(alignment, capacity))
+    kv_scales, scales = cache.scales(k_scale, v_scale, shapes, q.device)
+    found = Features(OP, q.device, q.dtype, asked, head_dim)
+    found.check_numbers()
+    found.check_scored(queries.scores(capacity))
     if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         seen = queries.seen_keys(found.problem, seqlens_k)
@@ -243,7 +220,6 @@ def paged_call(
         OP,
         {"q": queries.tensors[0], "k": k, "v": v},
         found,
-        scale=scale,
         problem={
             "heads_k": k.shape[1],
             "seq_k": capacity,
@@ -252,9 +228,7 @@ def paged_call(
             "seqlens_k": True,
             "page_size": page_size,
             "page_layout": page_layout,
-            "num_splits": splits,
-            "return_lse": return_lse,
-            "kv_format": stored,
+            "kv_format": kind,
             "kv_scales": kv_scales,
             **queries.problem,
         },

@@ -1,4 +1,4 @@
-"""Calls over chosen tokens of a cache: sparse_attention."""
+"""Calls of sparse_attention, over chosen tokens of a cache."""
 
 from __future__ import annotations
 
@@ -11,29 +11,17 @@ from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem_limits import Op
 from portattn.validate import values
-from portattn.validate.building import build
 from portattn.validate.checks import (
     check_equal,
-    check_flag,
     check_int32,
     check_place,
-    check_scale,
-    check_splits,
     check_tensor,
     check_width,
 )
 from portattn.validate.dense import AXES, check_layout
-from portattn.validate.features import Features, Scores
+from portattn.validate.features import Features, Scores, build
 from portattn.validate.paged import PAGE_AXES, check_page_layout, check_pages, check_table
-from portattn.validate.stored import (
-    CACHE_DTYPES,
-    ScaleShapes,
-    as_stored,
-    check_format,
-    check_scales,
-    check_stored_width,
-    numbers_of,
-)
+from portattn.validate.quantized import ScaleShapes, StoredCache, as_stored, dtypes_of, format_of
 
 OP: Op = "sparse_attention"
 LEAST_TABLES = 2  # MagicPIG samples keys that are found in two tables or more
@@ -55,40 +43,39 @@ def sparse_call(
     magicpig: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None = None,
     magicpig_bits: torch.Tensor | None = None,
     magicpig_tables: torch.Tensor | None = None,
-    scale: float | None = None,
-    num_splits: int | None = None,
-    return_lse: bool = False,
     layout: str = "bhsd",
     page_layout: str = "phd",
-    **features: Any,
+    **asked: Any,
 ) -> Call:
-    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError.
+    """Check sparse_attention's arguments and build the Call; Features checks `asked`.
 
-    magicpig  K and L: integers, which have been checked, or tensors, which may also have names of their own
-    """
+    `magicpig` is K and L: checked integers, or tensors, which may also come as magicpig_bits and magicpig_tables."""
     if magicpig_bits is not None and magicpig_tables is not None:
         magicpig = magicpig_bits, magicpig_tables
+    names = "k_cache", "v_cache"
     check_layout(OP, layout)
     check_page_layout(OP, page_layout)
     check_tensor(OP, "q", q, AXES[layout])
     if page_table is None:
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            check_tensor(OP, name, cache, AXES[layout], CACHE_DTYPES)
+        for name, tensor in zip(names, (k_cache, v_cache), strict=True):
+            check_tensor(OP, name, tensor, AXES[layout], dtypes_of(OP))
         k, v = (t.transpose(1, 2) if layout == "bshd" else t for t in (k_cache, v_cache))
         for axis, word in enumerate(("batch", "heads", "seq")):
             check_equal(OP, f"v_cache's {word}", v.shape[axis], "k_cache's", k.shape[axis])
     else:
-        k, v = check_pages(OP, ("k_cache", "v_cache"), k_cache, v_cache, page_layout, CACHE_DTYPES)
-    stored = check_format(OP, ("k_cache", "v_cache"), k, v, q)
+        k, v = check_pages(OP, names, k_cache, v_cache, page_layout, dtypes_of(OP))
+    kind = format_of(OP, k, q.shape[-1])
+    cache = StoredCache(OP, names, (k, v), kind)
+    cache.check_like("q", q)
     differentiable = (q, k, v, k_scale, v_scale, log_weights)  # as given: float8 is read as int8
-    k, v = as_stored(k, stored), as_stored(v, stored)
+    k, v = as_stored(k, kind), as_stored(v, kind)
     q = q.transpose(1, 2) if layout == "bshd" else q
     batch, heads_q, seq_q, head_dim = q.shape
     if seq_q != 1:
         raise ArgumentError(OP, "q's seq", seq_q, "must be 1: tokens are chosen for one query a sequence")
-    check_stored_width(OP, "k_cache", k, stored, "q's", head_dim)
+    cache.check_width("k_cache", k, "q's", head_dim)
     check_width(OP, "q", head_dim)
-    head_dim_v = numbers_of(v, stored)
+    head_dim_v = cache.numbers(v)
     check_width(OP, "v_cache", head_dim_v)
     if page_table is None:
         check_equal(OP, "k_cache's batch", k.shape[0], "q's", batch)
@@ -108,7 +95,7 @@ def sparse_call(
         (AXES[layout], layout == "bshd") if page_table is None else (PAGE_AXES[page_layout], page_layout == "phd")
     )
     shapes = ScaleShapes(batch, k.shape[1], tuple(k_cache.shape[:3]), ", ".join(axes[:3]), swapped)
-    kv_scales, scales = check_scales(OP, stored, k_scale, v_scale, shapes, q.device)
+    kv_scales, scales = cache.scales(k_scale, v_scale, shapes, q.device)
     if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         lengths = [capacity] * batch if seqlens_k is None else seqlens_k.tolist()
@@ -116,17 +103,14 @@ def sparse_call(
         if page_table is not None:
             values.chosen_pages(OP, page_table, indices, counts, page_size, k.shape[0])
         values.scales(OP, scales, values.ChosenTokens(indices, counts, page_table))
-    scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
-    check_flag(OP, "return_lse", return_lse)
-    splits = check_splits(OP, num_splits)
+    found = Features(OP, q.device, q.dtype, asked, head_dim)
+    found.check_numbers()
     extra = _weights(log_weights, magicpig, counts, shape, settings)
-    found = Features(OP, q.device, q.dtype)
-    found.check(features, Scores(batch, heads_q, seq_q, capacity))
+    found.check_scored(Scores(batch, heads_q, seq_q, capacity))
     return build(
         OP,
         {"q": q, "k": k, "v": v},
         found,
-        scale=scale,
         problem={
             "batch": batch,
             "heads_q": heads_q,
@@ -141,9 +125,7 @@ def sparse_call(
             "tokens": places,
             "log_weights": log_weights is not None,
             "magicpig": magicpig is not None,
-            "num_splits": splits,
-            "return_lse": return_lse,
-            "kv_format": stored,
+            "kv_format": kind,
             "kv_scales": kv_scales,
             "layout": layout,
         },
@@ -162,7 +144,7 @@ def sparse_call(
 def _weights(
     log_weights: Any, magicpig: Any, counts: torch.Tensor, shape: tuple[int, ...], settings: Settings
 ) -> dict[str, Any]:
-    """The Call's fields of log_weights (B, Hq, Lmax) and of MagicPIG's two numbers or (Hq,) tensors."""
+    """Return the Call's fields for log_weights (B, Hq, Lmax) and MagicPIG's two numbers or (Hq,) tensors."""
     found: dict[str, Any] = {}
     device = counts.device
     if log_weights is not None:

@@ -1,4 +1,4 @@
-"""What lengths, page ids and indices must be. They are read back, which on an accelerator waits for the device."""
+"""Checks of lengths, page ids and indices. They are read back, which on an accelerator waits for the device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from portattn.validate.checks import has_no_data
 
 
 def reads(settings: Settings, like: torch.Tensor) -> bool:
-    """Whether values are checked under these settings: on the CPU unless forbidden, elsewhere only when demanded.
-
-    Tensors without data have none.
-    """
+    """Return whether values are checked: with data, on the CPU unless forbidden, elsewhere only on demand."""
     if has_no_data(like):
         return False
     return settings.validate == "always" or (settings.validate == "auto" and like.device.type == "cpu")
 
 
 def lengths(op: str, side: str, length: torch.Tensor | None, pad: torch.Tensor | None, capacity: int) -> None:
-    """seqlens_* and leftpad_* against the rows there are."""
+    """Check seqlens_* and leftpad_* against the number of rows."""
     pads: Sequence[int] = pad.tolist() if pad is not None else ()
     for index, value in enumerate(pads):
         if not 0 <= value <= capacity:
@@ -41,7 +38,7 @@ def lengths(op: str, side: str, length: torch.Tensor | None, pad: torch.Tensor |
 
 
 def cu_seqlens(op: str, side: str, beginnings: torch.Tensor, total: int, longest: int) -> None:
-    """cu_seqlens_*: from 0 on, never falling, inside the packed tensor, and no sequence longer than max_seqlen_*."""
+    """Check that cu_seqlens_* starts at 0, never falls, and has no sequence beyond `total` rows or max_seqlen_*."""
     values = beginnings.tolist()
     name = f"cu_seqlens_{side}"
     if values[0] != 0:
@@ -64,11 +61,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 def seen_keys(problem: Mapping[str, Any], rows: Sequence[int], lengths_k: Sequence[int]) -> Ranges:
-    """Return for each sequence the keys from the first to the last that window, chunk and causal mask show some query.
-
-    problem  causal, window_left, window_right and, if there are chunks, chunk, as a Problem has them
-    rows     queries of each sequence
-    """
+    """Return each sequence's range of keys that window, chunk and causal mask show to some of its `rows` queries."""
     causal, left, right = problem["causal"], problem["window_left"], problem["window_right"]
     right, chunk = right if causal == "none" else 0, problem.get("chunk", 0)
     found = []
@@ -84,7 +77,7 @@ def seen_keys(problem: Mapping[str, Any], rows: Sequence[int], lengths_k: Sequen
 
 
 def page_table(op: str, table: torch.Tensor, seen: Ranges, page_size: int, pages: int) -> None:
-    """Check every page id that holds keys which some query sees. Engines free other pages and leave any id there."""
+    """Check the page ids of keys that some query sees: engines free other pages and leave any id there."""
     for index, (row, (first, end)) in enumerate(zip(table.tolist(), seen, strict=True)):
         for place in range(first // page_size, -(-end // page_size) if end > first else 0):
             check_page(op, index, place, row[place], pages)
@@ -98,21 +91,17 @@ def check_page(op: str, sequence: int, place: int, page: int, pages: int) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Which tokens of a cache the sequences have: those whose scales count.
+    """The tokens of a cache whose scales count. Lengths and left paddings may be absent."""
 
-    capacity  the longest sequence that it has room for; lengths and left paddings may be absent
-    seen      the range of keys that some query of a sequence sees, if known: other pages may have any id
-    """
-
-    capacity: int
+    capacity: int  # the longest sequence that it has room for
     seqlens_k: torch.Tensor | None
     leftpad_k: torch.Tensor | None
     page_table: torch.Tensor | None = None
-    seen: Ranges | None = None
+    seen: Ranges | None = None  # keys that some query sees, if known: other pages may have any id
     words = ("sequence", "head", "token")
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor:
-        """(B, Hk) or (B, Hk, Sk) of scales as a Call has them: 1 where there is no token."""
+        """Return a Call's scales as (B, Hk) or (B, Hk, Sk), with 1 where there is no token."""
         if scale.ndim == 2:
             return scale if self.seqlens_k is None else scale.masked_fill((self.seqlens_k == 0)[:, None], 1.0)
         at = torch.arange(self.capacity, device=scale.device)[None]
@@ -133,10 +122,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """As Tokens, of the tokens that sparse_attention's query heads have chosen: no other's scale is read.
-
-    indices, counts  have been checked
-    """
+    """Like Tokens, for sparse_attention's chosen tokens: no other scale is read. Indices and counts are checked."""
 
     indices: torch.Tensor
     counts: torch.Tensor
@@ -144,7 +130,7 @@ class ChosenTokens:
     words = ("sequence", "query head", "place")
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor:
-        """(B, Hk), or (B, Hq, Lmax) of scales for each token and head: 1 where no token is chosen."""
+        """Return scales as (B, Hk), or (B, Hq, Lmax) by token and head, with 1 where no token is chosen."""
         batch, heads, most = self.indices.shape
         if scale.ndim == 2:
             used = (self.counts > 0).reshape(*scale.shape, heads // scale.shape[1]).any(dim=2)
@@ -166,7 +152,7 @@ class ChosenTokens:
 
 
 def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens | ChosenTokens) -> None:
-    """Scales of the tokens that there are: positive and finite. Lengths and page ids have been checked."""
+    """Check that the scales of existing tokens are positive and finite. Lengths and page ids have been checked."""
     for name, scale in given.items():
         found = of.scales(scale)
         for place in (~((found > 0) & torch.isfinite(found))).nonzero().tolist()[:1]:
@@ -176,8 +162,7 @@ def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens | ChosenTokens
 
 
 def block_scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens) -> None:
-    """The scales of nvfp4's blocks, (B, Hk, Sk, D/16) as a Call has them, of the tokens that there are: finite, and not
-    negative. A block of zeros has a scale of 0."""
+    """Check that nvfp4's block scales (B, Hk, Sk, D/16) are finite and not negative; a block of zeros has scale 0."""
     for name, stored in given.items():
         scale = stored.view(torch.float8_e4m3fn).float()
         if not scale.shape[-1]:
@@ -195,7 +180,7 @@ def block_scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens) -> None
 def chosen_pages(
     op: str, table: torch.Tensor, indices: torch.Tensor, counts: torch.Tensor, size: int, pages: int
 ) -> None:
-    """Check the page id of every token that is chosen. Tokens have been checked against the sequences' lengths."""
+    """Check the page id of every chosen token. Tokens have been checked against the lengths."""
     counted = (torch.arange(indices.shape[2], device=indices.device) < counts[..., None]) & (indices >= 0)
     for index, row in enumerate(table.tolist()):
         for place in (indices[index][counted[index]] // size).unique().tolist():
@@ -203,7 +188,7 @@ def chosen_pages(
 
 
 def tokens(op: str, indices: torch.Tensor, counts: torch.Tensor, lengths: Sequence[int]) -> None:
-    """counts against Lmax, and the tokens that they count against the sequences' lengths. Negative ones are padding."""
+    """Check counts against Lmax, and the counted tokens against the lengths. Negative tokens are padding."""
     most = indices.shape[2]
     for b, h in ((counts < 0) | (counts > most)).nonzero().tolist():
         raise ArgumentError(op, f"counts[{b}, {h}]", int(counts[b, h]), f"must be in 0..{most}, the places there are")

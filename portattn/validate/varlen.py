@@ -1,4 +1,4 @@
-"""Calls over packed sequences: varlen_attention."""
+"""Calls of varlen_attention, over packed sequences."""
 
 from __future__ import annotations
 
@@ -12,29 +12,23 @@ from portattn.schema.call import Call
 from portattn.schema.problem_limits import Op
 from portattn.schema.symbolic_int import least
 from portattn.validate import values
-from portattn.validate.building import build
 from portattn.validate.checks import (
     as_tensor,
-    check_causal,
-    check_dropout,
     check_equal,
-    check_flag,
     check_int32,
-    check_scale,
     check_size,
     check_tensor,
     check_width,
 )
-from portattn.validate.features import Features, Scores
-from portattn.validate.quantised import Operands
-from portattn.validate.stored import OPERAND_DTYPES, ScaleShapes
+from portattn.validate.features import Features, Scores, build
+from portattn.validate.quantized import Operands, ScaleShapes, dtypes_of
 
 OP: Op = "varlen_attention"
 AXES = ("tokens", "heads", "head_dim")
 
 
 def beginnings(op: str, name: str, cu_seqlens: object, device: torch.device) -> int:
-    """Check the shape of a (B + 1,) int32 tensor of sequences' beginnings; B."""
+    """Check a (B + 1,) int32 tensor of sequences' beginnings, and return B."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         shape = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
         hint = as_tensor(name, cu_seqlens, ", dtype=torch.int32") if isinstance(cu_seqlens, (list, tuple)) else ""
@@ -44,7 +38,7 @@ def beginnings(op: str, name: str, cu_seqlens: object, device: torch.device) -> 
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """(T, H, D) as the (1, H, T, D) view that kernels take."""
+    """Return (T, H, D) as the (1, H, T, D) view that kernels take."""
     return tensor.transpose(0, 1)[None]
 
 
@@ -58,28 +52,15 @@ def varlen_call(
     max_seqlen_k: int,
     *,
     settings: Settings,
-    scale: float | None = None,
-    causal: bool | str = False,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    return_lse: bool = False,
-    **features: Any,
+    **asked: Any,
 ) -> Call:
-    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(OP, name, tensor, AXES, OPERAND_DTYPES)
-    differentiable = (
-        q,
-        k,
-        v,
-        q_scale,
-        k_scale,
-        v_scale,
-    )  # as given: bytes of float8 are read as int8, of which there are no gradients
+        check_tensor(OP, name, tensor, AXES, dtypes_of(OP))
+    differentiable = (q, k, v, q_scale, k_scale, v_scale)  # as given: float8 is read as int8, which has no gradients
     operands = Operands(OP, q, k, v, out_dtype)
     q, k, v = operands.stored(q, k, v)
     head_dim = q.shape[2]
@@ -89,19 +70,12 @@ def varlen_call(
     check_equal(OP, "v's heads", v.shape[1], "k's", k.shape[1])
     check_equal(OP, "v's tokens", v.shape[0], "k's", k.shape[0])
     batch = beginnings(OP, "cu_seqlens_q", cu_seqlens_q, q.device)
-    check_equal(
-        OP,
-        "cu_seqlens_k's size",
-        beginnings(OP, "cu_seqlens_k", cu_seqlens_k, q.device) + 1,
-        "cu_seqlens_q's",
-        batch + 1,
-    )
+    batch_k = beginnings(OP, "cu_seqlens_k", cu_seqlens_k, q.device)
+    check_equal(OP, "cu_seqlens_k's size", batch_k + 1, "cu_seqlens_q's", batch + 1)
     check_size(OP, "max_seqlen_q", max_seqlen_q)
     check_size(OP, "max_seqlen_k", max_seqlen_k)
-    alignment = check_causal(OP, causal)
-    scale = check_scale(OP, head_dim**-0.5 if scale is None else scale)
-    dropout_p = check_dropout(OP, dropout_p, dropout_seed, q.device)
-    check_flag(OP, "return_lse", return_lse)
+    found = Features(OP, q.device, operands.dtype, asked, head_dim)
+    found.check_numbers()
     axes = ", ".join(AXES[:2])
     by_row, by_key = (
         ScaleShapes(batch, k.shape[1], tuple(rows.shape[:2]), axes, swapped=True, packed=True) for rows in (q, k)
@@ -112,19 +86,16 @@ def varlen_call(
         values.cu_seqlens(OP, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
         for name, given in scales.items():
             ends = cu_seqlens_q if name == "q_scale" else cu_seqlens_k
-            rows = values.Tokens(given.shape[-1], ends[-1:], None)  # those after the last sequence are nobody's
+            rows = values.Tokens(given.shape[-1], ends[-1:], None)  # rows after the last sequence do not count
             of = values.Tokens(max_seqlen_k, cu_seqlens_k.diff(), None) if given.ndim == 2 else rows
             values.scales(OP, {name: given}, of)
-    found = Features(OP, q.device, operands.dtype)
-    # No sequence is longer than all rows: what a caller claims beyond changes nothing.
+    # No sequence is longer than all rows: a larger max_seqlen changes nothing.
     seq_q, seq_k = least(max_seqlen_q, q.shape[0]), least(max_seqlen_k, k.shape[0])
-    scores = Scores(batch, q.shape[1], seq_q, seq_k, alignment, q.shape[0] + k.shape[0], packed=True)
-    found.check(features, scores)
+    found.check_scored(Scores(batch, q.shape[1], seq_q, seq_k, q.shape[0] + k.shape[0], packed=True))
     return build(
         OP,
         {"q": packed(q), "k": packed(k), "v": packed(v)},
         found,
-        scale=scale,
         problem={
             "batch": batch,
             "heads_q": q.shape[1],
@@ -135,18 +106,10 @@ def varlen_call(
             "head_dim_v": v.shape[2],
             "total_q": q.shape[0],
             "total_k": k.shape[0],
-            "return_lse": return_lse,
             "kv_format": operands.kind,
             "kv_scales": kv_scales,
-            "dropout": dropout_p > 0.0,
         },
-        call={
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            **scales,
-            "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed if dropout_p else None,
-        },
+        call={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **scales},
         differentiable=differentiable,
         dtype=operands.dtype,
     )

@@ -1,6 +1,5 @@
-"""Child processes that compile: what may abort, crash or hang does so there.
+"""Child processes that compile: aborts, crashes and hangs happen there.
 
-serve.py, compilers.py, resources.py run in the child and need only Triton (any version, triton-ascend too).
-The parent's side: client.py (Worker), child.py (the process), transport.py (its streams), protocol.py (messages),
-exit_status.py (how a request ended).
+serve.py and compilers.py run in the child and need only Triton (any version, triton-ascend too);
+client.py and child.py run in the parent.
 """

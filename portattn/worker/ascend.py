@@ -1,7 +1,4 @@
-"""Triton-ascend's front half: Triton → TTIR → linalg ("ttadapter"), which needs neither an NPU nor CANN.
-
-Child process only, under a Python that has triton-ascend.
-"""
+"""Triton-ascend's front half: Triton → TTIR → linalg ("ttadapter"), without NPU or CANN. Child only."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def compile_kernel(
     enter: Callable[[str], None],
     passes: str = "",
 ) -> tuple[dict[str, int | str], dict[str, str]]:
-    """The compile adapter of NPUs (worker/adapters.py): facts of a jit function lowered to linalg, and the linalg."""
+    """The compile adapter of NPUs (worker/compilers.py): facts of a jit function lowered to linalg, and the linalg."""
     from triton.backends.compiler import GPUTarget
 
     from portattn.worker import compilers
@@ -42,11 +39,14 @@ def lower(
     passes: str | Sequence[str] = "",
     text: bool = False,
 ) -> dict[str, int | str]:
-    """Lower to linalg; facts about the text, and with `text` the text itself under "linalg".
+    """Lower to linalg; return facts about the text, and with `text` the text itself under "linalg".
 
-    passes  another list of the adapter's passes than its own: a name of PASS_LISTS, or command line options
+    Args:
+        passes: replaces the adapter's own list of passes: a name of PASS_LISTS, or command line options
 
-    Raises RuntimeError with the adapter's own diagnostics when it refuses or dies, ValueError on an unknown name.
+    Raises:
+        RuntimeError: the adapter refuses or dies, with its diagnostics.
+        ValueError: an unknown name.
     """
     from triton._C.libtriton import ir
     from triton.backends.ascend import compiler
@@ -89,7 +89,6 @@ def _pass_list(passes: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _adapt(ttir: str, passes: tuple[str, ...]) -> str:
-    """The adapter's output for a TTIR module and a list of passes. Raises CalledProcessError."""
     from triton.backends.ascend.utils import _get_triton_adapter_opt_path
 
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +101,6 @@ def _adapt(ttir: str, passes: tuple[str, ...]) -> str:
 
 
 def _diagnostics(error: subprocess.CalledProcessError) -> str:
-    """How the adapter ended, and what it printed."""
     log = (error.stderr or b"").decode(errors="replace")
     died = f"died of signal {-error.returncode}" if error.returncode < 0 else f"exit status {error.returncode}"
     return f"triton-adapter-opt {died}\n{log}"

@@ -1,16 +1,17 @@
-"""The parent's side of a worker: send a request, wait under a time limit, and turn any end into a Reply."""
+"""The parent's side of a worker: sends a request, waits under a time limit, and returns any end as a Reply."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -18,42 +19,105 @@ from typing import Any, Literal
 import msgspec
 
 from portattn.errors import ArgumentError
-from portattn.worker import environment as variables
-from portattn.worker import protocol
-from portattn.worker.child import Child
-from portattn.worker.protocol import PROTOCOL as PROTOCOL
-from portattn.worker.protocol import Answer, ProtocolError, Stage
-from portattn.worker.stages import BEFORE_THE_TASK, START
-from portattn.worker.transport import LINE_LIMIT, LOG_TAIL, LineTooLong
+from portattn.worker import child as worker_child
+from portattn.worker.child import (
+    BEFORE_THE_TASK,
+    LINE_LIMIT,
+    START,
+    Answer,
+    Child,
+    LineTooLong,
+    ProtocolError,
+    Stage,
+)
+from portattn.worker.child import PROTOCOL as PROTOCOL
+
+
+class _Compiles:
+    """The compiling thread, and the former values of its variables (inner compiles last)."""
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()  # held for a whole compile
+        self.change = threading.RLock()  # held while os.environ and `before` change; never for long
+        self.thread = 0
+        self.before: list[dict[str, str | None]] = []
+
+
+_now = _Compiles()
+
+
+@contextlib.contextmanager
+def compile_environment(env: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables for the time of a compile in this thread; other threads' compiles wait.
+
+    Forked processes, Worker children and programs started with `env=outside()` do not inherit them. Any other program
+    that another thread starts meanwhile does: the C library hands them on, and the compiler must find them there."""
+    now = _now
+    with now.turn:
+        before = {name: os.environ.get(name) for name in env}
+        try:
+            with now.change:
+                now.thread = threading.get_ident()
+                now.before.append(before)  # first: a concurrent reader needs the former values
+                os.environ.update(env)
+            yield
+        finally:
+            with now.change:
+                if now.before and now.before[-1] is before:  # not where an interrupt came before it was noted
+                    _put_back(os.environ, before)
+                    now.before.pop()
+
+
+def outside() -> dict[str, str]:
+    """Return this process's environment without variables of a compile in any thread."""
+    with _now.change:
+        # One by one: other threads may take away variables of their own.
+        found = {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+        for before in reversed(_now.before):
+            _put_back(found, before)
+    return found
+
+
+def _put_back(environment: os._Environ[str] | dict[str, str], before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+
+
+def _renew_lock() -> None:
+    """Restore the variables in a fork, unless the forking thread itself compiles."""
+    global _now
+    if _now.before and _now.thread == threading.get_ident():
+        _now.change = threading.RLock()  # this thread compiles here too, and restores its variables
+        return
+    for before in reversed(_now.before):
+        _put_back(os.environ, before)
+    _now = _Compiles()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
 
 Outcome = Literal["ok", "error", "crash", "hang"]
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended.
-
-    outcome      ok; error: the compiler raised; crash: the process died; hang: the time limit passed
-    stage        the compiler stage it was in
-    kind         exception type, or the signal's name
-    toolchain    version of the Triton that the child really used; empty where it does not say
-    unavailable  nothing was learnt about what was asked, whatever the outcome: the child could not be started or ended
-                 before it began, was closed, did not speak the protocol, or the system failed the parent (no process,
-                 no descriptor, no memory). `message` says which. Not set where a compiler may have been the cause,
-                 as where a child is killed by somebody: worker/exit_status.py judges those by their kind
-    """
+    """How a request ended: error: the compiler raised; crash: the process died; hang: the time limit passed."""
 
     outcome: Outcome
     facts: dict[str, int | str | float] = {}
     stage: str = ""
-    kind: str = ""
+    kind: str = ""  # exception type, or the signal's name
     message: str = ""
     log: str = ""
-    toolchain: str = ""
-    unavailable: bool = False
+    toolchain: str = ""  # version of the child's Triton, if it told
+    unavailable: bool = False  # the child or the system failed before a compiler could be the cause; see `message`
 
 
 def ended_by(status: int) -> str:
-    """The name of how a process ended, from its return code: SIGABRT, SIGRTMIN+6, `exit status 3`."""
+    """Name a process's end from its return code: SIGABRT, SIGRTMIN+6, `exit status 3`."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -63,7 +127,7 @@ def ended_by(status: int) -> str:
 
 
 def cause(log: str) -> str:
-    """The line of a crash log that names the cause: an assertion, an MLIR or LLVM error, or else the last line."""
+    """Return the line of a crash log that names the cause: an assertion, an MLIR or LLVM error, or the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for mark in ("Assertion", "LLVM ERROR", "error:", "UNREACHABLE", "what():"):
         for line in lines:
@@ -78,18 +142,17 @@ SOON_SECONDS = 0.005  # the same once it has closed its answers: it is about to 
 
 
 class Worker:
-    """A child process that compiles. It is started at the first request, and again after any end but an answer.
+    """A child process that compiles, started at the first request and again after any end but an answer.
 
-    python       the interpreter to run it under; another toolchain's environment, for example. This process's own
-                 by default
-    environment  variables to set in it beside this process's own, which with None it has not. What a quirk has set
-                 here for the time of a compile is no variable of this process's own
-    runs         "" only compiles; "kernels" also runs them, on a device; "interpreter" runs them under Triton's
-                 interpreter. To run anything, that Python needs portattn's dependencies; portattn is this process's own
-    ahead        its child imports the compiler as it starts, not as it is first asked to compile
+    Args:
+        python: interpreter, of another toolchain's environment for example; this process's own by default
+        environment: variables to set, or with None to remove; quirks' variables for a compile here are never inherited
+        runs: "" only compiles; "kernels" runs them on a device, "interpreter" under Triton's interpreter, for which
+            that Python needs portattn's dependencies
+        ahead: whether the child imports the compiler as it starts, not at its first compile
 
-    Any thread may ask, one request after another; close() may be called while a request is under way. In a process
-    that was forked it starts a child of its own. Raises ArgumentError on variables that no process can have.
+    Any thread may send requests, which run one by one; close() may interrupt one. A forked process starts its own
+    child. Raises ArgumentError on variables that no process can have.
     """
 
     def __init__(
@@ -107,7 +170,7 @@ class Worker:
         self._options = [*(["--whole"] if runs else []), *(["--ahead"] if ahead else [])]
         self._ids = itertools.count(1)
         self._child: Child | None = None
-        self._used: Child | None = None  # by the request under way: its thread closes the streams, nobody else
+        self._used: Child | None = None  # by the current request, whose thread alone closes the streams
         self._lock = threading.Lock()  # held for a whole request
         self._state = threading.RLock()  # held while the child is started or ended: close() waits for no answer
         _workers.add(self)
@@ -121,9 +184,9 @@ class Worker:
         self.close()
 
     def start(self) -> None:
-        """Start the child now, where none runs and nobody asks. What fails is found, and told, at the first request."""
+        """Start the child now unless one runs or is in use; the first request reports a failure."""
         if not self._lock.acquire(blocking=False):
-            return  # whoever asks has started it
+            return  # the requesting thread has started it
         try:
             with contextlib.suppress(OSError, MemoryError):
                 self._started()
@@ -132,17 +195,16 @@ class Worker:
             self._lock.release()
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
-        """Send one request and wait for its answer, at most `seconds`, once other threads' requests are answered.
+        """Send one request and wait at most `seconds` for its answer, after other threads' requests.
 
-        Never raises for what the child or the system does: Reply.unavailable says where nothing was learnt. What a
-        signal handler raises meanwhile (KeyboardInterrupt) passes through, after the child was ended.
-        Raises ArgumentError on seconds that are no length of time, and on a field that JSON cannot carry.
-        """
+        Failures of the child or the system are returned (Reply.unavailable), not raised. An exception of a signal
+        handler (KeyboardInterrupt) ends the child and passes through. Raises ArgumentError on bad seconds and on a
+        field that JSON cannot carry."""
         if not seconds >= 0:
             raise ArgumentError("Worker.request", "seconds", seconds, "must be 0 or more")
         with self._lock:
             number = next(self._ids)
-            line = protocol.encode(number, task, fields)
+            line = worker_child.encode(number, task, fields)
             asked = _Asked(number, seconds)
             try:
                 return self._ask(asked, line)
@@ -153,7 +215,7 @@ class Worker:
                 self._let_go()
 
     def close(self) -> None:
-        """End the child. A request under way in another thread is answered as a crash, which is `unavailable`."""
+        """End the child. Another thread's current request gets a crash that is `unavailable`."""
         with self._state:
             self._end()
 
@@ -163,7 +225,7 @@ class Worker:
         except (OSError, MemoryError) as error:  # a Python that is gone; no process, descriptor or folder to be had
             text = f"{self.python or 'a worker'} cannot be started: {_reason(error)}"
             return asked.reply("crash", type(error).__name__, text, unavailable=True)
-        child.idle = False  # until it has answered: whatever happens before ends it
+        child.idle = False  # until it has answered: any end before kills it
         asked.child = child
         child.pipes.send(line)
         ended = False
@@ -174,7 +236,7 @@ class Worker:
                 child.end()
                 return asked.reply("error", "ProtocolError", f"the worker {error}", unavailable=True)
             if answer is not None:
-                child.pipes.drain()  # what it printed before it answered
+                child.pipes.drain()  # its output before the answer
                 child.idle = child.pipes.taken
                 return asked.answered(answer)
             if ended:
@@ -197,7 +259,6 @@ class Worker:
         return asked.reply("crash", name, cause(child.pipes.log.text()) or name)
 
     def _started(self) -> Child:
-        """The child to ask: the one that runs, or a new one. Raises OSError."""
         with self._state:
             self._used = None  # left behind where an interrupt came twice
             child = self._child
@@ -207,14 +268,14 @@ class Worker:
             if child is None:
                 if not self.python:
                     raise FileNotFoundError("sys.executable is empty, and Worker was given no `python`")
-                given = {**variables.outside(), "TMPDIR": None, **self.environment}
+                given = {**outside(), "TMPDIR": None, **self.environment}
                 command = [self.python, "-u", str(SERVE), *self._options]
                 child = self._child = Child(command, {k: v for k, v in given.items() if v is not None})
             self._used = child
             return child
 
     def _let_go(self) -> None:
-        """After a request: end a child that owes an answer still, and close one that was ended meanwhile."""
+        """Kill a child that still owes an answer, and close one that was ended meanwhile."""
         with self._state:
             child = self._used
             if child is not None and not child.idle and self._child is child:
@@ -234,7 +295,7 @@ class Worker:
             child.close()
 
     def _forget(self) -> None:
-        """In a process that was just forked: the child is the parent's, and so is whoever held a lock."""
+        """Replace locks and forget children after a fork: they are the parent's."""
         self._lock, self._state = threading.Lock(), threading.RLock()
         for child in {self._child, self._used} - {None}:
             assert child is not None
@@ -243,8 +304,6 @@ class Worker:
 
 
 class _Asked:
-    """A request under way: what was asked, and how far the child is."""
-
     def __init__(self, number: int, seconds: float) -> None:
         self.number, self.seconds = number, seconds
         self.deadline = time.monotonic() + seconds
@@ -252,11 +311,11 @@ class _Asked:
         self.child: Child | None = None
 
     def hear(self) -> Answer | None:
-        """The answer, if it has come; stages that came before it are noted. Raises ProtocolError."""
+        """Return the answer if it has come, and record the stages before it."""
         assert self.child is not None
         try:
             for line in self.child.pipes.lines():
-                message = protocol.decode(line, self.number)
+                message = worker_child.decode(line, self.number)
                 if not isinstance(message, Stage):
                     return message
                 self.stage = message.stage
@@ -282,7 +341,7 @@ class _Asked:
             stage=answer.stage,
             kind=answer.kind,
             message=answer.message,
-            log=f"{self.child.pipes.log.text()}\n{answer.log[-LOG_TAIL:]}",
+            log=f"{self.child.pipes.log.text()}\n{answer.log}",
             facts=answer.facts,
             unavailable=answer.stage in BEFORE_THE_TASK,
         )
@@ -296,7 +355,6 @@ class _Asked:
 
 
 def _check(python: str, environment: Mapping[str, str | None]) -> None:
-    """Raises ArgumentError on what no process can be given."""
     if not _passable(python):
         raise ArgumentError("Worker", "python", python, "must be the path of a file")
     for name, value in environment.items():
@@ -326,3 +384,32 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+# Ends that say nothing about a compiler in an arm of a probe, only about that moment.
+TRANSIENT_STAGES = ("start", "import", "protocol")
+TRANSIENT_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
+# By which a program ends itself. What somebody sends, and the system's limits (SIGXFSZ, SIGXCPU), are not among them.
+OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE", "SIGTRAP", "SIGBUS")
+
+# The wording of worker/ascend.py, of subprocess.CalledProcessError, and of Triton for ptxas.
+_DEATH = re.compile(
+    r"\bdied (?:of signal |with <Signals\.(?P<name>SIG\w+): )(?P<number>\d+)|`\w+` raised (?P<raised>SIG\w+)"
+    r"|`\w+` failed with error code -(?P<code>\d+)"
+)
+
+
+def death(reply: Reply) -> str:
+    """Return the signal that the compiler, or a program that it calls, died of; else ""."""
+    if reply.outcome == "crash":
+        return reply.kind if reply.kind.startswith("SIG") else ""
+    found = _DEATH.search(reply.message) if reply.outcome == "error" else None
+    if found is None:
+        return ""
+    number = int(found["number"] or found["code"] or 0)
+    return found["raised"] or found["name"] or next((s.name for s in signal.Signals if s == number), f"signal {number}")
+
+
+def is_crash(reply: Reply) -> bool:
+    """Return whether the compiler died of a signal by which programs end themselves, and so is worth a retry."""
+    return death(reply) in OWN_SIGNALS

@@ -1,16 +1,23 @@
-"""Where Triton's Python API differs between versions: building a source, its attributes, its target and options.
+"""Compile with any Triton: its Python API differs between versions. What the machine code uses is read without a GPU.
 
-Covers community Triton 3.2 to 3.9 and triton-ascend 3.2.0, and Gluon's functions as of Triton 3.6. Runs in a child
-process; standard library and Triton only.
+Covers community Triton 3.2 to 3.9 and triton-ascend 3.2.0, and Gluon as of Triton 3.6. Standard library and Triton
+only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import importlib.util
 import inspect
+import os
+import pkgutil
 import platform
+import re
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,8 +25,128 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from portattn.worker import adapters, installed_packages, resources
-from portattn.worker.triton_digest import digest
+from portattn.worker import installed_packages
+from portattn.worker.installed_packages import digest
+
+_AMD_NUMBERS = {
+    "registers": r"\.vgpr_count:\s+(\d+)",
+    "spilled_registers": r"\.vgpr_spill_count:\s+(\d+)",
+    "scratch_bytes": r"\.private_segment_fixed_size:\s+(\d+)",
+    "scalar_registers": r"\.sgpr_count:\s+(\d+)",
+    "occupancy": r"; Occupancy:\s*(\d+)",
+}
+_PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_PTXAS_REGISTERS = re.compile(r"Used (\d+) registers")
+_PTX_MATRIX = {"wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma": r"\bmma\.sync"}
+_AMD_MATRIX = {"mfma": r"^\s+v_s?mfma_", "wmma": r"^\s+v_s?wmma_"}
+
+
+def read(kernel: Any, arch: int | str, full: bool) -> dict[str, int | str]:
+    """Return facts of a compiled kernel; without `full` only its metadata's, which costs nothing."""
+    facts: dict[str, int | str] = {
+        "scratchpad_bytes": int(kernel.metadata.shared),
+        "num_warps": kernel.metadata.num_warps,
+    }
+    if not full:
+        return facts
+    if "ptx" in kernel.asm:
+        ptx = kernel.asm["ptx"]
+        facts |= count(ptx, _PTX_MATRIX) | ptxas_report(ptx, int(arch))
+    else:
+        facts |= amd_report(kernel.asm["amdgcn"])
+    return facts
+
+
+def assembly_text(kernel: Any) -> dict[str, int | str]:
+    """The assembly text that is run elsewhere: `amdgcn`; or `ptx`, and the bytes of `scratch` that it wants."""
+    if "amdgcn" in kernel.asm:
+        return {"amdgcn": kernel.asm["amdgcn"]}
+    # Triton 3.2 has no scratch memory, 3.3 and 3.4 none for profiles.
+    sizes = (getattr(kernel.metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
+    return {"ptx": kernel.asm["ptx"], "scratch": sum(int(size or 0) for size in sizes)}
+
+
+def count(text: str, patterns: dict[str, str]) -> dict[str, int | str]:
+    found = {name: len(re.findall(pattern, text, re.MULTILINE)) for name, pattern in patterns.items()}
+    return {name: number for name, number in found.items() if number}
+
+
+def amd_report(text: str) -> dict[str, int | str]:
+    facts = count(text, _AMD_MATRIX)
+    for name, pattern in _AMD_NUMBERS.items():
+        match = re.search(pattern, text)
+        if match:
+            facts[name] = int(match.group(1))
+    # Scalar registers spill to vector lanes, not to memory: only vector spills and scratch cost memory traffic.
+    facts["spills"] = int(facts.get("spilled_registers", 0)) * 4 + int(facts.get("scratch_bytes", 0))
+    return facts
+
+
+def ptxas_report(ptx: str, arch: int) -> dict[str, int | str]:
+    """Return registers and spilled bytes as reported by the ptxas that Triton would call."""
+    target = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)
+    assert target, "PTX names its target"
+    for tool in ptxas_candidates(arch):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "kernel.ptx")
+            with open(path, "w") as file:
+                file.write(ptx)
+            done = subprocess.run(
+                [tool, "-v", f"--gpu-name={target.group(1)}", path, "-o", os.path.join(folder, "kernel.o")],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        if done.returncode == 0:
+            break
+    else:
+        raise RuntimeError(f"no ptxas of this Triton assembles its own PTX for {target.group(1)}: {done.stderr[-500:]}")
+    spills, registers = _PTXAS_SPILLS.search(done.stderr), _PTXAS_REGISTERS.search(done.stderr)
+    facts: dict[str, int | str] = {"spills": sum(map(int, spills.groups())) if spills else 0}
+    if registers:
+        facts["registers"] = int(registers.group(1))
+    if "serialized" in done.stderr:  # C7510 and its like: ptxas could not keep wgmma asynchronous
+        facts["serialized_wgmma"] = len(re.findall("serialized", done.stderr))
+    return facts
+
+
+def ptxas_candidates(arch: int) -> list[str]:
+    """Return the ptxas programs to try: the user's, then the wheel's, in Triton's order."""
+    import triton
+    import triton.backends.nvidia as nvidia
+
+    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+    first_new = 90 if version >= (3, 9) else 100  # the first arch that Triton sends to ptxas-blackwell
+    names = ["ptxas-blackwell", "ptxas"] if arch >= first_new else ["ptxas", "ptxas-blackwell"]
+    folder = os.path.join(next(iter(nvidia.__path__)), "bin")
+    tools = [os.environ.get("TRITON_PTXAS_PATH", "")] + [os.path.join(folder, name) for name in names]
+    return [tool for tool in tools if tool and os.path.exists(tool)]
+
+
+Adapter = Callable[..., "tuple[dict[str, Any], dict[str, str]]"]
+
+
+def load(name: str) -> Adapter:
+    """Return the adapter of `package.module:function` or `/path/FILE.py:function`."""
+    place, _, function = name.rpartition(":")
+    if not place.endswith(".py"):
+        found: Adapter = pkgutil.resolve_name(name)
+        return found
+    # One module for a path: Triton caches functions by their modules.
+    module_name = "portattn_adapter_" + hashlib.sha256(os.path.abspath(place).encode()).hexdigest()[:16]
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, place)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{place} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    found = getattr(module, function)
+    return found
+
 
 try:
     from triton.compiler import ASTSource
@@ -30,7 +157,7 @@ VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split("."
 
 
 def versions(packages: Iterable[str] = ()) -> dict[str, str]:
-    """Versions of Python, and of every distribution that claims triton/ or another of the packages, by name."""
+    """Return versions of Python and of every distribution that provides triton/ or one of the packages, by name."""
     found = {"python": platform.python_version()}
     claims = [claim for package in ("triton", *packages) for claim in installed_packages.claiming(package)]
     for name, dist in sorted(claims, key=lambda claim: claim[0]):
@@ -44,8 +171,7 @@ SWITCH_SECONDS = 0.00005
 
 
 def read_own_files() -> None:
-    """Have a thread compute the digest of Triton's own files, which is part of every key in its cache. It reads 0.4 GB,
-    mostly without Python's global lock. A compile waits for it; Triton keeps the digest for the process."""
+    """Compute the digest of Triton's own files (0.4 GB, part of its cache keys) in a thread; compiles wait for it."""
     global _reading
     find = digest()
     if find is not None:
@@ -54,15 +180,12 @@ def read_own_files() -> None:
 
 
 def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Compile one Signature (as plain data) for one target; facts about the machine code come back.
+    """Compile one Signature (as plain data) for one target and return facts about the machine code.
 
-    A signature with a `file` is of a kernel that is not portattn's. The request's `facts`: basic, full (registers,
-    spills, instructions), text (the assembly), or all.
-
-    `enter(stage)` is called before each compiler stage. Whatever the compiler raises passes through.
-    """
+    A signature with a `file` is of a kernel outside portattn. The request's `facts`: basic, full (registers, spills,
+    instructions), text (the assembly), or all. `enter(stage)` is called before each compiler stage."""
     signature, target = request["signature"], tuple(request["target"])
-    if "file" in signature:  # no kernel of portattn's own: what fails before `parse` is no compiler's doing
+    if "file" in signature:  # a user's kernel: a failure before `parse` is not the compiler's
         from portattn.worker import own_kernels
 
         function = own_kernels.find(*(signature[name] for name in ("module", "function", "file", "absent")))
@@ -74,24 +197,23 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     text = wanted in ("text", "all")
     if request.get("adapter"):
         enter("adapter")
-        adapter = adapters.load(request["adapter"])
+        adapter = load(request["adapter"])
         facts, texts = adapter(function, signature, target, enter, request.get("passes", ""))
         return {"facts": facts | (texts if text else {}), "toolchain": triton.__version__}
     kernel = build(function, signature, target, enter)
     enter("read")
-    facts = resources.read(kernel, target[1], full=wanted in ("full", "all"))
+    facts = read(kernel, target[1], full=wanted in ("full", "all"))
     if text:
-        facts |= resources.text(kernel)
+        facts |= assembly_text(kernel)
     return {"facts": facts, "toolchain": triton.__version__}
 
 
 def build(function: Any, signature: dict[str, Any], target: tuple[str, Any, int], enter: Callable[[str], None]) -> Any:
-    """Triton's compiled kernel of a jit function, for a GPU: (backend, arch, lanes of a warp)."""
     return _compiled(source(function, signature, target[0]), target, signature["options"], enter)
 
 
 def build_file(path: str, target: tuple[str, Any, int], options: dict[str, Any], enter: Callable[[str], None]) -> Any:
-    """Triton's compiled kernel of a file that holds a stage's text; its suffix is the stage's name, as in `.ttir`."""
+    """Compile a file that holds a stage's text; its suffix is the stage's name, as in `.ttir`."""
     return _compiled(path, target, options, enter)
 
 
@@ -114,9 +236,7 @@ _MAKE_IR = ["target", "options", "codegen_fns", "module_map", "context"]
 
 
 def _make_ir_ahead(what: ASTSource, chip: GPUTarget, options: dict[str, Any]) -> None:
-    """Have a source make its IR now, while the digest is computed. `triton.compile` looks into its cache first, for
-    which it needs the digest, and then asks for the IR: it gets this one. As in Triton 3.6 to 3.9; other releases make
-    it when they ask."""
+    """Make a source's IR now, while the digest is computed, and hand it out when `triton.compile` asks (3.6 to 3.9)."""
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
@@ -124,7 +244,7 @@ def _make_ir_ahead(what: ASTSource, chip: GPUTarget, options: dict[str, Any]) ->
     if list(inspect.signature(make).parameters) != _MAKE_IR:
         return
     digest_of_source = what.hash()
-    what.hash = lambda: digest_of_source  # of a source whose IR is made it is another one
+    what.hash = lambda: digest_of_source  # after make_ir a source's hash differs
     backend = make_backend(chip)
     chosen = backend.parse_options(dict(options, **what.parse_options()))
     context = ir.context()
@@ -144,7 +264,6 @@ def _make_ir_ahead(what: ASTSource, chip: GPUTarget, options: dict[str, Any]) ->
 
 
 def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
-    """An ASTSource of this Triton version for one Signature."""
     names = function.arg_names
     types = {name: signature["types"].get(name, "constexpr") for name in names}
     constants = {name: signature["constants"][name] for name in names if name in signature["constants"]}
@@ -163,7 +282,7 @@ def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
 
 
 def _spelled(kind: str) -> str:
-    """A descriptor's type as this release writes it: before 3.6 a layout knows nothing of clusters of programs."""
+    """Return a descriptor's type without the cluster layout that releases before 3.6 do not know."""
     return kind.replace(", cga_layout=[]", "") if VERSION < (3, 6) else kind
 
 
@@ -172,9 +291,7 @@ def _attributes(
 ) -> Any:
     """Return the arguments' attributes: multiples of 16, and on AMD tensors that 32-bit offsets reach.
 
-    In Triton's own form at a kernel's call, empty entries and all: they are part of its cache key, and a call is to
-    find the code compiled here.
-    """
+    They have the form of a kernel call, empty entries too: they are part of Triton's cache key."""
     names = function.arg_names
     small = set(signature["small"]) if backend == "hip" else set()
     if VERSION >= (3, 3):
@@ -204,18 +321,14 @@ def _attributes(
 
 
 def _looked_at(parameter: Any, kind: str) -> bool:
-    """Whether Triton looks at an argument's alignment, and so lists it even where there is nothing to say."""
+    """Return whether Triton inspects an argument's alignment, and so lists it even without a result."""
     unaligned = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
     return not unaligned and (kind.startswith("*") or kind in ("i32", "i64", "u32", "u64"))
 
 
 @contextlib.contextmanager
 def _announced_stages(target: GPUTarget, enter: Callable[[str], None]) -> Iterator[None]:
-    """Have the backend's stages announce themselves inside the block.
-
-    The backend's class is restored afterwards: a later compile that does not come through here must not announce its
-    stages as this request's.
-    """
+    """Make the backend's stages call `enter` inside the block; later compiles must not report as this request's."""
     from triton.compiler.compiler import make_backend
 
     kind = type(make_backend(target))
@@ -243,8 +356,7 @@ def _announced(name: str, run: Callable[..., Any], enter: Callable[[str], None])
 
 
 def _link_without_rocm() -> None:
-    """Keep the relocatable object if ROCm's linker, which Triton before 3.5 calls in the last AMD step, is missing:
-    registers, spills and LDS are in the assembly already, and nothing is run."""
+    """Keep the object file if ROCm's linker, which Triton before 3.5 calls last, is missing: nothing is run."""
     from triton.backends import backends
 
     compiler = backends["amd"].compiler

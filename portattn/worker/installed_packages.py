@@ -1,14 +1,16 @@
-"""Installed distributions, read one at a time: one whose metadata cannot be read keeps nobody from the others'.
+"""Installed distributions, read one at a time, and the digest of Triton's files.
 
 importlib.metadata's own functions over all distributions (entry_points, packages_distributions) raise at the first
-one that is broken. Standard library only: children read it too, where portattn is not installed.
+broken one. Standard library only: a child process imports it without portattn.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata as metadata
 import os
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 POINTS = "entry_points.txt"
@@ -16,25 +18,18 @@ _LISTS = ("RECORD", "installed-files.txt", "SOURCES.txt")  # as importlib.metada
 
 
 class Unreadable(NamedTuple):
-    """A distribution whose entry points cannot be read.
+    """A distribution whose entry points cannot be read."""
 
-    name     its own, or its folder's where it states none
-    shown    with its version, for people
-    file     that could not be read
-    problem  what is wrong with it
-    """
-
-    name: str
-    shown: str
+    name: str  # its own, else its folder's
+    shown: str  # with its version
     file: str
     problem: str
 
 
 def entry_points(group: str) -> tuple[list[Any], list[Unreadable]]:
-    """The entry points of a group, and the distributions that may have some and cannot be asked.
+    """Return a group's entry points, and the unreadable distributions that may have some.
 
-    As importlib.metadata has it, of distributions of one name the first on sys.path counts.
-    """
+    Of distributions of one name the first on sys.path counts, as in importlib.metadata."""
     points, broken, seen = [], [], set()
     for dist in metadata.distributions():
         folder = str(getattr(dist, "_path", ""))
@@ -57,7 +52,7 @@ def entry_points(group: str) -> tuple[list[Any], list[Unreadable]]:
 
 
 def claiming(package: str) -> list[tuple[str, Any]]:
-    """(name, distribution) of each that has this importable package among its files, and can be read."""
+    """Return (name, distribution) of each readable distribution whose files include this importable package."""
     found = []
     for dist in metadata.distributions():
         try:
@@ -73,7 +68,7 @@ def claiming(package: str) -> list[tuple[str, Any]]:
 
 
 def version(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed, or states none that can be read."""
+    """Return a distribution's version; None if it is not installed or states no readable one."""
     try:
         stated: str | None = metadata.version(name)
     except (metadata.PackageNotFoundError, KeyError, OSError, ValueError, TypeError):
@@ -82,8 +77,7 @@ def version(name: str) -> str | None:
 
 
 def _missing(dist: Any, folder: str) -> str:
-    """Why a file that is not read should be: it lies there (a folder, a link to nowhere, no permission), or it is
-    listed among the distribution's files."""
+    """Return why an unread file should exist: it is on disk (folder, dangling link, no permission) or listed."""
     path = os.path.join(folder, POINTS)
     if folder and os.path.lexists(path):
         try:
@@ -96,7 +90,6 @@ def _missing(dist: Any, folder: str) -> str:
 
 
 def _lists(dist: Any, text: str) -> bool:
-    """Whether the distribution's list of files has this text at a path's place."""
     for name in _LISTS:
         files = dist.read_text(name)
         if files is not None:
@@ -111,9 +104,17 @@ def _key(dist: Any, folder: str) -> str:
 
 
 def _stated(dist: Any) -> tuple[str, str]:
-    """Name and version that a distribution states; empty where they cannot be read."""
     try:
         about = dist.metadata
         return str(about["Name"] or ""), str(about["Version"] or "")
     except (KeyError, OSError, ValueError, TypeError, AttributeError):
         return "", ""
+
+
+def digest() -> Callable[[], object] | None:
+    """Return Triton's function that computes and keeps it; None if this Triton has none."""
+    for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # 3.5 and later; before
+        found: Callable[[], object] | None = getattr(importlib.import_module(place), "triton_key", None)
+        if found is not None:
+            return found
+    return None

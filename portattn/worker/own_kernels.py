@@ -1,7 +1,7 @@
-"""A kernel of somebody else's module, in a child whose Python may lack what that module imports beside Triton.
+"""Load programs by their file, and a kernel from a user's module whose other imports the child may lack.
 
 The file of a kernel often holds its caller too, and so imports torch; the file of a test imports pytest. A lab
-environment has neither. What the parent has imported and the child has not is replaced by stand-ins while such a module
+environment has neither. Stand-ins replace modules that the parent has imported and the child lacks, while such a module
 is loaded. A kernel that needs one of them to be compiled fails in the compiler, which names it.
 
 Runs in a child process; standard library and Triton only.
@@ -12,23 +12,33 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
-from portattn.worker.import_file import load
+
+def load(path: str) -> ModuleType:
+    folder, name = os.path.dirname(os.path.abspath(path)), os.path.splitext(os.path.basename(path))[0]
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python program")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Triton reads a kernel's source through its module
+    spec.loader.exec_module(module)
+    return module
 
 
 def find(module: str, function: str, file: str, absent: Sequence[str]) -> Any:
-    """The jit function `function` of the module in `file`, without what decorates it (autotuning, heuristics).
+    """Return a module's jit function without its decorators (autotuning, heuristics).
 
-    absent  top-level packages that the parent has: they are stood in for where this Python has them not
-
-    Raises what the module raises, ImportError where something that is not here decorates it, and TypeError where the
-    name is no jit function.
-    """
+    `absent` lists the parent's top-level packages, stood in for if missing here. Raises the module's own errors,
+    ImportError if a missing package decorates the function, and TypeError if it is no jit function."""
     from triton.runtime.jit import JITFunction
 
     there = sys.modules.get(module)
@@ -52,9 +62,9 @@ def find(module: str, function: str, file: str, absent: Sequence[str]) -> Any:
 
 
 def _loaded(module: str, file: str, absent: Sequence[str]) -> types.ModuleType:
-    """The module, imported by its name where its folders are packages of that name, else as a file alone."""
+    """Import the module by its name if its folders are packages of that name, else as a single file."""
     stand_ins = _StandIns(frozenset(absent))
-    sys.meta_path.append(stand_ins)  # the last finder: it is asked for what no other one has
+    sys.meta_path.append(stand_ins)  # the last finder: asked for modules that no other has
     try:
         folder = _root(module, file)
         if folder is None:
@@ -71,7 +81,7 @@ def _loaded(module: str, file: str, absent: Sequence[str]) -> types.ModuleType:
 
 
 def _root(module: str, file: str) -> str | None:
-    """The folder from which a file is imported as a module of that name; None where its path says another name."""
+    """Return the folder from which a file imports under that module name; None if its path differs."""
     parts = module.split(".")
     folder, name = os.path.split(os.path.abspath(file))
     stem = os.path.splitext(name)[0]
@@ -85,10 +95,9 @@ def _root(module: str, file: str) -> str | None:
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of packages that are not here, as modules of which every name is a stand-in.
+    """Finds modules of missing packages, as modules whose every name is a stand-in.
 
-    A name below a package that is here is not found: who tries another release's module means to fail.
-    """
+    A missing name in a present package is not found: code that tries another release's module means to fail."""
 
     def __init__(self, absent: frozenset[str]) -> None:
         self.absent = absent
@@ -107,8 +116,6 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Module(types.ModuleType):
-    """A module that is not here."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -116,7 +123,7 @@ class _Module(types.ModuleType):
 
 
 class StandIn:
-    """Something of a module that is not here: takes part in what a module does as it is imported, and holds nothing."""
+    """Stands for a missing module's object during imports, and holds nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name

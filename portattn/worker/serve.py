@@ -1,20 +1,16 @@
-"""The child process: reads requests as JSON lines, answers with JSON lines. Standard library and Triton only.
+"""The child process: answers requests, both as JSON lines. Standard library and Triton only (Python 3.9 or newer).
 
-Started by file path, so that it also runs under a Python in which portattn is not installed (a toolchain's own
-environment; Python 3.9 or newer). Protocol version 2, one request at a time:
+Started by file path, so a Python without portattn (a toolchain's own environment) can run it. Protocol version 2, one
+request at a time; each message has its request's id:
 
   request   {"version": 2, "id": 7, "task": "compile", "signature": {…}, "target": ["cuda", 90, 32], "env": {…}, …}
             {"version": 2, "id": 8, "task": "hello"}   answered with the versions of Python and of the compiler
             {"version": 2, "id": 9, "task": "probe", "program": "…/cuda_0007.py", "arm": "off", …}
-            {"version": 2, "id": 10, "task": "portattn.testing.run_plan:compare", …}   any other names a function as
-            package.module:function (portattn's, or an executor's of another package), which is imported and called
-            with (request, enter); it gives the answer's fields beside "ok"
+            {"version": 2, "id": 10, "task": "package.module:function", …}   calls it with (request, enter); it
+            returns the answer's fields beside "ok"
   progress  {"id": 7, "stage": "ttgir"}                before each compiler stage, so that a crash has a stage
   answer    {"id": 7, "version": 2, "ok": true, "facts": {…}, "toolchain": "3.6.0"}
             {"id": 7, "version": 2, "ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
-
-Every message has the id of its request: the parent takes no other. Every answer also has the child's "version": the
-parent refuses answers of another protocol.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ import types
 from typing import Any, TextIO
 
 PROTOCOL = 2
-PROTOCOL_STAGE, IMPORT_STAGE = "protocol", "import"  # as worker/stages.py, which is not importable yet
+PROTOCOL_STAGE, IMPORT_STAGE = "protocol", "import"  # as worker/child.py, which is not importable here
 TASK = re.compile(r"\w+(\.\w+)+:\w+")  # a function of portattn, or of a package that brings a backend
 
 
@@ -39,7 +35,7 @@ FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the pare
 
 
 class _Own:
-    """Finds portattn where this file lies: the parent's, whatever is installed and whatever PYTHONPATH names."""
+    """Finds the parent's portattn beside this file, whatever is installed or on PYTHONPATH."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "portattn":
@@ -49,14 +45,12 @@ class _Own:
 
 
 def import_package() -> None:
-    """Have `import portattn` find the parent's package."""
     _leave_own_folder()
     sys.meta_path.insert(0, _Own())
 
 
 def import_without_package() -> None:
-    """Make kernels (the backends' own too) and worker modules importable without running any package's __init__, which
-    would need portattn's dependencies."""
+    """Make kernels and worker modules importable without running any package's __init__ and its dependencies."""
     folder = FOLDER
     _leave_own_folder()
     _package("portattn", folder)
@@ -71,7 +65,7 @@ def import_without_package() -> None:
 
 
 def _leave_own_folder() -> None:
-    """Take this file's folder from sys.path, which a script's own folder heads: its modules must not shadow others."""
+    """Take this script's folder from sys.path: its modules must not shadow others."""
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.join(FOLDER, "worker")]
 
 
@@ -82,7 +76,7 @@ def _package(name: str, folder: str) -> None:
 
 
 def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
-    """Carry out one request; `say` sends a progress line."""
+    """Run one request; `say` sends a progress line."""
     if request.get("version") != PROTOCOL:
         return _failure(
             PROTOCOL_STAGE, "ProtocolError", f"protocol {request.get('version')!r}, this worker speaks {PROTOCOL}"
@@ -109,9 +103,9 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
 
             return {"ok": True, **compilers.compile_signature(request, enter)}
         if request["task"] == "probe":
-            from portattn.worker import probe
+            from portattn.worker import probe_harness
 
-            return {"ok": True, **probe.answer(request, enter)}
+            return {"ok": True, **probe_harness.answer(request, enter)}
         if TASK.fullmatch(str(request["task"])):
             return {"ok": True, **pkgutil.resolve_name(request["task"])(request, enter)}
         return _failure(PROTOCOL_STAGE, "ProtocolError", f"unknown task {request['task']!r}")
@@ -125,20 +119,25 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What was raised: Triton's interpreter wraps it once for each function on the way, as the repr of the last one."""
+    """Return the original error: Triton's interpreter wraps it once per function, as the last one's repr."""
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _failure(stage: str, kind: str, message: str, log: str = "") -> dict[str, Any]:
-    if len(message) > 8000:  # how it ended stands first, what it printed last says most
-        message = message[:2000] + "\n...\n" + message[-6000:]
-    return {"ok": False, "stage": stage, "kind": kind, "message": message, "log": log[-16000:]}
+    # A message begins with the exit, and ends with the most telling output; a traceback begins with the first cause.
+    return {
+        "ok": False, "stage": stage, "kind": kind, "message": _shortened(message, 2000, 6000),
+        "log": _shortened(log, 8000, 8000),
+    }  # fmt: skip
+
+
+def _shortened(text: str, head: int, tail: int) -> str:
+    return text if len(text) <= head + tail else text[:head] + "\n...\n" + text[-tail:]
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer requests until there are no more."""
     for line in requests:
         try:
             request = json.loads(line)
@@ -163,10 +162,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def prepare() -> None:
-    """Import the compiler before anything is asked: whoever will ask is busy meanwhile.
-
-    What fails here fails again, and is told, as a request is answered.
-    """
+    """Import the compiler before the first request. A failure here recurs, and is reported, in a request."""
     try:
         from portattn.worker import compilers
 
@@ -187,7 +183,7 @@ def main() -> None:
         if "--ahead" in sys.argv:
             prepare()
         serve(requests, answers)
-    finally:  # nobody asks any more, or nobody is there to be answered
+    finally:  # no more requests, or no reader of answers
         for argument in sys.argv[1:]:
             if argument.startswith("--folder="):
                 shutil.rmtree(argument.partition("=")[2], ignore_errors=True)

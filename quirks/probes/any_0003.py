@@ -1,11 +1,8 @@
-"""Triton 3.3 refuses several names that are set to None at once.
+"""Triton 3.3 refuses `a, b = None, None` in a branch or a loop of a jit function.
 
-    a, b = None, None       # inside a branch or a loop of a jit function
+    AttributeError("'NoneType' object has no attribute 'type'")
 
-raises `AttributeError("'NoneType' object has no attribute 'type'")` in the front end. One assignment each compiles, and
-so does the line with 3.2 and with 3.4.
-
-Expected: what two assignments do.
+Expected: it compiles like two assignments, as by 3.2 and 3.4.
 """
 
 import triton

@@ -1,13 +1,8 @@
-"""Triton before 3.4 refuses to add bfloat16 numbers atomically.
-
-    tl.atomic_add(out + offsets, x)      # x and out are bfloat16
+"""Triton before 3.4 refuses to add bfloat16 numbers atomically, which gradients of several programs need.
 
     ValueError: atomic_add does not support bf16
 
-Gradients that several programs add up in place need it; float16 and float32 were always taken.
-https://github.com/triton-lang/triton/pull/6519
-
-Expected: it compiles. `control` and `on` add float32.
+Expected: it compiles, like float16 and float32. `control` and `on` add float32.
 """
 
 import triton

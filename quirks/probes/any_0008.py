@@ -1,19 +1,17 @@
 """Triton before 3.9 reads a loop's running row sum as the value that it had before the loop.
 
-The pass OptimizeThreadLocality moves the reduction of a loaded tile out of the loop: each thread adds its own elements,
-and the threads' sums are added once, afterwards. It asks whether the sum has other users, but not whether the variable
-that the loop carries has: what reads that one in the loop gets its first value. The sum that comes out is right.
-https://github.com/triton-lang/triton/issues/11836
+The pass OptimizeThreadLocality moves the reduction of a loaded tile out of the loop. It asks whether the sum has other
+users, but not whether the variable that the loop carries has: a read in the loop gets its first value.
 
-Expected: turn i stores the sum of the turns before it. AMD's machine code runs in a model of the chip; for CUDA the
-probe looks at what the loop stores. `control` and `on` add the tiles first and reduce what the loop stores.
+Expected: turn i stores the sum of the turns before it, in a model of AMD's chips; for CUDA the probe reads the loop's
+stores. `control` and `on` add the tiles first and reduce the sum of tiles.
 """
 
 import re
 
 import triton
 import triton.language as tl
-from harness import Bench, Code, Seen, main
+from harness import Bench, BugFound, Code, main
 
 ROWS, COLUMNS, TURNS = 16, 64, 3
 
@@ -37,7 +35,7 @@ def running(tiles, before, total, turns, M: tl.constexpr, N: tl.constexpr, WHOLE
 
 
 def stores_constant(code: Code) -> bool:
-    """Whether the loop stores a tensor that is constant."""
+    """Return whether the loop stores a constant tensor."""
     text = code.texts["ttgir"]
     loop = text[text.index("scf.for") : text.index("scf.yield")]
     return bool(re.search(r"tt\.store %\w+, %cst", loop))
@@ -48,7 +46,7 @@ def probe(arm: str, bench: Bench) -> None:
     code = bench.compile(running, types, {"M": ROWS, "N": COLUMNS, "WHOLE": arm != "off"})
     if "amdgcn" not in code.texts:
         if stores_constant(code):
-            raise Seen("the loop stores a constant, and not the sum so far")
+            raise BugFound("the loop stores a constant, and not the sum so far")
         return
     # Row m holds m + 1 throughout, so that a sum names its row and its turn.
     tiles = [float(m + 1) for _ in range(TURNS) for m in range(ROWS) for _ in range(COLUMNS)]
@@ -60,9 +58,9 @@ def probe(arm: str, bench: Bench) -> None:
     seen = bench.execute(code, tensors | {"turns": TURNS}, ["before", "total"])
     wanted = [float(turn * COLUMNS * (m + 1)) for turn in range(TURNS) for m in range(ROWS)]
     if seen["total"] != [float(TURNS * COLUMNS * (m + 1)) for m in range(ROWS)]:
-        raise Seen(f"the total is {seen['total'][0]}, and not {TURNS * COLUMNS}")
+        raise BugFound(f"the total is {seen['total'][0]}, and not {TURNS * COLUMNS}")
     if seen["before"] != wanted:
-        raise Seen(f"turn by turn the first row's sum is {seen['before'][::ROWS]}, and not {wanted[::ROWS]}")
+        raise BugFound(f"turn by turn the first row's sum is {seen['before'][::ROWS]}, and not {wanted[::ROWS]}")
 
 
 if __name__ == "__main__":

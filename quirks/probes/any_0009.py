@@ -1,10 +1,8 @@
 """Triton before 3.9 aborts on a loop that carries the negated sum of a loaded tile's rows.
 
-The pass OptimizeThreadLocality takes whatever uses the sum for an addition to what the loop carries, and asserts that
-it has two operands, of which one is carried.
-https://github.com/triton-lang/triton/issues/11631
+The pass OptimizeThreadLocality takes any use of the sum for an addition to the carried value, and asserts two operands.
 
-Expected: a compiled kernel. `control` and `on` negate what the loop leaves.
+Expected: a compiled kernel. `control` and `on` negate after the loop.
 """
 
 import triton

@@ -1,8 +1,7 @@
 """Triton 3.3 to 3.8 aborts on a gather from a table of fewer rows than are looked up.
 
-The pass OptimizeThreadLocality lays a gather out so that a warp finds all that it needs in its own registers. It takes
-the layout from the table's shape alone, and asserts that it does.
-https://github.com/triton-lang/triton/issues/11600, mended by https://github.com/triton-lang/triton/pull/10838
+The pass OptimizeThreadLocality takes a layout in which a warp finds all in its registers from the table's shape alone,
+and asserts that it does. Mended by https://github.com/triton-lang/triton/pull/10838
 
 Expected: a compiled kernel. `control` and `on` look the rows up in memory.
 """

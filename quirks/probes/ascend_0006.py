@@ -1,23 +1,22 @@
 """triton-ascend reads a K tile through a transposed block pointer wrongly, silently.
 
-A (D, S) view of keys that lie as (S, D), with `order=(0, 1)` and a boundary check along the keys: the tile that comes
-back is all zeros, or has the wrong bounds. The same keys through an (S, D) view and `tl.trans` are exact.
+A (D, S) view of (S, D) keys, with `order=(0, 1)` and a boundary check along the keys, gives zeros or wrong bounds. An
+(S, D) view and `tl.trans` are exact.
 
-Expected: keys 64 to 79 of 80 in the first half of the tile, and zeros behind them. The lowered code is executed on the
-CPU. A fix is said to be in 3.2.2: https://github.com/triton-lang/triton-ascend/pull/740
+Expected: keys 64 to 79 of 80 in the tile's first half, then zeros. The lowered code is executed on the CPU.
 """
 
 import random
 
 import triton
 import triton.language as tl
-from harness import Bench, Seen, main
+from harness import Bench, BugFound, main
 
 KEYS, FIRST, BLOCK, WIDTH = 80, 64, 32, 16
 
 
 @triton.jit
-def transposed(k, out, keys, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def transposed_view(k, out, keys, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     view = tl.make_block_ptr(k, (WIDTH, keys), (1, WIDTH), (0, first), (WIDTH, BLOCK), (0, 1))
     tile = tl.load(view, boundary_check=(1,), padding_option="zero")
     tl.store(out + tl.arange(0, WIDTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], tile)
@@ -38,7 +37,7 @@ def pointers(k, out, keys, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def probe(arm: str, bench: Bench) -> None:
-    kernel = {"control": pointers, "off": transposed, "on": rows}[arm]
+    kernel = {"control": pointers, "off": transposed_view, "on": rows}[arm]
     types = {"k": "*fp32", "out": "*fp32", "keys": "i32", "first": "i32"}
     code = bench.compile(kernel, types, {"BLOCK": BLOCK, "WIDTH": WIDTH})
     draw = random.Random(0)
@@ -50,7 +49,9 @@ def probe(arm: str, bench: Bench) -> None:
     wrong = [place for place, (one, two) in enumerate(zip(seen, wanted, strict=True)) if one != two]
     if wrong:
         d, n = divmod(wrong[0], BLOCK)
-        raise Seen(f"{len(wrong)} of {len(wanted)} wrong; k[{n}, {d}] is {seen[wrong[0]]}, and not {wanted[wrong[0]]}")
+        raise BugFound(
+            f"{len(wrong)} of {len(wanted)} wrong; k[{n}, {d}] is {seen[wrong[0]]}, and not {wanted[wrong[0]]}"
+        )
 
 
 if __name__ == "__main__":

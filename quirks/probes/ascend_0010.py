@@ -1,11 +1,8 @@
-"""triton-ascend refuses hf32 for 16-bit operands.
-
-`hf32` is the cube unit's short fp32. Where the operands are fp16 or bf16 the front end raises
+"""triton-ascend refuses hf32, the cube unit's short fp32, for 16-bit operands.
 
     input_precision = 'hf32' must be used with f32 …
 
-Expected: what community Triton does with tf32 there, which is to ignore a precision that the type has no use for. The
-work-around is `ieee`.
+Expected: it is ignored, like tf32 by community Triton. The work-around is `ieee`.
 """
 
 import triton

@@ -1,12 +1,9 @@
 """triton-ascend's adapter dies of a gather whose offsets were reshaped.
 
-The numbers of chosen tokens are loaded as a vector, reshaped to a row, and turned into addresses. The adapter of the
-releases with a backends/huawei layout died of SIGSEGV at
+    %206 = "tt.reshape"(%203) {MixUse} : (tensor<16xi32>) -> tensor<1x16xi32>      (SIGSEGV, backends/huawei layout)
 
-    %206 = "tt.reshape"(%203) {MixUse} : (tensor<16xi32>) -> tensor<1x16xi32>
-
-and 3.2.0's, given their list of passes (`--passes old`), aborts in BlockPtrAnalysis.cpp: `AddPtrOp produced by
-unsupported operation`. With its own list it compiles the kernel; the `on` arm reads the tokens as a row from the start.
+3.2.0 with those releases' passes (`--passes old`) aborts in BlockPtrAnalysis.cpp: `AddPtrOp produced by unsupported
+operation`; with its own it compiles the kernel.
 
 Expected: linalg.
 """

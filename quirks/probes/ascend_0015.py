@@ -1,8 +1,7 @@
-"""triton-ascend's adapter fails at a masked load of page ids whose places come from a division.
+"""triton-ascend's adapter fails at a masked load of page ids whose places come from a division, `token // PAGE`.
 
-A chosen token lies in page `token // PAGE`. The adapter of the releases with a backends/huawei layout said
-`cannot div 0!` at the load of the page's id, and 3.2.0's, given their list of passes (`--passes old`), aborts in
-BlockPtrAnalysis.cpp, divBlock: `lBlock.isScalar() && rBlock.isScalar()`. With its own list it compiles the kernel.
+Releases with a backends/huawei layout said `cannot div 0!`. 3.2.0 with their passes (`--passes old`) aborts in
+BlockPtrAnalysis.cpp, divBlock: `lBlock.isScalar() && rBlock.isScalar()`; with its own it compiles the kernel.
 
 Expected: linalg.
 """

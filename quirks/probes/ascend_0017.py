@@ -1,8 +1,7 @@
-"""triton-ascend turns a gather of keys as columns into one scalar copy for each element.
+"""triton-ascend turns a gather of keys as columns into a scalar copy for each element.
 
-The addresses `token[None, :] * stride + d[:, None]` read a (D, N) tile whose columns are rows of memory. The adapter
-lowers them to a loop of D x N copies of one element each; the same keys read as rows, `token[:, None] * stride +
-d[None, :]`, take one copy of D elements for each of N rows, and a `tl.trans` afterwards is free.
+The adapter lowers the addresses `token[None, :] * stride + d[:, None]` to D x N copies of one element; as rows,
+`token[:, None] * stride + d[None, :]`, the keys take N copies of D elements, and `tl.trans` is free.
 
 Expected: a copy for each key, whichever way the tile lies.
 """
@@ -11,7 +10,7 @@ import re
 
 import triton
 import triton.language as tl
-from harness import Bench, Code, Seen, main
+from harness import Bench, BugFound, Code, main
 
 
 @triton.jit
@@ -31,7 +30,7 @@ def contiguous(k, tokens, out, N: tl.constexpr, D: tl.constexpr, COLUMNS: tl.con
 
 
 def copies(code: Code) -> int:
-    """How many copies the nested loops of the lowered text make: the product of constant bounds round a copy."""
+    """Return the number of copies in the lowered text's nested loops: the product of constant bounds around a copy."""
     most, open_loops = 0, []
     constants = {
         name: int(value) for name, value in re.findall(r"(%\w+) = arith.constant (\d+) : index", code.texts["linalg"])
@@ -57,9 +56,9 @@ def probe(arm: str, bench: Bench) -> None:
     code = bench.compile(kernel, types, {"N": keys, "D": width, "COLUMNS": arm == "off"})
     seen = copies(code)
     if arm == "control" and seen:
-        raise Seen(f"a contiguous tile takes {seen} copies")
+        raise BugFound(f"a contiguous tile takes {seen} copies")
     if seen > keys:
-        raise Seen(f"{seen} scalar copies for {keys} keys of {width} elements")
+        raise BugFound(f"{seen} scalar copies for {keys} keys of {width} elements")
 
 
 if __name__ == "__main__":

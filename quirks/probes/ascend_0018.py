@@ -1,13 +1,13 @@
-"""The high half of a 32-bit product is another number in what triton-ascend lowers, and tl.philox is made of it.
+"""triton-ascend lowers the high half of a 32-bit product (tl.umulhi) to another number; tl.philox is made of it.
 
-Expected: tl.umulhi(a, b) is a·b >> 32. With the quirk on, the same from four products of 16-bit halves.
+Expected: tl.umulhi(a, b) is a·b >> 32. `on` computes it from four products of 16-bit halves.
 """
 
 import random
 
 import triton
 import triton.language as tl
-from harness import Bench, Seen, main
+from harness import Bench, BugFound, main
 
 COUNT = 64
 FACTOR = 0xD2511F53  # the first one of Philox4x32
@@ -30,13 +30,13 @@ def by_halves(values, out, N: tl.constexpr):
 
 
 @triton.jit
-def flipped(values, out, N: tl.constexpr):
+def flip_bits(values, out, N: tl.constexpr):
     x = tl.load(values + tl.arange(0, N)).to(tl.uint32, bitcast=True)
     tl.store(out + tl.arange(0, N), (x ^ 0x5A5A5A5A).to(tl.int32, bitcast=True))
 
 
 def probe(arm: str, bench: Bench) -> None:
-    kernel = {"control": flipped, "off": by_umulhi, "on": by_halves}[arm]
+    kernel = {"control": flip_bits, "off": by_umulhi, "on": by_halves}[arm]
     code = bench.compile(kernel, {"values": "*i32", "out": "*i32"}, {"N": COUNT})
     draw = random.Random(0)
     values = [draw.getrandbits(32) - 2**31 for _ in range(COUNT)]
@@ -45,7 +45,7 @@ def probe(arm: str, bench: Bench) -> None:
     wanted = [value ^ 0x5A5A5A5A if arm == "control" else value * FACTOR >> 32 for value in plain]
     wrong = [(a % 2**32, b) for a, b in zip(seen, wanted, strict=True) if a % 2**32 != b]
     if wrong:
-        raise Seen(f"{len(wrong)} of {COUNT} wrong: {wrong[0][0]:#x}, and not {wrong[0][1]:#x}")
+        raise BugFound(f"{len(wrong)} of {COUNT} wrong: {wrong[0][0]:#x}, and not {wrong[0][1]:#x}")
 
 
 if __name__ == "__main__":

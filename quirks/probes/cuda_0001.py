@@ -1,22 +1,18 @@
 """ptxas before 13.3 can reuse the registers of a WGMMA's left operand while the instruction still reads them.
 
-On Hopper `tl.dot` of an operand that was computed, and not loaded, becomes a WGMMA with its left operand in registers
-(attention's P·V is one). The instruction is asynchronous: with several stages the loop goes on while it reads. ptxas
-12.9 was seen to give those registers to something else: 64 products of one came out as 61. Its one-stage control was
-right, and so was ptxas 13.4 on the same PTX. https://github.com/triton-lang/triton/pull/11781
+A computed operand of `tl.dot` is a left operand in registers on Hopper, as in attention's P·V, and with several stages
+the loop goes on during the asynchronous read. ptxas 12.9 gave 61 for 64 products of one; with one stage, or by ptxas
+13.4 on the same PTX, the result was right.
 
-Expected: exact sums. All inputs are small integers, so that nothing is rounded, whatever the order.
-
-Runs on a Hopper GPU with torch and Triton. `off` keeps operands across the stages of loops of several shapes, among
-them attention's two products; `on` and `control` are the same with one stage. An `off` that passes says no more than
-that these shapes came out right: ptxas decides anew for every kernel. TRITON_PTXAS_PATH names another assembler to try.
+Expected: exact sums of small integers. `on` and `control` have one stage. An `off` that passes proves only these loop
+shapes: ptxas decides anew for every kernel. TRITON_PTXAS_PATH names another assembler to try.
 """
 
 import itertools
 
 import triton
 import triton.language as tl
-from harness import RUNS, Bench, Missing, Seen, main
+from harness import RUNS, Bench, BugFound, Missing, main
 
 PROGRAMS, STEPS, SMALL = 528, 24, 5  # four programs for each of 132 cores; loop steps; integers below this
 TILES = ((64, 32), (128, 32), (128, 64), (256, 32), (64, 128), (256, 64))  # columns and depth
@@ -89,13 +85,13 @@ def probe(arm: str, bench: Bench) -> None:
                 f"{out[program, row, column].item():g} for {wanted[row, column].item():g}"
             )
     if complaints:
-        raise Seen("; ".join(complaints[:5]))
+        raise BugFound("; ".join(complaints[:5]))
     if arm == "off" and not register_operands:
         raise RuntimeError("no product took its left operand from registers: this compiler does not make the form")
 
 
 def from_registers(ptx: str) -> int:
-    """How many WGMMAs of a PTX text have their left operand in registers: a list in braces behind the sums' own."""
+    """Return the number of WGMMAs with a left operand in registers: a list in braces after the sums' own."""
     instructions = (text.split(";")[0] for text in ptx.split("wgmma.mma_async")[1:])
     return sum(text.count("{") > 1 for text in instructions)
 

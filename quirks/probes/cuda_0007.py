@@ -1,11 +1,8 @@
-"""Triton 3.2 aborts on a matrix product for Blackwell.
-
-The pass that picks a matrix instruction knows no chip of compute capability 10 or 12:
+"""Triton 3.2 aborts on a matrix product for Blackwell: its matrix instructions know no compute capability 10 or 12.
 
     AccelerateMatmul.cpp: … Assertion `false && "computeCapability not supported"' failed.
 
-Expected: mma.sync or tcgen05 code, as from 3.3.1 on. The same kernel compiles for sm_90 (the control); there is nothing
-to switch on, portattn takes another path. Reported as https://github.com/triton-lang/triton/issues/6087
+Expected: mma.sync or tcgen05 code, as from 3.3.1 on. `control` compiles for sm_90; `on` takes another path.
 """
 
 import triton

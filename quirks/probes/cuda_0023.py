@@ -1,10 +1,8 @@
 """Triton's automatic warp specialisation aborts on attention's loop for Hopper with 4 warps.
 
-    for i in tl.range(0, n, N, warp_specialize=True):      # K and V are read by pointers, softmax between two products
-
     LLVM ERROR: unsupported load type for producer commit
 
-Expected: it compiles, as it does for Blackwell. `control` and `on` do not ask for warp specialisation.
+Expected: it compiles, as for Blackwell. `control` and `on` do not ask for warp specialisation.
 Other faults of the same option: https://github.com/triton-lang/triton/issues/8260
 """
 

@@ -1,9 +1,7 @@
 """Triton compiles a gather by a tensor descriptor for Hopper, and ptxas refuses it.
 
-    rows = tl.make_tensor_descriptor(x, [n, D], [D, 1], [1, D]).gather(tokens, 0)
-
-The instruction for it, cp.async.bulk.tensor with tile::gather4, exists from Blackwell on; for older chips Triton has a
-loop of loads in its place, for Hopper it has not. Seen as an error of ptxas about that instruction.
+Its instruction, cp.async.bulk.tensor with tile::gather4, exists from Blackwell on. Triton replaces it by a loop of
+loads for older chips, but not for Hopper.
 
 Expected: the loop of loads. `control` and `on` gather by pointers.
 """

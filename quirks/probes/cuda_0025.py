@@ -1,11 +1,8 @@
-"""A load with a cache modifier and an eviction policy becomes PTX that ptxas refuses.
-
-    tl.load(keys + offsets, cache_modifier=".cg", eviction_policy="evict_first")
+"""A load with a cache modifier and an eviction policy, as for keys that are read once, becomes PTX that ptxas refuses.
 
     … ld.global.cg.L1::evict_first …: a modifier of the cache and an eviction priority exclude each other
 
-Expected: a message of Triton's own. Keys that are read once are where both are wanted. `control` and `on` have the
-modifier alone.
+Expected: a message of Triton's own. `control` and `on` have the modifier alone.
 """
 
 import triton

@@ -1,8 +1,6 @@
 """Triton 3.2 aborts on a batch of float32 products that are not rounded to tf32.
 
-Heads that share their keys can be one dimension of a batched `tl.dot`. Without tensor cores the products are lowered
-to multiply-adds, and that lowering reads past the end of its list of operands when they have three dimensions.
-https://github.com/triton-lang/triton/issues/6157
+The lowering to multiply-adds, without tensor cores, reads past the end of its operands in three dimensions.
 
 Expected: a compiled kernel. `control` takes one product, `on` the batch in tf32.
 """

@@ -1,8 +1,7 @@
-"""Triton 3.2 aborts on gradients of V, by tiles of 64 rows and 64 keys with 8 warps, on Hopper.
+"""Triton 3.2 aborts on gradients of V, by tiles of 64 rows and 64 keys with 8 warps (two warp groups), on Hopper.
 
-dV is the sum of the transposed probabilities times dO, and the probabilities are a product, held as the matrix unit
-left it. The assertion is in LinearLayout.cpp, where operands are lowered; eight warps are two of the unit's groups.
-https://github.com/triton-lang/triton/issues/5265, https://github.com/pytorch/pytorch/issues/141603
+The assertion is in LinearLayout.cpp, at the lowering of dV's operand: transposed probabilities, themselves a product.
+See also https://github.com/pytorch/pytorch/issues/141603
 
 Expected: a compiled kernel. `control` and `on` have 4 warps.
 """

@@ -1,20 +1,16 @@
-"""Triton 3.3 to 3.7 makes the operands of a product too deep, where one of them is widened from bytes of two numbers.
+"""Triton 3.3 to 3.7 makes operands too deep for a product if one of them is widened from bytes of two numbers.
 
-A product of bfloat16 takes 16 of its depth in an instruction. Both operands have a kWidth of 8, of which an
-instruction's four threads make a depth of 32: where the product is 16 deep, its sums are wrong. Seen on an H100 with
-Triton 3.6.0.
+Both operands have a kWidth of 8, of which an instruction's four threads make a depth of 32: sums of a product 16 deep
+are wrong, as on an H100 with Triton 3.6.0.
 
-Expected: four kWidths are no more than the product's depth. The operands are read in Triton's GPU dialect, since no
-compiler says anything and the numbers need a chip.
-
-`control` and `on` are 32 deep.
+Expected: four kWidths are at most the product's depth, by Triton's GPU dialect. `control` and `on` are 32 deep.
 """
 
 import re
 
 import triton
 import triton.language as tl
-from harness import Bench, Seen, main
+from harness import Bench, BugFound, main
 
 OPERANDS = re.compile(r"tt\.dot .*: tensor<\d+x(?P<depth>\d+)xbf16, [^>]*kWidth = (?P<width>\d+)")
 
@@ -35,10 +31,10 @@ def probe(arm: str, bench: Bench) -> None:
     code = bench.compile(product, types, {"ROWS": 16, "DEPTH": 16 if arm == "off" else 32, "KEYS": 64})
     found = [(int(one["depth"]), int(one["width"])) for one in OPERANDS.finditer(code.texts["ttgir"])]
     if not found:
-        raise Seen("no product was found in the GPU dialect")
+        raise BugFound("no product was found in the GPU dialect")
     for depth, width in found:
         if 4 * width > depth:
-            raise Seen(f"operands of 4 x {width} for a product {depth} deep")
+            raise BugFound(f"operands of 4 x {width} for a product {depth} deep")
 
 
 if __name__ == "__main__":

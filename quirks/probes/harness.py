@@ -1,7 +1,4 @@
-"""Finds portattn's worker beside this folder, installed or not, so that a probe runs under any Python with Triton.
-
-`from harness import Bench, Seen, main` is all that a probe needs; what they are is in portattn/worker/probe.py.
-"""
+"""Find portattn's worker near this folder, so that any Python with Triton runs a probe."""
 
 import importlib.util
 import sys
@@ -9,7 +6,7 @@ from pathlib import Path
 
 
 def _worker() -> None:
-    """Make `portattn.worker` importable without importing portattn itself, which needs torch."""
+    """Make `portattn.worker` importable without portattn itself, which needs torch."""
     if "portattn" in sys.modules:
         return  # in a worker, which has seen to it
     here = Path(__file__).resolve().parent
@@ -25,6 +22,6 @@ def _worker() -> None:
 
 _worker()
 
-from portattn.worker.probe import EMULATED, LOWERED, RUNS, Bench, Code, Missing, Seen, main  # noqa: E402
+from portattn.worker.probe_harness import EMULATED, LOWERED, RUNS, Bench, BugFound, Code, Missing, main  # noqa: E402
 
-__all__ = ["EMULATED", "LOWERED", "RUNS", "Bench", "Code", "Missing", "Seen", "main"]
+__all__ = ["EMULATED", "LOWERED", "RUNS", "Bench", "BugFound", "Code", "Missing", "main"]

@@ -1,20 +1,17 @@
 """AMD's back end of Triton 3.6 and 3.7 miscompiles a loop that carries a scalar and stores scalars.
 
-A loop over tokens counts each token's chosen places, looks their pages up, packs them behind the pages of earlier
-tokens, and keeps the running total in a scalar, which it also stores. The stored counts are garbage. From four waves on
-addresses are computed from registers that nothing wrote, which is a fault on a chip.
-https://github.com/triton-lang/triton/issues/11378; a test of it is https://github.com/triton-lang/triton/pull/11793
+The stored counts are garbage, and from four waves on addresses come from registers that nothing wrote, which is a fault
+on a chip. Triton's test: https://github.com/triton-lang/triton/pull/11793
 
-Expected: exact counts, starts and places, with one wave and with four. The machine code runs in a model of the chip.
-
-`on` says `tl.assume(tokens > 0)`, which takes the guard off the loop; `control` is the loop unrolled, with masks.
+Expected: exact counts, starts and places in a model of the chip, with one wave and with four. `on` takes the guard off
+the loop by `tl.assume(tokens > 0)`; `control` is the loop unrolled, with masks.
 """
 
 import random
 
 import triton
 import triton.language as tl
-from harness import Bench, Seen, main
+from harness import Bench, BugFound, main
 
 TOKENS, PLACES, PAGE, PAGES, OWNERS = 6, 64, 32, 20, 3
 BLANK = -7
@@ -74,7 +71,7 @@ def pack(
 
 
 def inputs() -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Tensors by name, and what the outputs among them are to hold."""
+    """Return tensors by name, and the expected values of the outputs among them."""
     draw = random.Random(0)
     given: dict[str, list[int]] = {"chosen": [], "alive": [], "owner": [], "table": []}
     wanted: dict[str, list[int]] = {"counts": [], "starts": [0], "packed": []}
@@ -106,7 +103,7 @@ def probe(arm: str, bench: Bench) -> None:
         wrong = [name for name, values in wanted.items() if seen[name] != values]
         if wrong:
             told = f"the counts are {seen['counts']}, and not {wanted['counts']}"
-            raise Seen(f"{waves} waves: {', '.join(wrong)} wrong; {told}")
+            raise BugFound(f"{waves} waves: {', '.join(wrong)} wrong; {told}")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,19 @@
 """AMD's back end of Triton 3.8 computes too narrow a range for an integer that nested loops carry.
 
-The analysis walks a loop of known bounds as often as it turns. It left an outer loop after that loop's own turns while
-the inner one's values still grew (`nested`), and kept the smallest count of turns that it ever found, while bounds
-widen as it goes on (`widening`: the inner loop turns 1, 4 and 16 times). A comparison that is "always" false in such a
-range is folded, and the branch behind it is gone.
-https://github.com/triton-lang/triton/pull/11313, and before it https://github.com/triton-lang/triton/pull/11312
+Its analysis walks a loop of known bounds as often as it turns, but left an outer loop while the inner one's values
+still grew (`nested_loops`), and kept the smallest count of turns while bounds widened (`widening`: 1, 4 and 16). A
+comparison that is "always" false in such a range is folded, and its branch is gone.
+See also https://github.com/triton-lang/triton/pull/11312
 
-Expected: a count of 21, and the branch for more than 5. The machine code runs in a model of the chip. Where the count
-itself is wrong, before 3.8, it is another bug (any_0004.py).
-
-`control` counts in one loop; `on` has an outer bound that is not known when the kernel is compiled.
+Expected: a count of 21, and the branch for more than 5, in a model of the chip. A wrong count is any_0004.py's bug.
+`control` counts in one loop; `on` has an outer bound that is unknown at compile time.
 """
 
 import triton
 import triton.language as tl
-from harness import Bench, Seen, main
+from harness import Bench, BugFound, main
 
-MANY = 2  # what the branch stores
+MANY = 2  # stored by the branch
 LIMIT = tl.constexpr(5)
 
 
@@ -33,7 +30,7 @@ def single(out, turns, KNOWN: tl.constexpr):
 
 
 @triton.jit
-def nested(out, turns, KNOWN: tl.constexpr):
+def nested_loops(out, turns, KNOWN: tl.constexpr):
     count = 0
     for _ in range(3 if KNOWN else turns):
         for _ in range(7):
@@ -62,13 +59,13 @@ def widening(out, turns, KNOWN: tl.constexpr):
 
 def probe(arm: str, bench: Bench) -> None:
     wrong = []
-    for kernel in (single,) if arm == "control" else (nested, widening):
+    for kernel in (single,) if arm == "control" else (nested_loops, widening):
         code = bench.compile(kernel, {"out": "*i32", "turns": "i32"}, {"KNOWN": arm == "off"}, options={"num_warps": 1})
         branch, count = bench.execute(code, {"out": ("i32", [0, 0]), "turns": 3}, ["out"])["out"]
         if (branch == MANY) != (count > LIMIT.value):
             wrong.append(f"{kernel.fn.__name__}: counted {count}, and took the branch for at most {LIMIT.value}")
     if wrong:
-        raise Seen("; ".join(wrong))
+        raise BugFound("; ".join(wrong))
 
 
 if __name__ == "__main__":

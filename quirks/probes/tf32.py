@@ -3,8 +3,7 @@
     ValueError: input_precision must be one of ('ieee',…). Got tf32                     (AMD)
     input_precision == tf32 or tf32x3 is invalid, please use input_precision='hf32'     (Ascend)
 
-tf32 is an NVIDIA format; of AMD's chips gfx942 has it (from Triton 3.3 on), of Ascend's none. The work-around is the
-full precision, `ieee`.
+tf32 is NVIDIA's; of AMD's chips gfx942 has it, from Triton 3.3 on. The work-around is the full precision, `ieee`.
 """
 
 import triton

@@ -1,10 +1,9 @@
-"""A product of fp32 operands with tf32x3 precision is refused outside NVIDIA.
+"""A product of fp32 operands with tf32x3 precision (three tf32 products for one of fp32) is refused outside NVIDIA.
 
-    ValueError: input_precision must be one of (…). Got tf32x3                         (AMD)
+    ValueError: input_precision must be one of (…). Got tf32x3                         (AMD, up to Triton 3.9)
     input_precision == tf32 or tf32x3 is invalid, please use input_precision='hf32'     (Ascend)
 
-tf32x3, three tf32 products that stand for one of fp32, is offered on NVIDIA only: Triton up to 3.9 allows it for no AMD
-chip, and triton-ascend for no NPU. The work-around is the full precision, `ieee`.
+The work-around is the full precision, `ieee`.
 """
 
 import triton

@@ -10,11 +10,9 @@ from portattn import Problem, Registry, plan
 from portattn.planning.kernel_specs import CORES
 
 OPS = {
-    "decode_attention": {},
-    "paged_attention": {"page_size": 16},
-    "mla_attention": {"page_size": 64, "heads_k": 1, "head_dim": 576, "head_dim_v": 512},
-    "sparse_attention": {},
-}
+    "decode_attention": {}, "paged_attention": {"page_size": 16},
+    "mla_attention": {"page_size": 64, "heads_k": 1, "head_dim": 576, "head_dim_v": 512}, "sparse_attention": {},
+}  # fmt: skip
 PACKED = ("paged_attention", "mla_attention")
 
 

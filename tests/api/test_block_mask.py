@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from opcalls import pretend_accelerator
-from support import Device
+from torch import zeros
 from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 import portattn
-from portattn.api import block_mask as module
-from portattn.api.request import request_of
-from portattn.api.signatures import named_arguments
+from portattn.api import masks as module
+from portattn.api.signatures import request_of
 from portattn.api.torch_ops import arguments_of
 from portattn.launch import cache
 from portattn.planning.planner import plan
@@ -48,15 +46,6 @@ def lists(batch: int = B, heads: int = H, seed: int = 0, full: bool = True) -> t
     listed = kinds > 0 if full else kinds == 1
     shown = listed.repeat_interleave(SIZE[0], 2).repeat_interleave(SIZE[1], 3)[:, :, :ROWS, :KEYS]
     return portattn.BlockMask(*(found if full else found[:2]), block_size=SIZE), shown
-
-
-@pytest.fixture
-def kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if device.path == "interpreter":
-        pretend_accelerator(monkeypatch)
-    cache.forget()
-    yield device.name
-    cache.forget()
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(B, H), (1, H), (B, 1), (1, 1)])
@@ -189,31 +178,24 @@ def test_vmap_and_prepare() -> None:
     assert torch.equal(handle.run(q, k, v, block_mask=other), portattn.attention(q, k, v, block_mask=other))
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no block mask": ({"block_mask": [1]}, "block_mask is 'list', but must be a portattn.BlockMask, or torch"),
-    "a bool matrix": ({"block_mask": torch.ones(3, 7, dtype=torch.bool)}, "block_mask is 'Tensor'"),
-    "of floats": ({"kv_num_blocks": torch.zeros(B, H, 3)}, "block_mask's kv_num_blocks is torch.float32"),
-    "of other rows": (
-        {"kv_num_blocks": torch.zeros(B, H, 4, dtype=torch.int32)},
-        "block_mask's kv_num_blocks.shape is (2, 4, 4), but must be (B, Hq, R) with R the 3 blocks of queries",
-    ),
-    "of other heads": (
-        {"kv_num_blocks": torch.zeros(B, 1, 3, dtype=torch.int32)}, "block_mask's kv_indices.shape is (2, 4, 3, 7)"
-    ),
-    "sparse": (
-        {"kv_num_blocks": torch.zeros(B, H, 3, dtype=torch.int32).to_sparse()},
-        "block_mask's kv_num_blocks",
-    ),
-    "half of a pair": ({"full_kv_indices": None}, "block_mask's full_kv_indices is None, but goes with"),
-    "no size": ({"block_size": 128}, "block_mask's block_size is 128, but must be a tuple of two integers"),
-    "size 0": ({"block_size": (16, 0)}, "block_mask's block_size is (16, 0)"),
-    "elsewhere": ({"kv_indices": torch.zeros(B, H, 3, 7, dtype=torch.int32, device="meta")}, "is 'meta', but must be"),
-}  # fmt: skip
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"block_mask": [1]}, "block_mask is 'list', but must be a portattn.BlockMask, or torch"),
+    ({"block_mask": torch.ones(3, 7, dtype=torch.bool)}, "block_mask is 'Tensor'"),
+    ({"kv_num_blocks": zeros(B, H, 3)}, "block_mask's kv_num_blocks is torch.float32"),
+    ({"kv_num_blocks": zeros(B, H, 4, dtype=torch.int32)},
+     "block_mask's kv_num_blocks.shape is (2, 4, 4), but must be (B, Hq, R) with R the 3 blocks of queries"),
+    ({"kv_num_blocks": zeros(B, 1, 3, dtype=torch.int32)}, "block_mask's kv_indices.shape is (2, 4, 3, 7)"),
+    ({"kv_num_blocks": zeros(B, H, 3, dtype=torch.int32).to_sparse()}, "block_mask's kv_num_blocks"),
+    ({"full_kv_indices": None}, "block_mask's full_kv_indices is None, but goes with"),
+    ({"block_size": 128}, "block_mask's block_size is 128, but must be a tuple of two integers"),
+    ({"block_size": (16, 0)}, "block_mask's block_size is (16, 0)"),
+    ({"kv_indices": zeros(B, H, 3, 7, dtype=torch.int32, device="meta")}, "is 'meta', but must be"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_lists_are_refused_by_name(what: str) -> None:
-    changes, message = BAD[what]
+@pytest.mark.parametrize("what", BAD, ids=lambda case: str(case[1]))
+def test_bad_lists_are_refused_by_name(what: tuple[Any, ...]) -> None:
+    changes, message = what
     blocks = changes["block_mask"] if "block_mask" in changes else lists()[0]._replace(**changes)
     with pytest.raises(portattn.ArgumentError) as caught:
         portattn.attention(*tensors(), block_mask=blocks)
@@ -320,7 +302,7 @@ def test_the_operator_checks_its_map() -> None:
     q, k, v = tensors()
     down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])
     spread = torch.rand(1, 1, down, 2 * across).lt(0.5)[..., ::2]
-    call = request_of("attention", named_arguments("attention")(q, k, v) | {"block_mask": None})
+    call = request_of("attention", q, k, v)
     tensors_, values, lengths = call.parts
     names = list(OPS["attention"].tensors)
     given = list(tensors_)
@@ -352,3 +334,37 @@ def test_ids_of_no_block_are_passed_over_where_nothing_is_read_back() -> None:
     blocks = portattn.BlockMask(torch.tensor([[[3]]], dtype=torch.int32), ids, block_size=(32, 16))
     out = portattn.attention(x, x, x, block_mask=blocks, validate=False)
     torch.testing.assert_close(out, portattn.attention(x, x[:, :, :16], x[:, :, :16]))
+
+
+# A block mask of torch's with a mask_mod, and a mask beside it: a score counts where both say so.
+@pytest.mark.filterwarnings("ignore:attention computes block_mask")
+def test_a_mask_beside_a_mask_mod() -> None:
+    def causal(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return i >= j
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
+    blocks = create_block_mask(causal, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
+    mask = torch.rand(1, 2, 32, 32) < 0.6
+    both = mask & torch.ones(32, 32, dtype=torch.bool).tril()
+    found = portattn.attention(q, k, v, mask=mask, block_mask=blocks, backend="reference")
+    expected = portattn.attention(q, k, v, mask=both, backend="reference")
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert not torch.allclose(found, portattn.attention(q, k, v, causal=True, backend="reference"), atol=1e-2)
+    assert not torch.allclose(found, portattn.attention(q, k, v, mask=mask, backend="reference"), atol=1e-2)
+
+
+# torch's BlockMask of other heads or another batch: refused as the block mask's, not as the mask that it makes.
+Q = torch.randn(1, 4, 32, 16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "text"),
+    [(1, 8, "block_mask's Hq is 8, but must be 1 or 4"), (3, None, "block_mask's B is 3, but must be 1")],
+)
+def test_other_heads(batch: int, heads: int | None, text: str) -> None:
+    mask = create_block_mask(lambda b, h, i, j: i >= j, batch, heads, 32, 32, device="cpu", BLOCK_SIZE=16)
+    for layout in ("bhsd", "bshd"):
+        q = Q if layout == "bhsd" else Q.transpose(1, 2)
+        with pytest.raises(portattn.ArgumentError, match=f"^attention: {text}$"):
+            portattn.attention(q, q, q, block_mask=mask, layout=layout)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import Device
+from torch import zeros
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import portattn
@@ -18,7 +19,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.ops import ROWS
 from portattn.schema.symbolic_int import Trace, plain_sizes
-from portattn.validate.builders import build_call
+from portattn.validate import build_call
 
 PAGES, PAGE, HEADS, WIDTH = 6, 8, 2, 16
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8]
@@ -171,62 +172,58 @@ NAN = float("nan")
 TABLES = dict(zip(("cos", "sin"), tables(), strict=True))
 POSITIONS = torch.zeros(5, dtype=torch.int64)
 ONE = torch.ones(())
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a slot beyond": ("write_pages", {"slot_mapping": torch.tensor([0, 1, 48, 2, 3])},
-        "slot_mapping[2] is 48, but must be in 0..47"),
-    "slots of other tokens": ("write_pages", {"slot_mapping": torch.tensor([0])}, "must be (tokens,), (5,)"),
-    "slots are float": ("write_pages", {"slot_mapping": torch.zeros(5)}, "must be torch.int32 or torch.int64"),
-    "slots are a list": ("write_pages", {"slot_mapping": [0] * 5}, "slot_mapping is 'list'"),
-    "slots apart": ("write_pages", {"slot_mapping": torch.zeros(10, dtype=torch.int64)[::2]}, "must be contiguous"),
-    "mixed formats": ("write_pages", {"v_pages": pages(E4M3)}, "v_pages.dtype is torch.float8_e4m3fn"),
-    "values of another dtype": ("write_pages", {"v": normal(5, HEADS, WIDTH).float()}, "must be k's, torch.bfloat16"),
-    "a format that no path writes": ("write_pages", {"k_pages": pages(torch.float8_e5m2fnuz)},
-        "k_pages.dtype is torch.float8_e5m2fnuz"),
-    "quantised keys": ("write_pages", {"k": pages(E4M3)[0]}, "k.dtype is torch.float8_e4m3fn"),
-    "int8 without scales": ("write_pages", {"k_pages": pages(torch.int8), "v_pages": pages(torch.int8)},
-        "k_scale is None"),
-    "int4 without scales": ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(INT4)},
-        "k_scale is None, but must be a float32 torch.Tensor with a cache of torch.uint8"),
-    "bytes as many as numbers": ("write_pages", {"k_pages": pages(INT4, width=2 * WIDTH), "v_pages": pages(INT4),
-        "k_scale": ONE, "v_scale": ONE}, "k_pages's head_dim is 32, but must be 8 as torch.uint8: two int4 numbers"),
-    "int4 of an odd width": ("write_pages", {"k": normal(5, HEADS, 15), "k_pages": pages(INT4), "v_pages": pages(INT4),
-        "k_scale": ONE, "v_scale": ONE}, "k's head_dim is 15, but must be even with a cache of torch.uint8"),
-    "int4 beside int8": ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(torch.int8), "k_scale": ONE,
-        "v_scale": ONE}, "v_pages.dtype is torch.int8, but must be k_pages's, torch.uint8"),
-    "other heads": ("write_pages", {"k_pages": pages()[:, :, :1], "v_pages": pages()[:, :, :1]},
-        "k_pages's heads is 1, but must be k's, 2"),
-    "another width": ("write_pages", {"v_pages": pages(width=8)}, "v_pages's head_dim is 8, but must be v's, 16"),
-    "an expanded cache": ("write_pages", {"k_pages": pages()[:1].expand(PAGES, -1, -1, -1)},
-        "k_pages.stride() is (0, 16, 32, 1), but must not be 0"),
-    "scales without a format": ("write_pages", {"k_scale": torch.ones(()), "v_scale": torch.ones(())},
-        "goes with a cache of one of torch.float8_e4m3fn"),
-    "positions without tables": ("write_pages", {"positions": POSITIONS}, "goes with cos and sin"),
-    "tables without positions": ("write_pages", TABLES, "positions is 'NoneType'"),
-    "a position beyond": ("write_pages", TABLES | {"positions": POSITIONS + 32},
-        "positions[0] is 32, but must be in 0..31"),
-    "tables of another dtype": ("write_pages", {"cos": TABLES["cos"].half(), "sin": TABLES["sin"],
-        "positions": POSITIONS}, "cos.dtype is torch.float16"),
-    "one table": ("write_pages", {"cos": TABLES["cos"], "positions": POSITIONS}, "sin is 'NoneType'"),
-    "wide tables": ("write_pages", {"cos": tables(dim=18)[0], "sin": tables(dim=18)[1], "positions": POSITIONS},
-        "rotary_dim at most k's head_dim, 16"),
-    "an unknown rotation": ("write_pages", {"rotary": "gptj"}, "rotary is 'gptj', but must be one of neox, inter"),
-    "an unknown layout": ("write_pages", {"page_layout": "hdp"}, "page_layout is 'hdp'"),
-    "keys that require gradients": ("write_pages", {"k": normal(5, HEADS, WIDTH).requires_grad_()},
-        "write_pages writes in place and has no gradient"),
-    "no room": ("append_kv", {"seqlens_k": torch.tensor([4, -1, 11], dtype=torch.int32)},
-        "seqlens_k[2] is 11, but must be at most 10, for 2 more rows of 12"),
-    "no lengths": ("append_kv", {"seqlens_k": None}, "seqlens_k is 'NoneType'"),
-    "int64 lengths": ("append_kv", {"seqlens_k": torch.zeros(3, dtype=torch.int64)}, "must be torch.int32"),
-    "no angle": ("append_kv", {"cos": tables(11)[0], "sin": tables(11)[1]}, "must leave positions in 0..10"),
-    "another batch": ("append_kv", {"k_cache": torch.zeros(2, HEADS, 12, WIDTH, dtype=torch.bfloat16)},
-        "k_cache's batch is 2, but must be k's, 3"),
-    "another layout": ("append_kv", {"layout": "hsbd"}, "layout is 'hsbd'"),
-}  # fmt: skip
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("write_pages", {"slot_mapping": torch.tensor([0, 1, 48, 2, 3])}, "slot_mapping[2] is 48, but must be in 0..47"),
+    ("write_pages", {"slot_mapping": torch.tensor([0])}, "must be (tokens,), (5,)"),
+    ("write_pages", {"slot_mapping": zeros(5)}, "must be torch.int32 or torch.int64"),
+    ("write_pages", {"slot_mapping": [0] * 5}, "slot_mapping is 'list'"),
+    ("write_pages", {"slot_mapping": zeros(10, dtype=torch.int64)[::2]}, "must be contiguous"),
+    ("write_pages", {"v_pages": pages(E4M3)}, "v_pages.dtype is torch.float8_e4m3fn"),
+    ("write_pages", {"v": normal(5, HEADS, WIDTH).float()}, "must be k's, torch.bfloat16"),
+    ("write_pages", {"k_pages": pages(torch.float8_e5m2fnuz)}, "k_pages.dtype is torch.float8_e5m2fnuz"),
+    ("write_pages", {"k": pages(E4M3)[0]}, "k.dtype is torch.float8_e4m3fn"),
+    ("write_pages", {"k_pages": pages(torch.int8), "v_pages": pages(torch.int8)}, "k_scale is None"),
+    ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(INT4)},
+     "k_scale is None, but must be a float32 torch.Tensor with a cache of torch.uint8"),
+    ("write_pages", {"k_pages": pages(INT4, width=2 * WIDTH), "v_pages": pages(INT4), "k_scale": ONE, "v_scale": ONE},
+     "k_pages's head_dim is 32, but must be 8 as torch.uint8: two int4 numbers"),
+    ("write_pages",
+     {"k": normal(5, HEADS, 15), "k_pages": pages(INT4), "v_pages": pages(INT4), "k_scale": ONE, "v_scale": ONE},
+     "k's head_dim is 15, but must be even with a cache of torch.uint8"),
+    ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(torch.int8), "k_scale": ONE, "v_scale": ONE},
+     "v_pages.dtype is torch.int8, but must be k_pages's, torch.uint8"),
+    ("write_pages", {"k_pages": pages()[:, :, :1], "v_pages": pages()[:, :, :1]},
+     "k_pages's heads is 1, but must be k's, 2"),
+    ("write_pages", {"v_pages": pages(width=8)}, "v_pages's head_dim is 8, but must be v's, 16"),
+    ("write_pages", {"k_pages": pages()[:1].expand(PAGES, -1, -1, -1)},
+     "k_pages.stride() is (0, 16, 32, 1), but must not be 0"),
+    ("write_pages", {"k_scale": torch.ones(()), "v_scale": torch.ones(())},
+     "goes with a cache of one of torch.float8_e4m3fn"),
+    ("write_pages", {"positions": POSITIONS}, "goes with cos and sin"),
+    ("write_pages", TABLES, "positions is 'NoneType'"),
+    ("write_pages", TABLES | {"positions": POSITIONS + 32}, "positions[0] is 32, but must be in 0..31"),
+    ("write_pages", {"cos": TABLES["cos"].half(), "sin": TABLES["sin"], "positions": POSITIONS},
+     "cos.dtype is torch.float16"),
+    ("write_pages", {"cos": TABLES["cos"], "positions": POSITIONS}, "sin is 'NoneType'"),
+    ("write_pages", {"cos": tables(dim=18)[0], "sin": tables(dim=18)[1], "positions": POSITIONS},
+     "rotary_dim at most k's head_dim, 16"),
+    ("write_pages", {"rotary": "gptj"}, "rotary is 'gptj', but must be one of neox, inter"),
+    ("write_pages", {"page_layout": "hdp"}, "page_layout is 'hdp'"),
+    ("write_pages", {"k": normal(5, HEADS, WIDTH).requires_grad_()}, "write_pages writes in place and has no gradient"),
+    ("append_kv", {"seqlens_k": torch.tensor([4, -1, 11], dtype=torch.int32)},
+     "seqlens_k[2] is 11, but must be at most 10, for 2 more rows of 12"),
+    ("append_kv", {"seqlens_k": None}, "seqlens_k is 'NoneType'"),
+    ("append_kv", {"seqlens_k": zeros(3, dtype=torch.int64)}, "must be torch.int32"),
+    ("append_kv", {"cos": tables(11)[0], "sin": tables(11)[1]}, "must leave positions in 0..10"),
+    ("append_kv", {"k_cache": zeros(2, HEADS, 12, WIDTH, dtype=torch.bfloat16)},
+     "k_cache's batch is 2, but must be k's, 3"),
+    ("append_kv", {"layout": "hsbd"}, "layout is 'hsbd'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_and_nothing_is_written(case: str) -> None:
-    op, changes, text = WRONG[case]
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: str(case[2]))
+def test_what_is_wrong_is_said_and_nothing_is_written(case: tuple[Any, ...]) -> None:
+    op, changes, text = case
     given = CALLS[op](**changes)
     before = [tensor.clone() for tensor in caches(given)]
     with pytest.raises(portattn.ArgumentError) as found:

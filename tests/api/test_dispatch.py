@@ -16,11 +16,11 @@ from support import Device
 
 import portattn
 from portattn import FallbackWarning, PathUnavailable
-from portattn.api import candidate, dispatch
+from portattn.api import dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.sdpa import SdpaPath
-from portattn.compile import compile_check
-from portattn.compile.store import _store, store
+from portattn.compile import ensure_compiled
+from portattn.compile.record_store import _store, store
 from portattn.config import Settings
 from portattn.planning.backend import Backend
 from portattn.planning.planner import plan
@@ -48,8 +48,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
             if launches[-1].arguments.get(name) is not None:
                 launches[-1].arguments[name].zero_()
 
-    monkeypatch.setattr(candidate, "launch_all", launch_all)
-    monkeypatch.setattr(compile_check, "_in_this_process", lambda *arguments: None)
+    monkeypatch.setattr(dispatch, "launch_all", launch_all)
+    monkeypatch.setattr(ensure_compiled, "_in_this_process", lambda *arguments: None)
     return plans
 
 
@@ -180,7 +180,7 @@ def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, l
         tried.append(arguments)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(candidate, "launch_all", fails)
+    monkeypatch.setattr(dispatch, "launch_all", fails)
     for backend in ("auto", "triton"):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             portattn.attention(*tensors(), backend=backend)
@@ -217,7 +217,7 @@ def test_a_second_call_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_and_explain_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((dispatch, "_run_elsewhere"), (candidate, "launch_all")):
+    for module, name in ((dispatch, "runner"), (dispatch, "launch_all")):
         monkeypatch.setattr(module, name, lambda *a: pytest.fail("something ran"))
     q, k, v = tensors()
     made = portattn.plan("attention", q, k, v, causal="top_left", return_lse=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ from fakedriver import run, triton_folders
 from packaging.version import Version
 
 TRITONS = triton_folders()
+NATIVE = pytest.mark.skipif(
+    platform.system() != "Linux" or not shutil.which("cc") or not TRITONS, reason="needs Linux, a C compiler and Triton"
+)
 
 
 VARIANTS = ("attention gluon", "attention gluon, causal", "varlen gluon", "paged gluon", "mla gluon")
@@ -65,3 +71,73 @@ def test_the_variants_are_among_them(seen: dict[str, Any]) -> None:
     for name, found in seen.items():
         variant = ["gluon_mla"] if name == "mla gluon" else ["gluon_forward"]
         assert (found["paths"] == variant) == (name in VARIANTS), name
+
+
+# A first call compiles each of its kernels once (Triton 3.3 on): in a child, whose result this process then loads.
+
+
+# The installed one comes first; of the lab's the oldest and the newest, for each takes some seconds.
+BY_AGE = sorted(TRITONS, key=Version)
+LOOKED_AT = list(dict.fromkeys([*list(TRITONS)[:1], *BY_AGE[:1], *BY_AGE[-1:]]))
+
+
+@NATIVE
+@pytest.mark.parametrize("version", LOOKED_AT)
+def test_the_child_and_this_process_compile_the_same(version: str, tmp_path: Path) -> None:
+    found: dict[str, Any] = run("once_child.py", tmp_path, TRITONS[version])
+    decoding = "warps_apart" if Version(version) >= Version("3.6") else "decode_split"
+    expected = {"dense_forward": 2, decoding: 1, "combine": 1, "sparse_split": 1}
+    if version == "3.6.0":
+        assert found["paths"] == ["gluon_forward"]
+        expected["scheduled_forward"] = 1
+    if version.startswith("3.2."):  # its argument specialisation has another form, which the child does not match
+        expected = {name: 2 * count for name, count in expected.items()}
+    assert found["compiled"] == expected
+    assert found["launchers"] == []
+
+
+# A warm-up of a range of sizes leaves nothing to plan for any of them: launches are recorded, not run.
+RANGES = {"decode": 9000, "a view of a cache": 1640, "attention": 700, "varlen": 800}
+
+
+@pytest.fixture(scope="module")
+def seen_warmed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)
+    return run("warmed_child.py", tmp_path_factory.mktemp("warmed"), TRITONS[version])
+
+
+@NATIVE
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", RANGES)
+def test_no_call_in_the_range_is_planned(seen_warmed: dict[str, Any], name: str) -> None:
+    found = seen_warmed[name]
+    assert found["calls"] == RANGES[name]
+    assert found["planned"] == []
+    assert found["warnings"] == []
+
+
+@NATIVE
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", RANGES)
+def test_each_class_is_run_once(seen_warmed: dict[str, Any], name: str) -> None:
+    classes = seen_warmed[name]["classes"]
+    assert 2 <= len(classes) <= 40
+    assert len({one["call"] for one in classes}) == len(classes)
+    assert all(one["cached"] and not one["failed"] and not one["sizes"] for one in classes)
+    assert {one["spec"] for one in classes} == {0}
+    told = seen_warmed[name]["told"]
+    assert next(text for text in told if text.startswith("running")).endswith(classes[0]["call"])
+    assert sum(text.startswith("running") for text in told) == len(classes)
+
+
+@NATIVE
+@pytest.mark.compiles
+def test_what_ends_a_range_is_reported(seen_warmed: dict[str, Any]) -> None:
+    ends = seen_warmed["ends"]
+    assert ends["many"][0] == ""
+    assert ends["many"][-1].startswith("more than 2 classes of sizes: from B = ")
+    assert ends["wrong"][0] == ""
+    refused = ends["wrong"][1]
+    assert refused.startswith("specs[0].heads_q is 4, but must be a multiple of the 3 key/value heads (heads_k)")
+    (warned,) = ends["warned"]
+    assert warned.endswith(refused)

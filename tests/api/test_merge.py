@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import DTYPES, Device
+from torch import zeros
 
 import portattn
 
@@ -240,35 +241,31 @@ def test_empty_rows_and_columns() -> None:
 
 
 OUT, LSE = torch.zeros(2, 5, 8), torch.zeros(2, 5)
-BAD: dict[str, tuple[Any, Any, str, str]] = {
+BAD: list[tuple[Any, Any, str, str]] = [
     # outs, lses, "argument is value", limit
-    "nothing": ([], [], "outs and lses is (0, 0)", "must be as many, and at least one"),
-    "no parts": (torch.zeros(0, 2, 5, 8), torch.zeros(0, 2, 5), "outs and lses is (0, 0)", "at least one"),
-    "fewer lses": ([OUT, OUT], [LSE], "outs and lses is (2, 1)", "must be as many"),
-    "outs is None": (None, [LSE], "outs is 'NoneType'", "must be a sequence of tensors, or one tensor of them"),
-    "lses is a number": ([OUT], 3, "lses is 'int'", "must be a sequence of tensors, or one tensor of them"),
-    "outs has no axis": (torch.tensor(1.0), [LSE], "outs is 'Tensor'", "must be a sequence of tensors, or one tensor"),
-    "a list of numbers": ([1.0], [LSE], "outs[0] is 'float'", "must be a torch.Tensor"),
-    "an lse that is none": ([OUT, OUT], [LSE, None], "lses[1] is 'NoneType'", "must be a torch.Tensor"),
-    "another shape": (
-        [OUT, OUT[:, :4]], [LSE, LSE[:, :4]], "outs[1] is ((2, 4, 8), torch.float32, 'cpu')",
-        "must be as outs[0], ((2, 5, 8), torch.float32, 'cpu')",
-    ),
-    "another dtype": ([OUT, OUT.half()], [LSE, LSE], "outs[1] is ((2, 5, 8), torch.float16", "must be as outs[0], ("),
-    "another device": ([OUT, OUT.to("meta")], [LSE, LSE], "outs[1] is ((2, 5, 8), torch.float32, 'meta')", "'cpu')"),
-    "integers": ([OUT.int()], [LSE], "outs[0] is ((2, 5, 8), torch.int32)", "must be floating-point, (..., Sq, Dv)"),
-    "no rows": ([OUT[0, 0]], [LSE[0, 0]], "outs[0] is ((8,), torch.float32)", "must be floating-point, (..., Sq, Dv)"),
-    "lse of the whole shape": ([OUT], [OUT], "lses[0] is ((2, 5, 8), torch.float32, 'cpu')", "must be float32 (2, 5)"),
-    "lse of half": ([OUT], [LSE.half()], "lses[0] is ((2, 5), torch.float16, 'cpu')", "must be float32 (2, 5)"),
-    "lse elsewhere": ([OUT], [LSE.to("meta")], "lses[0] is ((2, 5), torch.float32, 'meta')", "beside its out"),
-    "the second lse": ([OUT, OUT], [LSE, LSE.double()], "lses[1] is ((2, 5), torch.float64, 'cpu')", "must be float32"),
-    "packed, not transposed": (
-        [torch.zeros(7, 4, 8)], [torch.zeros(4, 7)], "lses[0] is ((4, 7)", "must be float32 (7, 4)",
-    ),
-}  # fmt: skip
+    ([], [], "outs and lses is (0, 0)", "must be as many, and at least one"),
+    (zeros(0, 2, 5, 8), zeros(0, 2, 5), "outs and lses is (0, 0)", "at least one"),
+    ([OUT, OUT], [LSE], "outs and lses is (2, 1)", "must be as many"),
+    (None, [LSE], "outs is 'NoneType'", "must be a sequence of tensors, or one tensor of them"),
+    ([OUT], 3, "lses is 'int'", "must be a sequence of tensors, or one tensor of them"),
+    (torch.tensor(1.0), [LSE], "outs is 'Tensor'", "must be a sequence of tensors, or one tensor"),
+    ([1.0], [LSE], "outs[0] is 'float'", "must be a torch.Tensor"),
+    ([OUT, OUT], [LSE, None], "lses[1] is 'NoneType'", "must be a torch.Tensor"),
+    ([OUT, OUT[:, :4]], [LSE, LSE[:, :4]], "outs[1] is ((2, 4, 8), torch.float32, 'cpu')",
+     "must be as outs[0], ((2, 5, 8), torch.float32, 'cpu')"),
+    ([OUT, OUT.half()], [LSE, LSE], "outs[1] is ((2, 5, 8), torch.float16", "must be as outs[0], ("),
+    ([OUT, OUT.to("meta")], [LSE, LSE], "outs[1] is ((2, 5, 8), torch.float32, 'meta')", "'cpu')"),
+    ([OUT.int()], [LSE], "outs[0] is ((2, 5, 8), torch.int32)", "must be floating-point, (..., Sq, Dv)"),
+    ([OUT[0, 0]], [LSE[0, 0]], "outs[0] is ((8,), torch.float32)", "must be floating-point, (..., Sq, Dv)"),
+    ([OUT], [OUT], "lses[0] is ((2, 5, 8), torch.float32, 'cpu')", "must be float32 (2, 5)"),
+    ([OUT], [LSE.half()], "lses[0] is ((2, 5), torch.float16, 'cpu')", "must be float32 (2, 5)"),
+    ([OUT], [LSE.to("meta")], "lses[0] is ((2, 5), torch.float32, 'meta')", "beside its out"),
+    ([OUT, OUT], [LSE, LSE.double()], "lses[1] is ((2, 5), torch.float64, 'cpu')", "must be float32"),
+    ([zeros(7, 4, 8)], [zeros(4, 7)], "lses[0] is ((4, 7)", "must be float32 (7, 4)"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("bad", BAD, ids=lambda case: str(case[1]))
 def test_errors_name_argument_value_and_limit(bad: tuple[Any, Any, str, str]) -> None:
     outs, lses, what, limit = bad
     with pytest.raises(portattn.ArgumentError) as error:

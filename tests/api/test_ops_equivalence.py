@@ -11,7 +11,7 @@ from opcalls import CALLS, given, paths, perform, problem, use_small_tiles
 from support import Device, random_call
 
 import portattn
-from portattn.reference.magicpig import log_sampling_probability
+from portattn.testing.oracle import log_sampling_probability
 
 PATHS = ["reference", "core"]
 

@@ -1,8 +1,6 @@
 """Values that nobody validated: nothing is read or written outside the storage, and who is not garbage is not touched.
-
 The reference path's indexing raises by itself; under Triton's interpreter every address of every load and store is
-checked against the tensors of the launch (opcalls.watched).
-"""
+checked against the tensors of the launch (opcalls.watched)."""
 
 from __future__ import annotations
 
@@ -54,11 +52,8 @@ def finite(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 FIELDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"causal": "bottom_right"},
-    {"causal": "top_left", "window_left": 3},
-    {"window_left": 5, "window_right": 2},
-)
+    {}, {"causal": "bottom_right"}, {"causal": "top_left", "window_left": 3}, {"window_left": 5, "window_right": 2},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -113,15 +108,11 @@ def test_the_watch_sees_what_it_must(interpreted: pytest.MonkeyPatch) -> None:
 
 
 PER_SEQUENCE = {
-    "attention": ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k"),
-    "decode": ("seqlens_k", "leftpad_k"),
-    "paged": ("seqlens_k", "page_table"),
-    "ragged": ("seqlens_k", "page_table"),
-    "sparse": ("seqlens_k", "indices", "counts"),
-    "sparse paged": ("seqlens_k", "indices", "counts", "page_table"),
-    "mla": ("seqlens_k", "page_table"),
-    "mla ragged": ("seqlens_k", "page_table"),
-}
+    "attention": ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k"), "decode": ("seqlens_k", "leftpad_k"),
+    "paged": ("seqlens_k", "page_table"), "ragged": ("seqlens_k", "page_table"),
+    "sparse": ("seqlens_k", "indices", "counts"), "sparse paged": ("seqlens_k", "indices", "counts", "page_table"),
+    "mla": ("seqlens_k", "page_table"), "mla ragged": ("seqlens_k", "page_table"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["reference", "core"])

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from support import Device
 
 import portattn
 from portattn import ArgumentError
 from portattn.schema.tensors import KV_DTYPE
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.contenders import arguments
+from portattn.tools.bench.tensors import Tensors
 
 FLOAT8 = ("e4m3", "e5m2", "e4m3fnuz")
 
@@ -85,9 +89,7 @@ def test_attention_of_it_is_near_the_original(method: str, least: float, layout:
     given = tensors(layout=layout)
     made = portattn.quantize(*given, method, layout=layout)
     out, lse = portattn.attention(**made.arguments(causal=True, return_lse=True))
-    exact, exact_lse = portattn.attention(
-        *(t.float() for t in given), causal=True, return_lse=True, layout=layout
-    )  # fmt: skip
+    exact, exact_lse = portattn.attention(*(t.float() for t in given), causal=True, return_lse=True, layout=layout)
     assert cosine(out, exact) >= least
     torch.testing.assert_close(made.corrected(lse), exact_lse, rtol=0, atol={"e5m2": 1.0, "sage": 0.1}.get(method, 0.4))
 
@@ -218,3 +220,223 @@ def test_the_layout_is_an_argument(method: str) -> None:
     with pytest.raises(portattn.ArgumentError, match="layout is 'bhsd'"):
         made.arguments(layout="bhsd")
     assert "layout" not in portattn.quantize(q, k, v, method).arguments()
+
+
+# NVFP4 caches through the public operations: vLLM's pages, graphs, vmap, writers, warming up, plans, bad input.
+HEADS, WIDTH, PAGE, PAGES = 2, 32, 16, 6
+E4M3 = torch.float8_e4m3fn
+TABLE = torch.tensor([[4, 1], [5, 0]], dtype=torch.int32)
+LENGTHS = torch.tensor([19, 30], dtype=torch.int32)
+
+
+def vllm_pages() -> dict[str, torch.Tensor]:
+    """Pages as vLLM 0.33 has them: [K | scales of K | V | scales of V] of a page, tokens before heads; all bytes 0."""
+    side = PAGE * HEADS * (WIDTH // 2 + WIDTH // 16)
+    memory = torch.zeros(PAGES, 2 * side, dtype=torch.uint8)
+    found = {}
+    for name, begin in (("k", 0), ("v", side)):
+        data, scales = memory[:, begin : begin + side].split((PAGE * HEADS * WIDTH // 2, PAGE * HEADS * WIDTH // 16), 1)
+        found[f"{name}_pages"] = data.unflatten(1, (PAGE, HEADS, WIDTH // 2))
+        found[f"{name}_block_scale"] = scales.unflatten(1, (PAGE, HEADS, WIDTH // 16)).view(E4M3)
+    return found
+
+
+def tokens(seed: int, count: int = 49) -> torch.Tensor:
+    return torch.randn(count, HEADS, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def slots() -> torch.Tensor:
+    """Of the 19 tokens of the first sequence, then of the 30 of the second."""
+    rows = [TABLE[b, i // PAGE] * PAGE + i % PAGE for b, length in enumerate(LENGTHS.tolist()) for i in range(length)]
+    return torch.stack(rows)
+
+
+def filled(backend: str | None = None, scale: float | None = 0.01) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Arguments of paged_attention over pages that write_pages has filled, and what was written, (B, Hk, S, D) each."""
+    cache, keys, values = vllm_pages(), tokens(1), tokens(2)
+    scales = {} if scale is None else {name: torch.tensor(scale) for name in ("k_scale", "v_scale")}
+    portattn.write_pages(keys, values, slot_mapping=slots(), **cache, **scales, backend=backend)
+    exact = [torch.stack([x[:19], x[19:38]]).transpose(1, 2).float() for x in (keys, values)]
+    q = tokens(3, 2).repeat_interleave(2, dim=1)[:, :, None]
+    return {"q": q, "page_table": TABLE, "seqlens_k": LENGTHS, **cache, **scales}, exact
+
+
+@pytest.mark.parametrize("scale", [None, 0.01])
+def test_attention_reads_what_was_written(device: Device, scale: float | None) -> None:
+    """Pages of vLLM's, written and read by each path; both paths write the same bytes."""
+    found = []
+    for backend in ("interpreter" if device.name == "cpu" else None, "reference"):
+        given, (k, v) = filled(backend, scale)
+        found.append([given[name].view(torch.uint8) for name in given if "pages" in name or "block" in name])
+        given["seqlens_k"] = torch.tensor([19, 19], dtype=torch.int32)
+        out = portattn.paged_attention(**given, backend=backend)
+        exact = portattn.attention(given["q"].float(), k, v)
+        assert float((out - exact).abs().max()) < 0.25
+        assert float(exact.abs().max()) > 0.5
+        assert torch.cosine_similarity(out.float().flatten(), exact.flatten(), 0) > 0.985
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(bool(one.any()) for one in found[0])
+
+
+def contiguous() -> dict[str, Any]:
+    """Arguments of decode_attention over caches that append_kv has filled."""
+    given: dict[str, Any] = {"seqlens_k": torch.tensor([0, 0], dtype=torch.int32)}
+    for name in ("k", "v"):
+        given[f"{name}_cache"] = torch.zeros(2, HEADS, 24, WIDTH // 2, dtype=torch.uint8)
+        given[f"{name}_block_scale"] = torch.zeros(2, HEADS, 24, WIDTH // 16).to(E4M3)
+    new = (tokens(seed, 40).view(2, 20, HEADS, WIDTH).transpose(1, 2) for seed in (1, 2))
+    portattn.append_kv(*new, **given)
+    q = tokens(3, 4).reshape(2, 4, 1, WIDTH)
+    return given | {"q": q, "seqlens_k": torch.tensor([20, 20], dtype=torch.int32)}
+
+
+def test_vmap_and_graphs_give_the_eager_result() -> None:
+    given = contiguous()
+    eager = portattn.decode_attention(**given)
+    mapped = ("q", "k_cache", "k_block_scale")
+    others = {name: value for name, value in given.items() if name not in mapped}
+
+    def one(*tensors: torch.Tensor) -> torch.Tensor:
+        return portattn.decode_attention(**others, **dict(zip(mapped, tensors, strict=True)))
+
+    twice = torch.vmap(one)(*(torch.stack((given[name], given[name])) for name in mapped))
+    torch.testing.assert_close(twice, torch.stack((eager, eager)), rtol=0, atol=0)
+    graph = torch.export.export(Decoding(others), tuple(given[name] for name in mapped))
+    torch.testing.assert_close(graph.module()(*(given[name] for name in mapped)), eager, rtol=0, atol=0)
+
+
+class Decoding(torch.nn.Module):
+    """decode_attention over what is not mapped."""
+
+    def __init__(self, others: dict[str, Any]) -> None:
+        super().__init__()
+        self.others = others
+
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, k_block_scale: torch.Tensor) -> torch.Tensor:
+        return portattn.decode_attention(q=q, k_cache=k_cache, k_block_scale=k_block_scale, **self.others)
+
+
+def test_the_writers_operator_says_what_it_writes() -> None:
+    cache = vllm_pages()
+    arguments = [tokens(1), tokens(2), cache["k_pages"], cache["v_pages"], slots()]
+    schema = str(torch.ops.portattn.write_pages.default._schema)
+    assert "!)? k_block_scale" in schema
+    assert "!)? v_block_scale" in schema
+    graph = torch.export.export(Writing(), (*arguments, cache["k_block_scale"], cache["v_block_scale"]))
+    assert "portattn.write_pages" in graph.graph_module.code
+    assert not bool(cache["k_pages"].any())
+
+
+class Writing(torch.nn.Module):
+    """write_pages alone."""
+
+    def forward(
+        self, k: Any, v: Any, k_pages: Any, v_pages: Any, slot_mapping: Any, k_scale: Any, v_scale: Any
+    ) -> None:
+        portattn.write_pages(k, v, k_pages, v_pages, slot_mapping, k_block_scale=k_scale, v_block_scale=v_scale)
+
+
+def test_plans_handles_and_warming_up() -> None:
+    given, _ = filled()
+    text = portattn.explain("paged_attention", **given)
+    assert "cache nvfp4 scales head" in text
+    assert "not sdpa: it does not have kv_format" in text
+    handle = portattn.prepare("paged_attention", **given)
+    torch.testing.assert_close(handle.run(**given), portattn.paged_attention(**given), rtol=0, atol=0)
+    portattn.warmup([{
+        "op": "decode_attention", "q": "bf16[B,8,1,64]", "k_cache": "nvfp4[B,2,128,32]", "v_cache": "nvfp4[B,2,128,32]",
+        "seqlens_k": None, "k_block_scale": "e4m3[B,2,128,4]", "v_block_scale": "e4m3[B,2,128,4]",
+        "sizes": {"B": [1, 4]},
+    }])  # fmt: skip
+
+
+def spoilt(scale: torch.Tensor, at: int, value: float) -> torch.Tensor:
+    """Scales with one that is wrong, in row `at` of the page 4: that of the first sequence's first 16 tokens."""
+    found = scale.clone()
+    found[4, at, 1, 1] = value
+    return found
+
+
+BAD_NVFP4: dict[str, tuple[dict[str, Any], str]] = {
+    "one alone": ({"v_block_scale": None}, "v_block_scale is None, but must be a torch.float8_e4m3fn torch.Tensor"),
+    "float32": ({"k_block_scale": torch.ones(PAGES, PAGE, HEADS, 2)}, "k_block_scale.dtype is torch.float32"),
+    "mx scales": ({"k_block_scale": torch.ones(PAGES, PAGE, HEADS, 2, dtype=torch.uint8)},
+        "k_block_scale.dtype is torch.uint8, but must be torch.float8_e4m3fn"),
+    "a number": ({"k_block_scale": 1.0}, "k_block_scale is 'float'"),
+    "of 32 numbers": ({"k_block_scale": torch.ones(PAGES, PAGE, HEADS, 1).to(E4M3)},
+        "k_block_scale.shape is (6, 16, 2, 1), but must be (6, 16, 2, 2): the cache's, with a scale for each 16"),
+    "apart": ({"k_block_scale": torch.ones(PAGES, PAGE, HEADS, 4).to(E4M3)[..., ::2]},
+        "k_block_scale.stride() is (128, 8, 4, 2), but must be 1 in the last axis"),
+    "elsewhere": ({"k_block_scale": torch.ones(PAGES, PAGE, HEADS, 2, device="meta", dtype=E4M3)},
+        "k_block_scale.device is 'meta'"),
+    "a head of 24": ({"q": tokens(3, 2).repeat_interleave(2, dim=1)[:, :, None, :24]},
+        "q's head_dim is 24, but must be a multiple of 16 with nvfp4"),
+    "values of 24": ({"v_pages": torch.zeros(PAGES, PAGE, HEADS, 12, dtype=torch.uint8)},
+        "head_dim_v is 24, but must be a multiple of 16 with nvfp4"),
+    "mixed": ({"v_pages": torch.zeros(PAGES, PAGE, HEADS, WIDTH).to(E4M3)}, "v_pages.dtype is torch.float8_e4m3fn"),
+    "a scale for each token": ({"k_scale": torch.ones(PAGES, PAGE, HEADS)},
+        "k_scale.shape is (6, 16, 2), but must be (), (1,), (heads_k,) or (batch, heads_k) with nvfp4"),
+    "another format": ({name: torch.zeros(PAGES, PAGE, HEADS, WIDTH).to(E4M3) for name in ("k_pages", "v_pages")},
+        "k_block_scale is (6, 16, 2, 2), but goes with a cache of torch.uint8"),
+    "negative": ({"k_block_scale": spoilt(torch.ones(PAGES, PAGE, HEADS, 2).to(E4M3), 3, -1.0)},
+        "k_block_scale of sequence 0, head 1, token 3 is -1.0, but must be finite and not negative"),
+    "NaN": ({"k_block_scale": spoilt(torch.ones(PAGES, PAGE, HEADS, 2).to(E4M3), 0, float("nan"))},
+        "k_block_scale of sequence 0, head 1, token 0 is nan, but must be finite and not negative"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_NVFP4)
+def test_bad_input_is_named_nvfp4(case: str) -> None:
+    changes, text = BAD_NVFP4[case]
+    given, _ = filled()
+    with pytest.raises(portattn.ArgumentError) as found:
+        portattn.paged_attention(**given | changes)
+    assert text in str(found.value)
+
+
+def test_scales_that_no_sequence_has_may_be_anything() -> None:
+    given, _ = filled()
+    expected = portattn.paged_attention(**given)
+    for name in ("k_block_scale", "v_block_scale"):
+        given[name].view(torch.uint8)[1, 3:] = 0x7F  # behind the first sequence's end
+        given[name].view(torch.uint8)[2:4] = 0xFF
+    torch.testing.assert_close(portattn.paged_attention(**given), expected, rtol=0, atol=0)
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is() -> None:
+    for change, text in (
+        ({"k_block_scale": torch.ones(PAGES, PAGE, HEADS, 1).to(E4M3)}, "k_block_scale.shape"),
+        ({"v_block_scale": torch.ones(1, 1, 1, 2).to(E4M3).expand(PAGES, PAGE, HEADS, 2)}, "v_block_scale.stride()"),
+        ({"k_scale": torch.tensor(0.0), "v_scale": torch.tensor(1.0)}, "k_scale of sequence 0, head 0 is 0.0"),
+    ):
+        cache = vllm_pages()
+        with pytest.raises(portattn.ArgumentError, match="write_pages") as found:
+            portattn.write_pages(tokens(1), tokens(2), slot_mapping=slots(), **cache | change)
+        assert text in str(found.value)
+        assert not any(bool(tensor.view(torch.uint8).any()) for tensor in cache.values())
+
+
+@pytest.mark.parametrize("op", ["sparse_attention", "mla_attention"])
+def test_what_reads_no_nvfp4_says_so(op: str) -> None:
+    latent = {"page_size": 16, "heads_q": 4, "heads_k": 1} if op == "mla_attention" else {"tokens": 4}
+    sizes: dict[str, Any] = {"batch": 1, "heads_q": 2, "heads_k": 2, "seq_q": 1, "seq_k": 32, "head_dim": 32}
+    with pytest.raises(portattn.ArgumentError, match=f"{op} takes no nvfp4"):
+        portattn.Problem(op=op, **sizes | latent, dtype="bf16", kv_format="nvfp4")
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_the_benchmarks_tensors_are_such_caches(page: int) -> None:
+    case = Case(
+        name="x", op="paged_attention" if page else "decode_attention", batch=2, heads_q=4, heads_k=2, seq_q=1,
+        seq_k=32, head_dim=32, dtype="bf16", page_size=page, kv_format="nvfp4", kv_scales="head",
+    )  # fmt: skip
+    made = Tensors.random(case, torch.device("cpu"))
+    positional, options = arguments(case, made)
+    out = getattr(portattn, case.op)(*positional, **options)
+    positional, options = arguments(case.unquantised(), made.unquantised())
+    wide = getattr(portattn, case.op)(*positional, **options)
+    torch.testing.assert_close(out, wide, rtol=0.02, atol=0.02)
+    assert case.read_bytes() == 2 * 32 * 2 * (2 * 32 // 2 + 2 * 32 // 16)
+    one, part = made.part(case, 1, 0)
+    alone = getattr(portattn, one.op)(*arguments(one, part)[0], **arguments(one, part)[1])
+    torch.testing.assert_close(alone[0], out[1, :2], rtol=0.02, atol=0.02)

@@ -6,7 +6,6 @@ import importlib
 import inspect
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from opcalls import CALLS, assert_right, changed, given, perform, pretend_accelerator, problem
@@ -14,13 +13,13 @@ from support import Device, random_call
 
 import portattn
 from portattn.api import dispatch
+from portattn.api.argument_errors import MISSING, names_of, positional_of
 from portattn.api.ops import make_request
 from portattn.api.request import Request, settings_for
+from portattn.api.signatures import arguments_as_parts
 from portattn.config import Settings
 from portattn.schema.call import TENSORS
-from portattn.schema.features import FEATURES
 from portattn.schema.ops import PUBLIC, ROWS
-from portattn.schema.problem import Problem
 from portattn.validate import sparse_call
 
 
@@ -46,13 +45,9 @@ def test_a_request_is_neither_validated_nor_performed(monkeypatch: pytest.Monkey
 def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_them() -> None:
     q, k, v = tensors(1, 2, 3, 8)
     several = (
-        ((q, k), {}),
-        ((q, k, v), {"colour": 1}),
-        ((q, k, v), {"q": q}),
-        ((), {}),
-        ((q, k, v, 1.0), {}),
+        ((q, k), {}), ((q, k, v), {"colour": 1}), ((q, k, v), {"q": q}), ((), {}), ((q, k, v, 1.0), {}),
         ((q, k), {"value": v}),
-    )
+    )  # fmt: skip
     for arguments, others in several:
         with pytest.raises(TypeError) as direct:
             portattn.attention(*arguments, **others)
@@ -63,7 +58,7 @@ def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_th
 
 @pytest.mark.parametrize("op", PUBLIC)
 def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And `try_cached` gets them in the row's order: calls are found again by it."""
+    """And what looks a call up gets them in the row's order: calls are found again by it."""
     row, parameters = ROWS[op], inspect.signature(getattr(portattn, op)).parameters
     own = {"backend", "validate", "magicpig_bits", "magicpig_tables", "block_size"}
     named = {*row.tensors.values(), *row.values}
@@ -73,16 +68,16 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
     def looked_for(op: str, tensors: Any, values: Any, lengths: Any = ()) -> None:
         seen.append((op, tensors, values, lengths))
 
-    module = importlib.import_module(getattr(portattn, op).__module__)
-    if row.writes:
-        module = importlib.import_module("portattn.api.writing")
-    monkeypatch.setattr(module, "lookup" if row.writes else "try_cached", looked_for)
+    module = importlib.import_module("portattn.api.signatures" if row.writes else "portattn.api.call")
+    monkeypatch.setattr(module, "lookup", looked_for)
     monkeypatch.setattr(module, "carry_out" if row.writes else "perform", seen.append)
     given = {name: f"{name} as given" for name in parameters} | {"backend": None, "validate": None}
     if "magicpig" in parameters:
         given |= {"magicpig": (3, 4)}
     if "block_mask" in parameters:  # of lists it makes one tensor
         given |= {"block_mask": None}
+    if "page_table" in parameters:
+        given |= {"page_table": torch.zeros(1)}
     getattr(portattn, op)(**given)
     (name, among, values, lengths), made = seen
     assert name == made.op == op
@@ -93,9 +88,25 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
         assert made.tensors[name] == given.get(parameter), name
 
 
+@pytest.mark.parametrize("op", PUBLIC)
+def test_arguments_are_sorted_into_the_parts_of_a_kind(op: str) -> None:
+    """Defaults and wrong names included."""
+    row, parts = ROWS[op], arguments_as_parts(op)
+    signature = inspect.signature(getattr(portattn, op))
+    named: dict[str, Any] = {name: torch.zeros(n) for n, name in enumerate(names_of(op))}
+    named |= {name: None for name in ("block_mask", "magicpig") if name in named}
+    for arguments in (named, {name: named[name] for name in positional_of(op)}):
+        bound = {name: MISSING if p.default is p.empty else p.default for name, p in signature.parameters.items()}
+        bound |= arguments
+        tensors, values, lengths = parts(**arguments)
+        for found, names in ((tensors, row.parameters), (values, row.fixed), (lengths, row.lengths)):
+            ends = ("backend", "validate") if found is values else ()
+            assert all(a is bound.get(name) for a, name in zip(found, (*names, *ends), strict=True))
+    with pytest.raises(portattn.UnknownArgument, match="no_such_name"):
+        parts(**named, no_such_name=1)
+
+
 def test_what_the_schema_lists_twice_is_the_same() -> None:
-    flags = [field.name for field in msgspec.structs.fields(Problem) if field.default is False]
-    assert [name for name in flags if name in FEATURES] == list(FEATURES)
     assert set(TENSORS) == {name for row in ROWS.values() for name in row.tensors}
 
 
@@ -112,11 +123,9 @@ def test_a_builder_refuses_a_feature_that_its_operation_has_not() -> None:
 def test_calls_on_a_cpu_are_not_kept() -> None:
     q, k, v = tensors(1, 2, 3, 8)
     made = [
-        request("attention", q, k, v),
-        request("attention", *(t.to("meta") for t in (q, k, v))),
-        request("attention", q.to("meta"), [k], v),
-        request("attention", None, k, v),
-    ]
+        request("attention", q, k, v), request("attention", *(t.to("meta") for t in (q, k, v))),
+        request("attention", q.to("meta"), [k], v), request("attention", None, k, v),
+    ]  # fmt: skip
     assert [r.cacheable() for r in made] == [False] * 4
 
 
@@ -207,17 +216,13 @@ def test_what_makes_another_call(device: Device, monkeypatch: pytest.MonkeyPatch
     portattn.attention(q, k, v)
     shifted = torch.zeros(97)[1:].view(1, 2, 3, 16)
     others: list[Any] = [
-        lambda: portattn.attention(q, k, v, causal=True),
-        lambda: portattn.attention(q, k, v, window=(1, 0)),
-        lambda: portattn.attention(q, k, v, scale=1.0),
-        lambda: portattn.attention(q, k, v, sinks=torch.zeros(2)),
-        lambda: portattn.attention(q, k, v, layout="bshd"),
-        lambda: portattn.attention(q, shifted, v),
+        lambda: portattn.attention(q, k, v, causal=True), lambda: portattn.attention(q, k, v, window=(1, 0)),
+        lambda: portattn.attention(q, k, v, scale=1.0), lambda: portattn.attention(q, k, v, sinks=torch.zeros(2)),
+        lambda: portattn.attention(q, k, v, layout="bshd"), lambda: portattn.attention(q, shifted, v),
         lambda: portattn.attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v),
-        lambda: portattn.attention(q.half(), k.half(), v.half()),
-        lambda: portattn.decode_attention(q, k, v, None),
+        lambda: portattn.attention(q.half(), k.half(), v.half()), lambda: portattn.decode_attention(q, k, v, None),
         lambda: portattn.attention(q, k, v, validate=False),
-    ]
+    ]  # fmt: skip
     for count, other in enumerate(others, 2):
         other()
         assert len(built) == count

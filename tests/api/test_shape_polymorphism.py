@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import portattn
-from portattn.api import candidate, shape_polymorphism
+from portattn.api import dispatch, shape_polymorphism
 from portattn.config import Settings
 from portattn.launch import cache
 from portattn.launch.cached_launch import CachedLaunch
@@ -23,7 +23,7 @@ from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.schema.kernel_step import Step
 from portattn.schema.ops import ROWS
 from portattn.schema.symbolic_int import Trace, Untraceable, plain_sizes
-from portattn.validate.builders import build_call
+from portattn.validate import build_call
 
 BEYOND = 2**31  # the first number that does not fit 32 bits
 
@@ -195,7 +195,7 @@ def test_launches_that_sizes_change_are_noticed() -> None:
 def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """From multiples of 256 bytes on, inside one piece of memory, for the first sizes and for others of the class."""
     opcalls.pretend_accelerator(monkeypatch)
-    monkeypatch.setattr(candidate, "launch_all", lambda launches, made, q: None)
+    monkeypatch.setattr(dispatch, "launch_all", lambda launches, made, q: None)
     cache.forget()
     q, k = torch.zeros(2, 3, 1, 40, dtype=torch.float16), torch.zeros(2, 3, 640, 40, dtype=torch.float16)
     with portattn.settings(canary="never"):

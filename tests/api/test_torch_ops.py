@@ -17,8 +17,7 @@ from opcalls import CALLS, differentiable
 from support import Device
 
 import portattn
-from portattn.api.request import request_of
-from portattn.api.signatures import named_arguments
+from portattn.api.signatures import request_of
 from portattn.api.torch_ops import SIGNATURES, arguments_of
 from portattn.schema.ops import ROWS
 
@@ -27,7 +26,7 @@ def operator_call(name: str, device: Device, gradients: bool = False, **fields: 
     """The operator of an operation, and the arguments of a call."""
     model, _ = a_model(name, device, **fields)
     more = differentiable(model.op) if gradients else {}
-    request = request_of(model.op, named_arguments(model.op)(**model.arguments, **more))
+    request = request_of(model.op, **model.arguments, **more)
     return getattr(torch.ops.portattn, model.op).default, arguments_of(model.op, *request.parts)
 
 

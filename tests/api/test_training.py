@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,13 +12,13 @@ from torch.utils import checkpoint
 from training_calls import KERNELS, gradients, leaf, qkv
 
 import portattn
-from portattn.api import recompute, training
+from portattn.api import backward, training
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(device: Device) -> None:
     if device.path != "interpreter":
-        pytest.skip("on an accelerator test_training_gpu.py has these")
+        pytest.skip("on an accelerator test_ops_gpu.py has these")
 
 
 def same(call: Callable[[str], Any], inputs: list[torch.Tensor], atol: float = 1e-5) -> None:
@@ -82,22 +78,6 @@ def test_a_sequence_s_nan_is_not_in_the_slopes_gradient_of_others(backend: str) 
     assert torch.equal(right, spoilt)
 
 
-def test_operations_that_are_interpreted_one_after_the_other() -> None:
-    """In a process where Triton came with the first of them: the modules of the others come later."""
-    program = """
-        import torch, portattn
-        q, k, v = (torch.randn(1, 2, 3, 16).requires_grad_() for _ in range(3))
-        portattn.attention(q, k, v, backend="interpreter").sum().backward()
-        with torch.no_grad():
-            portattn.decode_attention(q, k, v, torch.tensor([3], dtype=torch.int32), backend="interpreter")
-        assert portattn.last_plan().path == "interpreter"
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 def test_slopes_and_sinks(shape: tuple[int, ...]) -> None:
     inputs = [*qkv(1), torch.rand(shape).requires_grad_(), leaf(4)]
@@ -113,11 +93,8 @@ def test_slopes_and_sinks(shape: tuple[int, ...]) -> None:
 def test_a_bias_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
     inputs = [*qkv(), leaf(*shape)]
     same(lambda b: portattn.attention(*inputs[:3], bias=inputs[3], causal=True, backend=b), inputs, atol=3e-5)
-
-
-def test_a_bias_that_is_expanded_has_the_gradient_of_what_it_is() -> None:
-    small = leaf(1, 4, 1, 13)
-    q, k, v = (t.detach() for t in qkv())
+    small = leaf(1, 4, 1, 13)  # expanded: the gradient is of the expanded tensor
+    q, k, v = (t.detach() for t in inputs[:3])
     same(lambda b: portattn.attention(q, k, v, bias=small.expand(2, 4, 9, 13), backend=b), [small], atol=3e-5)
 
 
@@ -230,23 +207,20 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
-def test_keys_without_queries_have_gradients_of_zero() -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_keys_without_queries_have_gradients_of_zero(is_packed: bool) -> None:
     assert torch.utils.deterministic.fill_uninitialized_memory
-    k, v, bias = leaf(2, 2, 13, 16), leaf(2, 2, 13, 8), leaf(2, 4, 1, 13)
-    out = portattn.attention(leaf(2, 4, 0, 16), k, v, bias=bias, alibi_slopes=leaf(2, 4), backend=KERNELS)
-    for gradient, tensor in zip(torch.autograd.grad(out.sum(), (k, v, bias)), (k, v, bias), strict=True):
-        torch.testing.assert_close(gradient, torch.zeros_like(tensor))
-
-
-@pytest.mark.usefixtures("nan_in_new_memory")
-def test_packed_keys_without_queries_have_gradients_of_zero() -> None:
-    k, v, slopes, sinks = leaf(13, 2, 16), leaf(13, 2, 8), leaf(2, 4), leaf(4)
-    none, some = torch.tensor([0, 0, 0], dtype=torch.int32), torch.tensor([0, 9, 13], dtype=torch.int32)
-    out, lse = portattn.varlen_attention(
-        leaf(0, 4, 16), k, v, none, some, 0, 9, alibi_slopes=slopes, sinks=sinks, return_lse=True, backend=KERNELS
-    )
-    inputs = (k, v, slopes, sinks)
-    for gradient, tensor in zip(torch.autograd.grad((out.sum() + lse.sum()), inputs), inputs, strict=True):
+    rows = (13,) if is_packed else (2,)
+    axes = (2,) if is_packed else (2, 13)
+    k, v, slopes, sinks, bias = leaf(*rows, *axes, 16), leaf(*rows, *axes, 8), leaf(2, 4), leaf(4), leaf(2, 4, 1, 13)
+    given: dict[str, Any] = {"alibi_slopes": slopes, "sinks": sinks, "return_lse": True, "backend": KERNELS}
+    if is_packed:
+        none, some = torch.tensor([0, 0, 0], dtype=torch.int32), torch.tensor([0, 9, 13], dtype=torch.int32)
+        out, lse = portattn.varlen_attention(leaf(0, 4, 16), k, v, none, some, 0, 9, **given)
+    else:
+        out, lse = portattn.attention(leaf(2, 4, 0, 16), k, v, bias=bias, **given)
+    inputs = (k, v, slopes, sinks) if is_packed else (k, v, slopes, sinks, bias)
+    for gradient, tensor in zip(torch.autograd.grad(out.sum() + lse.sum(), inputs), inputs, strict=True):
         torch.testing.assert_close(gradient, torch.zeros_like(tensor))
 
 
@@ -287,8 +261,13 @@ def test_a_seed_is_drawn_from_torchs_generator() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"dropout_p": 0.3}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"dropout_p": 0.3}, {"softcap": 3.0}, *({"dropout_p": 0.5, "backend": b} for b in (KERNELS, "reference"))],
+    ids=str,
+)
 def test_a_checkpoint_on_a_cpu_has_the_calls_gradients(fields: dict[str, Any], reentrant: bool) -> None:
+    """It drops the same again."""
     q, k, v = qkv()
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -316,20 +295,6 @@ def test_what_is_kept_for_the_backward_pass_is_fetched_once(backend: str) -> Non
     assert len(packed) == len(unpacked) > 0
 
 
-@pytest.mark.parametrize("backend", [KERNELS, "reference"])
-def test_a_checkpoint_drops_the_same_again(backend: str) -> None:
-    inputs = qkv()
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return portattn.attention(*tensors, dropout_p=0.5, backend=backend)
-
-    torch.manual_seed(5)
-    expected = torch.autograd.grad(call(*inputs).sin().sum(), inputs)
-    torch.manual_seed(5)
-    found = torch.autograd.grad(checkpoint.checkpoint(call, *inputs, use_reentrant=False).sin().sum(), inputs)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def test_autocast_gives_gradients_in_the_dtypes_of_the_tensors() -> None:
     inputs = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -349,7 +314,7 @@ def test_a_compiled_call_has_the_eager_ones_gradients(monkeypatch: pytest.Monkey
         lambda *t: portattn.attention(*t, causal=True, backend=KERNELS), fullgraph=True, backend="aot_eager"
     )
     expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend=KERNELS), inputs, "")
-    monkeypatch.setattr(recompute, "gradient_builds", None)  # what computes the forward once more
+    monkeypatch.setattr(backward, "gradient_builds", None)  # what computes the forward once more
     found = gradients(lambda b: compiled(*inputs), inputs, "")
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

@@ -13,7 +13,7 @@ from support import Device
 from training_calls import KERNELS, gradients, qkv
 
 import portattn
-from portattn.api import dispatch, kernel_backward, training
+from portattn.api import backward, dispatch, training
 from portattn.api.request import request_from
 from portattn.config import Settings, current
 from portattn.planning.planner import plan
@@ -24,7 +24,7 @@ from portattn.schema.ops import BACKWARD, ROWS
 @pytest.fixture(autouse=True)
 def on_a_cpu(device: Device) -> None:
     if device.path != "interpreter":
-        pytest.skip("on an accelerator test_training_gpu.py has these")
+        pytest.skip("on an accelerator test_ops_gpu.py has these")
 
 
 def test_the_settings_of_the_call_hold_in_its_backward_pass() -> None:
@@ -106,8 +106,8 @@ def test_where_no_kernel_runs_the_backward_pass_the_reference_does(monkeypatch: 
     inputs = qkv()
     expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend="reference"), inputs, "")
     out = portattn.attention(*inputs, causal=True, backend=KERNELS)
-    monkeypatch.setattr(kernel_backward, "own_path", lambda *given: "auto")  # of a CPU, where auto has no kernel
-    monkeypatch.setattr(kernel_backward, "_WAYS", {op: kernel_backward._Way(op) for op in BACKWARD})
+    monkeypatch.setattr(backward, "own_path", lambda *given: "auto")  # of a CPU, where auto has no kernel
+    monkeypatch.setattr(backward, "_WAYS", {op: backward._Way(op) for op in BACKWARD})
     found = gradients(lambda b: out, inputs, "")
     made = portattn.last_backward_plan()
     assert (made.path, made.problem.op) == ("reference", BACKWARD["attention"])
@@ -145,7 +145,7 @@ def _parts(inputs: list[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]
 
 
 def test_a_result_that_would_have_no_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "is_planned", lambda request: False)
+    monkeypatch.setattr(training, "plan_training", lambda request: (None, None))
     with pytest.raises(RuntimeError, match="records no gradients"):
         portattn.attention(*qkv(), causal="bottom_right", backend=KERNELS)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import RECORDERS, a_model, same
-from opcalls import CALLS, pretend_accelerator
+from opcalls import CALLS
 from support import Device
 from torch._subclasses import FakeTensorMode
 from torch.utils import checkpoint
@@ -26,9 +26,7 @@ def qkv(device: Device, rows: int = 6) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recorder", HANDLES)
-def test_a_recorded_run_of_a_handle_raises(recorder: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.path == "interpreter":
-        pretend_accelerator(monkeypatch)
+def test_a_recorded_run_of_a_handle_raises(recorder: str, device: Device, kept: str) -> None:
     q, k, v = qkv(device)
     handle = portattn.prepare("attention", q, k, v)
     expected = handle.run(q, k, v)

@@ -250,3 +250,15 @@ def test_a_chunk_goes_through_graphs_transforms_and_handles() -> None:
         assert torch.allclose(found, expected, atol=1e-5)
     with pytest.raises(portattn.ArgumentError, match="chunk is 8, but the call was prepared with 7"):
         handle.run(q, k, v, causal=True, chunk=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "mapped"),
+    [("seqlens_k", (1,), None), ("seqlens_k", (3,), None), ("seqlens_k", (4,), 0), ("alibi_slopes", (1, 3), None),
+     ("alibi_slopes", (5, 3), None)],
+)  # fmt: skip
+def test_vmap_refuses_what_a_loop_refuses(name: str, shape: tuple[int, ...], mapped: int | None) -> None:
+    q, k = torch.randn(4, 2, 3, 5, 8), torch.randn(4, 2, 3, 7, 8)
+    value = torch.full(shape, 3, dtype=torch.int32 if name == "seqlens_k" else torch.float32)
+    with pytest.raises(portattn.ArgumentError, match=rf"{name}\.shape"):
+        torch.vmap(lambda q, k, value: portattn.attention(q, k, k, **{name: value}), (0, 0, mapped))(q, k, value)

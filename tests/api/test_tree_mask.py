@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from graphs import RECORDERS, a_model, same
-from opcalls import assert_right, changed, given, perform, pretend_accelerator, problem
+from opcalls import assert_right, changed, given, perform, problem
 from support import Device, poisoned, random_call
+from torch import zeros
 
 import portattn
-from portattn.api.request import request_of
-from portattn.api.signatures import named_arguments
+from portattn.api.signatures import request_of
 from portattn.api.torch_ops import arguments_of
+from portattn.errors import ArgumentError
 from portattn.launch import cache
 
 NAMES = ("decode", "paged", "ragged")
 TREES = {
-    "a chain": [-1, 0, 1, 2, 3],
-    "roots alone": [-1, -1, -1, -1, -1],
-    "two branches": [-1, 0, 0, 1, 2],
+    "a chain": [-1, 0, 1, 2, 3], "roots alone": [-1, -1, -1, -1, -1], "two branches": [-1, 0, 0, 1, 2],
     "two trees": [-1, 0, -1, 2, 1],
-}
+}  # fmt: skip
 
 
 def a_tree(count: int, seed: int) -> list[int]:
@@ -39,16 +37,6 @@ def path(parents: list[int], node: int) -> list[int]:
     return found
 
 
-@pytest.fixture
-def kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A device where calls are launched by the core's kernels, and cached."""
-    if device.path == "interpreter":
-        pretend_accelerator(monkeypatch)
-    cache.forget()
-    yield device.name
-    cache.forget()
-
-
 @pytest.mark.parametrize("parents", [*TREES.values(), a_tree(64, 1), a_tree(33, 2), []], ids=len)
 def test_words_have_a_bit_for_each_ancestor(parents: list[int]) -> None:
     words = portattn.tree_mask(parents)
@@ -62,18 +50,16 @@ def test_words_have_a_bit_for_each_ancestor(parents: list[int]) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "a float": (1.5, "tree is 1.5"),
-    "a list of floats": ([0.5], "tree is [0.5]"),
+    "a float": (1.5, "tree is 1.5"), "a list of floats": ([0.5], "tree is [0.5]"),
     "a list of bools": ([True], "tree is [True]"),
     "its own parent": ([-1, 1], "parent of node 1 is 1, but must be below 1"),
     "a later parent": (torch.tensor([[-1, 0, 1], [-1, 2, 0]]), "parent of node 1 is 2, but must be below 1"),
-    "the first has one": ([0], "parent of node 0 is 0"),
-    "floats": (torch.zeros(3), "tree.dtype is torch.float32"),
+    "the first has one": ([0], "parent of node 0 is 0"), "floats": (torch.zeros(3), "tree.dtype is torch.float32"),
     "not square": (torch.zeros(3, 4, dtype=torch.bool), "tree.shape is (3, 4)"),
     "bools of one axis": (torch.zeros(3, dtype=torch.bool), "tree.shape is (3,)"),
     "65 nodes": (torch.zeros(65, 65, dtype=torch.bool), "tree.shape is (65, 65), but must have at most 64 nodes"),
     "no axis": (torch.tensor(1), "tree.shape is ()"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -142,7 +128,7 @@ def test_gradients_on_the_reference_path(name: str) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "mla"])
 def test_opcheck(name: str, device: Device) -> None:
     model, _ = a_model(name, device, tree_mask=True)
-    request = request_of(model.op, named_arguments(model.op)(**model.arguments))
+    request = request_of(model.op, **model.arguments)
     operator = getattr(torch.ops.portattn, model.op).default
     found = torch.library.opcheck(operator, arguments_of(model.op, *request.parts))
     assert set(found.values()) == {"SUCCESS"}
@@ -215,23 +201,21 @@ def test_vmap() -> None:
 
 Q, K = torch.zeros(2, 4, 3, 16), torch.zeros(2, 2, 20, 16)
 WORDS = torch.zeros(2, 3, dtype=torch.int64)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "int32": ({"tree_mask": WORDS.int()}, "tree_mask.dtype is torch.int32, but must be torch.int64"),
-    "a list": ({"tree_mask": [1, 3, 7]}, "tree_mask is 'list', but must be a torch.Tensor"),
-    "of other queries": ({"tree_mask": WORDS[:, :2]}, "tree_mask.shape is (2, 2), but must be (seq_q,) or"),
-    "of one batch": ({"tree_mask": WORDS[:1]}, "tree_mask.shape is (1, 3)"),
-    "elsewhere": ({"tree_mask": WORDS.to("meta")}, "tree_mask.device is 'meta', but must be q's, cpu"),
-    "apart": ({"tree_mask": torch.zeros(2, 6, dtype=torch.int64)[:, ::2]}, "tree_mask.stride(-1) is 2, but must be 1"),
-    "too many": (
-        {"q": torch.zeros(2, 4, 65, 16), "tree_mask": torch.zeros(65, dtype=torch.int64)},
-        "seq_q is 65, but must be at most 64 with a tree mask",
-    ),
-}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tree_mask": WORDS.int()}, "tree_mask.dtype is torch.int32, but must be torch.int64"),
+    ({"tree_mask": [1, 3, 7]}, "tree_mask is 'list', but must be a torch.Tensor"),
+    ({"tree_mask": WORDS[:, :2]}, "tree_mask.shape is (2, 2), but must be (seq_q,) or"),
+    ({"tree_mask": WORDS[:1]}, "tree_mask.shape is (1, 3)"),
+    ({"tree_mask": WORDS.to("meta")}, "tree_mask.device is 'meta', but must be q's, cpu"),
+    ({"tree_mask": zeros(2, 6, dtype=torch.int64)[:, ::2]}, "tree_mask.stride(-1) is 2, but must be 1"),
+    ({"q": zeros(2, 4, 65, 16), "tree_mask": zeros(65, dtype=torch.int64)},
+     "seq_q is 65, but must be at most 64 with a tree mask"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_bad_masks_are_refused_by_name(what: str) -> None:
-    changes, message = REFUSED[what]
+@pytest.mark.parametrize("what", REFUSED, ids=lambda case: str(case[1]))
+def test_bad_masks_are_refused_by_name(what: tuple[Any, ...]) -> None:
+    changes, message = what
     with pytest.raises(portattn.ArgumentError) as caught:
         portattn.decode_attention(**({"q": Q, "k_cache": K, "v_cache": K, "seqlens_k": None} | changes))
     assert message in str(caught.value)
@@ -263,3 +247,45 @@ def test_other_operations_refuse_it_by_name(op: str) -> None:
 def test_words_are_made_in_a_graph(tree: torch.Tensor) -> None:
     made = torch.compile(portattn.tree_mask, fullgraph=True, backend="eager")(tree)
     assert torch.equal(made, portattn.tree_mask(tree))
+
+
+# The deepest trees: 64 tokens one after the other, as lists, and every depth below.
+@pytest.mark.parametrize("count", [2, 31, 32, 33, 34, 63, 64])
+def test_a_chain_of_many(count: int) -> None:
+    words = portattn.tree_mask([node - 1 for node in range(count)])
+    assert [word % 2**64 for word in words.tolist()] == [2 ** (node + 1) - 1 for node in range(count)]
+
+
+# Block lists and trees that must be refused by name, found by trying every argument.
+Q_MASK_BAD_VALUES, K_MASK_BAD_VALUES = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16)
+
+
+def lists(batch: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(batch, heads, 2, dtype=torch.int32), torch.zeros(batch, heads, 2, 2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("full", [(3, 4), (2, 3), (0, 4)])
+def test_whole_blocks_of_another_batch(full: tuple[int, int]) -> None:
+    mask = portattn.BlockMask(*lists(2, 4), *lists(*full), block_size=(16, 16))
+    with pytest.raises(ArgumentError, match=r"^attention: block_mask's full_kv_num_blocks\.shape is .*\(2, 4\)"):
+        portattn.attention(Q_MASK_BAD_VALUES, K_MASK_BAD_VALUES, K_MASK_BAD_VALUES, block_mask=mask)
+
+
+def test_one_list_for_all_beside_lists_of_each() -> None:
+    mask = portattn.BlockMask(*lists(1, 4), *lists(2, 1), block_size=(16, 16))
+    wide = portattn.BlockMask(*lists(2, 4), block_size=(16, 16))
+    assert torch.equal(
+        portattn.attention(Q_MASK_BAD_VALUES, K_MASK_BAD_VALUES, K_MASK_BAD_VALUES, block_mask=mask),
+        portattn.attention(Q_MASK_BAD_VALUES, K_MASK_BAD_VALUES, K_MASK_BAD_VALUES, block_mask=wide),
+    )
+
+
+def test_queries_that_are_none() -> None:
+    mask = portattn.BlockMask(*lists(2, 4), block_size=(16, 16))
+    with pytest.raises(ArgumentError, match=r"^attention: q is "):
+        portattn.attention(None, K_MASK_BAD_VALUES, K_MASK_BAD_VALUES, block_mask=mask)  # type: ignore[arg-type]
+
+
+def test_a_parent_beyond_64_bits() -> None:
+    with pytest.raises(ArgumentError, match=r"^tree_mask: tree is .*must be a torch\.Tensor of parents"):
+        portattn.tree_mask([-1, 2**70])

@@ -15,10 +15,7 @@ from gpucalls import NAMES, Pieces, data, operation, perform, prepared, same
 
 import portattn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")]
 
 FIRST, SECOND = "cuda:0", "cuda:1"
 

@@ -14,7 +14,7 @@ from opcalls import pretend_accelerator
 from support import Device
 
 import portattn
-from portattn.api import monitor, specs, warmup
+from portattn.api import monitor, warmup
 from portattn.api.call import perform
 from portattn.api.monitor import nearest
 from portattn.api.ops import make_request
@@ -38,14 +38,8 @@ def test_a_tensor_is_described_given_or_meta() -> None:
     )
     (one,) = report.specs
     assert (one.spec, one.path, one.key, one.way, one.compiled, one.cached, one.failed) == (
-        0,
-        "sdpa",
-        "",
-        "",
-        False,
-        False,
-        "",
-    )
+        0, "sdpa", "", "", False, False, "",
+    )  # fmt: skip
     assert one.call == "attention q (1,2,8,16) kv (1,2,8,16) fp32"
     assert report.failed == ()
     assert report.seconds >= one.seconds > 0
@@ -56,15 +50,13 @@ def test_a_tensor_is_described_given_or_meta() -> None:
 @pytest.mark.parametrize(
     ("text", "shape", "strides", "dtype"),
     [
-        ("bf16[8,32,1,128]", (8, 32, 1, 128), (4096, 128, 128, 1), torch.bfloat16),
-        ("i32[5]", (5,), (1,), torch.int32),
-        ("bool[2, 0, 3]", (2, 0, 3), (3, 3, 1), torch.bool),
-        ("fp16[4,6]:0,1", (4, 6), (0, 1), torch.float16),
+        ("bf16[8,32,1,128]", (8, 32, 1, 128), (4096, 128, 128, 1), torch.bfloat16), ("i32[5]", (5,), (1,), torch.int32),
+        ("bool[2, 0, 3]", (2, 0, 3), (3, 3, 1), torch.bool), ("fp16[4,6]:0,1", (4, 6), (0, 1), torch.float16),
         ("fp32[4,6]:1,4", (4, 6), (1, 4), torch.float32),
     ],
-)
+)  # fmt: skip
 def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> None:
-    made = specs._argument("q", "q", text).allocate(torch.device("cpu"), {})
+    made = warmup._argument("q", "q", text).allocate(torch.device("cpu"), {})
     assert (tuple(made.shape), made.stride(), made.dtype) == (shape, strides, dtype)
     assert not made.any()
     assert made.untyped_storage().nbytes() <= 4096 * 9 * 2
@@ -92,10 +84,8 @@ def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> 
         ([SMALL | {"sizes": {"S": [True]}}], r"specs\[0\].sizes.S is \[True\], but must be integers from 0 on"),
         ([SMALL | {"sizes": {"S": 5}}], r"specs\[0\].sizes.S is 5, but must be integers from 0 on, or a range"),
         ([SMALL | {"sizes": {"S": "1..999999"}}], r"specs\[0\].sizes.S is range.*, but must be at most 131072 sizes"),
-        (
-            [SMALL | {"sizes": {"S": "1..1000", "B": "1..1000"}}],
-            r"specs\[0\].sizes is 1000000, but must be at most 131072 combinations",
-        ),
+        ([SMALL | {"sizes": {"S": "1..1000", "B": "1..1000"}}],
+         r"specs\[0\].sizes is 1000000, but must be at most 131072 combinations"),
         ([SMALL, SMALL | {"k": "fp32[1,3,8,16]"}], r"warmup: specs\[1\].v's heads is 2, but must be k's, 3"),
     ],
 )  # fmt: skip
@@ -137,7 +127,7 @@ def test_sizes_that_vary_are_one_call_where_nothing_is_kept() -> None:
 
 
 def test_a_range_has_both_ends_and_a_list_each_value_once() -> None:
-    read = specs.Spec(0, SMALL | {"q": "fp32[B,2,S,16]", "sizes": {"B": (3, 1, 3), "S": " 4 .. 6 "}})
+    read = warmup.Spec(0, SMALL | {"q": "fp32[B,2,S,16]", "sizes": {"B": (3, 1, 3), "S": " 4 .. 6 "}})
     assert read.sizes == {"B": (1, 3), "S": (4, 5, 6)}
     assert (read.count, read.largest) == (6, {"B": 3, "S": 6})
     assert list(read.combinations())[:2] == [{"B": 1, "S": 4}, {"B": 1, "S": 5}]
@@ -159,7 +149,7 @@ def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) ->
     def full(self: Any, device: Any, sizes: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(specs.TensorSpec, "allocate", full)
+    monkeypatch.setattr(warmup.TensorSpec, "allocate", full)
     with pytest.warns(portattn.CompileWarning, match="Tried to allocate 9 GiB; give tensors that are there already"):
         assert portattn.warmup([SMALL], device="cpu").failed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -10,14 +12,25 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from packaging.version import Version
 
+import portattn.backends.ascend
+import portattn.backends.cuda
+import portattn.backends.rocm
 from portattn.backends import BUILTIN
-from portattn.planning.registry import load_arches, parse_target
+from portattn.backends.ascend import AscendBackend
+from portattn.backends.cuda import CudaBackend, releases, version_of
+from portattn.backends.detection import version_in
+from portattn.backends.rocm import RocmBackend
+from portattn.planning.registry import Registry, load_arches, parse_target
 from portattn.schema.lowering import DotPrecision
+from portattn.schema.quirk import LEVELS
 from portattn.schema.target import Arch
-from portattn.schema.toolchain import installed_toolchain
-from portattn.testing.executor import executors
-from portattn.worker.probe import triton_target
+from portattn.schema.toolchain import COMPONENTS, Toolchain, installed_toolchain
+from portattn.testing.executor import analyst, arches, executors, lacks
+from portattn.tools.matrix.cells import Cell
+from portattn.worker.probe_harness import triton_target
+from portattn.worker.serve import TASK
 
 ARCHES = [(b, a) for b in BUILTIN for a in load_arches(b.folder).values()]
 IDS = [f"{b.name}:{a.name}" for b, a in ARCHES]
@@ -63,14 +76,11 @@ def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cuda:sm_90", ("cuda", 90, 32)),
-        ("cuda:sm_120", ("cuda", 120, 32)),
-        ("rocm:gfx942", ("hip", "gfx942", 64)),
-        ("rocm:gfx1201", ("hip", "gfx1201", 32)),
-        ("ascend:ascend910b2", ("npu", "Ascend910B2", 0)),
+        ("cuda:sm_90", ("cuda", 90, 32)), ("cuda:sm_120", ("cuda", 120, 32)), ("rocm:gfx942", ("hip", "gfx942", 64)),
+        ("rocm:gfx1201", ("hip", "gfx1201", 32)), ("ascend:ascend910b2", ("npu", "Ascend910B2", 0)),
         ("ascend:ascend910_93", ("npu", "Ascend910_9382", 0)),
     ],
-)
+)  # fmt: skip
 def test_tritons_names(name: str, expected: tuple[str, str | int, int]) -> None:
     target = parse_target(name, toolchain="none")
     backend = next(b for b in BUILTIN if b.name == target.backend)
@@ -111,7 +121,7 @@ serve = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(serve)
 if {without}:
     serve.import_without_package()
-from portattn.worker.probe import triton_target
+from portattn.worker.probe_harness import triton_target
 print(triton_target("rocm:gfx942"))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -159,3 +169,176 @@ def test_dot_precisions_are_what_the_installed_triton_allows(backend: Any, arch:
     own = {"bf16x6"}  # products of parts, which portattn makes by itself, whatever Triton calls so
     allowed = set(options.allowed_dot_input_precisions) & set(get_args(DotPrecision))
     assert set(arch.dot_precisions) - own == allowed - own
+
+
+@pytest.mark.parametrize("backend", BUILTIN, ids=lambda b: b.name)
+def test_machine_components_of_this_machine(backend: Any) -> None:
+    for name, version in backend.machine_components().items():
+        assert name in COMPONENTS
+        assert Version(version)
+
+
+def test_cuda_machine_components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (builder@)  \n"
+        "GCC version:  gcc version 13.2.0\n"
+    )
+    monkeypatch.setattr(portattn.backends.cuda, "DRIVER_VERSION_FILE", file)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert CudaBackend().machine_components() == {"cuda": "13.0", "driver": "580.159.04"}
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert CudaBackend().machine_components() == {"driver": "535.104.05"}
+
+
+def test_rocm_machine_components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text("6.12.12\n")
+    monkeypatch.setattr(portattn.backends.rocm, "DRIVER_VERSION_FILE", file)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484-123eb5128")
+    assert RocmBackend().machine_components() == {"rocm": "6.4.43484", "driver": "6.12.12"}
+
+
+@pytest.mark.parametrize("variable", ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"])
+def test_ascend_machine_components(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / f"{portattn.backends.ascend.platform.machine()}-linux"
+    folder.mkdir()
+    (folder / "ascend_toolkit_install.info").write_text("package_name=Ascend-cann-toolkit\nversion=8.2.RC1\n")
+    driver = tmp_path / "version.info"
+    driver.write_text("Version=24.1.rc3\nascendhal_version=7.35.23\n")
+    monkeypatch.setattr(portattn.backends.ascend, "DRIVER_VERSION_FILE", driver)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert AscendBackend().machine_components() == {"cann": "8.2.RC1", "driver": "24.1.rc3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("12.8", "12.8"), ("6.4.43484-123eb5128", "6.4.43484"), ("8.2.RC1", "8.2.RC1"),
+        ("8.0.0.alpha001", "8.0.0.alpha001"), ("8.3.RC1.alpha003", "8.3.RC1"), ("unknown", None), ("", None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_versions_are_pep_440(text: str | None, version: str | None) -> None:
+    assert version_in(text) == version
+    assert version is None or Version(version)
+
+
+# ptxas
+
+
+@pytest.mark.parametrize(
+    ("toolchain", "arch", "version"),
+    [
+        ("triton==3.2.0", "sm_90", "12.4.99"), ("triton==3.3.1", "sm_90", "12.4.99"),
+        ("triton==3.3.1", "sm_120", "12.8.61"), ("triton==3.5.1", "sm_100", "12.8.93"),
+        ("triton==3.6.0", "sm_90", "12.8.93"), ("triton==3.6.0", "sm_100", "12.9.86"),
+        ("triton==3.8.0", "sm_90", "12.9.86"), ("triton==3.8.0", "sm_120", "13.3.33"),
+        ("triton==3.9.0", "sm_89", "12.9.86"), ("triton==3.9.0", "sm_90", "13.4.59"), ("triton==3.10.0", "sm_90", None),
+        ("triton-ascend==3.2.0", "sm_90", None), ("none", "sm_90", None),
+    ],
+)  # fmt: skip
+def test_ptxas_of_named_toolchains(toolchain: str, arch: str, version: str | None) -> None:
+    assert parse_target(f"cuda:{arch}", toolchain).toolchain.component("ptxas") == version
+
+
+def test_a_named_ptxas_is_kept() -> None:
+    assert parse_target("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33").toolchain.component("ptxas") == "13.3.33"
+
+
+def test_releases_do_not_overlap() -> None:
+    for version in ("3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0"):
+        chosen = [r for r in releases() if Toolchain(distribution="triton", version=version).within("triton", r.triton)]
+        assert len(chosen) == 1
+        assert chosen[0].source
+        assert bool(chosen[0].blackwell) is bool(chosen[0].blackwell_from)
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_ptxas_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sm_90, sm_100 = (parse_target(f"cuda:{name}", "none").arch for name in ("sm_90", "sm_100"))
+    here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))
+    elsewhere = Toolchain(distribution="triton", version="3.6.0")
+    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
+    newer = program(tmp_path / "ptxas", "echo 'Cuda compilation tools, release 13.3, V13.3.33'")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", newer)
+    assert CudaBackend().components(sm_90, here) == {"ptxas": "13.3.33"}
+    assert CudaBackend().components(sm_90, elsewhere) == {"ptxas": "12.8.93"}
+    assert CudaBackend().components(sm_100, here) == {"ptxas": "12.9.86"}
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", newer)
+    assert CudaBackend().components(sm_100, here) == {"ptxas": "13.3.33"}
+
+
+@pytest.mark.parametrize("text", ["exit 3", "echo ptxas", None])
+def test_a_ptxas_that_does_not_run_is_passed_over(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = program(tmp_path / "ptxas", text) if text else str(tmp_path / "missing")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", path)
+    here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))
+    assert CudaBackend().components(parse_target("cuda:sm_90", "none").arch, here) == {"ptxas": "12.8.93"}
+
+
+@pytest.mark.skipif(
+    installed_toolchain().distribution != "triton", reason="reads the installed community Triton's wheel"
+)
+def test_the_table_tells_the_truth_about_the_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    folder = Path(installed_toolchain().path) / "backends" / "nvidia" / "bin"
+    release = next((r for r in releases() if installed_toolchain().within("triton", r.triton)), None)
+    if release is None or version_of(str(folder / "ptxas")) is None:
+        pytest.skip(f"triton {installed_toolchain().version} is not listed, or its ptxas does not run on this machine")
+    assert version_of(str(folder / "ptxas")) == release.ptxas
+    assert (version_of(str(folder / "ptxas-blackwell")) or "") == release.blackwell
+
+
+BACKENDS = list(Registry.load().backends)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_executor_s_names_lead_somewhere(backend: str) -> None:
+    for name, executor in executors(backend).items():
+        assert executor.level in LEVELS
+        assert name in Cell.__struct_fields__
+        for task, taken in ((executor.task, ["request", "enter"]), (executor.code_task, ["request", "arguments"])):
+            if task:
+                assert TASK.fullmatch(task)
+                assert list(inspect.signature(pkgutil.resolve_name(task)).parameters) == taken
+        for arch in executor.arches:
+            assert arch in Registry.load().arches[backend]
+
+
+def test_executors_are_found_by_name() -> None:
+    assert set(arches("emulated").values()) == {"rocm"}
+    assert not executors("cpu")
+    found = [backend for backend in BACKENDS if any(one.lowers_to for one in executors(backend).values())]
+    assert found == ["ascend"]
+    reader = analyst(parse_target("ascend:ascend910b2", "triton-ascend==3.2.0"))
+    assert reader.asks == "text"
+    assert analyst(parse_target("rocm:gfx942", "triton==3.6.0")) is None
+
+
+def test_what_lacks_is_said_of_targets_of_other_backends_too() -> None:
+    assert lacks("emulated", parse_target("rocm:gfx942", "triton==3.6.0")) == ""
+    assert "sm_90 has no model here" in lacks("emulated", parse_target("cuda:sm_90", "triton==3.6.0"))
+    assert "is no NVIDIA GPU" in lacks("older", parse_target("rocm:gfx942", "triton==3.6.0"))
+    assert lacks("painted", parse_target("cuda:sm_90", "triton==3.6.0")).startswith("nothing runs the code of cuda:")
+
+
+def test_backends_import_no_executor_before_they_are_asked() -> None:
+    program = """
+import sys
+from portattn.planning.registry import Registry
+Registry.load()
+print([n for n in sys.modules if "executor" in n or "emulator" in n or ".linalg" in n or "ptx_compat" in n])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"

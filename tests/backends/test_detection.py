@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import types
@@ -10,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from places import DOCS
 
 import portattn.backends.ascend
+from portattn.backends import BUILTIN
 from portattn.backends.ascend import AscendBackend
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.rocm import RocmBackend
+from portattn.planning.registry import load_arches
 
 
 def test_importing_the_backends_touches_no_framework() -> None:
@@ -119,21 +124,12 @@ def test_other_errors_are_not_swallowed(gpu: Any, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("device", "arch"),
     [
-        ("Ascend910B1", "ascend910b1"),
-        ("Ascend910B2C", "ascend910b2"),
-        ("Ascend910B3", "ascend910b3"),
-        ("Ascend910B4-1", "ascend910b4"),
-        ("Ascend910_9382", "ascend910_93"),
-        ("Ascend910_9362", "ascend910_93"),
-        ("Ascend310P3", "ascend310p"),
-        ("Ascend910B", None),
-        ("Ascend910A", None),
-        ("Ascend910ProB", None),
-        ("Ascend910_9589", "ascend910_95"),
-        ("Ascend950DT_9571", None),
-        ("Ascend310B4", None),
+        ("Ascend910B1", "ascend910b1"), ("Ascend910B2C", "ascend910b2"), ("Ascend910B3", "ascend910b3"),
+        ("Ascend910B4-1", "ascend910b4"), ("Ascend910_9382", "ascend910_93"), ("Ascend910_9362", "ascend910_93"),
+        ("Ascend310P3", "ascend310p"), ("Ascend910B", None), ("Ascend910A", None), ("Ascend910ProB", None),
+        ("Ascend910_9589", "ascend910_95"), ("Ascend950DT_9571", None), ("Ascend310B4", None),
     ],
-)
+)  # fmt: skip
 def test_ascend_device_names(device: str, arch: str | None) -> None:
     assert AscendBackend().arch_of(device) == arch
 
@@ -167,12 +163,10 @@ def test_ascend_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        NPU.format(available=False),
-        "raise ImportError('libhccl.so: cannot open shared object file')",
-        "raise OSError('libascendcl.so')",
-        "raise RuntimeError('Failed to load the backend extension')",
+        NPU.format(available=False), "raise ImportError('libhccl.so: cannot open shared object file')",
+        "raise OSError('libascendcl.so')", "raise RuntimeError('Failed to load the backend extension')",
     ],
-)
+)  # fmt: skip
 def test_ascend_without_device_or_cann(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_npu_package(tmp_path, text, monkeypatch)
     assert AscendBackend().detect() is None
@@ -182,3 +176,88 @@ def test_ascend_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portattn.backends.ascend.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # importing it would raise ImportError
     assert AscendBackend().detect() is None
+
+
+PAGE = DOCS / "backends.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_refused_arches_are_on_the_page() -> None:
+    refused = [name for backend in BUILTIN for name, arch in load_arches(backend.folder).items() if arch.refused]
+    line = re.search(r"Known and refused, with the reason in the plan: (.*?)\. ", TEXT, re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", line[1])) == sorted(refused)
+
+
+def test_every_vendor_path_is_on_the_page() -> None:
+    for backend in BUILTIN:
+        for path in backend.vendor:
+            assert f"### `{path.name}`\n" in TEXT
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The example package as an installed distribution: its files, and the metadata that an installer writes."""
+    files = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
+    assert set(files) == {"pyproject.toml", "portattn_acme/arches.toml", "portattn_acme/__init__.py"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    points = re.search(r'entry-points\."(portattn\.backends)"\]\n(.*?)\n\n', files["pyproject.toml"], re.DOTALL)
+    metadata = tmp_path / "portattn_acme-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: portattn-acme\nVersion: 0.1\n")
+    entry = points[2].replace('"', "")
+    (metadata / "entry_points.txt").write_text(f"[{points[1]}]\n{entry}\n")
+    return tmp_path
+
+
+def python(script: str, folder: Path) -> str:
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_prints_what_the_page_says(example: Path) -> None:
+    console = re.search(r'^\$ python -c "\n(.*?)^"\n(.*?)^```', TEXT, re.MULTILINE | re.DOTALL)
+    assert python(console[1], example) == console[2]
+
+
+def test_the_examples_path_runs(example: Path) -> None:
+    script = """
+import torch
+from portattn import Problem
+from portattn.schema.call import Call
+from portattn.planning.registry import Registry
+backend = Registry.load().backends["acme"]
+assert backend.detect() is None
+p = Problem(batch=1, heads_q=2, heads_k=2, seq_q=3, seq_k=5, head_dim=8, dtype="fp32", return_lse=True)
+q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+out, lse = backend.vendor[0].run(Call(problem=p, q=q, k=k, v=v, scale=0.5))
+torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.5))
+print(tuple(lse.shape))
+"""
+    assert python(script, example) == "(1, 2, 3)\n"
+
+
+FLAGS = """
+import msgspec
+from portattn import Problem, target
+from portattn.planning.planner import plan
+where = target('acme:acme1', toolchain='none')
+for flags in ({}, {'return_lse': True}, *({name: True} for name in NAMES), {'window_left': 4}, {'causal': 'top_left'}):
+    asked = Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64, **flags)
+    made = plan(asked, where)
+    print(made.path, *(no.reason for no in made.rejected), sep=': ')
+"""
+NAMES = ("mask", "bias", "softcap", "alibi_slopes", "sinks", "dropout", "needs_grad", "seqlens_k", "leftpad_q")
+
+
+def test_the_example_takes_what_it_declares_and_nothing_else(example: Path) -> None:
+    """It planned masks, biases, windows and dropout, and ignored them, before features were denied by default."""
+    lines = python(f"NAMES = {NAMES}\n{FLAGS}", example).splitlines()
+    assert lines[:2] == ["acme_attention", "acme_attention"]
+    for name, line in zip((*NAMES, "window", "causal_top_left"), lines[2:], strict=True):
+        assert line == f"reference: does not declare that it takes {name}"

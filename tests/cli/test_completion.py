@@ -14,12 +14,9 @@ from portattn.schema.problem_limits import OPS
 
 def entry(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "portattn", *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "portattn", *arguments], env=os.environ | environment, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
 
 
 def completed(*words: str, shell: str = "bash") -> list[str]:

@@ -11,17 +11,18 @@ import sys
 
 import pytest
 
-from portattn.cli import calls, probes
+from portattn.cli import doctor
 from portattn.planning.registry import Registry
 from portattn.testing.canary import CASES
+from portattn.worker.client import Reply
 
 
 @pytest.fixture
 def quick_calls(monkeypatch):
     """No child processes: both calls are answered here."""
-    check = probes.Check(name="planted call", outcome="PASS", detail="right")
-    monkeypatch.setattr(calls, "device_checks", lambda seconds: [check])
-    monkeypatch.setattr(calls, "interpreter_check", lambda seconds: [])
+    check = doctor.Check(name="planted call", outcome="PASS", detail="right")
+    monkeypatch.setattr(doctor, "device_checks", lambda seconds: [check])
+    monkeypatch.setattr(doctor, "interpreter_check", lambda seconds: [])
     return check
 
 
@@ -51,7 +52,7 @@ def test_a_broken_part_hides_no_other(portattn, monkeypatch, broken):
     def fails():
         raise OSError("planted")
 
-    monkeypatch.setattr(probes, broken, fails)
+    monkeypatch.setattr(doctor, broken, fails)
     called = portattn("doctor")
     assert called.status == 1
     assert called.out.count("could not be found out: OSError: planted") == 1
@@ -82,13 +83,13 @@ def test_a_bad_value_is_said_once(portattn, monkeypatch):
 
 
 def test_a_wrong_or_failing_call_is_red(portattn, monkeypatch):
-    wrong = probes.Check(name="planted call", outcome="FAIL", detail="wrong numbers")
-    monkeypatch.setattr(calls, "device_checks", lambda seconds: [wrong])
+    wrong = doctor.Check(name="planted call", outcome="FAIL", detail="wrong numbers")
+    monkeypatch.setattr(doctor, "device_checks", lambda seconds: [wrong])
 
     def fails(seconds):
         raise RuntimeError("no interpreter")
 
-    monkeypatch.setattr(calls, "interpreter_check", fails)
+    monkeypatch.setattr(doctor, "interpreter_check", fails)
     called = portattn("doctor")
     assert called.status == 1
     assert "FAIL planted call: wrong numbers" in called.out
@@ -108,7 +109,7 @@ def test_two_owners_and_hidden_installs_are_warned_about(monkeypatch, tmp_path):
     monkeypatch.setattr(toolchain, "installed_toolchain", lambda: named)
     monkeypatch.setattr(toolchain, "owners", lambda folder: [("triton", "3.6.0"), ("triton-ascend", "3.2.0")])
     monkeypatch.setattr(sys, "path", [str(used.parent), str(hidden.parent)])
-    section = probes.toolchain()
+    section = doctor.toolchain()
     assert "2 distributions claim triton/" in section.warnings[0]
     assert "last written: triton-ascend==3.2.0" in section.warnings[0]
     assert section.warnings[1:] == (f"{hidden} is hidden by {used}",)
@@ -116,7 +117,7 @@ def test_two_owners_and_hidden_installs_are_warned_about(monkeypatch, tmp_path):
 
 @pytest.mark.interpreter
 def test_real_calls_pass_here():
-    for check in (*calls.device_checks(120), *calls.interpreter_check(120)):
+    for check in (*doctor.device_checks(120), *doctor.interpreter_check(120)):
         assert check.outcome == "PASS", check
         assert 0 < check.error <= check.budget
 
@@ -178,11 +179,31 @@ def test_one_cause_is_said_once(portattn, monkeypatch):
     def fails(*given):
         raise OSError("planted")
 
-    monkeypatch.setattr(probes, "quirks", fails)
-    monkeypatch.setattr(probes, "paths", fails)
-    monkeypatch.setattr(calls, "device_checks", fails)
-    monkeypatch.setattr(calls, "interpreter_check", lambda seconds: [])
+    monkeypatch.setattr(doctor, "quirks", fails)
+    monkeypatch.setattr(doctor, "paths", fails)
+    monkeypatch.setattr(doctor, "device_checks", fails)
+    monkeypatch.setattr(doctor, "interpreter_check", lambda seconds: [])
     called = portattn("doctor")
     assert called.status == 1
     assert called.out.count("OSError: planted") == 1
     assert called.out.count("the same as of `quirks that apply here`") == 2
+
+
+def test_devices_are_called_in_a_child_that_compiles_kernels(monkeypatch):
+    opened = []
+
+    class Planted(doctor.Worker):
+        def __init__(self, *args, **fields):
+            super().__init__(*args, **fields)
+            opened.append(self)
+
+        def request(self, task, seconds, **fields):
+            return Reply(outcome="crash", kind="SIGSEGV", message="planted")
+
+    monkeypatch.setattr(doctor, "Worker", Planted)
+    checks = doctor.device_checks(5.0)
+    assert opened
+    assert [(worker.runs, worker.environment) for worker in opened] == [("kernels", {"TRITON_INTERPRET": None})] * len(
+        opened
+    )
+    assert {(check.outcome, check.detail) for check in checks} == {("FAIL", "FAIL: crash: SIGSEGV: planted")}

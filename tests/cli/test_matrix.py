@@ -7,7 +7,7 @@ import pytest
 from portattn.cli import progress
 from portattn.config import settings
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import numerics
+from portattn.testing import executor
 from portattn.tools.lab import LabError, toolchains
 from portattn.tools.matrix import results, run
 
@@ -17,8 +17,8 @@ RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cell
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.detect_target.devices", lambda: [])
+    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
+    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
 
 
 def test_run_and_report(portattn, tmp_path):
@@ -62,19 +62,18 @@ SPILLED = "scheduled_forward: 512 bytes spilled, none allowed; the tile was chos
 @pytest.fixture
 def _spills(monkeypatch):
     """What compiles for sm_90 spills with a release that its schedule was not chosen with."""
-    real = run._look
+    real = run._Maker.look
 
-    def look(made, core, target, *rest):
-        if target.arch.name == "sm_90":
-            return {"status": "NOTE", "level": "declared", "reason": SPILLED}
-        return real(made, core, target, *rest)
+    def look(self):
+        spills = self.target.arch.name == "sm_90"
+        return {"status": "NOTE", "level": "declared", "reason": SPILLED} if spills else real(self)
 
-    monkeypatch.setattr(run, "_look", look)
+    monkeypatch.setattr(run._Maker, "look", look)
 
 
 @pytest.mark.usefixtures("_spills")
 def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path):
-    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--ops", "*fp32*")
+    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "*fp32*")
     called = portattn(*line)
     assert called.status == 0
     notes = [text for text in called.out.splitlines() if text.startswith("NOTE ")]
@@ -108,7 +107,7 @@ def test_a_note_that_is_red_or_expected_is_not_said_twice(portattn, tmp_path):
 
 
 def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_path):
-    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--ops", "*fp32*")
+    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "*fp32*")
     called = portattn(*line, "--toolchain", "triton==3.2", "--toolchain", "triton==3.3.1", "--json")
     assert called.status == 3, called.err
     made, cells = results.read(tmp_path / results.NAME)
@@ -175,14 +174,14 @@ def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begi
 
 def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monkeypatch):
     line = ("matrix", "run", "--out", str(tmp_path), "--jobs", "1", *RUN)
-    count = progress.CellProgress.cell
+    count = progress.ProgressCounter.matrix_cell
 
     def interrupted(self, cell):
         count(self, cell)
         if self.count == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress.CellProgress, "cell", interrupted)
+    monkeypatch.setattr(progress.ProgressCounter, "matrix_cell", interrupted)
     called = portattn(*line)
     assert called.status == 130
     assert "interrupted after 2 of 4 cells" in called.err
@@ -190,7 +189,7 @@ def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monk
     assert len(first) == 2
     assert "interrupted: 2 of 4" in (tmp_path / "index.html").read_text()
 
-    monkeypatch.setattr(progress.CellProgress, "cell", count)
+    monkeypatch.setattr(progress.ProgressCounter, "matrix_cell", count)
     assert portattn(*line, "--resume").status == 3
     cells = results.read(tmp_path / results.NAME)[1]
     assert cells[:2] == first  # not made again

@@ -1,7 +1,5 @@
 """What a baseline must be, and what of it a run is compared with: a comparison of nothing is an error, and not green.
-
-Runs are made by hand: nothing is compiled.
-"""
+Runs are made by hand: nothing is compiled."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def test_a_baseline_of_which_nothing_is_compared_is_refused(portattn, folder, am
     places = {"old": folder("old", amd), "new": folder("new", [make_cell(named=DENSE)]), "out": str(tmp_path / "out")}
     called = portattn(*(part.format(**places) for part in line))
     assert (called.status, called.out) == (2, "")
-    assert "has no cell of what is asked for, and nothing would be compared" in called.err
+    assert "has none of the requested cells, so that nothing would be compared" in called.err
     assert HAS in called.err
     assert not (tmp_path / "out").exists()
 

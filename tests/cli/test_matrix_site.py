@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from portattn.testing import numerics
+from portattn.testing import executor
 from portattn.tools.matrix import results, site
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.compiles  # plans need an installed Triton
 @pytest.fixture
 def run(portattn, tmp_path, monkeypatch):
     """A function that makes a run of Ascend's cells, which nothing here compiles, and gives its folder."""
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.detect_target.devices", lambda: [])
+    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
+    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
 
     def make(name, *targets):

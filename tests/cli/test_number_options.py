@@ -7,7 +7,6 @@ import pytest
 from handmade import make_cell, make_run
 
 from portattn.cli import main
-from portattn.tools.bench import hostcost
 from portattn.tools.matrix import results
 
 # Larger than what poll(2) waits for, and no numbers.
@@ -25,7 +24,7 @@ def floats(command, path=("portattn",)):
             yield (*path, option.opts[0]), option
 
 
-OPTIONS = {" ".join(path): option for path, option in (*floats(main), *floats(hostcost.main, ("hostcost",)))}
+OPTIONS = {" ".join(path): option for path, option in floats(main)}
 
 
 def test_these_are_all():

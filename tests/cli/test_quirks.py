@@ -41,14 +41,8 @@ def test_list_filters(portattn, options, keep):
 def test_list_what_is_active_depends_on_the_toolchain(portattn):
     def active(version):
         line = (
-            "quirks",
-            "list",
-            "--active-on",
-            "ascend:ascend910b2",
-            "--toolchain",
-            f"triton-ascend=={version}",
-            "--json",
-        )
+            "quirks", "list", "--active-on", "ascend:ascend910b2", "--toolchain", f"triton-ascend=={version}", "--json",
+        )  # fmt: skip
         return {q["id"] for q in portattn(*line).json}
 
     assert "ascend-0001-k-block-order" in active("3.1.0")

@@ -43,21 +43,3 @@ def test_a_chip_that_is_not_supported_is_answered_with_the_reason(
         assert called.status == 2, (command, called.out)
         assert reason in called.err
         assert len(called.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "command", [("plan", "attention", *SHAPES, "--target"), ("quirks", "why"), ("verify", "--target")]
-)
-def test_no_chip_is_answered_with_the_nearest(portattn: Any, command: tuple[str, ...]) -> None:
-    called = portattn(*command, "NVIDIA H300")
-    assert called.status == 2
-    assert " is 'NVIDIA H300', but must be BACKEND:ARCH" in called.err
-    assert "target: " not in called.err
-    assert "h200 (cuda:sm_90)" in called.err
-
-
-def test_the_matrix_says_the_nearest_of_a_misspelt_chip(portattn: Any, tmp_path: Path) -> None:
-    called = portattn("matrix", "run", "--targets", "mi300z", "--out", str(tmp_path))
-    assert called.status == 2
-    assert called.err.startswith("portattn: matrix run: --targets is 'mi300z', but must be BACKEND:ARCH, an arch or a ")
-    assert "mi300x (rocm:gfx942)" in called.err

@@ -16,15 +16,14 @@ import torch
 from support import BEHAVIOURS, problem, random_call
 
 import portattn
-from portattn.compile import compile_check
-from portattn.compile.compile_check import code_key
-from portattn.compile.store import CompileStore, _store, store
+from portattn.compile import ensure_compiled
+from portattn.compile.ensure_compiled import code_key
+from portattn.compile.record_store import CompileStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.worker.client import Reply, Worker
-from portattn.worker.exit_status import is_crash
+from portattn.worker.client import Reply, Worker, is_crash
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def compiles(key, made, launches, load, q, target, records):
         seen.append(key)
 
-    monkeypatch.setattr(compile_check, "_in_this_process", compiles)
+    monkeypatch.setattr(ensure_compiled, "_in_this_process", compiles)
     return seen
 
 
@@ -65,20 +64,22 @@ class Startable:
 def test_a_child_is_expected_where_nothing_was_compiled(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once; not where compiles are this process's, and not where something was recorded, by whatever process."""
     child = Startable()
-    monkeypatch.setattr(compile_check, "_worker", None)
-    monkeypatch.setattr(compile_check, "_shared_worker", lambda: child)
-    compile_check.expect(msgspec.structs.replace(settings, isolate="never"))
+    monkeypatch.setattr(ensure_compiled, "_worker", None)
+    assert ensure_compiled._shared_worker() is ensure_compiled._shared_worker()  # of all threads; not started
+    monkeypatch.setattr(ensure_compiled, "_worker", None)
+    monkeypatch.setattr(ensure_compiled, "_shared_worker", lambda: child)
+    ensure_compiled.expect(msgspec.structs.replace(settings, isolate="never"))
     assert child.starts == 0
-    compile_check.expect(settings)
+    ensure_compiled.expect(settings)
     assert child.starts == 1
-    monkeypatch.setattr(compile_check, "_worker", child)
-    compile_check.expect(settings)
+    monkeypatch.setattr(ensure_compiled, "_worker", child)
+    ensure_compiled.expect(settings)
     assert child.starts == 1
-    monkeypatch.setattr(compile_check, "_worker", None)
+    monkeypatch.setattr(ensure_compiled, "_worker", None)
     made, *_ = planned()
-    CompileStore(Path(settings.cache_dir)).put(compile_check._record("0" * 32, made, passed=True))
+    CompileStore(Path(settings.cache_dir)).put(ensure_compiled._record("0" * 32, made, passed=True))
     assert not store(settings).empty()
-    compile_check.expect(settings)
+    ensure_compiled.expect(settings)
     assert child.starts == 1
 
 
@@ -89,8 +90,8 @@ def requests_in(file: Path) -> int:
 def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, launches, q, target = planned()
-    assert compile_check.ensure(made, launches, q, target, settings) is None
-    assert compile_check.ensure(made, launches, q, target, settings) is None
+    assert ensure_compiled.ensure(made, launches, q, target, settings) is None
+    assert ensure_compiled.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
     assert in_process == [code_key(made, launches)]
     seen = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
@@ -122,7 +123,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     made = plan(p, target, settings=Settings(backend="triton"))
     assert (made.launch.splits > 1) is (len(functions) > 1)
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert compile_check.ensure(made, launches, q, target, settings) is None
+    assert ensure_compiled.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"]["function"] for line in requests.read_text().splitlines()]
     assert asked == functions
 
@@ -135,7 +136,7 @@ def test_both_kernels_of_gradients_are_compiled_with_their_own_tiles(compiler, s
     tiles = {"block_m": 128, "block_n": 32, "num_warps": 4, "rows_m": 64, "rows_n": 16, "rows_warps": 8}
     made = msgspec.structs.replace(made, launch=made.launch.changed(tiles))
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert compile_check.ensure(made, launches, q, target, settings) is None
+    assert ensure_compiled.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"] for line in requests.read_text().splitlines()]
     seen = {
         one["function"]: (*(one["constants"].get(f"BLOCK_{axis}") for axis in "MN"), one["options"]["num_warps"])
@@ -146,33 +147,23 @@ def test_both_kernels_of_gradients_are_compiled_with_their_own_tiles(compiler, s
     assert code_key(other, kernel_calls(other, random_call(p), 132)[0]) != code_key(made, launches)
 
 
-def test_a_later_process_trusts_the_record(compiler, settings, in_process) -> None:
-    requests = compiler("ok")
-    made, launches, q, target = planned()
-    compile_check.ensure(made, launches, q, target, settings)
-    compile_check._ready.clear()
-    _store.cache_clear()
-    assert compile_check.ensure(made, launches, q, target, settings) is None
-    assert requests_in(requests) == 1
-
-
 def test_each_device_loads_with_the_variables_of_the_plan(compiler, settings, monkeypatch) -> None:
     """What is compiled for one device is compiled again for the next, and a quirk's variables hold there too."""
     requests, seen = compiler("ok"), []
     made, launches, _, target = planned()
     made = msgspec.structs.replace(made, env={"PORTATTN_TEST_MARK": "1"})
-    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure_compiled, "device_guard", lambda q: contextlib.nullcontext())
 
     def load(launch) -> None:
         seen.append(os.environ.get("PORTATTN_TEST_MARK"))
 
     for device in ("cuda:0", "cuda:1", "cuda:1"):
         q = SimpleNamespace(device=torch.device(device))
-        assert compile_check.ensure_all(made, launches, load, q, target, settings) is None
+        assert ensure_compiled.ensure_all(made, launches, load, q, target, settings) is None
     assert seen == ["1", "1"]
     assert requests_in(requests) == 1
     assert "PORTATTN_TEST_MARK" not in os.environ
-    assert not compile_check.unseen(made, launches, settings)
+    assert not ensure_compiled.unseen(made, launches, settings)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +175,8 @@ def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) 
     made, launches, q, target = planned()
     chosen = Settings(cache_dir=str(tmp_path / "v"), isolate=isolate)
     for _ in range(2):
-        assert compile_check.ensure(made, launches, q, target, chosen) is None
-        compile_check._ready.clear()
+        assert ensure_compiled.ensure(made, launches, q, target, chosen) is None
+        ensure_compiled._ready.clear()
     assert requests_in(requests) == children
     assert len(in_process) == 2
 
@@ -216,10 +207,9 @@ def test_every_planted_failure_is_tried() -> None:
 
 @pytest.mark.parametrize("behaviour", FAILURES)
 def test_failures_are_classified_and_kept(compiler, settings, in_process, behaviour: str) -> None:
-    compiler(behaviour)
+    requests = compiler(behaviour)
     made, launches, q, target = planned()
-    failed = compile_check.ensure(made, launches, q, target, settings)
-    assert failed is not None
+    failed = ensure_compiled.ensure(made, launches, q, target, settings)
     assert not failed.passed
     assert in_process == [], "what fails in the child must not be compiled here"
     symptom, stage, message = FAILURES[behaviour]
@@ -228,7 +218,9 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
     passing = behaviour in ("no json", "exit")
     assert cached.get(code_key(made, launches)) == (None if passing else failed)
     assert failed.standing == ("passing" if passing else "timeout" if symptom == "hang" else "lasting")
-    assert compile_check.known_failure(made, launches, settings) == failed
+    assert ensure_compiled.known_failure(made, launches, settings) == failed
+    assert ensure_compiled.ensure(made, launches, q, target, settings) == failed, "this process remembers"
+    assert requests_in(requests) == (2 if behaviour == "crash" else 1)
     [incident] = cached.incidents()
     assert incident.id == failed.incident
     assert (incident.symptom, incident.stage) == (symptom, stage)
@@ -238,21 +230,20 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
     assert incident.key == code_key(made, launches)
     assert incident.kernel == "dense_forward"
     assert "*fp16" in json.dumps(incident.specialisation)
-    if behaviour == "crash":
-        assert "Assertion `!repl` failed." in incident.log
+    if behaviour == "crash":  # it is tried twice, and the first death is not forgotten
+        assert incident.log.startswith("the first time: SIGABRT at ttgir: python: TypeConverter.cpp:42: Assertion")
 
 
 def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, in_process) -> None:
     """The plan was made before the record came: it must not take this process down."""
     requests = compiler("crash")
     made, launches, q, target = planned()
-    assert compile_check.ensure(made, launches, q, target, settings) is not None
+    assert ensure_compiled.ensure(made, launches, q, target, settings) is not None
     asked = requests_in(requests)
     for isolate in ("auto", "never"):
-        again = compile_check.ensure(
+        again = ensure_compiled.ensure(
             made, launches, q, target, Settings(cache_dir=settings.cache_dir, compile_seconds=3.0, isolate=isolate)
         )
-        assert again is not None
         assert not again.passed
     assert requests_in(requests) == asked
     assert in_process == []
@@ -263,7 +254,7 @@ def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behav
     """It is retried once, and the record says so."""
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    assert compile_check.ensure(made, launches, q, target, settings) is None
+    assert ensure_compiled.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 2
     records = CompileStore(Path(settings.cache_dir))
     seen = records.get(code_key(made, launches))
@@ -297,16 +288,15 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     """As triton-ascend's, which compiles here what the child only lowered."""
     compiler("ok")
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate=isolate)
-    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure_compiled, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
     load = dying_once(subprocess.CalledProcessError(-6, "triton-adapter-opt"))
-    assert compile_check.ensure_all(made, launches, load, q, target, settings) is None
+    assert ensure_compiled.ensure_all(made, launches, load, q, target, settings) is None
     seen = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert (seen.facts["deaths"] if seen else None) == (1 if isolate == "auto" else None)
     made, launches, q, target = planned(causal="bottom_right")
     load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
-    failed = compile_check.ensure_all(made, launches, load, q, target, settings)
-    assert failed is not None
+    failed = ensure_compiled.ensure_all(made, launches, load, q, target, settings)
     assert "exit status 1" in failed.reason
 
 
@@ -316,26 +306,16 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
 ) -> None:
     """A signal that somebody sent, for memory perhaps, says nothing about the compiler."""
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate="never")
-    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure_compiled, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
 
     def load(launch: object) -> None:
         raise subprocess.CalledProcessError(-number, "triton-adapter-opt")
 
-    assert compile_check.ensure_all(made, launches, load, q, target, settings) is not None
+    assert ensure_compiled.ensure_all(made, launches, load, q, target, settings) is not None
     assert (CompileStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is cached
     found = next(iter(store(settings).incidents()))
     assert found.symptom == "compiler-crash"
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "times"), [("crash", 2), ("error", 1), ("exit", 1), ("too large", 1), ("hang", 1)]
-)
-def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, times: int) -> None:
-    requests = compiler(behaviour)
-    made, launches, q, target = planned()
-    assert compile_check.ensure(made, launches, q, target, settings) is not None
-    assert requests_in(requests) == times
 
 
 @pytest.mark.parametrize(
@@ -366,31 +346,6 @@ def test_who_died(reply: Reply, dead: bool) -> None:
     assert is_crash(reply) is dead
 
 
-def test_the_first_death_is_not_forgotten(compiler, settings, in_process) -> None:
-    compiler("crash")
-    made, launches, q, target = planned()
-    failed = compile_check.ensure(made, launches, q, target, settings)
-    assert failed is not None
-    incident = store(settings).incident(failed.incident)
-    assert incident is not None
-    assert incident.log.startswith("the first time: SIGABRT at ttgir: python: TypeConverter.cpp:42")
-
-
-def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:
-    requests = compiler("error")
-    made, launches, q, target = planned(causal="top_left")
-    failed = compile_check.ensure(made, launches, q, target, settings)
-    incident = store(settings).incident(failed.incident)
-    # Not to compile it here: the command's Python is exchanged for one that prints what it is sent.
-    command = incident.command.rsplit("|", 1)[0]
-    sent = json.loads(subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout)
-    asked = json.loads(requests.read_text())
-    assert sent["signature"] == asked["signature"]
-    assert sent["target"] == asked["target"] == ["cuda", 90, 32]
-    assert sent["env"] == asked["env"]
-    assert (sent["version"], sent["id"]) == (2, 1)
-
-
 @pytest.mark.compiles
 def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -> None:
     """An arch that the real compiler refuses; the kept command gives the same answer in a shell."""
@@ -398,9 +353,9 @@ def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -
     made, launches, q, target = planned()
     launches[0].constexprs["BLOCK_D"] = 48  # no power of two
     with Worker() as worker:
-        monkeypatch.setattr(compile_check, "_worker", worker)
+        monkeypatch.setattr(ensure_compiled, "_worker", worker)
         limit = Settings(cache_dir=settings.cache_dir, compile_seconds=120.0)
-        failed = compile_check.ensure(made, launches, q, target, limit)
+        failed = ensure_compiled.ensure(made, launches, q, target, limit)
     assert "CompilationError" in failed.reason
     incident = store(settings).incident(failed.incident)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -424,14 +379,7 @@ def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -
     ],
 )
 def test_symptoms_are_the_words_of_quirks(reply: Reply, symptom: str) -> None:
-    assert compile_check.symptom_of(reply) == symptom
-
-
-def test_threads_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_check, "_worker", None)
-    first = compile_check._shared_worker()
-    assert compile_check._shared_worker() is first
-    first.close()
+    assert ensure_compiled.symptom_of(reply) == symptom
 
 
 @pytest.mark.gpu
@@ -453,10 +401,10 @@ def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_pat
         def warmup(self, *arguments, **options):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(compile_check, "load_kernels", lambda *a, **k: type("M", (), {"dense_forward": Kernel()}))
+    monkeypatch.setattr(ensure_compiled, "load_kernels", lambda *a, **k: type("M", (), {"dense_forward": Kernel()}))
     with pytest.raises(torch.OutOfMemoryError):
-        compile_check.ensure(made, launches, q, target, Settings(cache_dir=settings.cache_dir, isolate="never"))
-    assert compile_check.known_failure(made, launches, settings) is None
+        ensure_compiled.ensure(made, launches, q, target, Settings(cache_dir=settings.cache_dir, isolate="never"))
+    assert ensure_compiled.known_failure(made, launches, settings) is None
     assert list(store(settings).incidents()) == []
 
 
@@ -482,5 +430,5 @@ def test_nothing_is_compiled_for_nothing(compiler, settings, in_process) -> None
     p = problem(dtype="fp16", seq_q=0, head_dim=64)
     made = plan(p, target, settings=Settings(backend="triton"))
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert compile_check.ensure(made, launches, q, target, settings) is None
+    assert ensure_compiled.ensure(made, launches, q, target, settings) is None
     assert not requests.exists() or requests_in(requests) == 0

@@ -16,11 +16,10 @@ from places import TESTS
 from test_compiling import planned, requests_in
 
 import portattn
-from portattn.api import candidate, dispatch
-from portattn.compile import compile_check, failures
-from portattn.compile.compile_check import code_key
-from portattn.compile.failures import standing
-from portattn.compile.store import CompileStore, _store, store
+from portattn.api import dispatch
+from portattn.compile import ensure_compiled, record_store
+from portattn.compile.ensure_compiled import code_key
+from portattn.compile.record_store import CompileStore, _store, standing, store
 from portattn.config import Settings
 from portattn.launch import cache
 from portattn.schema.compile_record import Standing
@@ -140,10 +139,10 @@ def test_logs_of_real_failures(name: str, kind: str, expected: Standing) -> None
 
 def test_a_full_disk_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "there"))
-    assert failures.has_room()
+    assert record_store.has_room()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=4096))
-    assert not failures.has_room()
+    assert not record_store.has_room()
 
 
 def test_no_folder_for_temporary_files_is_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -153,8 +152,8 @@ def test_no_folder_for_temporary_files_is_a_full_disk(monkeypatch: pytest.Monkey
     def none() -> str:
         raise FileNotFoundError("no usable temporary directory found")
 
-    monkeypatch.setattr(failures.tempfile, "gettempdir", none)
-    assert not failures.has_room()
+    monkeypatch.setattr(record_store.tempfile, "gettempdir", none)
+    assert not record_store.has_room()
 
 
 def test_the_disk_of_tritons_cache_is_looked_at_where_triton_has_it(
@@ -172,14 +171,14 @@ def test_the_disk_of_tritons_cache_is_looked_at_where_triton_has_it(
     monkeypatch.setattr(shutil, "disk_usage", look)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
-    failures.has_room()
+    record_store.has_room()
     assert str(tmp_path / ".triton" / "cache") in asked
     assert str(tmp_path / ".triton") in asked
     assert str(tmp_path) in asked
     asked.clear()
     monkeypatch.delenv("TRITON_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    failures.has_room()
+    record_store.has_room()
     assert str(tmp_path / "home" / ".triton" / "cache") in asked
 
 
@@ -188,25 +187,18 @@ def test_a_disk_that_nobody_can_ask_about_has_no_room(monkeypatch: pytest.Monkey
         raise OSError("no such device")
 
     monkeypatch.setattr(shutil, "disk_usage", gone)
-    monkeypatch.setattr(failures, "ROOM", 1)
-    assert not failures.has_room()
+    monkeypatch.setattr(record_store, "ROOM", 1)
+    assert not record_store.has_room()
 
 
-# By the real way, a child that stands in for the compiler: behaviour -> (standing, in the message).
+# By the real way, a child that stands in for the compiler: behaviour -> (standing, in the message); test_compiling.py
+# has the compiler's own.
 CHILDREN = {
-    "error": ("lasting", "PassManager::run failed"),
-    "crash": ("lasting", "Assertion"),
-    "hang": ("timeout", "no answer in 1 s"),
-    "too large": ("lasting", "out of resource"),
-    "exit": ("passing", "exit status 3"),
-    "no json": ("passing", "ProtocolError"),
-    "full disk": ("passing", "No space left on device"),
-    "a file too large": ("passing", "SIGXFSZ"),
-    "killed": ("passing", "SIGKILL"),
-    "out of memory": ("passing", "MemoryError"),
-    "no ptxas": ("passing", "Cannot find ptxas"),
+    "no json": ("passing", "ProtocolError"), "full disk": ("passing", "No space left on device"),
+    "a file too large": ("passing", "SIGXFSZ"), "killed": ("passing", "SIGKILL"),
+    "out of memory": ("passing", "MemoryError"), "no ptxas": ("passing", "Cannot find ptxas"),
     "bus error": ("passing", "SIGBUS"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -217,7 +209,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The clock that passing failures go by: seconds can be added."""
-    from portattn.compile import store as records
+    from portattn.compile import record_store as records
 
     class Clock:
         now = 1000.0
@@ -240,11 +232,10 @@ def test_each_failure_of_a_child(compiler, settings: Settings, behaviour: str) -
     expected, said = CHILDREN[behaviour]
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    failed = compile_check.ensure(made, launches, q, target, settings)
-    assert failed is not None
+    failed = ensure_compiled.ensure(made, launches, q, target, settings)
     assert (failed.standing, said in failed.reason) == (expected, True)
     asked = requests_in(requests)
-    assert compile_check.ensure(made, launches, q, target, settings) == failed, "this process remembers"
+    assert ensure_compiled.ensure(made, launches, q, target, settings) == failed, "this process remembers"
     assert requests_in(requests) == asked
     cached = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert cached == (None if expected == "passing" else failed), "and others"
@@ -256,18 +247,17 @@ def test_a_passing_failure_is_asked_again_after_some_time(compiler, settings: Se
     made, launches, q, target = planned()
     waits = []
     for _ in range(6):
-        failed = compile_check.ensure(made, launches, q, target, settings)
-        assert failed is not None
+        failed = ensure_compiled.ensure(made, launches, q, target, settings)
         waits.append(failed.wait)
         assert failed.until is not None, "what is launched instead is kept as long"
         left = failed.until - datetime.datetime.now(datetime.timezone.utc)
         assert failed.wait - 60 < left.total_seconds() <= failed.wait
         clock.now += failed.wait - 1
-        assert compile_check.known_failure(made, launches, settings) == failed
-        assert not compile_check.unseen(made, launches, settings)
+        assert ensure_compiled.known_failure(made, launches, settings) == failed
+        assert not ensure_compiled.unseen(made, launches, settings)
         clock.now += 2
-        assert compile_check.known_failure(made, launches, settings) is None
-        assert compile_check.unseen(made, launches, settings)
+        assert ensure_compiled.known_failure(made, launches, settings) is None
+        assert ensure_compiled.unseen(made, launches, settings)
     assert waits == [300, 600, 1200, 2400, 3600, 3600]
     assert requests_in(requests) == 6
     assert len(list(store(settings).incidents())) == 1
@@ -283,34 +273,20 @@ def test_a_passing_failure_is_asked_again_in_other_surroundings(
     made, launches, q, target = planned()
     for value in ("/one", "/one", "/two"):
         monkeypatch.setenv(name, value if name != "PATH" else f"{value}:/usr/bin:/bin")
-        assert compile_check.ensure(made, launches, q, target, settings) is not None
+        assert ensure_compiled.ensure(made, launches, q, target, settings) is not None
     assert requests_in(requests) == 2
 
 
 def test_other_surroundings_have_another_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_check, "_worker", None)
-    first = compile_check._shared_worker()
-    assert compile_check._shared_worker() is first
+    monkeypatch.setattr(ensure_compiled, "_worker", None)
+    first = ensure_compiled._shared_worker()
+    assert ensure_compiled._shared_worker() is first
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere")
-    second = compile_check._shared_worker()
+    second = ensure_compiled._shared_worker()
     assert second is not first
-    assert compile_check._shared_worker() is second
+    assert ensure_compiled._shared_worker() is second
     first.close()
     second.close()
-
-
-def test_what_passes_in_time_compiles(compiler, settings: Settings, clock: Any, monkeypatch) -> None:
-    """The disk has room again: the next call after the wait compiles, and the record is a good one."""
-    monkeypatch.setattr(compile_check, "_in_this_process", lambda *given: None)
-    compiler("full disk once")
-    made, launches, q, target = planned()
-    failed = compile_check.ensure(made, launches, q, target, settings)
-    assert failed is not None
-    clock.now += failed.wait + 1
-    assert compile_check.ensure(made, launches, q, target, settings) is None
-    cached = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
-    assert cached is not None
-    assert cached.passed
 
 
 def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
@@ -320,7 +296,7 @@ def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
     import contextlib
 
     compiler("ok")
-    monkeypatch.setattr(compile_check, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure_compiled, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
     made = msgspec.structs.replace(made, env={"TRITON_OF_A_QUIRK": "1"})
     answers: list[Exception] = [RuntimeError("Failed to find C compiler.")]
@@ -329,19 +305,17 @@ def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
         if answers:
             raise answers.pop()
 
-    failed = compile_check.ensure_all(made, launches, load, q, target, settings)
-    assert failed is not None
+    failed = ensure_compiled.ensure_all(made, launches, load, q, target, settings)
     assert failed.standing == "passing"
-    assert compile_check.ensure_all(made, launches, load, q, target, settings) == failed
+    assert ensure_compiled.ensure_all(made, launches, load, q, target, settings) == failed
     clock.now += failed.wait + 1
-    assert compile_check.ensure_all(made, launches, load, q, target, settings) is None
+    assert ensure_compiled.ensure_all(made, launches, load, q, target, settings) is None
 
 
 def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, settings: Settings) -> None:
     compiler("hang")
     made, launches, q, target = planned()
-    failed = compile_check.ensure(made, launches, q, target, settings)
-    assert failed is not None
+    failed = ensure_compiled.ensure(made, launches, q, target, settings)
     key, folder = code_key(made, launches), Path(settings.cache_dir)
     assert (failed.wait, failed.limit) == (86_400.0, 1.0)
     assert "tried again after 24 hours, or with compile_seconds over 1" in failed.told()
@@ -356,7 +330,7 @@ def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, setti
 
 
 def put_as_it_is(folder: Path, record: portattn.CompileRecord) -> None:
-    from portattn.compile import store as records
+    from portattn.compile import record_store as records
 
     (folder / "records" / f"{record.key}.json").write_bytes(records.seal("record", record.key, record))
 
@@ -367,8 +341,7 @@ def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) ->
     compiler("error")
     made, launches, q, target = planned()
     with pytest.warns(UserWarning, match="PORTATTN_CACHE_DIR"):
-        failed = compile_check.ensure(made, launches, q, target, chosen)
-    assert failed is not None
+        failed = ensure_compiled.ensure(made, launches, q, target, chosen)
     assert failed.incident == ""
 
 
@@ -377,14 +350,13 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
 ) -> None:
     """A server goes on by another path, and comes back once the disk has room."""
     requests, launched = compiler("full disk once"), []
-    monkeypatch.setattr(compile_check, "_in_this_process", lambda *given: None)
-    monkeypatch.setattr(candidate, "launch_all", lambda calls, made, q: launched.append(made))
+    monkeypatch.setattr(ensure_compiled, "_in_this_process", lambda *given: None)
+    monkeypatch.setattr(dispatch, "launch_all", lambda calls, made, q: launched.append(made))
     q = torch.randn(1, 2, 33, 64).half()
     with portattn.settings(canary="never"):
         with pytest.warns(portattn.FallbackWarning, match="could not be compiled now: .*No space left on device"):
             out = portattn.attention(q, q, q)
         plan = portattn.last_plan()
-        assert plan is not None
         assert plan.fell_back
         assert "tried again after 5 minutes, or when the environment changes" in plan.rejected[0].reason
         expected = torch.nn.functional.scaled_dot_product_attention(*[q.double()] * 3)
@@ -395,7 +367,6 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
         clock.now += 301
         portattn.attention(q, q, q)
         plan = portattn.last_plan()
-        assert plan is not None
         assert not plan.fell_back
         assert [made.path for made in launched] == ["triton"]
         assert requests_in(requests) == 2
@@ -403,7 +374,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
 
 def failure(stands: str, **fields: Any) -> portattn.CompileRecord:
     made, *_ = planned()
-    return compile_check._record("k", made, passed=False, standing=stands, **fields)
+    return ensure_compiled._record("k", made, passed=False, standing=stands, **fields)
 
 
 def test_nothing_is_kept_of_a_call_that_a_variant_left_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,19 +423,10 @@ def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPa
     cache.forget()
 
 
-def test_settled_plans_only() -> None:
-    made, *_ = planned()
-    lasting = compile_check._record("k", made, passed=False, standing="lasting")
-    passing = compile_check._record("l", made, passed=False, standing="passing")
-    assert dispatch._settled({})
-    assert dispatch._settled({"k": lasting})
-    assert not dispatch._settled({"k": lasting, "l": passing})
-
-
 def test_surroundings_are_what_compilers_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = failures.surroundings()
+    before = record_store.surroundings()
     monkeypatch.setitem(os.environ, "PORTATTN_NOT_READ", "1")
     monkeypatch.setitem(os.environ, "SOMETHING", "1")
-    assert failures.surroundings() == before
+    assert record_store.surroundings() == before
     monkeypatch.setitem(os.environ, "AMDGCN_ENABLE_DUMP", "1")
-    assert failures.surroundings() != before
+    assert record_store.surroundings() != before

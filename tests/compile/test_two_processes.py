@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import json
 import os
@@ -9,8 +10,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import pytest
+
+from portattn.compile.ensure_compiled import compile_in, over_limit
+from portattn.config import Settings
+from portattn.launch import KernelCall, kernel_calls, meta_call, run
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+from portattn.schema.toolchain import installed_toolchain
+from portattn.testing import findings
+from portattn.testing.findings import KernelFacts
 from portattn.worker.client import Worker
 
 SECONDS = 120.0  # a limit against hangs, for what takes a few
@@ -38,7 +54,7 @@ import os, sys
 from pathlib import Path
 import torch
 from portattn import Problem
-from portattn.compile import compile_check
+from portattn.compile import ensure_compiled
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
@@ -48,10 +64,10 @@ problem = Problem(batch=2, heads_q=2, heads_k=2, seq_q=64, seq_k=64, head_dim=64
 target = parse_target("cuda:sm_90", "triton==3.6.0")
 made = plan(problem, target, settings=Settings(backend="triton"))
 launches, _, _ = kernel_calls(made, meta_call(problem), 132)
-compile_check.new_worker = lambda: compile_check.Worker(python=compiler)
+ensure_compiled.new_worker = lambda: ensure_compiled.Worker(python=compiler)
 settings = Settings(cache_dir=folder, compile_seconds=60.0)
 Path(folder, f"{os.getpid()}.asks").touch()
-failed = compile_check.ensure_all(made, launches, lambda launch: None, torch.empty(0), target, settings)
+failed = ensure_compiled.ensure_all(made, launches, lambda launch: None, torch.empty(0), target, settings)
 sys.exit(failed.reason if failed else 0)
 """
 
@@ -114,3 +130,116 @@ def _freed(held: Path, seconds: float = 20.0) -> bool:
             else:
                 return True
     return False
+
+
+ROOT = Path(__file__).parent.parent.parent
+# Launches by the options of another Step or of a KernelCall, or by a name that is made in the line before.
+TAKEN_OVER = [
+    "backends/cuda/hopper_forward/quantized_variants.py", "backends/cuda/hopper_forward/quantized_variants.py",
+    "backends/cuda/hopper_latent/variant.py", "portattn/launch/cached_launch.py", "portattn/launch/run.py",
+    "portattn/schema/kernel_step.py",
+]  # fmt: skip
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", ["cuda:sm_80", "rocm:gfx942"])
+def test_the_users_default_changes_no_code(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(op="attention", batch=1, heads_q=2, heads_k=2, seq_q=256, seq_k=256, head_dim=64, dtype="bf16")
+    target = Registry.load().target(arch, str(installed_toolchain()))
+    made = plan(problem, target, settings=Settings(backend="triton"))
+    (launch,) = kernel_calls(made, meta_call(problem), target.arch.cores)[0]
+    found = []
+    for default in ("1", "0"):
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", default)
+        with Worker() as worker:
+            reply = compile_in(worker, launch, made, target, 120.0, "all")
+        assert reply.outcome == "ok", reply
+        found.append(dict(reply.facts))
+    assert found[0] == found[1]
+
+
+def writing(target: Target) -> KernelCall:
+    fields: dict[str, Any] = {"head_dim": 64, "dtype": "bf16", "heads_q": 2, "heads_k": 2, "batch": 2}
+    problem = Problem(op="append_kv", seq_q=1, seq_k=64, rotary="neox", rotary_dim=64, seqlens_k=True, **fields)
+    made = plan(problem, target, settings=Settings(backend="triton"))
+    (launch,) = kernel_calls(made, meta_call(problem), 132)[0]
+    return launch
+
+
+def test_a_launch_may_say_otherwise() -> None:
+    """The writers' rotation does, to round as the reference."""
+    assert writing(Registry.load().target("cuda:sm_90", "triton==3.6.0")).options()["enable_fp_fusion"] is False
+
+
+def test_a_compiler_without_the_option_does_not_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Registry.load().target("cuda:sm_90", "triton==3.6.0")
+    monkeypatch.setattr(run, "backend_options", lambda: {"cuda": {"maxnreg": int}})
+    assert "enable_fp_fusion" not in writing(target).options()
+    problem = Problem(op="attention", batch=1, heads_q=2, heads_k=2, seq_q=256, seq_k=256, head_dim=64, dtype="bf16")
+    (launch,) = kernel_calls(plan(problem, target, settings=Settings(backend="triton")), meta_call(problem), 132)[0]
+    assert "enable_fp_fusion" not in launch.options()
+
+
+def is_grid(what: ast.Subscript) -> bool:
+    if isinstance(what.slice, ast.Tuple):
+        return ast.unparse(what.value) != "dict"
+    return ast.unparse(what.slice).rpartition(".")[2] in ("grid", "programs")
+
+
+def direct_launches() -> Iterator[tuple[str, ast.Call]]:
+    """Every `kernel[grid](…)` of ours, and every Step, whose options are its fourth argument."""
+    for path in sorted(path for folder in ("portattn", "backends") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            step = isinstance(node.func, ast.Name) and node.func.id == "Step" and "backends/cuda" in str(path)
+            if step or (isinstance(node.func, ast.Subscript) and is_grid(node.func)):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def test_every_kernel_that_is_launched_by_itself_asks_for_it() -> None:
+    found = dict(direct_launches())
+    assert len(found) >= 14
+    lacking = [place.partition(":")[0] for place, node in found.items() if "FUSED" not in ast.unparse(node)]
+    assert sorted(lacking) == TAKEN_OVER
+
+
+APART = {"block_m": 128, "block_n": 32, "num_warps": 4, "rows_m": 64, "rows_n": 64, "rows_warps": 8}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "causal", "launch"),
+    [
+        ("cuda:sm_90", 64, "none", {}),
+        ("cuda:sm_90", 256, "bottom_right", {}),
+        ("rocm:gfx942", 64, "bottom_right", APART),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_both_kernels_compile_and_fit(
+    arch: str, head_dim: int, causal: str, launch: dict[str, int], packed: bool
+) -> None:
+    fields: dict[str, Any] = {"op": "varlen_attention_backward", "total_q": 4096, "total_k": 4096} if packed else {}
+    problem = Problem(
+        **{"op": "attention_backward"} | fields, batch=1, heads_q=4, heads_k=4, seq_q=4096, seq_k=4096,
+        head_dim=head_dim, dtype="bf16", causal=causal,
+    )  # fmt: skip
+    target = Registry.load().target(arch, str(installed_toolchain()))
+    made = plan(problem, target, settings=Settings(backend="triton"))
+    made = msgspec.structs.replace(made, launch=made.launch.changed(launch))
+    assert len(made.specialised[1].kernels()) == 2, "this test is about two tiles"
+    found = []
+    with Worker() as worker:
+        for one in kernel_calls(made, meta_call(problem), target.arch.cores)[0]:
+            reply = compile_in(worker, one, made, target, 120.0, "full")
+            assert reply.outcome == "ok", (one.function, reply)
+            assert not over_limit(reply, target), one.function
+            assert reply.facts["num_warps"] == one.options()["num_warps"]
+            found.append(KernelFacts(function=one.function, facts=dict(reply.facts)))
+    assert [kernel.function for kernel in found] == ["backward_delta", "backward_keys", "backward_rows"]
+    matrix = [
+        g for g in findings.check_gates(made, target, tuple(found), Registry.load()) if g.name == "matrix instructions"
+    ]
+    assert [(gate.function, gate.passed) for gate in matrix] == [("backward_keys", True), ("backward_rows", True)]

@@ -15,35 +15,24 @@ PACKED: dict[str, Any] = {"batch": 1, "cu": (0, 5, 5, 17, 40, 41, 48)}
 PADDED: dict[str, Any] = {"batch": 1, "cu": (0, 3, 30, 37), "poison": True}
 # What each feature changes, beside the sizes.
 FEATURES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": CAUSAL,
-    "causal, top left, bshd": {"causal": True, "causal_word": "top_left", "bshd": True},
-    "window": {"causal": True, "window": (5, 0)},
-    "window on both sides": {"window": (3, 4)},
-    "wide window": {"causal": True, "window": (30, None)},
-    "window of the own key": {"window": (0, 0), "sinks": True},
-    "window to the right": {"window": (None, 7)},
-    "softcap and scale": {"causal": True, "softcap": 3.0, "scale": 0.4},
-    "sinks": {"causal": True, "sinks": True},
-    "sinks, window": {"window": (9, 2), "sinks": True, "grad_lse": True},
-    "alibi": {"alibi_slopes": 1, "causal": True},
-    "alibi of both sides": {"alibi_slopes": 1, "grad_lse": True},
+    "full": {}, "causal": CAUSAL, "causal, top left, bshd": {"causal": True, "causal_word": "top_left", "bshd": True},
+    "window": {"causal": True, "window": (5, 0)}, "window on both sides": {"window": (3, 4)},
+    "wide window": {"causal": True, "window": (30, None)}, "window of the own key": {"window": (0, 0), "sinks": True},
+    "window to the right": {"window": (None, 7)}, "softcap and scale": {"causal": True, "softcap": 3.0, "scale": 0.4},
+    "sinks": {"causal": True, "sinks": True}, "sinks, window": {"window": (9, 2), "sinks": True, "grad_lse": True},
+    "alibi": {"alibi_slopes": 1, "causal": True}, "alibi of both sides": {"alibi_slopes": 1, "grad_lse": True},
     "alibi per sequence, window": {"alibi_slopes": 2, "causal": True, "window": (20, 0)},
     "gradient of the LSE": {"causal": True, "grad_lse": True},
     "values of another width": {"causal": True, "width_v": 24, "strided": True},
-    "bf16": {"causal": True, "dtype": "bf16", "length": 96, "width": 32},
-    "fp16": {"dtype": "fp16", "sinks": True},
-    "packed": PACKED | CAUSAL,
-    "packed, full": PACKED | {"grad_lse": True},
+    "bf16": {"causal": True, "dtype": "bf16", "length": 96, "width": 32}, "fp16": {"dtype": "fp16", "sinks": True},
+    "packed": PACKED | CAUSAL, "packed, full": PACKED | {"grad_lse": True},
     "packed, window": PACKED | {"causal": True, "window": (4, 0), "strided": True},
     "packed, window on both sides": PACKED | {"window": (2, 3), "sinks": True},
     "packed, alibi": PACKED | {"causal": True, "alibi_slopes": 1},
     "packed, alibi per document": PACKED | {"alibi_slopes": 2},
-    "packed, bf16": PACKED | {"causal": True, "dtype": "bf16"},
-    "padded": PADDED | CAUSAL,
+    "packed, bf16": PACKED | {"causal": True, "dtype": "bf16"}, "padded": PADDED | CAUSAL,
     "padded, full, sinks": PADDED | {"sinks": True, "grad_lse": True},
-    "one document": {"batch": 1, "cu": (0, 48), "causal": True},
-    "no rows": {"length": 0, "causal": True},
+    "one document": {"batch": 1, "cu": (0, 48), "causal": True}, "no rows": {"length": 0, "causal": True},
 }  # fmt: skip
 # By portattn's kernels, interpreted: their gradients take the result and the LSE of all ranks' keys.
 KERNELS = {"batch": 1, "length": 16, "causal": True, "sinks": True, "grad_lse": True, "backend": "interpreter"}
@@ -101,11 +90,9 @@ def tensors_of(case: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
         return torch.randn(sizes, generator=generator).to(DTYPES[case["dtype"]]).double()
 
     found = {
-        "q": random(batch, heads, length, width),
-        "k": random(batch, case["heads_k"], length, width),
-        "v": random(batch, case["heads_k"], length, width_v),
-        "grad_out": random(batch, heads, length, width_v),
-    }
+        "q": random(batch, heads, length, width), "k": random(batch, case["heads_k"], length, width),
+        "v": random(batch, case["heads_k"], length, width_v), "grad_out": random(batch, heads, length, width_v),
+    }  # fmt: skip
     if case.get("grad_lse"):
         found["grad_lse"] = torch.randn(batch, heads, length, generator=generator).double()
     if case.get("sinks"):

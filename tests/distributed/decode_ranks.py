@@ -19,14 +19,9 @@ GARBAGE_PAGE = 5  # the page size of a rank's pages is its own: other than that 
 
 
 def attend(
-    name: str,
-    fields: dict[str, Any],
-    seed: int,
-    interleave: int,
-    heads: str,
-    lengths: list[int] | None = None,
-    poison: str = "apart",
-) -> dict[str, Any]:
+    name: str, fields: dict[str, Any], seed: int, interleave: int, heads: str, lengths: list[int] | None = None,
+    poison: str = "apart", device: str = "cpu", compiled: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """A random call of opcalls.CALLS over a shard: {error, budget, …, bits}, bits of the whole result."""
     call = tolerance.random_call(opcalls.problem(name, **fields), seed, poison=poison)  # type: ignore[arg-type]
     if lengths is not None:
@@ -34,9 +29,12 @@ def attend(
         call.seqlens_k.copy_(torch.tensor(lengths, dtype=torch.int32))
     arguments = opcalls.given(call)
     parallel = decode_parallel(interleave=interleave, heads=heads)  # type: ignore[arg-type]
-    local = sharded(arguments, parallel.shard)
+    local = {
+        n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in sharded(arguments, parallel.shard).items()
+    }
     before = {key: value.clone() for key, value in local.items() if isinstance(value, torch.Tensor)}
-    out, lse = getattr(parallel, call.problem.op)(**local)
+    function = getattr(parallel, call.problem.op)
+    out, lse = (torch.compile(function, fullgraph=True) if compiled else function)(**local)
     for key, value in before.items():
         assert torch.equal(bits(local[key]), bits(value)), f"{key} was changed"
     packed = call.problem.packed
@@ -47,7 +45,7 @@ def attend(
     assert lse.is_contiguous()
     shown = out.transpose(0, 1)[None] if packed else out.transpose(1, 2) if call.problem.layout == "bshd" else out
     facts = tolerance.judge(call, shown, lse[None] if packed else lse)
-    return facts | {"bits": bits(out).numpy().tobytes() + bits(lse).numpy().tobytes()}
+    return facts | {"bits": bits(out).cpu().numpy().tobytes() + bits(lse).cpu().numpy().tobytes()}
 
 
 def sharded(arguments: dict[str, Any], shard: CacheShard) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from portattn.distributed import context_parallel
 from portattn.errors import ArgumentError
-from portattn.integrations.transformers_parallel import register_parallel, shard_batch
+from portattn.integrations.transformers_context_parallel import register_parallel, shard_batch
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

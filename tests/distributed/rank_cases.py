@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import DTYPES, cases, tensors_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from whole import NAMES, definition
 
 import portattn
@@ -18,13 +19,14 @@ from portattn.testing.tolerance import budget, count_misplaced, largest
 
 
 @functools.lru_cache(maxsize=32)
-def shared(key: tuple[tuple[str, Any], ...]) -> ContextParallel:
+def shared(key: tuple[tuple[str, Any], ...], device: str = "cpu") -> ContextParallel:
     how = dict(key)
     mesh = how.pop("mesh", None)
-    names = ("ring", "ulysses")
-    return context_parallel(
-        None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=names[: len(mesh)]), **how
-    )
+    return context_parallel(None if mesh is None else _mesh(mesh, device), **how)
+
+
+def _mesh(sizes: tuple[int, ...], device: str) -> Any:
+    return init_device_mesh(device, sizes, mesh_dim_names=("ring", "ulysses")[: len(sizes)])
 
 
 def all_cases(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
@@ -41,9 +43,9 @@ def all_cases(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def local_results(case: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+def local_results(case: dict[str, Any], seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """This rank's part of {out, lse, gradients}, (B, H, S, ·), by calls as a user makes them."""
-    parallel = shared(tuple(case["how"].items()))
+    parallel = shared(tuple(case["how"].items()), device)
     whole, dtype = tensors_of(case, seed), DTYPES[case["dtype"]]
     packed = "cu" in case
     leaves = {}
@@ -54,25 +56,29 @@ def local_results(case: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
         if name in "qkv":
             if case.get("poison"):
                 tensor[:, :, case["cu"][-1] :] = float("nan")
-            tensor = _laid_out(case, parallel.shard(tensor).to(dtype))
+            tensor = _laid_out(case, parallel.shard(tensor).to(device, dtype))
         else:
-            tensor = tensor.float()
+            tensor = tensor.float().to(device)
         wants = name != "alibi_slopes" or parallel.shards.ring == 1
         leaves[name] = tensor.requires_grad_(wants)
     options = {name: case[name] for name in ("window", "softcap", "scale", "backend") if name in case}
     options |= {name: leaves[name] for name in ("sinks", "alibi_slopes") if name in leaves}
     options["causal"] = case.get("causal_word", case.get("causal", False))
+    qkv: list[Any] = [leaves[n] for n in "qkv"]
+    if case.get("dtensor"):
+        qkv = [DTensor.from_local(x, _mesh(case["how"]["mesh"], device), [Shard(2)]) for x in qkv]
     if packed:
         cu = torch.tensor(case["cu"], dtype=torch.int32)
-        out, lse = parallel.varlen_attention(*(leaves[n] for n in "qkv"), cu, **options, return_lse=True)
+        out, lse = parallel.varlen_attention(*qkv, cu, **options, return_lse=True)
         assert lse.dtype is torch.float32
     else:
         layout = "bshd" if case.get("bshd") else "bhsd"
-        out, lse = parallel.attention(*(leaves[n] for n in "qkv"), **options, layout=layout, return_lse=True)
+        out, lse = parallel.attention(*qkv, **options, layout=layout, return_lse=True)
+    out, lse = (x.to_local() if isinstance(x, DTensor) else x for x in (out, lse))
     assert out.dtype is dtype
-    grads = [(out, _laid_out(case, parallel.shard(whole["grad_out"]).to(dtype)))]
+    grads = [(out, _laid_out(case, parallel.shard(whole["grad_out"]).to(device, dtype)))]
     if "grad_lse" in whole:
-        of_lse = parallel.shard(whole["grad_lse"]).float()
+        of_lse = parallel.shard(whole["grad_lse"]).float().to(device)
         grads.append((lse, of_lse[0] if packed else of_lse))
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     gradients = torch.autograd.grad([o for o, _ in grads], list(wanted.values()), [g for _, g in grads])
@@ -81,7 +87,7 @@ def local_results(case: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
         assert gradient.shape == leaf.shape, name
         assert gradient.dtype == leaf.dtype, name
         found[f"grad_{name}"] = _bhsd(case, gradient) if name in "qkv" else gradient
-    return found
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def _laid_out(case: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor:
@@ -103,9 +109,9 @@ def _bhsd(case: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2) if case.get("bshd") else tensor
 
 
-def wrong(case: dict[str, Any], seed: int, parts: list[dict[str, torch.Tensor]]) -> list[str]:
+def wrong(case: dict[str, Any], seed: int, parts: list[dict[str, torch.Tensor]], device: str = "cpu") -> list[str]:
     """What breaks the budget, of all ranks' parts put together."""
-    parallel = shared(tuple(case["how"].items()))
+    parallel = shared(tuple(case["how"].items()), device)
     whole, dtype = tensors_of(case, seed), DTYPES[case["dtype"]]
     expected, same = definition(case, whole, torch.float64), definition(case, whole, dtype)
     found = []

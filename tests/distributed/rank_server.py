@@ -50,9 +50,7 @@ def main(address: str) -> None:
 
 def serve(rank: int, world_size: int, place: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place}", rank=rank, world_size=world_size, timeout=COLLECTIVE
-    )  # fmt: skip
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=world_size, timeout=COLLECTIVE)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import portattn
-from portattn.distributed import context_parallel, execution, local
+from portattn.distributed import context_parallel, execution
 from portattn.errors import ArgumentError
 
 
@@ -56,10 +56,7 @@ def all_refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     asked = rows.clone().requires_grad_()
     for name, parallel in (("ring", zigzag), ("ulysses", heads)):
         one, other = (asked, rows) if rank == 0 else (rows, asked)
-        tell(
-            f"{name}: gradients of another tensor",
-            lambda p=parallel, q=one, k=other: p.attention(q, k, rows),
-        )
+        tell(f"{name}: gradients of another tensor", lambda p=parallel, q=one, k=other: p.attention(q, k, rows))
     sinks = torch.zeros(4, requires_grad=rank == 0)
     tell("gradients of sinks alone", lambda: heads.attention(rows, rows, rows if rank == 0 else asked, sinks=sinks))
     tell("documents", lambda: zigzag.varlen_attention(packed, packed, packed, at(0, (0, 21, 64), cu)))
@@ -156,4 +153,3 @@ def differ_after_the_first_check(rank: int, ranks: int, folder: Path) -> dict[st
 
 for program in (killed_between_calls, killed_inside_a_call, never_comes, differ_after_the_first_check):
     program.timeout = 8  # type: ignore[attr-defined]
-assert local.attend is execution.attend

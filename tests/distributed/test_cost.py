@@ -26,14 +26,11 @@ LONG = ((1, 32, 131072, 128), (1, 8, 131072, 128))
 @pytest.mark.parametrize(
     ("world", "inner", "layout", "options"),
     [
-        (4, 1, "zigzag", {"causal": True}),
-        (4, 1, "contiguous", {"causal": True}),
-        (4, 1, "contiguous", {}),
-        (4, 1, "contiguous", {"causal": True, "window": (5, 0)}),
-        (4, 4, "zigzag", {"causal": True}),
+        (4, 1, "zigzag", {"causal": True}), (4, 1, "contiguous", {"causal": True}), (4, 1, "contiguous", {}),
+        (4, 1, "contiguous", {"causal": True, "window": (5, 0)}), (4, 4, "zigzag", {"causal": True}),
         (4, 2, "zigzag", {"causal": True}),
     ],
-)
+)  # fmt: skip
 def test_bytes_and_messages_are_those_of_the_call(
     ranks: Start, world: int, inner: int, layout: str, options: dict[str, Any]
 ) -> None:
@@ -182,6 +179,9 @@ def test_the_command_prints_text_and_json() -> None:
         (("--window", "3"), "--window is '3', but must be two integers"),
         (("--heads", "shard"), "--heads goes with --decode alone"),
         (("--decode", "--causal"), "--causal does not go with --decode"),
+        (("--inner", "3"), "context-parallel: --ranks is 8, but must be a multiple of --inner, 3"),
+        (("--dv", "0"), "context-parallel: --dv is 0, but must be an integer ≥ 1"),
+        (("--ranks", "7"), "context-parallel: S of --q is "),
     ],
 )
 def test_the_command_refuses_bad_input(options: tuple[str, ...], text: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from rank_processes import Ranks
 
 import portattn
-from portattn.distributed import CacheShard, partials
-from portattn.distributed.partial_call import PartialCall
+from portattn.distributed import CacheShard, collectives
+from portattn.distributed.cache_shard import PartialCall
 from portattn.errors import ArgumentError
 
 Start = Callable[[int], Ranks]
@@ -184,14 +184,9 @@ def test_calls_without_queries_or_without_sequences(scores: dict[str, Any]) -> N
     assert (out.shape, lse.shape) == ((4, 2, 0, 8), (4, 2, 0))
     options = {**scores, "cu_seqlens_q": lengths.new_zeros(1), "max_seqlen_q": 1}
     call = PartialCall(
-        "paged_attention",
-        shard,
-        [torch.ones(3, 4, 8)],
-        [cache.transpose(1, 2), cache.transpose(1, 2)],
-        none.view(0, 2),
-        none,
-        options,
-    )
+        "paged_attention", shard, [torch.ones(3, 4, 8)], [cache.transpose(1, 2), cache.transpose(1, 2)],
+        none.view(0, 2), none, options,
+    )  # fmt: skip
     out, lse = call.run("all")
     assert torch.equal(out, torch.zeros(4, 3, 8))
     assert torch.equal(lse, torch.full((4, 3), float("-inf")))
@@ -201,7 +196,7 @@ def test_merging_is_merge_states() -> None:
     outs, lses = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5)
     lses[0, 0], lses[:, 1, 2] = float("-inf"), float("-inf")
     outs[0, 0], outs[:, 1, 2] = float("nan"), float("inf")
-    out, lse = partials.merge_partials(outs, lses)
+    out, lse = collectives.merge_partials(outs, lses)
     right, right_lse = portattn.merge_states(outs, lses)
     torch.testing.assert_close(out, right)
     torch.testing.assert_close(lse, right_lse)
@@ -212,8 +207,8 @@ def test_merging_is_merge_states() -> None:
 def test_rows_travel_bit_for_bit(dtype: torch.dtype, width: int) -> None:
     out, lse = torch.randn(2, 3, width).to(dtype), torch.randn(2, 3)
     out[0, 0, 0], lse[0, 1], lse[1, 1] = float("nan"), float("-inf"), float("nan")
-    words = partials.packed(out, lse)
-    assert words.shape == (2, 3, partials.row_words(width, dtype))
-    found, found_lse = partials.unpack_rows(words, width, dtype)
+    words = collectives.packed(out, lse)
+    assert words.shape == (2, 3, collectives.row_words(width, dtype))
+    found, found_lse = collectives.unpack_rows(words, width, dtype)
     torch.testing.assert_close(found, out, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found_lse, lse, rtol=0, atol=0, equal_nan=True)

@@ -20,13 +20,11 @@ FACTOR = 4.0  # our distance to float64 may be as many times that of one process
 @pytest.mark.parametrize(
     ("world", "kind", "options", "checkpointing"),
     [
-        (2, "llama", {}, False),
-        (2, "llama", {"layout": "contiguous"}, True),
-        (2, "llama", {"method": "ulysses"}, False),
-        (4, "mistral", {}, False),
+        (2, "llama", {}, False), (2, "llama", {"layout": "contiguous"}, True),
+        (2, "llama", {"method": "ulysses"}, False), (4, "mistral", {}, False),
     ],
     ids=["zigzag", "contiguous-checkpointing", "ulysses", "mistral-window"],
-)
+)  # fmt: skip
 def test_loss_and_gradients_are_those_of_one_process(
     ranks: Start, world: int, kind: str, options: dict[str, Any], checkpointing: bool
 ) -> None:

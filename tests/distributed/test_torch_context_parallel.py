@@ -9,7 +9,6 @@ import torch
 import torch_ranks
 from rank_processes import Ranks
 
-from portattn.distributed import torch_context_parallel
 from portattn.errors import PortattnError
 
 Start = Callable[[int], Ranks]
@@ -21,13 +20,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("world", "heads_k", "length", "dtype", "is_causal", "scale", "order"),
     [
-        (2, 4, 32, torch.float32, True, None, "around"),
-        (4, 4, 64, torch.bfloat16, True, 0.3, "inside"),
-        (2, 2, 24, torch.float32, True, None, "around"),
-        (2, 4, 20, torch.float32, False, None, "around"),
+        (2, 4, 32, torch.float32, True, None, "around"), (4, 4, 64, torch.bfloat16, True, 0.3, "inside"),
+        (2, 2, 24, torch.float32, True, None, "around"), (2, 4, 20, torch.float32, False, None, "around"),
     ],
     ids=["causal", "four-bf16", "gqa", "full"],
-)
+)  # fmt: skip
 def test_unmodified_sdpa_is_right_forward_and_backward(
     ranks: Start, world: int, heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, scale: float | None,
     order: str,
@@ -63,17 +60,11 @@ def test_torch_has_its_own_handlers_again_afterwards(ranks: Start) -> None:
 @pytest.mark.parametrize("release", ["2.12.1", "2.14.0+cu128"])
 def test_other_releases_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr(torch, "__version__", release)
-    with (
-        pytest.raises(PortattnError, match=r"its context_parallel is known in 2.11, 2.13 alone"),
-        torch_context_parallel(),
-    ):
-        pass
+    with pytest.raises(PortattnError, match=r"its context_parallel is known in 2.11, 2.13 alone"):
+        torch_ranks.torch_context_parallel().__enter__()
 
 
 def test_a_missing_name_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch_ranks.inside._private(), "_templated_ring_attention_backward")
-    with (
-        pytest.raises(PortattnError, match=r"has no torch.*_templated_ring_attention_backward"),
-        torch_context_parallel(),
-    ):
-        pass
+    with pytest.raises(PortattnError, match=r"has no torch.*_templated_ring_attention_backward"):
+        torch_ranks.torch_context_parallel().__enter__()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from places import ROOT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
-from portattn.distributed import torch_context_parallel
 from portattn.errors import ArgumentError
 from portattn.testing import tolerance
 
-inside = importlib.import_module("portattn.distributed.torch_ring")
+sys.path.append(str(ROOT / "examples"))
+
+import torch_context_parallel as inside
+from torch_context_parallel import torch_context_parallel
 
 
 def inputs(heads_k: int, length: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

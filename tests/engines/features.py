@@ -25,10 +25,8 @@ WORKS, REFUSED, FAILED, NOT_RUN = "works", "refused", "failed", "not run"
 
 
 def absent(engine: str) -> str:
-    """Why an engine's tests cannot run in this environment; empty where they can.
-
-    find_spec alone does not tell: a folder tests/engines/<engine> on the path looks like a package without __init__.
-    """
+    """Why an engine's tests cannot run in this environment; empty where they can. find_spec alone does not tell: a
+    folder tests/engines/<engine> on the path looks like a package without __init__."""
     module = MODULES.get(engine, engine)
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
@@ -73,10 +71,8 @@ class Report:
         self.features: dict[str, Feature] = {}
 
     def add(self, marks: Iterable[dict[str, Any]], outcome: str, reason: str) -> None:
-        """One test: its marks, "passed", "failed" or "skipped", and why it did not pass, or the refusal's text.
-
-        Raises ValueError for a feature that one test calls refused and another does not.
-        """
+        """One test: its marks, "passed", "failed" or "skipped", and why it did not pass, or the refusal's text. Raises
+        ValueError for a feature that one test calls refused and another does not."""
         for mark in marks:
             feature = self.features.setdefault(mark["name"], Feature(mark["refused"]))
             if feature.refused != mark["refused"]:

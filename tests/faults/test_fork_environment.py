@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from workerfaults import SECONDS, planted, runs, until
 
-from portattn.worker.client import Worker
-from portattn.worker.environment import compile_environment, outside
+from portattn.worker.client import Worker, compile_environment, outside
 
 SET, NEW = "TRITON_PLANTED_SET", "TRITON_PLANTED_NEW"  # one that there was, and one that there was not
 QUIRK = {SET: "quirk", NEW: "quirk"}
@@ -179,7 +178,6 @@ def test_a_child_ends_with_its_parent_though_a_forked_process_lives(tmp_path: Pa
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert parent.stdout is not None
     child, forked = map(int, parent.stdout.readline().split())
     try:
         parent.wait(SECONDS)

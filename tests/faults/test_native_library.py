@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_children import FORK, NOBODY, SECONDS, become_nobody, forked
@@ -71,21 +73,11 @@ def _as_nobody(folder: Path) -> tuple[bool, str]:
     return _only_loaded(folder)
 
 
-def test_a_whole_library_is_loaded(place: Path) -> None:
-    assert forked(_only_loaded, place.parents[1]) == (True, "")
-
-
 @pytest.mark.parametrize("parts", range(17))
 def test_a_library_that_was_cut_short(place: Path, library: bytes, parts: int) -> None:
     """Mapping one may end the process by SIGBUS."""
     place.write_bytes(library[: len(library) * parts // 17])
     assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
-
-
-def test_a_library_that_was_cut_short_is_made_anew(place: Path, library: bytes) -> None:
-    place.write_bytes(library[: len(library) // 2])
-    assert forked(_loaded_again, place.parents[1]) == (True, ""), "it is made anew"
-    assert forked(_only_loaded, place.parents[1]) == (True, ""), "and kept"
 
 
 def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
@@ -104,70 +96,70 @@ def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
     os.close(native.open_library(place))
 
 
-def test_a_library_without_a_digest_is_an_older_releases(place: Path, library: bytes) -> None:
-    place.write_bytes(library[: library.rindex(b"\nportattn sealed ")])
-    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
+def theirs(path: Path) -> None:
+    os.chown(path, NOBODY, NOBODY)
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def unseal(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.read_bytes().rindex(b"\nportattn sealed ")])
+
+
+WHOLE, GONE = (True, ""), (False, NOT_MADE)
+# What is done with the library, or its folder; then what is loaded where nothing can be compiled, and where it can.
+STRANGE = (False, f"belongs to user {NOBODY} (mode 0755), and this process is user 0's")
+LEFT: dict[str, tuple[Callable[[Path], Any], tuple[bool, str], tuple[bool, str]]] = {
+    "a whole library": (lambda place: None, WHOLE, WHOLE),
+    "cut short": (shorten, GONE, WHOLE),
+    "of an older release, without a digest": (unseal, GONE, WHOLE),
+    "of another user": (theirs, GONE, WHOLE),
+    "in another user's folder": (lambda place: theirs(place.parent), STRANGE, STRANGE),
+    # In a sticky folder others can add files, and not replace ours.
+    "in a sticky folder": (lambda place: place.parent.chmod(0o1777), WHOLE, WHOLE),
+    "of another user in a sticky folder": (lambda place: (place.parent.chmod(0o1777), theirs(place)), GONE, WHOLE),
+    # Earlier releases made it by the user's umask; what lies in it is looked at file by file.
+    "in our own folder that a group may write to": (lambda place: place.parent.chmod(0o775), WHOLE, WHOLE),
+    **{f"with mode {mode:o}": (lambda place, mode=mode: place.chmod(mode), GONE, WHOLE)
+       for mode in (0o666, 0o664, 0o777)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_there(place: Path, name: str) -> None:
+    change, alone, anew = LEFT[name]
+    if "another user" in name and os.geteuid():
+        pytest.skip("only root can give files to other users")
+    change(place)
+    for load, (loaded, why) in ((_only_loaded, alone), (_loaded_again, anew)):
+        found = forked(load, place.parents[1])
+        assert (found[0], why in found[1]) == (loaded, True), found
+    if anew == WHOLE:
+        assert (place.stat().st_uid, place.stat().st_mode & 0o022) == (os.geteuid(), 0)
+        assert forked(_only_loaded, place.parents[1]) == WHOLE, "what was made anew is kept"
+    if "group" in name:
+        assert place.parent.stat().st_mode & 0o777 == 0o755
+
+
+# As another user, who can compile nothing here: what is done first, and why nothing is loaded.
+SEEN_BY_NOBODY: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "root's library": (lambda place: None, ""),
+    "an empty folder that is only read": (lambda place: place.unlink(), f"^{NOT_MADE}$|Permission denied"),
+    "root's folder that everybody writes to": (
+        lambda place: place.parent.chmod(0o777), r"^the folder \S+ may be written by others \(mode 0777\)$"),
+}  # fmt: skip
 
 
 @needs_root
-def test_another_users_library_is_made_anew(place: Path) -> None:
-    os.chown(place, NOBODY, NOBODY)
-    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
-    assert forked(_loaded_again, place.parents[1]) == (True, "")
-    assert place.stat().st_uid == 0
-
-
-@needs_root
-def test_another_users_folder_is_not_used(place: Path) -> None:
-    os.chown(place.parent, NOBODY, NOBODY)
-    loaded, why = forked(_loaded_again, place.parents[1])
-    assert not loaded
-    assert why == f"the folder {place.parent} belongs to user {NOBODY} (mode 0755), and this process is user 0's"
-
-
-@needs_root
-def test_another_users_library_in_a_folder_of_everybodys(place: Path) -> None:
-    """A sticky folder is one where others can add files, and not replace ours."""
-    place.parent.chmod(0o1777)
-    assert forked(_only_loaded, place.parents[1]) == (True, "")
-    os.chown(place, NOBODY, NOBODY)
-    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
-
-
-@needs_root
-def test_roots_library_serves_everybody(place: Path) -> None:
-    assert forked(_as_nobody, place.parents[1]) == (True, "")
-
-
-@needs_root
-def test_a_folder_that_is_only_read_and_empty(place: Path) -> None:
-    place.unlink()
+@pytest.mark.parametrize("name", SEEN_BY_NOBODY)
+def test_what_another_user_loads(place: Path, name: str) -> None:
+    change, reason = SEEN_BY_NOBODY[name]
+    change(place)
     loaded, why = forked(_as_nobody, place.parents[1])
-    assert not loaded
-    assert why == NOT_MADE or "Permission denied" in why
-
-
-@needs_root
-def test_roots_folder_that_everybody_writes_to_is_not_used(place: Path) -> None:
-    place.parent.chmod(0o777)
-    loaded, why = forked(_as_nobody, place.parents[1])
-    assert not loaded
-    assert why == f"the folder {place.parent} may be written by others (mode 0777)"
-
-
-def test_our_own_folder_is_taken_from_others(place: Path) -> None:
-    """Earlier releases made it by the user's umask; what lies in it is looked at file by file."""
-    place.parent.chmod(0o775)
-    assert forked(_loaded_again, place.parents[1]) == (True, "")
-    assert place.parent.stat().st_mode & 0o777 == 0o755
-
-
-@pytest.mark.parametrize("mode", [0o666, 0o664, 0o777])
-def test_a_library_that_others_may_write_to_is_made_anew(place: Path, mode: int) -> None:
-    place.chmod(mode)
-    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
-    assert forked(_loaded_again, place.parents[1]) == (True, "")
-    assert place.stat().st_mode & 0o022 == 0
+    assert loaded is (not reason)
+    assert re.search(reason, why)
 
 
 def test_symbolic_links_are_not_followed(place: Path) -> None:
@@ -210,10 +202,6 @@ def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.Mon
     assert place.read_bytes() == b"another file"
 
 
-def _at_once(folder: Path) -> tuple[bool, str]:
-    return _loaded_again(folder)
-
-
 def test_sixteen_processes_make_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tmp_path / "made"
     compiler = tmp_path / "compiler"
@@ -221,7 +209,7 @@ def test_sixteen_processes_make_one_library(tmp_path: Path, monkeypatch: pytest.
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     with FORK.Pool(16) as pool:
-        found = pool.map_async(_at_once, [tmp_path / "cache"] * 16, chunksize=1).get(SECONDS)
+        found = pool.map_async(_loaded_again, [tmp_path / "cache"] * 16, chunksize=1).get(SECONDS)
     assert found == [(True, "")] * 16
     assert made.read_text() == "x\n", "it is compiled once"
     names = sorted(path.name for path in (tmp_path / "cache" / "native").iterdir())

@@ -8,15 +8,22 @@ import grp
 import os
 import random
 import shutil
+import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
+from store_children import FORK, SECONDS, forked
 
 from portattn import CompileRecord, Incident, files
-from portattn.compile import store
-from portattn.compile.store import CompileStore
+from portattn.compile import record_store
+from portattn.compile.record_store import CompileStore
+from portattn.errors import DataError
+from portattn.tools import run_log
+from portattn.tools.run_log import RunLog
 
 KEYS = ("a" * 32, "b" * 32, "c" * 32)
 DAMAGES = 2_000
@@ -107,11 +114,11 @@ def test_a_file_under_another_key_is_absent(tmp_path: Path) -> None:
 
 
 def test_one_kind_is_not_read_as_another() -> None:
-    data = store.seal("record", "k", record("k"))
-    assert store.unseal(data, "record", "k", CompileRecord) == record("k")
-    assert store.unseal(data, "incident", "k", CompileRecord) is None
-    assert store.unseal(data, "record", "l", CompileRecord) is None
-    assert store.unseal(data.replace(b'"format":2', b'"format":3'), "record", "k", CompileRecord) is None
+    data = record_store.seal("record", "k", record("k"))
+    assert record_store.unseal(data, "record", "k", CompileRecord) == record("k")
+    assert record_store.unseal(data, "incident", "k", CompileRecord) is None
+    assert record_store.unseal(data, "record", "l", CompileRecord) is None
+    assert record_store.unseal(data.replace(b'"format":2', b'"format":3'), "record", "k", CompileRecord) is None
 
 
 @pytest.mark.parametrize("old", [b'{"key":"%s","passed":true}', b'{"format":1,"kind":"record","key":"%s"}'])
@@ -143,7 +150,6 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
     kept = CompileStore(tmp_path)
     kept.put(record(KEYS[0], reason="at \udcff"))
     found = CompileStore(tmp_path).get(KEYS[0])
-    assert found is not None
     assert found.reason == "at ?"
 
 
@@ -161,7 +167,7 @@ def test_what_another_user_sealed_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[int, int], mode: int, why: str
 ) -> None:
     """A record keeps every process from a kernel, or lets one run; an incident is compiled again."""
-    monkeypatch.setattr(store, "_distrusted", set())
+    monkeypatch.setattr(record_store, "_distrusted", set())
     kept = CompileStore(tmp_path)
     for key in KEYS:
         kept.put(record(key))
@@ -234,3 +240,146 @@ def test_a_record_is_its_owners_under_any_umask(tmp_path: Path) -> None:
         os.umask(umask)
     assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0])
     assert (tmp_path / "records" / f"{KEYS[0]}.json").stat().st_mode & 0o777 == 0o644
+
+
+READERS_SECONDS = 4.0
+
+
+def _write_forever(folder: Path) -> None:
+    kept = CompileStore(folder)
+    for turn in range(10**9):
+        kept.put(record(KEYS[turn % 3], reason=f"{turn} " * 4_000))
+
+
+def _read(folder: Path, key: str) -> bool:
+    """Whether there is a record; what is there is one that was put."""
+    found = CompileStore(folder).get(key)
+    if found is None:
+        return False
+    assert found.key == key
+    assert len(set(found.reason.split())) == 1
+    return True
+
+
+def test_writers_that_are_killed(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    end, kills, seen = time.monotonic() + READERS_SECONDS, 0, 0
+    while time.monotonic() < end or kills < 10:
+        writer = FORK.Process(target=_write_forever, args=(tmp_path,))
+        writer.start()
+        dies = time.monotonic() + chance.uniform(0.01, 0.15)
+        while time.monotonic() < dies:
+            seen += sum(_read(tmp_path, key) for key in KEYS)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join(SECONDS)
+        kills += 1
+        seen += sum(_read(tmp_path, key) for key in KEYS)
+    assert seen
+    # The key is not locked for those who come after.
+    with CompileStore(tmp_path).lock(KEYS[0], SECONDS):
+        CompileStore(tmp_path).put(record(KEYS[0]))
+    assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0])
+
+
+def _hold(folder: Path, ready: object) -> None:
+    with CompileStore(folder).lock(KEYS[0], SECONDS):
+        ready.set()  # type: ignore[attr-defined]
+        time.sleep(SECONDS)
+
+
+def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
+    ready = FORK.Event()
+    holder = FORK.Process(target=_hold, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(SECONDS)
+    holder.kill()
+    holder.join(SECONDS)
+    begun = time.monotonic()
+    with CompileStore(tmp_path).lock(KEYS[0], SECONDS):
+        assert time.monotonic() - begun < SECONDS / 2, "it was waited for to the end"
+
+
+def _work(folder: Path, number: int, turns: int) -> int:
+    kept, chance = CompileStore(folder), random.Random(number)
+    for turn in range(turns):
+        key = chance.choice(KEYS)
+        with kept.lock(key, SECONDS):
+            kept.put(record(key, reason=f"{number}-{turn} " * 300))
+        assert _read(folder, key)
+    return turns
+
+
+def test_sixteen_processes_on_one_folder(tmp_path: Path) -> None:
+    """All of them write and read; a 17th, which only reads, never sees half a record."""
+    with FORK.Pool(16) as pool:
+        under_way = pool.starmap_async(_work, [(tmp_path, number, 12) for number in range(16)])
+        read = 0
+        while not under_way.ready():
+            read += sum(_read(tmp_path, key) for key in KEYS)
+        assert under_way.get(SECONDS) == [12] * 16
+    assert read
+    assert all(_read(tmp_path, key) for key in KEYS)
+    left = [path.name for path in (tmp_path / "records").iterdir()]
+    assert sorted(left) == sorted(f"{key}.json" for key in KEYS)
+
+
+def _locks_again(folder: Path) -> bool:
+    with CompileStore(folder).lock(KEYS[1], SECONDS):
+        return CompileStore(folder).get(KEYS[1]) is None
+
+
+def test_a_process_that_is_forked_under_a_lock_takes_its_own(tmp_path: Path) -> None:
+    with CompileStore(tmp_path).lock(KEYS[0], SECONDS):
+        assert forked(_locks_again, tmp_path)
+
+
+class Line(msgspec.Struct, frozen=True):
+    name: str
+    figures: tuple[float, ...] = ()
+
+
+LINES = [Line(name=f"case {n} – π", figures=(1.5 * n, 0.25)) for n in range(5)]
+
+
+def decoded(data: bytes, resumed: bool = True) -> list[Line]:
+    return [msgspec.json.decode(line, type=Line) for _, line in run_log.lines(Path("x.jsonl"), data, resumed)]
+
+
+def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.touch()
+    with RunLog(path, tmp_path / ".lock", op="bench", option="--out", shown=tmp_path) as file:
+        for line in LINES:
+            file.append(line)
+    data = path.read_bytes()
+    assert data == b"".join(map(run_log.encode_record, LINES))
+    assert decoded(data) == LINES
+    assert decoded(data[:-1]) == LINES[:-1], "a line without an end is left out"
+    assert [msgspec.json.decode(line, type=Line) for line in data.splitlines()] == LINES, "other readers see no more"
+    assert set(msgspec.json.decode(data.splitlines()[0])) == {"name", "figures", "sum"}
+
+
+def test_a_changed_line_is_found(tmp_path: Path) -> None:
+    chance, data = random.Random(5), b"".join(map(run_log.encode_record, LINES))
+    found = 0
+    for _ in range(2_000):
+        at, kind = chance.randrange(len(data)), chance.randrange(3)
+        bit = bytes([data[at] ^ 1 << chance.randrange(8)])
+        changed = data[:at] + (bit + data[at + 1 :], data[at + 1 :], chance.randbytes(3) + data[at:])[kind]
+        try:
+            lines = decoded(changed)
+        except DataError:
+            found += 1
+            continue
+        # The last line's end is gone, or a byte was inserted after it: what is left was written.
+        assert lines == LINES[: len(lines)]
+        assert len(lines) >= 4
+    assert found > 1_900
+
+
+def test_lines_of_an_older_release_are_shown_and_not_gone_on_with() -> None:
+    data = b"".join(msgspec.json.encode(line) + b"\n" for line in LINES)
+    assert decoded(data, resumed=False) == LINES
+    with pytest.raises(DataError, match="an older portattn wrote it"):
+        decoded(data)

@@ -10,12 +10,22 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
-from workerfaults import SECONDS, noted, planted, runs, until
+import torch
+from support import problem
+from workerfaults import SECONDS, noted, planted, runs, scenario, until
 
+from portattn.compile import ensure_compiled
+from portattn.compile.record_store import CompileStore, store
+from portattn.config import Settings
+from portattn.launch import kernel_calls, meta_call
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.testing import canary
+from portattn.worker.child import LINE_LIMIT, RUNS, Child
 from portattn.worker.client import SERVE, Reply, Worker
-from portattn.worker.transport import LINE_LIMIT
 
 LIMIT = 2.0  # seconds given to a child that never answers
 LATE = 20.0  # seconds by which it must be over even so, on a loaded machine
@@ -27,27 +37,19 @@ def asked(folder: Path, body: str, seconds: float = SECONDS, **fields: object) -
 
 
 NO_MESSAGES = {
-    "invalid UTF-8": r"raw(b'{\"id\": 1, \"stage\": \"\xff\xfe\"}\n')",
-    "nested": "raw(b'[' * 200_000 + b'\\n')",
+    "invalid UTF-8": r"raw(b'{\"id\": 1, \"stage\": \"\xff\xfe\"}\n')", "nested": "raw(b'[' * 200_000 + b'\\n')",
     "nested in facts": 'raw(b\'{"id": 1, "version": 2, "ok": true, "facts": \' + b\'{"a":\' * 200_000 + b\'\\n\')',
     "a long number": 'raw(b\'{"id": 1, "version": 2, "ok": true, "facts": {"a": \' + b\'9\' * 9_000 + b\'}}\\n\')',
-    "no JSON": "raw(b'Segmentation fault?\\n')",
-    "an empty line": "raw(b'\\n')",
-    "NUL": "raw(b'\\0\\n')",
-    "a list": "raw(b'[1]\\n')",
-    "stage of no text": "say(stage=3)",
+    "no JSON": "raw(b'Segmentation fault?\\n')", "an empty line": "raw(b'\\n')", "NUL": "raw(b'\\0\\n')",
+    "a list": "raw(b'[1]\\n')", "stage of no text": "say(stage=3)",
     "stage without an id": 'raw(b\'{"stage": "ttgir"}\\n\')',
     "stage of another request": "number += 1; say(stage='ttgir')",
     "answer without an id": 'raw(b\'{"ok": true, "version": 2}\\n\')',
-    "answer to another request": "number -= 1; answer()",
-    "an id of another type": "number = str(number); answer()",
-    "no version": "say(ok=True)",
-    "ok of no truth value": "answer(ok='yes')",
-    "facts that are none": "answer(facts=[1])",
-    "a fact that is none": "answer(facts={'registers': None})",
-    "a fact of parts": "answer(facts={'registers': [1, 2]})",
-    "a kind of no text": "answer(ok=False, kind=3)",
-}
+    "answer to another request": "number -= 1; answer()", "an id of another type": "number = str(number); answer()",
+    "no version": "say(ok=True)", "ok of no truth value": "answer(ok='yes')",
+    "facts that are none": "answer(facts=[1])", "a fact that is none": "answer(facts={'registers': None})",
+    "a fact of parts": "answer(facts={'registers': [1, 2]})", "a kind of no text": "answer(ok=False, kind=3)",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("body", NO_MESSAGES.values(), ids=list(NO_MESSAGES))
@@ -59,12 +61,6 @@ def test_what_is_no_answer_is_a_protocol_error(tmp_path: Path, body: str) -> Non
         assert reply.message.startswith("the worker answered ")
         assert len(reply.message) < 2_000
         assert not runs(int(noted(tmp_path)))
-
-
-def test_another_protocols_answer_names_both_versions(tmp_path: Path) -> None:
-    """Though it has no id: the protocol before this one had none."""
-    reply = asked(tmp_path, "raw(json.dumps({'ok': False, 'version': 1, 'kind': 'ProtocolError'}).encode() + b'\\n')")
-    assert "speaks protocol 1, and this portattn speaks 2" in reply.message
 
 
 def test_a_second_answer_to_one_request_is_not_taken_for_the_next(tmp_path: Path) -> None:
@@ -225,3 +221,175 @@ def test_what_a_compiler_prints_and_reads_is_not_the_workers(tmp_path: Path) -> 
             assert (reply.outcome, reply.kind, reply.message) == ("error", "RuntimeError", "read ''")
             assert '"planted"' in reply.log
             (tmp_path / "reads.py").touch()
+
+
+# The first child compiles well, but takes its time; the second one's compiler aborts. Both start a program.
+SLOW_THEN_ABORTS = """\
+if not os.path.exists(NOTES):
+    say(stage="ttgir")
+    note(f"{os.getpid()} {subprocess.Popen(['sleep', '600']).pid}")
+    time.sleep(1)
+    answer()
+    continue
+say(stage="ttgir")
+os.abort()
+"""
+INTERRUPTED = """
+import os, signal, sys, threading, time
+sys.path.append({here!r})
+from workerfaults import runs, until
+from portattn.worker.client import Worker
+
+class Alarm(Exception):
+    pass
+
+def alarm(number, frame):
+    raise Alarm
+
+signal.signal(signal.SIGALRM, alarm)
+
+def interrupt():
+    while not os.path.exists({notes!r}):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.{name})
+
+threading.Thread(target=interrupt).start()
+with Worker(python={python!r}) as worker:
+    try:
+        print(worker.request("compile", {seconds}))
+    except (KeyboardInterrupt, Alarm) as error:
+        print(type(error).__name__)
+    child, started = (int(number) for number in open({notes!r}).read().split())
+    print(runs(child))
+    until(lambda: not runs(started), 10)  # killed with it, and nothing that this process can wait for
+    time.sleep(1.5)  # the first answer would have come
+    reply = worker.request("compile", {seconds})
+    print(reply.outcome, reply.kind)
+"""
+
+
+@pytest.mark.parametrize(("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGALRM", "Alarm")])
+def test_an_interrupted_request_is_not_answered_to_the_next_one(tmp_path: Path, name: str, raised: str) -> None:
+    """By a real signal. The child is gone before the exception is seen, and what it started is killed with it."""
+    python = planted(tmp_path, SLOW_THEN_ABORTS)
+    told = scenario(
+        INTERRUPTED.format(
+            here=str(Path(__file__).parent), notes=str(tmp_path / "notes"), name=name, python=python, seconds=SECONDS
+        )
+    )
+    assert told.splitlines() == [raised, "False", "crash SIGABRT"]
+
+
+def test_an_interrupt_while_the_child_is_ended_leaves_no_answer_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice Ctrl-C: the child could not be killed then, so it is killed before the next request."""
+    python = planted(tmp_path, "answer(facts={'line': json.loads(line)['what']})")
+    raised = []
+
+    def interrupted(*_: object) -> None:
+        raised.append(1)
+        raise KeyboardInterrupt
+
+    with Worker(python=python) as worker:
+        assert worker.request("compile", SECONDS, what="zero").facts == {"line": "zero"}
+        first = worker._child.process.pid
+        with monkeypatch.context() as patch:
+            patch.setattr(Child, "ended", interrupted)  # looked at once the request is on its way
+            patch.setattr(Child, "usable", True)
+            patch.setattr(Child, "end", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                worker.request("compile", SECONDS, what="one")
+        assert len(raised) == 2
+        assert runs(first)
+        reply = worker.request("compile", SECONDS, what="two")
+        assert (reply.outcome, reply.facts) == ("ok", {"line": "two"})
+        assert not runs(first)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError, GeneratorExit])
+def test_whatever_is_raised_in_a_request_ends_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    with Worker(python=planted(tmp_path, "answer()")) as worker:
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        child = worker._child
+
+        def raises(seconds: float) -> bool:
+            raise error
+
+        monkeypatch.setattr(child.pipes, "move", raises)
+        with pytest.raises(error):
+            worker.request("compile", SECONDS)
+        assert child.process.returncode is not None
+        assert not Path(child.folder).exists()
+        assert worker.request("compile", SECONDS).outcome == "ok"
+
+
+def test_a_signal_whose_handler_returns_changes_nothing(tmp_path: Path) -> None:
+    python = planted(tmp_path, "say(stage='ttgir')\ntime.sleep(1)\nanswer()")
+    told = scenario(
+        "import signal\n"
+        "from portattn.worker.client import Worker\n"
+        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
+        f"print(Worker(python={python!r}).request('compile', {SECONDS}).outcome)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)\n"
+    )
+    assert told == "ok\n"
+
+
+def test_a_crash_ends_the_programs_of_the_compiler(tmp_path: Path) -> None:
+    """What it had started is in its process group, and nobody else would end it."""
+    body = "note(subprocess.Popen(['sleep', '600']).pid)\nsay(stage='ttgir')\nos.abort()"
+    with Worker(python=planted(tmp_path, body)) as worker:
+        reply = worker.request("compile", SECONDS)
+    assert (reply.outcome, reply.kind) == ("crash", "SIGABRT")
+    until(lambda: not runs(int((tmp_path / "notes").read_text())), 10)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
+    """The streams of the worker's child fail once it has announced a stage."""
+    started = worker._started
+
+    def starts() -> Any:
+        child = started()
+        move = child.pipes.move
+
+        def fails(seconds: float) -> bool:
+            move(seconds)
+            if b"ttgir" in child.pipes._got:
+                monkeypatch.setattr(child.pipes, "move", breaks)
+            return True
+
+        def breaks(seconds: float) -> bool:
+            raise OSError(5, os.strerror(5))
+
+        monkeypatch.setattr(child.pipes, "move", fails)
+        return child
+
+    monkeypatch.setattr(worker, "_started", starts)
+
+
+def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call falls back, with the reason; the next process asks again."""
+    settings = Settings(cache_dir=str(tmp_path / "records"), backend="triton")
+    target, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16", head_dim=64)
+    made = plan(p, target, settings=settings)
+    launches, _, _ = kernel_calls(made, meta_call(p), 1)
+    with Worker(python=planted(tmp_path, "say(stage='ttgir')\ntime.sleep(600)")) as worker:
+        failing(monkeypatch, worker)
+        monkeypatch.setattr(ensure_compiled, "_worker", worker)
+        failed = ensure_compiled.ensure(made, launches, torch.empty(1), target, settings)
+    assert not failed.passed
+    assert "Input/output error" in failed.reason
+    key = ensure_compiled.code_key(made, launches)
+    assert store(settings).get(key) == failed
+    assert CompileStore(Path(settings.cache_dir)).get(key) is None
+
+
+def test_a_failure_of_the_system_says_nothing_about_a_canary() -> None:
+    where, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16")
+    seen = {"outcome": "crash", "stage": RUNS, "kind": "SIGSEGV", "message": "Segmentation fault"}
+    assert canary.judge_reply(Reply(**seen), where, p)[0] == "compiler-crash"
+    assert canary.judge_reply(Reply(**seen, unavailable=True), where, p) == ("", "crash: SIGSEGV: Segmentation fault")

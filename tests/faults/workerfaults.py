@@ -32,10 +32,8 @@ def note(text):
 
 
 def planted(folder: Path, body: str, before: str = "", name: str = "planted") -> str:
-    """A program for Worker(python=…) that runs `body` for every request, and `before` when it starts.
-
-    What it gives to note() is in the file `notes` of the folder.
-    """
+    """A program for Worker(python=…) that runs `body` for every request, and `before` when it starts. What it gives to
+    note() is in the file `notes` of the folder."""
     script = folder / name
     text = HEAD.format(python=sys.executable, notes=str(folder / "notes")) + before + "\n"
     text += "for line in sys.stdin:\n    number = json.loads(line)['id']\n"

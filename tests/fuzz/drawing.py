@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from portattn.schema.ops import FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE
 
@@ -142,7 +143,8 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
         )
     else:
         fields["layout"] = r.choice(("bhsd", "bshd"))
-        fields |= {name: flag(0.35) for name in ("bias", "mask") if not sparse}
+        by_key = (name for name in ROWS[op].tensors if name in FEATURES and "k" in FEATURES[name].axes)
+        fields |= {name: flag(0.35) for name in by_key}
     if op in ("decode_attention", "paged_attention") and fields["seq_q"] <= MAX_TREE:
         fields["tree_mask"] = flag(0.25)
     if op in ("attention", "decode_attention"):

@@ -127,13 +127,11 @@ def strides_of(form: str, heads: int, rows: int, width: int, room: int) -> tuple
     cap = rows + room
     return {
         "contiguous": (heads * rows * width, rows * width, width, 1),
-        "bshd": (rows * heads * width, width, heads * width, 1),
-        "sliced": (heads * cap * width, cap * width, width, 1),
+        "bshd": (rows * heads * width, width, heads * width, 1), "sliced": (heads * cap * width, cap * width, width, 1),
         "fused": (cap * heads * width * 3, width, heads * width * 3, 1),
         "spare": (heads * rows * (width + 1), rows * (width + 1), width + 1, 1),
-        "expanded": (0, rows * width, width, 1),
-        "large": (2**30, 2**29 // heads // 16 * 16, width, 1),
-    }[form]
+        "expanded": (0, rows * width, width, 1), "large": (2**30, 2**29 // heads // 16 * 16, width, 1),
+    }[form]  # fmt: skip
 
 
 def arguments(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
@@ -289,10 +287,8 @@ def following(kind: Kind, before: Shape, r: random.Random) -> Shape:
     )  # fmt: skip
     drawn = {
         "grow": lambda: change(keys=before.keys + 1, twice=False, grad="", alike=("", 0)),
-        "keys": lambda: change(keys=r.randint(1, most)),
-        "edge": lambda: change(keys=r.choice(EDGES)),
-        "rows": lambda: change(rows=r.randint(1, 600)),
-        "rows edge": lambda: change(rows=r.choice(EDGES[:20])),
+        "keys": lambda: change(keys=r.randint(1, most)), "edge": lambda: change(keys=r.choice(EDGES)),
+        "rows": lambda: change(rows=r.randint(1, 600)), "rows edge": lambda: change(rows=r.choice(EDGES[:20])),
         "batch": lambda: change(batch=r.choice((0, 1, 1, 2, 3, 4, 7, 16))),
         "form": lambda: change(form=r.choice(FORMS), room=r.choice((0, 1, 8, 16, 100))),
         "shift": lambda: change(shift=r.choice((0, 0, 1, 4, 8, 16))),

@@ -1,9 +1,6 @@
-"""Shapes without a device: CPU tensors count as an H100's, and launches are recorded, not run.
-
-Kernels are compiled with empty bodies (fakechip.py).
-
-For a process that was started with `environment`. What of portattn and Triton has to be replaced for it is here alone.
-"""
+"""Shapes without a device: CPU tensors count as an H100's, and launches are recorded, not run. Kernels are compiled
+with empty bodies (fakechip.py). For a process that was started with `environment`. What of portattn and Triton has to
+be replaced for it is here alone."""
 
 from __future__ import annotations
 
@@ -61,11 +58,9 @@ class Recorder:
         CompiledKernel._init_handles = loaded
 
     def launches(self, given: Sequence[tuple[str, Any]], results: Sequence[Any]) -> list[list[Any]]:
-        """Launches since the last time: kernel, grid, threads, shared memory, attributes, stream, parameters.
-
-        Addresses are told by what lies there: a given tensor, by its name and the bytes from its first element on; a
-        result; or a buffer, by the order in which they appear.
-        """
+        """Launches since the last time: kernel, grid, threads, shared memory, attributes, stream, parameters. Addresses
+        are told by what lies there: a given tensor, by its name and the bytes from its first element on; a result; or a
+        buffer, by the order in which they appear."""
         places = [(name, t.data_ptr(), t.untyped_storage().data_ptr()) for name, t in given]
         known = {first: name for name, first, _ in reversed(places)}
         known |= {t.data_ptr(): f"result {i}" for i, t in enumerate(results)}

@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 
+from portattn.schema.ops import FEATURES
+
 from .drawing import WILD, Case
 
-_OFF = {
-    "softcap": False, "alibi_slopes": False, "sinks": False, "bias": False, "mask": False, "log_weights": False,
-    "tree_mask": False, "magicpig": False, "seqlens_q": False, "seqlens_k": False, "leftpad_q": False,
-    "leftpad_k": False,
-    "return_lse": False, "causal": "none", "window_left": -1, "window_right": -1, "chunk": 0, "num_splits": 0,
-    "layout": "bhsd", "page_layout": "phd", "dtype": "fp32",
+_OFF: dict[str, Any] = dict.fromkeys(FEATURES, False) | {
+    "causal": "none", "window_left": -1, "window_right": -1, "chunk": 0, "num_splits": 0, "layout": "bhsd",
+    "page_layout": "phd", "dtype": "fp32",
 }  # fmt: skip
 _PLAIN = {"wild": "", "extremes": False, "strides": "plain", "scale": None, "q": "normal", "k": "normal", "v": "normal"}
 

@@ -1,7 +1,5 @@
-"""Many shapes of a few kinds, in turn in one process: each computes what it does where nothing came before.
-
-On a device the results are compared, byte for byte; without one the launches of an H100 (recorded.py).
-"""
+"""Many shapes of a few kinds, in turn in one process: each computes what it does where nothing came before. On a device
+the results are compared, byte for byte; without one the launches of an H100 (recorded.py)."""
 
 from __future__ import annotations
 

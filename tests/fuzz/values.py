@@ -21,8 +21,7 @@ from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
 from portattn.testing import tolerance
-from portattn.testing.dense_view import allowed_keys
-from portattn.testing.oracle import oracle
+from portattn.testing.oracle import allowed_keys, oracle
 
 from .drawing import Case, draw
 from .reducing import reduced, snippet
@@ -132,11 +131,8 @@ def _make_wild(call: Call, wild: str, generator: torch.Generator) -> None:
 
 
 def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str) -> str:
-    """What is wrong with a result; "" where it is right.
-
-    The budget is that of portattn/testing/tolerance.py, but rows with extreme scores have one of their own: a large LSE
-    would allow any error in the others.
-    """
+    """What is wrong with a result; "" where it is right. The budget is that of portattn/testing/tolerance.py, but rows
+    with extreme scores have one of their own: a large LSE would allow any error in the others."""
     facts = tolerance.judge(call, out, lse, precision)
     if facts["wrong"]:
         return (
@@ -196,9 +192,7 @@ def run(case: Case, device: str) -> Outcome:
 @contextlib.contextmanager
 def prepared(device: str) -> Iterator[None]:
     """What a process of cases needs: on a CPU small tiles, so that small problems have several; no children.
-
-    TRITON_INTERPRET must be 1 before Triton is imported, where kernels are to run on a CPU.
-    """
+    TRITON_INTERPRET must be 1 before Triton is imported, where kernels are to run on a CPU."""
     before = core_path.Launch
     if device == "cpu":
         from quick_interpreter import quick_interpreter

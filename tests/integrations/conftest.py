@@ -1,7 +1,5 @@
 """Fixtures of the transformers and SDPA tests: models built once, portattn registered for one test, one thread.
-
-transformers is imported inside: without the package the test files skip themselves.
-"""
+transformers is imported inside: without the package the test files skip themselves."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def sdpa_says_all(request: pytest.FixtureRequest) -> None:
     """The SDPA tests start without a last route, with the same random numbers, and every cause is warned of again."""
     torch.manual_seed(0)
     if request.node.get_closest_marker("transformers") is None:
-        from portattn.integrations import sdpa_routes
+        from portattn.integrations import sdpa_mapping
 
-        sdpa_routes.forget_warnings()
-        sdpa_routes._last.set(None)
+        sdpa_mapping.forget_warnings()
+        sdpa_mapping._last_route.set(None)

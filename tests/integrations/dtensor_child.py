@@ -37,10 +37,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], Tensors, dict[str, Any], int]
     more = {"sinks": torch.randn(8), "bias": torch.randn(8, 10, 12), "seqlens_k": ints(3, 12, 7, 0)}
     pages, table = torch.randn(9, 8, 2, 16), torch.randperm(8).int().view(4, 2)
     swapped = {
-        "q": q.transpose(1, 2).contiguous(),
-        "k": k.transpose(1, 2).contiguous(),
-        "v": v.transpose(1, 2).contiguous(),
-    }
+        "q": q.transpose(1, 2).contiguous(), "k": k.transpose(1, 2).contiguous(), "v": v.transpose(1, 2).contiguous(),
+    }  # fmt: skip
     packed = {"q": q[0].transpose(0, 1).contiguous(), "k": swapped["k"][0], "v": swapped["v"][0]}
     ends = {"cu_seqlens_q": ints(0, 4, 10), "cu_seqlens_k": ints(0, 9, 12)}
     one = q[:, :, :1].contiguous()
@@ -49,10 +47,9 @@ def calls() -> dict[str, tuple[Callable[..., Any], Tensors, dict[str, Any], int]
     return {
         "attention": (portattn.attention, {"q": q, "k": k, "v": v, **more}, {"causal": True}, 1),
         "attention, bshd": (portattn.attention, {**swapped, **more}, {"layout": "bshd"}, 2),
-        "attention, one key head": (
-            portattn.attention, {"q": q, "k": k[:, :1].contiguous(), "v": v[:, :1].contiguous()},
-            {"causal": True}, 1,
-        ),
+        "attention, one key head": (portattn.attention,
+                                    {"q": q, "k": k[:, :1].contiguous(), "v": v[:, :1].contiguous()}, {"causal": True},
+                                    1),
         "drop-in": (drop_in, {"q": q, "k": k, "v": v}, {}, 1),
         "varlen": (portattn.varlen_attention, {**packed, **ends}, {"max_seqlen_q": 6, "max_seqlen_k": 9}, 1),
         "decode": (
@@ -60,10 +57,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], Tensors, dict[str, Any], int]
             {"q": one, "k_cache": k, "v_cache": v, "seqlens_k": ints(3, 12, 7, 0), "alibi_slopes": torch.rand(4, 8)},
             REFERENCE, 1,
         ),
-        "paged": (
-            portattn.paged_attention,
-            {"q": one, "k_pages": pages, "v_pages": pages.flip(0), "page_table": table, **lens}, REFERENCE, 1,
-        ),
+        "paged": (portattn.paged_attention,
+                  {"q": one, "k_pages": pages, "v_pages": pages.flip(0), "page_table": table, **lens}, REFERENCE, 1),
         "mla": (
             portattn.mla_attention,
             {

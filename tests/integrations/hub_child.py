@@ -70,10 +70,8 @@ def measure() -> dict[str, Any]:
         with using(gpt, KERNEL):
             sinks = difference(by_mask(mask)(gpt), eager, mask)
     return {
-        "library": sys.modules["portattn"].__file__,
-        "paths": paths,
-        "sinks": [sinks, difference(without, eager, mask)],
-    }
+        "library": sys.modules["portattn"].__file__, "paths": paths, "sinks": [sinks, difference(without, eager, mask)],
+    }  # fmt: skip
 
 
 def by_mask(mask: torch.Tensor | None) -> Run:

@@ -21,12 +21,10 @@ from portattn.integrations.flash_attn_interface import (
 
 E4M3 = torch.float8_e4m3fn
 SCORES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
+    "plain": {}, "causal": {"causal": True},
     "all": {"causal": True, "window_size": (5, 0), "softcap": 2.0, "softmax_scale": 0.4},
-    "chunk": {"attention_chunk": 3},
-    "causal chunk": {"causal": True, "attention_chunk": 4},
-}
+    "chunk": {"attention_chunk": 3}, "causal chunk": {"causal": True, "attention_chunk": 4},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -273,24 +271,21 @@ def test_combine() -> None:
     found, _ = flash_attn_combine(outs, lses, target, torch.float16)
     assert found is target
     assert torch.equal(target, out.half())
-    with pytest.raises(
-        ArgumentError, match=r"^flash_attn_combine: out_partial is torch\.float16, but must be a torch\.Te"
-    ):
-        flash_attn_combine(outs.half(), lses)
-    with pytest.raises(
-        ArgumentError, match=r"^flash_attn_combine: lse_partial\.shape is \(3, 1, 5\), but must be out_par"
-    ):
-        flash_attn_combine(outs, lses[..., 0])
-    with pytest.raises(ArgumentError, match=r"^flash_attn_combine: out is"):
-        flash_attn_combine(outs, lses, target)
 
 
 Q, CACHE = torch.zeros(2, 1, 4, 16), torch.zeros(2, 8, 2, 16)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
+NESTED = torch.nested.nested_tensor([torch.zeros(1, 4, 16), torch.zeros(2, 4, 16)])
+COS = torch.zeros(8, 4)
+DENSE = {"q": Q, "k": CACHE, "v": CACHE}
+CACHED = {"q": Q, "k_cache": CACHE, "v_cache": CACHE}
+PARTS = {"out_partial": torch.zeros(2, 1, 3, 4, 16), "lse_partial": torch.zeros(2, 1, 3, 4)}
+PACKED = {"q": Q[0], "k": Q[0], "v": Q[0], "cu_seqlens_q": ints(0, 1), "cu_seqlens_k": ints(0, 1), "max_seqlen_q": 1,
+          "max_seqlen_k": 1}  # fmt: skip
+# Function, its arguments, those that are spoiled, and the error.
+REFUSED: list[tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
+    (flash_attn_with_kvcache, CACHED, [
         ({"attention_chunk": -1}, r"attention_chunk is -1, but must be an integer ≥ 0"),
         ({"sm_margin": 8}, r"sm_margin is 8, but must be 0"),
         ({"pack_gqa": 3}, r"pack_gqa is 3, but must be True or False"),
@@ -301,37 +296,44 @@ Q, CACHE = torch.zeros(2, 1, 4, 16), torch.zeros(2, 8, 2, 16)
         ({"rotary_seqlens": ints(1, 2).long()}, r"rotary_seqlens\.dtype is torch\.int64, but must be torch\.int32"),
         ({"cu_seqlens_k_new": ints(0, 1, 2)}, r"cu_seqlens_k_new is \(3,\), but goes with k and v"),
         ({"q": Q[0], "cu_seqlens_q": ints(0, 1, 1)}, r"max_seqlen_q is None, but must be given with cu_seqlens_q"),
-        (
-            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "cache_leftpad": ints(0, 1)},
-            r"cu_seqlens_q\[2\] is 2, but must be at most the packed rows, 1",
-        ),
-        (
-            {"q": Q[0], "cu_seqlens_q": ints(0, 1, 1), "max_seqlen_q": "1", "cache_leftpad": ints(0, 1)},
-            r"max_seqlen_q is '1', but must be an integer",
-        ),
+        ({"q": Q[0], "cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "cache_leftpad": ints(0, 1)},
+         r"cu_seqlens_q\[2\] is 2, but must be at most the packed rows, 1"),
+        ({"q": Q[0], "cu_seqlens_q": ints(0, 1, 1), "max_seqlen_q": "1", "cache_leftpad": ints(0, 1)},
+         r"max_seqlen_q is '1', but must be an integer"),
         ({"page_table": ints(0, 1, 2, 3).view(2, 2)}, r"page_table\[1, 0\] is 2, but must be in 0\.\.1"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^flash_attn_with_kvcache: {text}"):
-        flash_attn_with_kvcache(**{"q": Q, "k_cache": CACHE, "v_cache": CACHE, **given})
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
+    ]),
+    (flash_attn_func, DENSE, [
         ({"attention_chunk": 1.0}, r"attention_chunk is 1\.0, but must be an integer ≥ 0"),
         ({"sm_margin": 1}, "sm_margin is 1, but must be 0"),
         ({"num_splits": 2.0}, "num_splits is 2.0, but must be an integer"),
         ({"qv": Q[..., :8]}, r"qv is \(\(2, 1, 4, 8\), torch\.float32\), but must be q's with v's head_dim"),
         ({"k_descale": torch.ones(2, 2)}, "k_descale"),
-    ],
+        ({"k": [1], "deterministic": True}, r"k is 'list', but must be a torch"),
+        ({"v": torch.zeros(()), "qv": Q}, r"v\.shape is \(\), but must have q's axes"),
+    ]),
+    (flash_attn_qkvpacked_func, {}, [({"qkv": NESTED}, r"qkv is 'a nested tensor'")]),
+    (flash_attn_varlen_func, PACKED, [({"qv": [1], "deterministic": True}, r"qv is 'list', but must be a torch")]),
+    (flash_attn_combine, PARTS, [
+        ({"out_dtype": "x"}, "out_dtype is 'x', but must be None or a floating-point"),
+        ({"out_dtype": torch.int8}, r"out_dtype is torch\.int8, but must be None or a floating-point"),
+        ({"out": [1]}, "out is 'list', but must be None or a torch"),
+        ({"out": torch.zeros(1, 3, 4, 16).half()}, "out is"),
+        ({"out_partial": PARTS["out_partial"].half()}, r"out_partial is torch\.float16, but must be a torch\.Te"),
+        ({"lse_partial": PARTS["lse_partial"][..., 0]}, r"lse_partial\.shape is \(2, 1, 3\), but must be out_par"),
+        ({"out_partial": NESTED}, "out_partial is 'a nested tensor'"),
+        ({"lse_partial": COS.to_sparse()}, r"lse_partial is 'a torch\.sparse_coo tensor'"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "text"), [(call, base | given, text) for call, base, rows in REFUSED for given, text in rows]
 )
-def test_what_dense_calls_refuse(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^flash_attn_func: {text}"):
-        flash_attn_func(Q, CACHE, CACHE, **given)
+def test_what_cannot_be_done_is_refused_by_name(call: Any, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{call.__name__}: {text}"):
+        call(**given)
     with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_p'"):
-        flash_attn_func(Q, CACHE, CACHE, dropout_p=0.1)
+        call(**given, dropout_p=0.1)
 
 
 @pytest.mark.parametrize(
@@ -354,16 +356,14 @@ def test_new_rows_beside_float8_queries_have_the_cache_s_dtype(name: str, dtypes
     ("beginnings", "text"),
     [
         (ints(0, 3), r"\.shape is \(2,\), but must be \(batch \+ 1,\), \(3,\)"),
-        (ints(0, 1, 2, 3), r"\.shape is \(4,\)"),
-        (ints(0, 1, 3).long(), r"\.dtype is torch\.int64"),
-        (ints(0, 1, 3).to("meta"), r"\.device is 'meta'"),
-        (ints(1, 2, 3), r"\[0\] is 1, but must be 0"),
+        (ints(0, 1, 2, 3), r"\.shape is \(4,\)"), (ints(0, 1, 3).long(), r"\.dtype is torch\.int64"),
+        (ints(0, 1, 3).to("meta"), r"\.device is 'meta'"), (ints(1, 2, 3), r"\[0\] is 1, but must be 0"),
         (ints(0, 5, 3), r"\[1\] is 5, but must be at most the packed rows, 3"),
         (ints(0, 2, 1), r"\[2\] is 1, but must be at least cu_seqlens_k_new\[1\], 2"),
         (ints(0, 1, 4), r"\[2\] is 4, but must be at most the packed rows, 3"),
         ([0, 1, 3], r" is 'list', but must be a torch\.Tensor"),
     ],
-)
+)  # fmt: skip
 def test_beginnings_of_new_keys_are_checked_before_a_row_is_written(beginnings: Any, text: str) -> None:
     k_cache, v_cache, new = CACHE.clone(), CACHE.clone(), torch.ones(3, 2, 16)
     with pytest.raises(ArgumentError, match=f"^flash_attn_with_kvcache: cu_seqlens_k_new{text}"):
@@ -382,10 +382,8 @@ def test_rows_without_sequences() -> None:
     assert torch.equal(out, torch.zeros(2, 4, 16))
 
 
-NESTED = torch.nested.nested_tensor([torch.zeros(1, 4, 16), torch.zeros(2, 4, 16)])
 JAGGED = torch.nested.nested_tensor([torch.zeros(1, 4, 16), torch.zeros(2, 4, 16)], layout=torch.jagged)
 SPARSE = ints(0, 1).to_sparse()
-COS = torch.zeros(8, 4)
 
 
 @pytest.mark.parametrize("bad", [NESTED, JAGGED, SPARSE, [1]], ids=["nested", "jagged", "sparse", "list"])
@@ -405,33 +403,6 @@ def test_what_is_no_dense_tensor_is_one_error(name: str, bad: Any) -> None:
         with pytest.raises(ArgumentError, match=f"^flash_attn_with_kvcache: {name} is"):
             flash_attn_with_kvcache(**{**base, **others, name: bad})
     assert not base["k_cache"].any()
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"out_dtype": "x"}, "out_dtype is 'x', but must be None or a floating-point"),
-        ({"out_dtype": torch.int8}, r"out_dtype is torch\.int8, but must be None or a floating-point"),
-        ({"out": [1]}, "out is 'list', but must be None or a torch"),
-        ({"out_partial": NESTED}, "out_partial is 'a nested tensor'"),
-        ({"lse_partial": COS.to_sparse()}, r"lse_partial is 'a torch\.sparse_coo tensor'"),
-    ],
-)
-def test_what_combine_refuses(given: dict[str, Any], text: str) -> None:
-    parts = {"out_partial": torch.zeros(2, 1, 3, 4, 16), "lse_partial": torch.zeros(2, 1, 3, 4)}
-    with pytest.raises(ArgumentError, match=f"^flash_attn_combine: {text}"):
-        flash_attn_combine(**{**parts, **given})
-
-
-def test_dense_and_packed_calls_name_what_is_no_dense_tensor() -> None:
-    with pytest.raises(ArgumentError, match=r"^flash_attn_func: k is 'list', but must be a torch"):
-        flash_attn_func(Q, [1], CACHE, deterministic=True)
-    with pytest.raises(ArgumentError, match=r"^flash_attn_func: v\.shape is \(\), but must have q's axes"):
-        flash_attn_func(Q, CACHE, torch.zeros(()), qv=Q)
-    with pytest.raises(ArgumentError, match=r"^flash_attn_qkvpacked_func: qkv is 'a nested tensor'"):
-        flash_attn_qkvpacked_func(NESTED)
-    with pytest.raises(ArgumentError, match=r"^flash_attn_varlen_func: qv is 'list', but must be a torch"):
-        flash_attn_varlen_func(Q[0], Q[0], Q[0], ints(0, 1), ints(0, 1), 1, 1, qv=[1], deterministic=True)
 
 
 def test_scheduler_metadata_goes_round() -> None:

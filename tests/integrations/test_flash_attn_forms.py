@@ -1,6 +1,5 @@
 """Forms of calls that flash_attn takes, one by one: each against the definition in float64. Its own tests call it so
-(scripts/flash_attn_suite.py runs those).
-"""
+(scripts/flash_attn_suite.py runs those)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import portattn
 from portattn.errors import ArgumentError
 from portattn.integrations import flash_attn, flash_attn_interface
 from portattn.integrations.flash_attn import flash_attn_interface as inner
-from portattn.integrations.flash_attn.cache import _beyond_padding
+from portattn.integrations.flash_attn.kvcache import _beyond_padding
 
 F8 = torch.float8_e4m3fn
 LENGTHS_Q, LENGTHS_K = (3, 6, 0), (5, 9, 4)
@@ -100,16 +99,16 @@ def test_deterministic_of_one_call(module: Any, is_packed: bool) -> None:
 
 
 def test_gradients_that_torch_computes_follow_its_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from portattn.api import recompute
+    from portattn.api import backward
 
-    seen, by_torch = [], recompute.by_torch
+    seen, by_torch = [], backward.by_torch
 
     def watched(request: Any) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
         torch.use_deterministic_algorithms(not seen[-1])  # as the user may, in any thread
         return by_torch(request)
 
-    monkeypatch.setattr(recompute, "by_torch", watched)
+    monkeypatch.setattr(backward, "by_torch", watched)
     q, k, v = dense()
     try:
         for _ in range(2):

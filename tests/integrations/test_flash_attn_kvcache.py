@@ -1,6 +1,5 @@
 """portattn.integrations.flash_attn.flash_attn_with_kvcache: results against the definition in float64, the cache bit
-for bit. What lies beyond a sequence's rows is NaN in keys or in values, so that a read of it would show.
-"""
+for bit. What lies beyond a sequence's rows is NaN in keys or in values, so that a read of it would show."""
 
 from __future__ import annotations
 
@@ -280,34 +279,24 @@ COS = torch.zeros(8, 4)
         ({**APPEND, "cache_seqlens": 8}, r"cache_seqlens\[0\] is 8, but must be in 0\.\.7, for 1 new rows of 8"),
         ({"cache_seqlens": 2**40}, r"cache_seqlens is 1099511627776, but must be in 0\.\.8"),
         ({"cache_seqlens": -1}, r"cache_seqlens\[0\] is -1, but must be in 0\.\.8"),
-        (
-            {"cache_seqlens": ints(1, 2).long()},
-            r"cache_seqlens\.dtype is torch\.int64, .*\(hint: cache_seqlens\.int\(\)\)",
-        ),
+        ({"cache_seqlens": ints(1, 2).long()},
+         r"cache_seqlens\.dtype is torch\.int64, .*\(hint: cache_seqlens\.int\(\)\)"),
         ({"cache_seqlens": 9}, r"cache_seqlens\[0\] is 9, but must be in 0\.\.8, the rows there are$"),
         ({"cache_seqlens": ints(1)}, r"cache_seqlens\.shape is \(1,\), but must be \(batch,\), \(2,\)"),
         ({"cache_seqlens": 2.0}, r"cache_seqlens is 'float', but must be an integer, or an int32"),
         ({"cache_seqlens": 4, "cache_leftpad": ints(5, 0)}, r"cache_leftpad\[0\] is 5, but must be in 0\.\.4"),
-        (
-            {"cache_batch_idx": ints(0, 2)},
-            r"cache_batch_idx\[1\] is 2, but must be in 0\.\.1, the sequences of the cac",
-        ),
+        ({"cache_batch_idx": ints(0, 2)},
+         r"cache_batch_idx\[1\] is 2, but must be in 0\.\.1, the sequences of the cac"),
         ({"block_table": TABLE.long()}, r"block_table\.dtype is torch\.int64"),
         ({"block_table": TABLE - 1}, r"block_table\[0, 0\] is -1, but must be in 0\.\.1"),
-        (
-            {"block_table": TABLE[0]},
-            r"block_table is \(1,\), but must be an int32 torch\.Tensor \(batch, pages a seque",
-        ),
+        ({"block_table": TABLE[0]},
+         r"block_table is \(1,\), but must be an int32 torch\.Tensor \(batch, pages a seque"),
         ({"rotary_cos": COS, "rotary_sin": COS}, r"rotary_cos is \(8, 4\), but goes with k and v"),
         ({**APPEND, "rotary_cos": COS}, r"rotary_sin is None, but must be given too"),
-        (
-            {**APPEND, "rotary_cos": COS, "rotary_sin": COS[:, :2]},
-            r"rotary_sin\.shape is \(8, 2\), but must be rotary_",
-        ),
-        (
-            {**APPEND, "rotary_cos": COS.int(), "rotary_sin": COS},
-            r"rotary_cos\.dtype is torch\.int32, but must be a floating-point dtype",
-        ),
+        ({**APPEND, "rotary_cos": COS, "rotary_sin": COS[:, :2]},
+         r"rotary_sin\.shape is \(8, 2\), but must be rotary_"),
+        ({**APPEND, "rotary_cos": COS.int(), "rotary_sin": COS},
+         r"rotary_cos\.dtype is torch\.int32, but must be a floating-point dtype"),
         ({**APPEND, "rotary_cos": COS[:3], "rotary_sin": COS[:3]}, r"rotary_cos\.shape\[0\] is 3, but must be more"),
         ({"num_splits": 500}, r"num_splits is 500, but must be None or an integer in 1\.\.128"),
         ({"num_splits": 1.5}, r"num_splits is 1\.5, but must be an integer"),
@@ -318,7 +307,7 @@ COS = torch.zeros(8, 4)
         ({"q": torch.zeros(2, 1, 3, 16)}, r"heads_q is 3, but must be a multiple"),
         ({"q": torch.zeros(3, 1, 4, 16)}, r"k_cache's batch is 2, but must be q's, 3"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_error_and_writes_nothing(given: dict[str, Any], text: str) -> None:
     k_cache, v_cache = torch.zeros(2, 8, 2, 16), torch.zeros(2, 8, 2, 16)
     new = {name: tensor + 1 for name, tensor in given.items() if name in ("k", "v")}

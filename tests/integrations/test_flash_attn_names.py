@@ -1,6 +1,5 @@
 """The flash_attn-shaped modules have the names, argument orders and defaults of flash_attn 2.8 and FlashAttention-3,
-and bert_padding does what its names say.
-"""
+and bert_padding does what its names say."""
 
 from __future__ import annotations
 
@@ -60,13 +59,11 @@ THREE = {
     ),
 }
 PADDING = {
-    "index_first_axis": "input indices",
-    "index_put_first_axis": "values indices first_axis_dim",
-    "index_first_axis_residual": "input indices",
-    "unpad_input": "hidden_states attention_mask unused_mask=None",
+    "index_first_axis": "input indices", "index_put_first_axis": "values indices first_axis_dim",
+    "index_first_axis_residual": "input indices", "unpad_input": "hidden_states attention_mask unused_mask=None",
     "unpad_input_for_concatenated_sequences": "hidden_states attention_mask_in_length",
     "pad_input": "hidden_states indices batch seqlen",
-}
+}  # fmt: skip
 HUB = {name: f"{TWO[name]} s_aux=None" for name in hub.__all__}
 ALL = [
     (module, name, parameters)
@@ -87,7 +84,7 @@ def test_parameters(module: Any, name: str, parameters: str) -> None:
 @pytest.mark.parametrize(("module", "name", "parameters"), ALL, ids=[f"{m.__name__}.{n}" for m, n, _ in ALL])
 def test_docstrings_say_what_is_returned_and_their_examples_are_right(module: Any, name: str, parameters: str) -> None:
     text = inspect.getdoc(getattr(module, name)) or ""
-    assert "\n\nReturns " in text
+    assert "\n\nReturns:\n" in text
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
     assert test.examples or module is hub or name == "get_scheduler_metadata"
     said: list[str] = []
@@ -121,12 +118,8 @@ def test_unpad_and_pad(dtype: torch.dtype) -> None:
     hidden = torch.randn(3, 4, 2, 5, requires_grad=True)
     packed, indices, cu_seqlens, longest, used = bert_padding.unpad_input(hidden, mask)
     assert torch.equal(packed, hidden[mask.bool()])
-    assert (indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()) == (
-        [1, 2, 3, 4, 7],
-        [0, 3, 5, 5],
-        3,
-        [3, 2, 0],
-    )
+    assert (indices.tolist(), cu_seqlens.tolist()) == ([1, 2, 3, 4, 7], [0, 3, 5, 5])
+    assert (longest, used.tolist()) == (3, [3, 2, 0])
     assert cu_seqlens.dtype is used.dtype is torch.int32
     back = bert_padding.pad_input(packed, indices, 3, 4)
     assert torch.equal(back, hidden * mask[..., None, None])

@@ -1,6 +1,5 @@
 """scripts/hub_kernel.py: what it writes is whole and loads where no portattn is installed, and transformers' paths
-through it give what eager gives.
-"""
+through it give what eager gives."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ import pytest
 from places import WITHOUT_PORTATTN
 
 from portattn.version import __version__
+from portattn.worker.own_kernels import load
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = Path(__file__).parent
@@ -32,12 +32,7 @@ FACTOR, REST = 2.0, 5e-6
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hub_kernel", ROOT / "scripts" / "hub_kernel.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(str(ROOT / "scripts" / "hub_kernel.py"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
-"""portattn in torch's registry of flash attention: activating, restoring, and each of the aten operators.
-
-The operators' CPU kernels stand for CUDA's: torch has none of its own there but those of `_for_cpu`.
-"""
+"""portattn in torch's registry of flash attention: activating, restoring, and each of the aten operators. The
+operators' CPU kernels stand for CUDA's: torch has none of its own there but those of `_for_cpu`."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from sdpa_cases import assert_within_budget, gradient_of
 from torch.nn import attention, functional
 
 import portattn
-from portattn.integrations import sdpa
-from portattn.integrations import sdpa_routes as routes
+from portattn.integrations import sdpa, sdpa_mapping
 from portattn.integrations.sdpa_flash import Activation
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +68,7 @@ def test_torchs_registry_activates_and_restores() -> None:
         attention.restore_flash_attention_impl()
     assert not any(has_cpu_kernel(one) for one in FIVE)
     portattn.attention(q, q, q)
-    routes.note(None)
+    sdpa_mapping.note(None)
     functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert path() == "none"
 

@@ -19,8 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as theirs
 
 import portattn
-from portattn.integrations import sdpa
-from portattn.integrations import sdpa_routes as routes
+from portattn.integrations import sdpa, sdpa_mapping
 
 ours = sdpa.scaled_dot_product_attention
 OURS, BACKWARD = "portattn.attention.default", "portattn.attention_backward.default"
@@ -47,12 +46,9 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], Tensors]] = {
     "boolean mask": (lambda f, q, k, m: f(q, k, k, m), (Q, K, SCORES5[0, 0, 0] > 0)),
     "floating mask": (lambda f, q, k, m: f(q, k, k, m), (Q, K, SCORES5[0, 0])),
     "GQA": (lambda f, q, k: f(q, k, k, is_causal=True, enable_gqa=True), (Q, K[:, :2].contiguous())),
-    "3-D": (lambda f, q, k: f(q, k, k), (Q[0], K[0])),
-    "5-D": (lambda f, q, k, m: f(q, k, k, m), (Q5, K5, SCORES5 > 0)),
-    "memory order": (
-        lambda f, q, k: f(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2)),
-        (Q.transpose(1, 2).contiguous(), K.transpose(1, 2).contiguous()),
-    ),
+    "3-D": (lambda f, q, k: f(q, k, k), (Q[0], K[0])), "5-D": (lambda f, q, k, m: f(q, k, k, m), (Q5, K5, SCORES5 > 0)),
+    "memory order": (lambda f, q, k: f(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2)),
+                     (Q.transpose(1, 2).contiguous(), K.transpose(1, 2).contiguous())),
 }  # fmt: skip
 WIDE = random((1, 1, 3, 640))[0]
 # What portattn does not take, anywhere or in graphs; and a part of the reason.
@@ -283,7 +279,7 @@ def test_autocast_of_a_compiled_call() -> None:
 @pytest.mark.parametrize("name", ["plain", "boolean mask", "GQA", "5-D"])
 def test_the_block_around_a_compiled_call(name: str) -> None:
     call, tensors = CALLS[name]
-    with sdpa.replaced():
+    with sdpa.replacement():
         compiled = Compiled(lambda *tensors: call(functional.scaled_dot_product_attention, *tensors))
         found = compiled.run(*tensors)
         assert compiled.nodes == [OURS]
@@ -297,7 +293,7 @@ def test_compiled_inside_and_outside() -> None:
     for turn in range(2):
         torch.testing.assert_close(compiled.run(Q, K), right)
         assert compiled.nodes.count(OURS) == turn
-        with sdpa.replaced():
+        with sdpa.replacement():
             torch.testing.assert_close(compiled.run(Q, K), right)
         assert compiled.nodes.count(OURS) == 1  # each is kept
 
@@ -308,7 +304,7 @@ def test_a_block_inside_of_what_is_compiled() -> None:
 
     @torch.compile(backend="aot_eager")
     def block(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        with sdpa.replaced():
+        with sdpa.replacement():
             out = functional.scaled_dot_product_attention(q, k, k, is_causal=True)
         return out + 1
 
@@ -333,7 +329,7 @@ def test_models_of_torch_compiled_and_trained(kind: str, dynamic: bool) -> None:
     parameters = list(model.parameters())
     right = program(x)
     right_grads = torch.autograd.grad(right.sin().sum(), parameters)
-    with sdpa.replaced():
+    with sdpa.replacement():
         compiled = Compiled(program, dynamic=dynamic)
         found = compiled.run(x)
         grads = torch.autograd.grad(found.sin().sum(), parameters)
@@ -346,7 +342,7 @@ def test_models_of_torch_compiled_and_trained(kind: str, dynamic: bool) -> None:
 def test_a_layer_that_drops_out_is_portattns_when_it_is_compiled() -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
     x = torch.randn(2, 5, 16)
-    with sdpa.replaced():
+    with sdpa.replacement():
         compiled = Compiled(layer)
         compiled.run(x).sum().backward()
     assert [node for node in compiled.nodes if "portattn" in node] == [OURS, BACKWARD]
@@ -377,7 +373,7 @@ def test_what_dynamo_sees_whole_is_not_compiled_again_outside_of_the_block() -> 
     """torch.nn.MultiheadAttention calls one function that dynamo does not look into: docs/integrations.md says so."""
     model = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     x = torch.randn(2, 5, 16)
-    with sdpa.replaced():
+    with sdpa.replacement():
         compiled = Compiled(lambda x: model(x, x, x, need_weights=False)[0])
         inside = compiled.run(x)
         before = list(compiled.nodes)
@@ -421,7 +417,7 @@ def test_a_transformed_call(transform: str, compiled: bool) -> None:
         assert program.nodes.count(OURS) == 1
         assert set(program.nodes) <= {OURS, BACKWARD}
     else:
-        routes.note(None)
+        sdpa_mapping.note(None)
         found = f(ours)
         assert path() == "portattn"
     torch.testing.assert_close(found, f(theirs), atol=2e-5, rtol=1e-4)
@@ -495,6 +491,6 @@ def test_distributed_tensors(name: str, mesh: Any) -> None:
 
 
 def test_a_call_recorded_inside_of_the_block() -> None:
-    with sdpa.replaced():
+    with sdpa.replacement():
         traced = by_jit(Model(lambda f, q, k: functional.scaled_dot_product_attention(q, k, k)), (Q, K))
     assert torch.equal(traced(Q, K), ours(Q, K, K))

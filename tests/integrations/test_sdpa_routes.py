@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 import portattn
-from portattn.integrations import sdpa
-from portattn.integrations import sdpa_routes as routes
+from portattn.integrations import sdpa, sdpa_mapping
 from portattn.schema.target import Target
 
 SEED = torch.Generator().manual_seed(0)
@@ -81,11 +80,9 @@ def test_settings_decide_what_a_fall_back_does() -> None:
 
 def test_route_and_explain_tell_beforehand_what_happens() -> None:
     calls: list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = [
-        ((Q, K, K), {"is_causal": True}),
-        ((Q, K, K), {"dropout_p": 1.0}),
-        ((Q.double(), K.double(), K.double()), {}),
+        ((Q, K, K), {"is_causal": True}), ((Q, K, K), {"dropout_p": 1.0}), ((Q.double(), K.double(), K.double()), {}),
         ((torch.randn(1, 1, 3, 640),) * 3, {}),
-    ]
+    ]  # fmt: skip
     for args, kwargs in calls:
         told = sdpa.route(*args, **kwargs)
         with portattn.settings(fallback="silent"):
@@ -113,21 +110,23 @@ def test_a_plan_that_is_told_is_the_one_that_runs() -> None:
 
 def test_the_block_serves_torchs_name() -> None:
     for _ in range(2):
-        routes.note(None)
-        with sdpa.replaced():
+        sdpa_mapping.note(None)
+        with sdpa.replacement():
             assert functional.scaled_dot_product_attention is ours
             out = functional.scaled_dot_product_attention(Q, K, K, is_causal=True)
             assert path() == "portattn"
-            routes.note(None)
+            sdpa_mapping.note(None)
             torch.testing.assert_close(out, imported_before(Q, K, K, is_causal=True))
             assert path() == "none"  # a name that was imported before is torch's own
         assert functional.scaled_dot_product_attention is imported_before
+    with pytest.warns(DeprecationWarning, match="replacement"):
+        assert sdpa.replaced is sdpa.replacement
 
 
 def test_the_block_restores_after_errors_and_nests() -> None:
     def fail() -> None:
-        with sdpa.replaced():
-            with sdpa.replaced():
+        with sdpa.replacement():
+            with sdpa.replacement():
                 functional.scaled_dot_product_attention(Q, K, K)
             with pytest.raises(RuntimeError, match="same dtype"):
                 functional.scaled_dot_product_attention(Q.half(), K, K)
@@ -147,14 +146,14 @@ def test_blocks_that_overlap_in_two_threads() -> None:
     found = []
 
     def first() -> None:
-        with sdpa.replaced():
+        with sdpa.replacement():
             first_in.set()
             second_in.wait(30)
         first_out.set()
 
     def second() -> None:
         first_in.wait(30)
-        with sdpa.replaced():
+        with sdpa.replacement():
             second_in.set()
             first_out.wait(30)
             found.append(functional.scaled_dot_product_attention is ours)
@@ -166,7 +165,7 @@ def test_blocks_that_overlap_in_two_threads() -> None:
 
 def test_another_function_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "scaled_dot_product_attention", imported_before)  # which the test's end restores
-    with sdpa.replaced():
+    with sdpa.replacement():
         functional.scaled_dot_product_attention = print
     assert functional.scaled_dot_product_attention is print
 
@@ -177,7 +176,7 @@ def test_many_threads_at_once() -> None:
     wrong: list[Any] = []
 
     def many() -> None:
-        with sdpa.replaced():
+        with sdpa.replacement():
             for _ in range(20):
                 out = functional.scaled_dot_product_attention(Q, K, K, is_causal=True)
                 if path() != "portattn" or not torch.allclose(out, right, atol=1e-5):
@@ -196,10 +195,11 @@ def run_threads(*functions: Any) -> None:
         thread.join()
 
 
+@pytest.mark.interpreter  # a real accelerator's kernels would be planned for CPU tensors
 def test_a_vendor_path_that_calls_torchs_own_is_not_served_again(sm_90: Target) -> None:
     """What needs gradients is planned as torch's SDPA on an H100, which the block would catch once more."""
     given = [tensor.clone().requires_grad_() for tensor in (Q, K, K)]
-    with portattn.settings(fallback="silent"), sdpa.replaced():
+    with portattn.settings(fallback="silent"), sdpa.replacement():
         out = functional.scaled_dot_product_attention(*given, is_causal=True)
     plan = portattn.last_plan()
     assert plan is not None
@@ -214,7 +214,7 @@ def test_models_of_torch() -> None:
     x = torch.randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     right = layer(x, src_key_padding_mask=padding)
-    with sdpa.replaced():
+    with sdpa.replacement():
         out = layer(x, src_key_padding_mask=padding)
     assert path() == "portattn"
     torch.testing.assert_close(out, right)
@@ -225,11 +225,11 @@ def test_checkpointing_computes_again_by_the_same_way() -> None:
 
     q = Q.clone().requires_grad_()
     (right,) = torch.autograd.grad(ours(q, K, K, is_causal=True).square().sum(), q)
-    with sdpa.replaced(), set_checkpoint_early_stop(False):
+    with sdpa.replacement(), set_checkpoint_early_stop(False):
         out = checkpoint(
             lambda q: functional.scaled_dot_product_attention(q, K, K, is_causal=True), q, use_reentrant=False
         )
-        routes.note(None)
+        sdpa_mapping.note(None)
         out.square().sum().backward()
     assert path() == "portattn"
     torch.testing.assert_close(q.grad, right)
@@ -246,7 +246,7 @@ def test_subclasses_know_themselves_what_sdpa_is() -> None:
             return super().__torch_function__(func, types, args, kwargs or {})
 
     loud = Q.as_subclass(Loud)
-    with portattn.settings(fallback="silent"), sdpa.replaced():
+    with portattn.settings(fallback="silent"), sdpa.replacement():
         out = functional.scaled_dot_product_attention(loud, K, K)
     assert Loud.heard == 1
     assert type(out) is Loud

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
-from sdpa_cases import check
+from sdpa_cases import Around, check, kept_by, samples
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 import portattn
-from portattn.integrations import sdpa
+from portattn.integrations import sdpa, sdpa_mapping
 
 theirs = torch._C._nn.scaled_dot_product_attention
 ours = sdpa.scaled_dot_product_attention
@@ -35,8 +38,7 @@ def path() -> str:
 
 # name: query, key, value; enable_gqa
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = {
-    "2-D": ((3, 8), (5, 8), (5, 8), False),
-    "3-D": ((2, 3, 8), (2, 5, 8), (2, 5, 8), False),
+    "2-D": ((3, 8), (5, 8), (5, 8), False), "3-D": ((2, 3, 8), (2, 5, 8), (2, 5, 8), False),
     "4-D": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
     "5-D": ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 3, 4, 5, 8), False),
     "6-D": ((2, 1, 2, 4, 3, 8), (2, 1, 2, 4, 5, 8), (2, 1, 2, 4, 5, 8), False),
@@ -50,8 +52,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]
     "one head of queries": ((2, 1, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
     "heads of value alone": ((2, 1, 3, 8), (2, 1, 5, 8), (2, 4, 5, 8), False),
     "5-D, broadcast": ((2, 1, 4, 3, 8), (3, 1, 5, 8), (2, 1, 1, 5, 8), False),
-    "GQA": ((2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8), True),
-    "MQA": ((2, 4, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8), True),
+    "GQA": ((2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8), True), "MQA": ((2, 4, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8), True),
     "3-D GQA": ((4, 3, 8), (2, 5, 8), (2, 5, 8), True),
     "5-D GQA": ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 3, 2, 5, 8), True),
     "GQA that is none": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), True),
@@ -60,7 +61,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]
     "neither": ((2, 4, 0, 8), (2, 4, 0, 8), (2, 4, 0, 8), False),
     "no batch": ((0, 4, 3, 8), (0, 4, 5, 8), (0, 4, 5, 8), False),
     "no keys, 3-D": ((4, 3, 8), (4, 0, 8), (4, 0, 8), False),
-}
+}  # fmt: skip
 
 
 @GRAD
@@ -132,18 +133,15 @@ def test_masks(shape: tuple[int, ...], kind: str, device: str, grad: bool) -> No
 @pytest.mark.parametrize(
     ("query", "key", "shape", "gqa"),
     [
-        ((3, 8), (5, 8), (3, 5), False),
-        ((2, 3, 8), (2, 5, 8), (2, 1, 5), False),
-        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 5), False),
-        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 1, 4, 3, 5), False),
+        ((3, 8), (5, 8), (3, 5), False), ((2, 3, 8), (2, 5, 8), (2, 1, 5), False),
+        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 5), False), ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 1, 4, 3, 5), False),
         ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 1, 3, 5), False),
         ((2, 3, 4, 3, 8), (3, 1, 5, 8), (2, 3, 1, 1, 5), False),
-        ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 1, 4, 3, 5), True),
-        ((2, 4, 3, 8), (2, 2, 5, 8), (2, 4, 3, 5), True),
+        ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 1, 4, 3, 5), True), ((2, 4, 3, 8), (2, 2, 5, 8), (2, 4, 3, 5), True),
         ((3, 8), (2, 4, 5, 8), (2, 1, 3, 5), False),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_other_dimensions(
     query: tuple[int, ...], key: tuple[int, ...], shape: tuple[int, ...], gqa: bool, kind: str
@@ -194,9 +192,7 @@ def test_scales(scale: float) -> None:
 
 @pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
 @pytest.mark.parametrize(
-    "options",
-    [{"scale": torch.nan}, {"scale": torch.inf}, {"dropout_p": 1.0}, {"dropout_p": 1}],
-    ids=str,
+    "options", [{"scale": torch.nan}, {"scale": torch.inf}, {"dropout_p": 1.0}, {"dropout_p": 1}], ids=str
 )
 def test_numbers_that_torch_runs(options: dict[str, Any]) -> None:
     given = [tensor.detach() for tensor in tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8))]
@@ -305,16 +301,11 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "one axis": ((K[0, 0, 0],) * 3, {}),
     "no axis of heads for GQA": ((Q[0, 0], K[0, 0], K[0, 0]), {"enable_gqa": True}),
     "heads that do not divide": ((Q, K[:, :3], K[:, :3]), {"enable_gqa": True}),
-    "more heads of keys": ((Q[:, :2], K, K), {"enable_gqa": True}),
-    "heads without GQA": ((Q, K[:, :2], K[:, :2]), {}),
-    "batches": ((torch.cat([Q, Q[:1]]), K, K), {}),
-    "widths": ((Q, torch.cat([K, K], -1), K), {}),
-    "dtypes": ((Q.half(), K, K), {}),
-    "integers": ((Q.int(), K.int(), K.int()), {}),
-    "complex numbers": ((Q + 0j, K + 0j, K + 0j), {}),
-    "devices": ((Q, K.to("meta"), K.to("meta")), {}),
-    "a list": (([1.0], K, K), {}),
-    "None": ((None, K, K), {}),
+    "more heads of keys": ((Q[:, :2], K, K), {"enable_gqa": True}), "heads without GQA": ((Q, K[:, :2], K[:, :2]), {}),
+    "batches": ((torch.cat([Q, Q[:1]]), K, K), {}), "widths": ((Q, torch.cat([K, K], -1), K), {}),
+    "dtypes": ((Q.half(), K, K), {}), "integers": ((Q.int(), K.int(), K.int()), {}),
+    "complex numbers": ((Q + 0j, K + 0j, K + 0j), {}), "devices": ((Q, K.to("meta"), K.to("meta")), {}),
+    "a list": (([1.0], K, K), {}), "None": ((None, K, K), {}),
     "a mask of another dtype": ((Q, K, K), {"attn_mask": torch.ones(3, 5, dtype=torch.float64)}),
     "a half mask of float32": ((Q, K, K), {"attn_mask": torch.ones(3, 5).half()}),
     "a mask of integers": ((Q, K, K), {"attn_mask": torch.ones(3, 5, dtype=torch.int32)}),
@@ -322,13 +313,10 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a mask of other heads": ((Q, K, K), {"attn_mask": torch.ones(2, 3, 5)}),
     "a mask of more axes": ((Q, K, K), {"attn_mask": torch.ones(1, 2, 4, 3, 5)}),
     "a mask that is none": ((Q, K, K), {"attn_mask": True}),
-    "a mask of one axis": ((Q, K, K), {"attn_mask": torch.ones(5)}),
-    "dropout": ((Q, K, K), {"dropout_p": 1.5}),
-    "negative dropout": ((Q, K, K), {"dropout_p": -0.5}),
-    "a scale of text": ((Q, K, K), {"scale": "1"}),
-    "causal of 1": ((Q, K, K), {"is_causal": 1}),
-    "causal of None": ((Q, K, K), {"is_causal": None}),
-}
+    "a mask of one axis": ((Q, K, K), {"attn_mask": torch.ones(5)}), "dropout": ((Q, K, K), {"dropout_p": 1.5}),
+    "negative dropout": ((Q, K, K), {"dropout_p": -0.5}), "a scale of text": ((Q, K, K), {"scale": "1"}),
+    "causal of 1": ((Q, K, K), {"is_causal": 1}), "causal of None": ((Q, K, K), {"is_causal": None}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -336,7 +324,7 @@ def test_bad_input_gives_torchs_error(name: str) -> None:
     args, kwargs = BAD[name]
     right = message(theirs, *args, **kwargs)
     assert message(ours, *args, **kwargs) == right
-    with sdpa.replaced():
+    with sdpa.replacement():
         assert message(torch.nn.functional.scaled_dot_product_attention, *args, **kwargs) == right
 
 
@@ -355,3 +343,112 @@ def test_values_of_other_rows_than_the_keys(rows: int) -> None:
         right = message(theirs, Q, K, value)
     assert message(ours, Q, K, value) == right
     assert right[0] is RuntimeError
+
+
+# torch's own samples of SDPA (OpInfo) through every way in, forward and backward, in every dtype.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+WAYS = ("function", "replacement", "flash_impl")
+
+
+def way_in(way: str, device: str) -> tuple[Callable[..., torch.Tensor], Around]:
+    """SDPA as a program would call it, and the block around that."""
+    if way == "function":
+        return sdpa.scaled_dot_product_attention, contextlib.nullcontext
+    block: Around = sdpa.replacement if way == "replacement" else functools.partial(sdpa.flash_impl, device)
+    return lambda *args, **kwargs: torch.nn.functional.scaled_dot_product_attention(*args, **kwargs), block
+
+
+@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")  # float64, and backwards of the flash kernel
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_samples(way: str, dtype: torch.dtype) -> None:
+    ours, around = way_in(way, "cpu")
+    torch.manual_seed(0)
+    paths = []
+    for sample in samples("cpu", dtype):
+        args = (sample.input, *sample.args)
+        kept = None
+        if sample.kwargs.get("dropout_p", 0.0):
+            if way == "flash_impl":
+                continue  # torch's flash kernel on the CPU has no dropout, and SDPA does not call it
+            with around():
+                kept = kept_by(seeded(ours), args[0], args[1], **sample.kwargs)
+        sdpa_mapping.note(None)
+        check(seeded(ours), *args, around=around, kept=kept, **sample.kwargs)
+        route = sdpa.last_route()
+        paths.append("" if route is None else "backward" if "backward" in route.reason else route.path)
+    if way != "flash_impl":
+        assert paths == ["torch" if dtype is torch.float64 else "portattn"] * 25
+    elif dtype is torch.float64:
+        assert set(paths) == {"", "backward"}
+    else:  # torch calls its flash kernel for four axes and no mask that requires grad; 2.14 for three axes too
+        three = Version(torch.__version__).release >= (2, 14)
+        assert [paths.count(path) for path in ("backward", "")] == ([8, 5] if three else [4, 9])
+
+
+def seeded(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function, drawing the same numbers at each call."""
+
+    def again(*args: Any, **kwargs: Any) -> torch.Tensor:
+        torch.manual_seed(1)
+        return function(*args, **kwargs)
+
+    return again
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_dropout_leaves_what_it_should(device: str) -> None:
+    """A share of 1 - p is left, scaled by 1 / (1 - p), and the seed decides which."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 64, 32, device=device, dtype=torch.float32)
+    eye = torch.eye(64, device=device).expand(2, 4, 64, 64)
+    whole = sdpa.scaled_dot_product_attention(q, k, eye)
+    torch.manual_seed(1)
+    left = sdpa.scaled_dot_product_attention(q, k, eye, dropout_p=0.25)
+    share = (left != 0).float().mean().item()
+    assert abs(share - 0.75) < 0.02  # 32,768 draws: 8 standard deviations
+    torch.testing.assert_close(left[left != 0], (whole / 0.75)[left != 0], rtol=1e-4, atol=1e-6)
+    torch.manual_seed(1)
+    first = sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+    torch.manual_seed(1)
+    assert torch.equal(first, sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.25))
+    assert not torch.equal(first, sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.25))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no gradients"])
+def test_samples_on_the_accelerator(grad: bool, way: str, dtype: torch.dtype) -> None:
+    """Those without dropout: which elements it leaves depends on the kernel, and so on the width of value."""
+    ours, around = way_in(way, "cuda")
+    count = 0
+    for sample in samples("cuda", dtype, requires_grad=grad):
+        if not sample.kwargs.get("dropout_p", 0.0):
+            check(ours, sample.input, *sample.args, around=around, **sample.kwargs)
+            count += 1
+    assert count == 13
+
+
+def test_gradients_of_gradients() -> None:
+    """The reference is made of torch's operators: what it gives can be differentiated twice, as torch's definition."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(3))
+    found = []
+    for function in (sdpa.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention):
+        with portattn.settings(backend="reference"), sdpa_kernel(SDPBackend.MATH):
+            out = function(q, k, v, is_causal=True)
+        (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (q, k, v)))
+    for mine, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+
+
+def test_last_plan_tells_how_portattn_ran_a_sample() -> None:
+    sample = next(iter(samples("cpu", torch.float32)))
+    sdpa.scaled_dot_product_attention(sample.input, *sample.args, **sample.kwargs)
+    plan = portattn.last_plan()
+    assert plan is not None
+    assert plan.problem.causal == "top_left"
+    assert plan.problem.needs_grad

@@ -1,14 +1,11 @@
 """examples/train_llama.py, short: with transformers' attention and with portattn's a model is trained alike, step by
-step, in every mode; and a gradient that is wrong by a thousandth is seen.
-
-A loss is seen to a few units in its last place. AdamW takes no notice of a gradient's scale, so the norms of the
-projections' gradients are compared as well. Both are held to float32's rounding: transformers' attention with weights
-that are one unit in the last place apart differs by up to 5e-7 in losses and 2e-6 in norms over these steps.
-"""
+step, in every mode; and a gradient that is wrong by a thousandth is seen. A loss is seen to a few units in its last
+place. AdamW takes no notice of a gradient's scale, so the norms of the projections' gradients are compared as well.
+Both are held to float32's rounding: transformers' attention with weights that are one unit in the last place apart
+differs by up to 5e-7 in losses and 2e-6 in norms over these steps."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from places import ROOT
+
+from portattn.worker.own_kernels import load
 
 pytestmark = pytest.mark.transformers
 pytest.importorskip("transformers", reason="the transformers package is not installed")
@@ -34,18 +33,7 @@ OPERATIONS = {"packed": "varlen_attention"}  # of modes; elsewhere attention
 PLANTED = 1.001
 
 
-def _module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-example = _module(ROOT / "examples" / "train_llama.py")
-curves = _module(ROOT / "scripts" / "training_curves.py")
+example: Any = load(str(ROOT / "examples" / "train_llama.py"))
 
 
 def trained(tmp_path: Path, mode: str, *more: str) -> dict[str, dict[str, Any]]:
@@ -56,10 +44,14 @@ def trained(tmp_path: Path, mode: str, *more: str) -> dict[str, dict[str, Any]]:
     return {curve["attention"]: curve for curve in json.loads(path.read_text(encoding="utf-8"))["curves"]}
 
 
+def largest_difference(ours: dict[str, Any], eager: dict[str, Any]) -> float:
+    return max(abs(a - b) for a, b in zip(ours["losses"], eager["losses"], strict=True))
+
+
 def off(ours: dict[str, Any], eager: dict[str, Any]) -> list[str]:
     """What is further apart than rounding: "losses", names of projections."""
     found = []
-    if max(curves.differences(ours, eager)) > LOSS:
+    if largest_difference(ours, eager) > LOSS:
         found.append("losses")
     for name, norms in eager["gradient_norms"].items():
         pairs = zip(ours["gradient_norms"][name], norms, strict=True)
@@ -217,14 +209,17 @@ def test_without_transformers_the_example_says_how_to_install_it(tmp_path: Path)
 def test_the_data_of_the_page_is_of_every_mode_and_holds_what_the_page_says() -> None:
     """docs/training/loss-curves.json: a run of the example, whole, in which the curves are the same to rounding."""
     result = json.loads((ROOT / "docs" / "training" / "loss-curves.json").read_text(encoding="utf-8"))
-    assert result["apart"] == curves.apart(result)
-    modes = curves.by_mode(result)
+    modes: dict[str, dict[str, Any]] = {}
+    for curve in result["curves"]:
+        modes.setdefault(curve["mode"], {})[curve["attention"]] = curve
     assert tuple(modes) == example.MODES
     for mode, found in modes.items():
         assert tuple(found) == example.ATTENTIONS
         assert all(len(curve["losses"]) == result["about"]["steps"] == 200 for curve in found.values())
         assert found["eager"]["losses"][-1] < 0.5 * found["eager"]["losses"][0], mode
-        facts = {name: result["apart"][mode][name]["largest difference of losses"] for name in result["apart"][mode]}
+        facts = {name: largest_difference(found[name], found["eager"]) for name in ("portattn", "eager, one ulp")}
+        for name, told in result["apart"][mode].items():
+            assert told["largest difference of losses"] == float(f"{facts[name]:.3g}")
         assert facts["portattn"] <= 10 * max(facts["eager, one ulp"], 1e-6), mode
         shown = [f"{facts[name]:.1e}" for name in ("portattn", "eager, one ulp")]
         assert re.search(rf"^\| {mode} \|.*\| {shown[0]} \| {shown[1]} \|$", PAGE.read_text("utf-8"), re.MULTILINE)

@@ -59,25 +59,18 @@ def plant(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> list[str]:
 
 
 PLANTS = {
-    "no window": {"window": None},
-    "a window one too wide": {"window": (WINDOW, None)},
-    "a window one too narrow": {"window": (WINDOW - 2, None)},
-    "no cap": {"softcap": None},
-    "no sinks": {"sinks": None},
-}
+    "no window": {"window": None}, "a window one too wide": {"window": (WINDOW, None)},
+    "a window one too narrow": {"window": (WINDOW - 2, None)}, "no cap": {"softcap": None}, "no sinks": {"sinks": None},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "error"),
     [
-        *[("Mistral", error) for error in PLANTS if "window" in error],
-        ("Gemma2", "no window"),
-        ("Gemma2", "no cap"),
-        ("Gemma3", "no window"),
-        ("GptOss", "no window"),
-        ("GptOss", "no sinks"),
+        *[("Mistral", error) for error in PLANTS if "window" in error], ("Gemma2", "no window"), ("Gemma2", "no cap"),
+        ("Gemma3", "no window"), ("GptOss", "no window"), ("GptOss", "no sinks"),
     ],
-)
+)  # fmt: skip
 @torch.no_grad()
 def test_planted_errors_show(models: dict[str, Any], family: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a dense forward, and in decoding over a cache that drops nothing."""

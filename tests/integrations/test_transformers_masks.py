@@ -275,35 +275,25 @@ def test_a_model_that_computes_with_its_mask_must_not_go_on() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "a mask of another shape": (
-        {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH - 1, dtype=torch.bool)},
-        r"shape is \(3, 1, 11, 10\), but must broadcast to this layer's scores, \(3, 4, 11, 11\).*'eager'",
-    ),
-    "a mask of integers": (
-        {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.long)},
-        r"attention_mask.dtype is torch.int64, but must be bool \(True attends\) or floating \(added\)",
-    ),
-    "packed and padded": (
-        {"cu_seq_lens_q": torch.tensor([0, 5, 33]), "attention_mask": padding("left")},
-        r"cu_seq_lens_q is 'tensor of shape \(3,\)', but packed sequences go without a cache and without",
-    ),
-    "weights": ({"output_attentions": True}, "output_attentions is True, but weights are never written out"),
-    "short mask": (
-        {"attention_mask": torch.ones(BATCH, LENGTH - 1, dtype=torch.long)},
-        r"attention_mask.shape\[1\] is 10, but the cache and this input hold 11 tokens",
-    ),
-    "batch": (
-        {"attention_mask": torch.ones(1, LENGTH, dtype=torch.long)},
-        r"attention_mask.shape is \(1, 11\), but must be \(3, tokens so far\)",
-    ),
-}
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH - 1, dtype=torch.bool)},
+     r"shape is \(3, 1, 11, 10\), but must broadcast to this layer's scores, \(3, 4, 11, 11\).*'eager'"),
+    ({"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.long)},
+     r"attention_mask.dtype is torch.int64, but must be bool \(True attends\) or floating \(added\)"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5, 33]), "attention_mask": padding("left")},
+     r"cu_seq_lens_q is 'tensor of shape \(3,\)', but packed sequences go without a cache and without"),
+    ({"output_attentions": True}, "output_attentions is True, but weights are never written out"),
+    ({"attention_mask": torch.ones(BATCH, LENGTH - 1, dtype=torch.long)},
+     r"attention_mask.shape\[1\] is 10, but the cache and this input hold 11 tokens"),
+    ({"attention_mask": torch.ones(1, LENGTH, dtype=torch.long)},
+     r"attention_mask.shape is \(1, 11\), but must be \(3, tokens so far\)"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: str(case[1]))
 @torch.no_grad()
-def test_refusals(models: dict[str, Any], case: str) -> None:
-    arguments, message = REFUSALS[case]
+def test_refusals(models: dict[str, Any], case: tuple[Any, ...]) -> None:
+    arguments, message = case
     with using(models["Llama"], "portattn") as model, pytest.raises(portattn.ArgumentError, match=message):
         model(tokens(), **arguments)
 

@@ -22,53 +22,33 @@ VOCABULARY, BATCH, LENGTH = 64, 3, 11
 # initializer_range makes scores vary by several units: with the default 0.02 every key would weigh the same, and no
 # error in a mask could be seen.
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.4,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "initializer_range": 0.4, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 # The window hides keys from most queries of LENGTH; caps and sinks are of the scores' size. With its tied embeddings
 # Gemma would have every token follow itself.
 WINDOW, SOFTCAP = 4, 3.0
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {**ALTERNATING, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 CHANGES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen3": {},
-    "Mistral": {"sliding_window": WINDOW},
-    "Gemma2": {**GEMMA, "attn_logit_softcapping": SOFTCAP},
-    "Gemma3": GEMMA,
+    "Llama": {}, "Qwen3": {}, "Mistral": {"sliding_window": WINDOW},
+    "Gemma2": {**GEMMA, "attn_logit_softcapping": SOFTCAP}, "Gemma3": GEMMA,
     "GptOss": {
-        **ALTERNATING,
-        "num_local_experts": 3,
-        "num_experts_per_tok": 2,
+        **ALTERNATING, "num_local_experts": 3, "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "Llama4": {
-        "attention_chunk_size": WINDOW,
-        "layer_types": ["chunked_attention", "full_attention"],
-        "num_local_experts": 2,
+        "attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"], "num_local_experts": 2,
         "intermediate_size_mlp": 48,
     },
-}
+}  # fmt: skip
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GptOss")
 TEXT = ("Gemma3", "Llama4")  # whose configurations of the text model alone have a name of their own
 PADDINGS = {
-    "none": None,
-    "ones": ((0, 0), (0, 0), (0, 0)),
-    "left": ((4, 0), (0, 0), (1, 0)),
-    "right": ((0, 3), (0, 0), (0, 6)),
-    "both": ((2, 3), (0, 0), (5, 1)),
-    "an empty row": ((0, 0), (11, 0), (3, 0)),
-}
+    "none": None, "ones": ((0, 0), (0, 0), (0, 0)), "left": ((4, 0), (0, 0), (1, 0)), "right": ((0, 3), (0, 0), (0, 6)),
+    "both": ((2, 3), (0, 0), (5, 1)), "an empty row": ((0, 0), (11, 0), (3, 0)),
+}  # fmt: skip
 
 
 def build(family: str, **changes: Any) -> Any:

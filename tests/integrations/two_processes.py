@@ -12,9 +12,7 @@ import torch
 
 def outputs(program: Path, folder: Path) -> list[str]:
     """What each rank printed. The program gets its rank, and a file in the folder by which the ranks find each other.
-
-    Skips where this torch has no gloo.
-    """
+    Skips where this torch has no gloo."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     ranks = [

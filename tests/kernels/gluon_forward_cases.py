@@ -25,25 +25,15 @@ def problem(base: Problem = BASE, **fields: Any) -> Problem:
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "square": {},
-    "one row": {"seq_q": 1},
-    "one key": {"seq_k": 1},
-    "few keys": {"seq_q": 200, "seq_k": 70},
-    "more queries": {"seq_q": 700, "seq_k": 130},
-    "more keys": {"seq_q": 100, "seq_k": 1111},
-    "whole tiles": {"seq_q": 384, "seq_k": 512},
-    "no lse": {"return_lse": False},
-    "bshd": {"layout": "bshd", "batch": 3},
-    "one key head": {"heads_k": 1},
-    "many tiles": {"batch": 3, "heads_q": 40, "heads_k": 8, "seq_q": 769, "seq_k": 769},
-    "fp16": {"dtype": "fp16"},
-    "lengths": {"seqlens_q": True, "seqlens_k": True, "batch": 5},
-    "key lengths": {"seqlens_k": True, "batch": 5},
-    "query lengths": {"seqlens_q": True, "batch": 5},
-    "softcap": {"softcap": True},
-    "sinks": {"sinks": True},
+    "square": {}, "one row": {"seq_q": 1}, "one key": {"seq_k": 1}, "few keys": {"seq_q": 200, "seq_k": 70},
+    "more queries": {"seq_q": 700, "seq_k": 130}, "more keys": {"seq_q": 100, "seq_k": 1111},
+    "whole tiles": {"seq_q": 384, "seq_k": 512}, "no lse": {"return_lse": False},
+    "bshd": {"layout": "bshd", "batch": 3}, "one key head": {"heads_k": 1},
+    "many tiles": {"batch": 3, "heads_q": 40, "heads_k": 8, "seq_q": 769, "seq_k": 769}, "fp16": {"dtype": "fp16"},
+    "lengths": {"seqlens_q": True, "seqlens_k": True, "batch": 5}, "key lengths": {"seqlens_k": True, "batch": 5},
+    "query lengths": {"seqlens_q": True, "batch": 5}, "softcap": {"softcap": True}, "sinks": {"sinks": True},
     "everything": {"softcap": True, "sinks": True, "seqlens_k": True, "seqlens_q": True, "window_left": 40, "batch": 4},
-}
+}  # fmt: skip
 FEW_TILES: dict[str, dict[str, Any]] = {
     "whole": {"seq_q": 128, "seq_k": 4096},
     "ragged": {"seq_q": 77, "seq_k": 3001},
@@ -55,12 +45,10 @@ FEW_TILES: dict[str, dict[str, Any]] = {
 WINDOWS = [(0, -1), (100, -1), (-1, 30), (17, 5), (300, 200)]
 ROWS: dict[str, tuple[tuple[int, int], ...]] = {
     "random": ((100, 100), (1, 300), (299, 257), (300, 43)),
-    "ends of tiles": ((128, 128), (64, 64), (192, 192), (127, 129)),
-    "none": ((3, 0), (0, 5), (0, 0), (200, 20)),
-    "one": ((512, 512),),
-    "nothing at all": ((0, 0), (0, 0)),
+    "ends of tiles": ((128, 128), (64, 64), (192, 192), (127, 129)), "none": ((3, 0), (0, 5), (0, 0), (200, 20)),
+    "one": ((512, 512),), "nothing at all": ((0, 0), (0, 0)),
     "many": tuple((1 + 7 * i % 50, 1 + 11 * i % 90) for i in range(100)),
-}
+}  # fmt: skip
 UNSEEN: dict[str, tuple[dict[str, Any], slice]] = {
     "behind the last query": ({"causal": "top_left", "seq_q": 100, "seq_k": 333}, slice(100, None)),
     "behind a window": ({"causal": "top_left", "seq_q": 70, "seq_k": 333, "window_left": 9}, slice(70, None)),

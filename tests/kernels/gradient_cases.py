@@ -10,7 +10,7 @@ from support import Device, random_call, run_core
 
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.testing.dense_view import dense_view
+from portattn.testing.oracle import dense_view
 from portattn.testing.tolerance import BUDGET_FACTOR, largest, on_cpu
 from portattn.testing.verdict import judge
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +76,8 @@ def _fill_with_nan(tensor: torch.Tensor) -> None:
 
 
 def with_lengths(call: Call, keys: Sequence[int], queries: Sequence[int] | None = None) -> Call:
-    """The call with these numbers of keys and, of packed sequences, queries. NaN is only behind the packed rows.
-
-    Pages are given out anew, in order from the last; what a sequence does not need of its table is -1.
-    """
+    """The call with these numbers of keys and, of packed sequences, queries. NaN is only behind the packed rows. Pages
+    are given out anew, in order from the last; what a sequence does not need of its table is -1."""
     p = call.problem
     for name in ("q", "k", "v", "q_rope"):
         if getattr(call, name) is not None:
@@ -104,3 +102,9 @@ def with_lengths(call: Call, keys: Sequence[int], queries: Sequence[int] | None 
         table[owned] = call.k.shape[0] - 1 - torch.arange(int(owned.sum()))
         call.page_table = table.int().to(call.q.device)
     return call
+
+
+def picker(seed: int) -> Callable[..., Any]:
+    """Return a function that picks one of its arguments, as the seed says."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *values: values[int(torch.randint(len(values), (1,), generator=generator))]

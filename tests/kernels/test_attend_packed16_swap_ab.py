@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support import Device, assert_right, problem, random_call, run_core
-from test_quantised_accuracy import INPUTS, assert_exact
-from test_quantised_caches import SCALED, SMALL
-from test_quantised_words import narrow, unpackings
+from test_quantised_accuracy import INPUTS, assert_exact, run
+from test_quantised_caches import IN_WORDS, SMALL
+from test_quantised_words import check_bytes_of_int4, narrow, unpackings
 
-from portattn.reference.stored import dequantize
 from portattn.schema.call import Call
 
 FEW = {"block_m": 8, "block_n": 32}
@@ -37,7 +36,7 @@ def without_pages(call: Call) -> Call:
 
 
 # Each case with three formats and kinds of scales; int4 with both of its kinds everywhere.
-SOME = [(case, *stored) for i, case in enumerate(CASES) for j, stored in enumerate(SCALED)
+SOME = [(case, *stored) for i, case in enumerate(CASES) for j, stored in enumerate(IN_WORDS)
         if (i + j) % 4 == 0 or stored[0] == "int4"]  # fmt: skip
 
 
@@ -76,33 +75,13 @@ def test_nothing_is_lost_beside_the_results_rounding(
     device: Device, what: str, kind: str, dtype: str, scales: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = narrow(what, kind, dtype, scales, device.name)
-    launch = FEW | {"block_n": 64}
-    if device.path == "interpreter":  # it cuts bfloat16 off, where chips round it: see test_quantised_words.py
-        shape = call.new_out().shape
-        monkeypatch.setattr(Call, "new_out", lambda self: torch.full(shape, float("nan")))
     for unpack in unpackings(device):
-        assert_exact(call, run_core(device, call, {"unpack": unpack}, launch)[0].to(call.dtype))
+        assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, **FEW | {"block_n": 64}))
 
 
 @pytest.mark.parametrize("scales", ["head", "token"])
 def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None:
-    """In both bytes of a word, and of tokens' scales all that may stand for 0: one key a sequence."""
-    p = problem(
-        op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=64, head_dim_v=512,
-        dtype="bf16", kv_format="int4", kv_scales=scales,
-    )  # fmt: skip
-    call = random_call(p, device=device.name)
-    codes = torch.arange(256, dtype=torch.uint8).roll(1).view(torch.int8).expand(16, 1, 1, 256)
-    scale = torch.ones(16, 1)
-    if scales == "token":
-        zeros = torch.arange(16, dtype=torch.int32)[:, None, None]
-        scale = (torch.ones(16, 1, 1).view(torch.int32) | zeros).view(torch.float32)
-    call.v, call.v_scale = codes.contiguous().to(device.name), scale.to(device.name)
-    by_token = scales == "token"
-    expected = dequantize(call.v, "int4", call.v_scale if by_token else call.v_scale[..., None], by_token)
-    for unpack in unpackings(device):
-        out, _ = run_core(device, call, {"unpack": unpack}, FEW)
-        torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)
+    check_bytes_of_int4(device, scales, FEW)
 
 
 @pytest.mark.parametrize("block_m", [8, 16])

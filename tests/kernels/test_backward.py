@@ -3,6 +3,8 @@ part of the slopes' gradient. Padding of queries, keys, values and of the result
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -14,7 +16,9 @@ from portattn import launch
 from portattn.launch import kernel_calls
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.kernel_specs.backward import DenseBackward
-from portattn.schema.lowering import CHOICES, Launch, Lowering
+from portattn.schema.call import Call
+from portattn.schema.lowering import CHOICES, FUSED, OF_ROWS, Launch, Lowering
+from portattn.schema.problem import Problem
 from portattn.testing.verdict import judge
 
 
@@ -28,10 +32,26 @@ def test_masks_and_features(device: Device, base: dict, causal: str, fields: dic
     check(device, random(device, base=base, causal=causal, **fields))
 
 
-@pytest.mark.parametrize("rows", [(19, 37), (37, 19), (1, 40), (40, 1), (16, 16), (17, 33)], ids=str)
-@pytest.mark.parametrize("causal", CAUSAL)
-def test_more_queries_than_keys_and_the_reverse(device: Device, rows: tuple[int, int], causal: str) -> None:
-    check(device, random(device, causal=causal, seq_q=rows[0], seq_k=rows[1]))
+ROWS = ((19, 37), (37, 19), (1, 40), (40, 1), (16, 16), (17, 33))
+# Fields of the problem, and of its tensors.
+ALONE: dict[str, dict[str, Any]] = {
+    **{f"rows {rows} {causal}": {"seq_q": rows[0], "seq_k": rows[1], "causal": causal}
+       for rows in ROWS for causal in CAUSAL},
+    **{f"strides {one}": {"strides": one, "causal": "bottom_right"}
+       for one in ("spare", "transposed", "sliced", "expanded")},
+    **{f"scale {one}": {"scale": one} for one in (0.0, -0.4, 1.0)},
+    **{f"{dtype} {dim} {dim_v}": {"dtype": dtype, "head_dim": dim, "head_dim_v": dim_v, "causal": "bottom_right"}
+       for dtype in ("fp16", "bf16") for dim, dim_v in ((64, 64), (80, 48), (128, 128))},
+    "one row and one key": {"seq_q": 1, "seq_k": 1},
+    "one head of keys": {"batch": 1, "heads_q": 5, "heads_k": 1},
+    # NaN in a key is NaN in what dS is multiplied by, and dS is 0 there.
+    "a cap of what is hidden": {"seed": 1, "heads_q": 4, "mask": True, "softcap": True, "poison": "k"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_problem(device: Device, name: str) -> None:
+    check(device, random(device, **ALONE[name]))
 
 
 @pytest.mark.parametrize("window", [(3, 4), (0, 0), (40, 2), (-1, 3), (7, -1), (17, 17)], ids=str)
@@ -90,11 +110,6 @@ def test_what_a_mask_or_a_bias_hides_holds_nan(device: Device, feature: str, poi
     check(device, random(device, seed, heads_q=4, causal=CAUSAL[seed % 3], poison=poison, **{feature: True}, **grad))
 
 
-def test_the_derivative_of_a_cap_of_what_is_hidden_is_nan(device: Device) -> None:
-    """NaN in a key is NaN in what dS is multiplied by, and dS is 0 there."""
-    check(device, random(device, 1, heads_q=4, mask=True, softcap=True, poison="k"))
-
-
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("feature", ["mask", "bias"])
 def test_a_row_that_is_hidden_from_all_keys_holds_nan(device: Device, feature: str, sinks: bool) -> None:
@@ -140,8 +155,7 @@ def test_dropout(device: Device, base: dict, fields: dict) -> None:
         ({"causal": "bottom_right", "seq_q": 48, "seq_k": 16}, ("tiles", "tiles")),
         ({"causal": "bottom_right", "seqlens_q": True}, ("tiles", "scores")),
         ({"causal": "top_left", "seqlens_k": True}, ("tiles", "tiles")),
-        ({"window_right": 3, "seq_q": 37, "seq_k": 18}, ("tiles", "tiles")),
-        ({"leftpad_q": True}, ("tiles", "scores")),
+        ({"window_right": 3, "seq_q": 37, "seq_k": 18}, ("tiles", "tiles")), ({"leftpad_q": True}, ("tiles", "scores")),
         ({"leftpad_k": True}, ("scores", "scores")),
     ],
     ids=str,
@@ -159,22 +173,6 @@ def test_dropout_where_tiles_begin_anywhere(device: Device, fields: dict, drops:
 def test_the_gradient_of_a_bias_under_dropout(device: Device, drops: str) -> None:
     fields = {"dropout": True, "bias": True, "grad_bias": True, "mask": True, "alibi_slopes": True, "softcap": True}
     check(device, random(device, **fields), {"drops": drops, "grid": "persistent"})
-
-
-@pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "expanded"])
-def test_strides(device: Device, strides: str) -> None:
-    check(device, random(device, strides=strides, causal="bottom_right"))
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.4, 1.0])
-def test_scales(device: Device, scale: float) -> None:
-    check(device, random(device, scale=scale))
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("dims", [(64, 64), (80, 48), (128, 128)], ids=str)
-def test_16_bits(device: Device, dtype: str, dims: tuple[int, int]) -> None:
-    check(device, random(device, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], causal="bottom_right"))
 
 
 LOWERINGS = [
@@ -207,11 +205,6 @@ def test_a_persistent_grid_of_any_width(device: Device, base: dict, cores: int) 
 @pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
 def test_tiles(device: Device, base: dict, tile: tuple[int, int]) -> None:
     check(device, random(device, base=base, causal="bottom_right"), block_m=tile[0], block_n=tile[1])
-
-
-@pytest.mark.parametrize("fields", [{"seq_q": 1, "seq_k": 1}, {"batch": 1, "heads_q": 5, "heads_k": 1}], ids=str)
-def test_small(device: Device, fields: dict) -> None:
-    check(device, random(device, **fields))
 
 
 def test_runs_repeat_bit_by_bit(device: Device) -> None:
@@ -255,3 +248,117 @@ def test_dropout_without_a_seed_is_an_error(device: Device) -> None:
     call.dropout_seed = None
     with pytest.raises(ValueError, match="dropout"):
         launch.run_core(core_plan(device, call.problem), call, 3)
+
+
+# Keys' tile larger and smaller than that of rows, and only one of the rows' values given.
+TILES: list[dict[str, int]] = [
+    {"block_m": 32, "block_n": 16, "rows_m": 16, "rows_n": 32},
+    {"block_m": 16, "block_n": 32, "rows_m": 64, "rows_n": 16, "rows_warps": 8, "rows_stages": 2},
+    {"rows_m": 32},
+    {"rows_n": 64},
+]
+BOTH = pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+EACH = pytest.mark.parametrize("tile", TILES, ids=str)
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_masks(device: Device, base: dict[str, Any], tile: dict[str, int], causal: str) -> None:
+    check(device, random(device, base=base, causal=causal, heads_q=4), **tile)
+
+
+@BOTH
+@EACH
+def test_windows_softcap_and_dropout(device: Device, base: dict[str, Any], tile: dict[str, int]) -> None:
+    check(device, random(device, base=base, window_left=9, softcap=True, dropout=True, grad_lse=True), **tile)
+
+
+@EACH
+@pytest.mark.parametrize("rows", [(1, 40), (40, 1), (70, 33)], ids=str)
+def test_short_rows_and_keys(device: Device, tile: dict[str, int], rows: tuple[int, int]) -> None:
+    check(device, random(device, causal="bottom_right", seq_q=rows[0], seq_k=rows[1]), **tile)
+
+
+@EACH
+def test_padding_holds_nan_of_two_tiles(device: Device, tile: dict[str, int]) -> None:
+    lengths = dict.fromkeys(("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k"), True)
+    check(device, random(device, 1, batch=3, causal="bottom_right", poison="apart", **lengths), **tile)
+
+
+@BOTH
+@EACH
+def test_the_gradient_of_slopes(device: Device, base: dict[str, Any], tile: dict[str, int]) -> None:
+    call = random(device, base=base, causal="bottom_right", alibi_slopes=True, grad_slopes=True)
+    check(device, call, **tile)
+
+
+@EACH
+@pytest.mark.parametrize("seed", range(2))
+def test_the_gradient_of_a_bias(device: Device, tile: dict[str, int], seed: int) -> None:
+    check(device, random(device, seed, causal="bottom_right", bias=True, grad_bias=True, mask=True), **tile)
+
+
+@BOTH
+@pytest.mark.parametrize("tile", TILES[:2], ids=str)
+@pytest.mark.parametrize("cores", [1, 5, 1000])
+def test_a_persistent_grid(device: Device, base: dict[str, Any], tile: dict[str, int], cores: int) -> None:
+    call = random(device, base=base, causal="bottom_right", heads_q=3, heads_k=3)
+    check(device, call, {"grid": "persistent"}, cores, **tile)
+
+
+@pytest.mark.parametrize("load", ["descriptor", "block_ptr"])
+@BOTH
+def test_loads_by_the_sizes_of_each_tile(device: Device, base: dict[str, Any], load: str) -> None:
+    check(device, random(device, base=base, causal="bottom_right"), {"load": load}, **TILES[0])
+
+
+def gradients(device: Device, call: Call, tile: dict[str, int]) -> dict[str, torch.Tensor]:
+    names = ("grad_q", "grad_k", "grad_v", "grad_slopes", "grad_bias")
+    for name in names:
+        getattr(call, name).fill_(float("nan"))
+    run_core(device, call, launch=tile)
+    return {name: getattr(call, name).clone() for name in names}
+
+
+@EACH
+def test_each_kernel_computes_with_its_own_tile_bit_for_bit(device: Device, tile: dict[str, int]) -> None:
+    """The bits of a sum follow from the tile: dK, dV and dBias are those of the keys' tile, the others of the rows'.
+    Twice the same bits as well."""
+    call = random(device, causal="bottom_right", bias=True, grad_bias=True, alibi_slopes=True,
+                  grad_slopes=True, dtype="bf16")  # fmt: skip
+    found, again = gradients(device, call, tile), gradients(device, call, tile)
+    of_keys = {name: tile.get(name, TILE) for name in ("block_m", "block_n")}
+    of_rows = of_keys | {name: tile[OF_ROWS[name]] for name in of_keys if OF_ROWS[name] in tile}
+    keys_alone, rows_alone = gradients(device, call, of_keys), gradients(device, call, of_rows)
+    for name in found:
+        expected = rows_alone if name in ("grad_q", "grad_slopes") else keys_alone
+        assert torch.equal(found[name], again[name]), name
+        assert torch.equal(found[name], expected[name]), name
+
+
+@BOTH
+def test_launches_have_the_values_of_each_kernel(device: Device, base: dict[str, Any]) -> None:
+    tile = {"block_m": 64, "block_n": 16, "num_warps": 4, "num_stages": 2} | {
+        "rows_m": 16, "rows_n": 32, "rows_warps": 8, "rows_stages": 1, "maxnreg": 128,
+    }  # fmt: skip
+    call = random(device, base=base, bias=base is DENSE, grad_bias=base is DENSE)
+    launches, _, _ = kernel_calls(core_plan(device, call.problem, launch=tile), call, 3)
+    found = {one.function: one for one in launches}
+    own = {"num_warps": 4, "num_stages": 2, "maxnreg": 128} | (FUSED if device.name == "cuda" else {})
+    keys, rows = found["backward_keys"], found["backward_rows"]
+    assert (keys.constexprs["BLOCK_M"], keys.constexprs["BLOCK_N"], keys.options()) == (64, 16, own)
+    of_rows = own | {"num_warps": 8, "num_stages": 1}
+    assert (rows.constexprs["BLOCK_M"], rows.constexprs["BLOCK_N"], rows.options()) == (16, 32, of_rows)
+    p: Problem = call.problem
+    sizes = (p.total_k, p.total_q) if p.packed else (p.seq_k, p.seq_q)
+    per_head = [
+        size // block + p.batch + 1 if p.packed else -(-size // block)
+        for size, block in zip(sizes, (64, 16), strict=True)
+    ]
+    assert (keys.arguments["key_tiles"], rows.arguments["row_tiles"]) == tuple(per_head)
+    slots = p.heads_q * (1 if p.packed else p.batch)
+    assert (keys.grid, rows.grid) == ((per_head[0] * slots,), (per_head[1] * slots,))
+    if "backward_bias" in found:
+        bias = found["backward_bias"]
+        assert (bias.constexprs["BLOCK_M"], bias.constexprs["BLOCK_N"], bias.options()) == (64, 16, own)

@@ -1,26 +1,31 @@
-"""dense_forward against the float64 oracle: features, shapes and memory layouts, and relations between problems."""
+"""dense_forward against the float64 oracle: features, shapes and memory layouts, and what it drops; block masks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+import triton
+import triton.language as tl
+from kernel_cases import CAUSAL, check, picker
+from kernel_cases import problem as named_problem
+from reference_cases import run as run_reference
 from support import Device, assert_right, problem, random_call, run_core
 
-CAUSAL = ("none", "bottom_right", "top_left")
+from portattn import Problem
+from portattn.kernels.tiles import heads_in_turn
+from portattn.planning.kernel_specs import heads_together
+from portattn.planning.registry import parse_target
+
 FEATURES = {
-    "dense": {},
-    "no_lse": {"return_lse": False},
-    "gqa": {"heads_q": 4, "heads_k": 2},
-    "mqa": {"heads_q": 3, "heads_k": 1},
-    "seqlens_k": {"seqlens_k": True},
-    "seqlens": {"seqlens_q": True, "seqlens_k": True},
-    "leftpad_k": {"leftpad_k": True},
+    "dense": {}, "no_lse": {"return_lse": False}, "gqa": {"heads_q": 4, "heads_k": 2},
+    "mqa": {"heads_q": 3, "heads_k": 1}, "seqlens_k": {"seqlens_k": True},
+    "seqlens": {"seqlens_q": True, "seqlens_k": True}, "leftpad_k": {"leftpad_k": True},
     "padded": {"seqlens_q": True, "seqlens_k": True, "leftpad_q": True, "leftpad_k": True, "batch": 3},
     "bshd_gqa_padded": {"layout": "bshd", "heads_q": 4, "seqlens_k": True, "leftpad_k": True, "leftpad_q": True},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", CAUSAL)
@@ -63,13 +68,6 @@ def test_any_scale(device: Device, scale: float) -> None:
     assert_right(call, *run_core(device, call))
 
 
-def test_a_scale_of_zero_averages_what_is_attended(device: Device) -> None:
-    call = random_call(problem(seq_k=20), device=device.name, scale=0.0)
-    out, lse = run_core(device, call)
-    torch.testing.assert_close(out, call.v.mean(dim=2, keepdim=True).expand_as(out), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(lse, torch.full_like(lse, 20.0).log())
-
-
 def test_scores_too_large_for_an_exponential(device: Device) -> None:
     call = random_call(problem(), seed=4, device=device.name, scale=200.0)
     assert_right(call, *run_core(device, call))
@@ -94,11 +92,7 @@ def test_rows_with_nothing_to_attend(device: Device) -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_problems(device: Device, seed: int) -> None:
-    generator = torch.Generator().manual_seed(1000 + seed)
-
-    def pick(*values):
-        return values[int(torch.randint(len(values), (1,), generator=generator))]
-
+    pick = picker(1000 + seed)
     heads_k = pick(1, 2, 3)
     p = problem(
         batch=pick(1, 2, 3), heads_k=heads_k, heads_q=heads_k * pick(1, 2, 3), seq_q=pick(*range(1, 35)),
@@ -111,76 +105,137 @@ def test_random_problems(device: Device, seed: int) -> None:
     assert_right(call, *run_core(device, call, launch={"block_m": pick(16, 32), "block_n": pick(16, 32)}))
 
 
-def test_padded_equals_dense_on_valid_rows(device: Device) -> None:
-    call = random_call(problem(seqlens_q=True, seqlens_k=True, causal="bottom_right"), seed=6, device=device.name)
-    call.seqlens_q = torch.tensor([9, 19], dtype=torch.int32, device=device.name)
-    call.seqlens_k = torch.tensor([37, 21], dtype=torch.int32, device=device.name)
-    call.q, call.k, call.v = (t.nan_to_num(0.5) for t in (call.q, call.k, call.v))
-    out, lse = run_core(device, call)
-    for b, (rows, keys) in enumerate(((9, 37), (19, 21))):
-        alone = _dense(call, b, slice(0, rows), slice(0, keys))
-        out_alone, lse_alone = run_core(device, alone)
-        torch.testing.assert_close(out[b : b + 1, :, :rows], out_alone, atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(lse[b : b + 1, :, :rows], lse_alone, atol=2e-6, rtol=1e-6)
-        assert not out[b, :, rows:].any()
-
-
-@pytest.mark.parametrize("causal", CAUSAL)
-def test_left_padding_equals_right_padding_shifted(device: Device, causal: str) -> None:
-    right = random_call(problem(seqlens_q=True, seqlens_k=True, causal=causal), seed=7, device=device.name)
-    right.seqlens_q = torch.tensor([13, 19], dtype=torch.int32, device=device.name)
-    right.seqlens_k = torch.tensor([30, 8], dtype=torch.int32, device=device.name)
-    right.q, right.k, right.v = (t.nan_to_num(0.5) for t in (right.q, right.k, right.v))
-    fields = {"seqlens_q": False, "seqlens_k": False, "leftpad_q": True, "leftpad_k": True}
-    left = replace(right, problem=msgspec.structs.replace(right.problem, **fields))
-    left.seqlens_q = left.seqlens_k = None
-    left.leftpad_q, left.leftpad_k = (19 - right.seqlens_q).int(), (37 - right.seqlens_k).int()
-    left.q = _rolled(right.q, left.leftpad_q)
-    left.k, left.v = _rolled(right.k, left.leftpad_k), _rolled(right.v, left.leftpad_k)
-    out_right, lse_right = run_core(device, right)
-    out_left, lse_left = run_core(device, left)
-    torch.testing.assert_close(out_left, _rolled(out_right, left.leftpad_q), atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(lse_left[..., None], _rolled(lse_right[..., None], left.leftpad_q), atol=2e-6, rtol=1e-6)
-
-
-def test_one_bottom_right_query_sees_every_key(device: Device) -> None:
-    causal = random_call(problem(seq_q=1, causal="bottom_right"), seed=8, device=device.name)
-    free = replace(causal, problem=msgspec.structs.replace(causal.problem, causal="none"))
-    for ours, same in zip(run_core(device, causal), run_core(device, free), strict=True):
-        torch.testing.assert_close(ours, same, atol=1e-6, rtol=1e-6)
-
-
-def test_top_left_equals_bottom_right_on_a_square(device: Device) -> None:
-    call = random_call(problem(seq_q=33, seq_k=33, causal="bottom_right"), seed=9, device=device.name)
-    other = replace(call, problem=msgspec.structs.replace(call.problem, causal="top_left"))
-    assert torch.equal(run_core(device, call)[0], run_core(device, other)[0])
-
-
-def test_layouts_give_the_same_numbers(device: Device) -> None:
-    call = random_call(problem(heads_q=4, causal="bottom_right"), seed=10, device=device.name)
-    swapped = replace(call, problem=msgspec.structs.replace(call.problem, layout="bshd"))
-    swapped.q, swapped.k, swapped.v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (call.q, call.k, call.v))
-    out, lse = run_core(device, call)
-    out_swapped, lse_swapped = run_core(device, swapped)
-    assert torch.equal(out, out_swapped)
-    assert torch.equal(lse, lse_swapped)
-    assert out.is_contiguous()
-    assert out_swapped.transpose(1, 2).is_contiguous()
-
-
 def _less(fields: dict, *names: str) -> dict:
     return {k: v for k, v in fields.items() if k not in names}
 
 
-def _dense(call, b: int, rows: slice, keys: slice):
-    """One sequence of a padded call, cut to its valid rows and keys."""
-    q, k, v = call.q[b : b + 1, :, rows], call.k[b : b + 1, :, keys], call.v[b : b + 1, :, keys]
-    fields = {"batch": 1, "seq_q": q.shape[2], "seq_k": k.shape[2], "seqlens_q": False, "seqlens_k": False}
-    return replace(
-        call, problem=msgspec.structs.replace(call.problem, **fields), q=q, k=k, v=v, seqlens_q=None, seqlens_k=None
+PHD, HPD, BSHD = {"page_layout": "phd"}, {"page_layout": "hpd"}, {"layout": "bshd"}
+# The layouts in which each op can be called.
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "dense": [{}, BSHD], "varlen": [{}], "decode": [{}, BSHD], "paged": [PHD, HPD | BSHD], "whole pages": [PHD, HPD],
+    "ragged": [PHD, HPD], "sparse": [{}, BSHD], "sparse paged": [PHD, HPD | BSHD], "mla": [{}, BSHD],
+}  # fmt: skip
+STRIDES = ("spare", "transposed", "sliced", "expanded")
+CASES = [(name, strides) for name in LAYOUTS for strides in STRIDES]
+CASES += [(name, "combined") for name in ("paged", "whole pages", "ragged", "sparse paged")]
+
+
+@pytest.mark.parametrize(("name", "strides"), CASES)
+def test_any_strides(device: Device, name: str, strides: str) -> None:
+    fields = {"head_dim": 20, "head_dim_v": 20 if strides == "combined" else 12, "aligned": False}
+    for seed, layout in enumerate(LAYOUTS[name]):
+        call = random_call(named_problem(name, **fields, **layout), seed, device=device.name, strides=strides)
+        check(device, call, 2 if name == "decode" else 1)  # the same merging follows them all
+
+
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
+PROBLEM = Problem(batch=16, heads_q=8, heads_k=8, seq_q=4096, seq_k=4096, head_dim=128, dtype="bf16", causal="top_left")
+
+
+@triton.jit
+def order(out, row_tiles, together, tiles):
+    tile = tl.program_id(0)
+    row_tile, head = heads_in_turn(tile, row_tiles, together, tiles)
+    tl.store(out + tile * 2, row_tile)
+    tl.store(out + tile * 2 + 1, head)
+
+
+@pytest.mark.parametrize(("row_tiles", "heads", "together"), [(1, 1, 4), (3, 5, 4), (7, 4, 4), (5, 9, 2), (2, 64, 64)])
+def test_every_tile_once_and_some_heads_at_a_time(device: Device, row_tiles: int, heads: int, together: int) -> None:
+    tiles = row_tiles * heads
+    out = torch.full((tiles, 2), -1, dtype=torch.int32, device=device.name)
+    order[(tiles,)](out, row_tiles, together, tiles)
+    found = [tuple(pair) for pair in out.tolist()]
+    assert sorted(found) == [(row, head) for row in range(row_tiles) for head in range(heads)]
+    groups = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
+    assert found == [(row, head) for group in groups for row in range(row_tiles) for head in group]
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({}, 8),  # 2 MiB a head
+        ({"dtype": "fp32"}, 4),
+        ({"heads_k": 2}, 32),  # four heads share their keys
+        ({"seq_k": 1 << 20}, 1),
+        ({"seq_k": 0}, 64),
+        ({"head_dim": 80, "head_dim_v": 80}, 12),  # 1.25 MiB
+        ({"batch": 1, "heads_q": 3, "heads_k": 3, "seq_k": 64}, 3),  # no more than there are
+        (
+            {"op": "varlen_attention", "batch": 4, "heads_q": 32, "heads_k": 32, "total_q": 8192, "total_k": 8192},
+            16,
+        ),  # 1 MiB a head on average
+    ],
+)
+def test_how_many_heads(fields: dict[str, int | str], heads: int) -> None:
+    arch = msgspec.structs.replace(SM_90.arch, cache_share=16 << 20)
+    problem = msgspec.structs.replace(PROBLEM, **fields)
+    assert heads_together(problem, arch) == heads
+    assert heads_together(problem, msgspec.structs.replace(arch, cache_share=0)) == 1  # untimed
+
+
+BLOCKS: dict[str, Any] = {"block_mask": True, "block_q": 16, "block_k": 16, "seq_q": 50, "seq_k": 77}
+FEATURES_BLOCKS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "mask": {"mask": True, "causal": "bottom_right", "block_k": 32},
+    "more": {"window_left": 20, "sinks": True, "bias": True, "softcap": True, "alibi_slopes": True},
+    "lengths": {"seqlens_q": True, "seqlens_k": True, "causal": "top_left", "block_q": 48, "block_k": 48},
+    "dropout": {"dropout": True, "dtype": "fp16"},
+    "a head in two parts": {"head_dim": 576, "head_dim_v": 16, "seq_q": 20},
+}
+LOWERINGS: dict[str, dict[str, str]] = {
+    "finite": {"mask_value": "finite"}, "exp": {"exp": "exp"}, "persistent": {"grid": "persistent"},
+    "branch": {"select": "branch"}, "block_ptr": {"load": "block_ptr"}, "transposed": {"k_tile": "transposed"},
+    "rotated": {"pipeline": "rotated"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES_BLOCKS)
+def test_random_lists_are_right(device: Device, feature: str) -> None:
+    for seed, poison in enumerate(("k", "v")):
+        call = random_call(
+            named_problem("dense", **(BLOCKS | FEATURES_BLOCKS[feature])), seed, device=device.name, poison=poison,
+        )  # fmt: skip
+        assert_right(call, *run_core(device, call))
+        assert_right(call, *run_reference(call))
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_every_way_to_lower_it(device: Device, lowering: str) -> None:
+    call = random_call(named_problem("dense", **BLOCKS), 3, device=device.name)
+    assert_right(call, *run_core(device, call, LOWERINGS[lowering]))
+
+
+@pytest.mark.parametrize("name", ["dense", "padded", "varlen"])
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("pipeline", ["plain", "rotated"])
+def test_what_the_mask_drops_is_dropped(device: Device, name: str, causal: str, pipeline: str) -> None:
+    check(
+        device, random_call(named_problem(name, causal=causal, dropout=True), 1, device=device.name), pipeline=pipeline,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mask": True}, {"bias": True, "softcap": True}, {"window_left": 5, "sinks": True}, {"dtype": "bf16"}],
+    ids=str,
+)  # fmt: skip
+def test_beside_other_features(device: Device, fields: dict[str, Any]) -> None:
+    check(
+        device,
+        random_call(named_problem("dense", dropout=True, heads_q=4, heads_k=2, **fields), 2, device=device.name),
     )
 
 
-def _rolled(tensor: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """Each sequence's rows moved towards the end by its own shift, round the end."""
-    return torch.stack([t.roll(int(s), dims=1) for t, s in zip(tensor, shifts, strict=True)])
+def test_a_single_tile(device: Device) -> None:
+    call = random_call(named_problem("dense", dropout=True, seq_k=11), 3, device=device.name)
+    check(device, call, pipeline="single")
+
+
+@pytest.mark.parametrize("drops", ["scores", "halves"])
+@pytest.mark.parametrize("name", ["dense", "varlen"])
+def test_other_lowerings_give_the_same_numbers(device: Device, name: str, drops: str) -> None:
+    check(
+        device,
+        random_call(named_problem(name, dropout=True, causal="bottom_right"), 4, device=device.name),
+        drops=drops,
+    )

@@ -1,8 +1,6 @@
-"""Biases, sinks and weights of tokens as large as float32 goes: finite, and what the oracle and torch's SDPA say.
-
-A score near float32's limits has lost what the key added to it, in float64 too: a row that has only such scores is the
-mean of its values.
-"""
+"""Biases, sinks and weights of tokens as large as float32 goes: finite, and what the oracle and torch's SDPA say. A
+score near float32's limits has lost what the key added to it, in float64 too: a row that has only such scores is the
+mean of its values."""
 
 from __future__ import annotations
 

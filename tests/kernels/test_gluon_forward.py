@@ -1,41 +1,160 @@
-"""The scheduled forward of sm_90 on such a chip: its numbers, and what it must not see or touch."""
+"""The scheduled forwards of sm_90 on such a chip: their numbers, and what they must not see or touch."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from gluon_forward_cases import BASE, CAUSAL, FEW_TILES, PACKED, ROWS, SIZES, UNSEEN, VARIANT, WINDOWS, problem
-from kernel_cases import with_lengths
+from kernel_cases import NAN_BYTE, with_lengths
 from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn.launch.variant import run_variant
+from portattn import Problem
+from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Variant, Int8Variant
+from portattn.launch.run import run_variant
+from portattn.planning.backend import Variant
 from portattn.schema.call import TENSORS, Call
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import nan_filled_memory, on_cpu
 
 
+class Kind(NamedTuple):
+    """One kernel of the forward, and what its problems have beside the shared tables'.
+
+    between  (D, Dv) beside the kernel's own widths
+    turns    fields, seed and extreme lengths of each run of a table's problem
+    spoils   tensors and the number in their place, one after the other
+    """
+
+    variant: Variant
+    fields: dict[str, Any]
+    widths: tuple[int, ...]
+    between: tuple[tuple[int, int], ...]
+    causal: tuple[str, ...]
+    turns: tuple[tuple[dict[str, Any], int, bool], ...]
+    spoils: tuple[tuple[str, float], ...]
+
+
+NAN = float("nan")
+KINDS = {
+    "16 bits": Kind(
+        VARIANT, {}, (64, 128, 256),
+        ((8, 8), (40, 40), (40, 32), (72, 72), (72, 64), (96, 96), (136, 136), (136, 128), (192, 192)), CAUSAL,
+        (({}, 0, True), ({}, 1, True)), (("k v", NAN), ("k v", float("inf"))),
+    ),
+    "e4m3": Kind(
+        Fp8Variant(), {"kv_format": "e4m3", "kv_scales": "head"}, (64, 128, 256),
+        (*((n, n) for n in (16, 48, 80, 96, 144, 160, 192, 240)), (80, 112), (144, 208), (192, 144)), ("bottom_right",),
+        (({}, 1, False), ({"kv_scales": "none"}, 1, False)), (("k", NAN_BYTE), ("v", NAN_BYTE)),
+    ),
+    "int8": Kind(
+        Int8Variant(), {"kv_format": "int8", "kv_scales": "token"}, (64, 128),
+        ((16, 16), (48, 48), (80, 112), (96, 72)), ("bottom_right",),
+        (({"dtype": "fp16"}, 1, False), ({"dtype": "bf16"}, 1, False)), (("k", 127), ("k_scale", NAN), ("v", NAN)),
+    ),
+}  # fmt: skip
+WIDTHS = [(kind, head_dim) for kind in KINDS for head_dim in KINDS[kind].widths]
+PARTS = [(kind, head_dim, causal) for kind, head_dim in WIDTHS for causal in KINDS[kind].causal]
+
+
+def of(kind: str, head_dim: int = 128, base: Problem = BASE, **fields: Any) -> Problem:
+    """A problem of the kind; int8 takes no softcap."""
+    if kind == "int8":
+        fields["softcap"] = False
+    return problem(base, **{"head_dim": head_dim, "head_dim_v": head_dim} | KINDS[kind].fields | fields)
+
+
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernel is for."""
+    """A device that the kernels are for."""
     return device_for(VARIANT, BASE, device)
 
 
-def assert_right(call: Call) -> None:
-    assert_variant_right(VARIANT, call)
+def assert_right(call: Call, kind: str = "16 bits") -> None:
+    assert_variant_right(KINDS[kind].variant, call)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("name", SIZES)
-def test_numbers(chip: Device, name: str, causal: str, head_dim: int) -> None:
-    p = problem(causal=causal, head_dim=head_dim, head_dim_v=head_dim, **SIZES[name])
-    for seed in range(2):
-        assert_right(random_call(p, seed, device=chip.name, extremes=True))
+def test_numbers(chip: Device, name: str, causal: str, kind: str, head_dim: int) -> None:
+    for more, seed, extremes in KINDS[kind].turns:
+        p = of(kind, head_dim, **more | {"causal": causal} | SIZES[name])
+        assert_right(random_call(p, seed, device=chip.name, extremes=extremes), kind)
+
+
+@pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows(chip: Device, window: tuple[int, int], causal: str, kind: str, head_dim: int) -> None:
+    sides = {"window_left": window[0], "window_right": window[1] if causal == "none" else -1}
+    for sizes in (
+        {}, {"seq_q": 500, "seq_k": 260}, {"seq_q": 130, "seq_k": 900}, {"seqlens_q": True, "seqlens_k": True},
+    ):  # fmt: skip
+        p = of(kind, head_dim, causal=causal, **sides, **sizes)
+        assert_right(random_call(p, 3, device=chip.name, extremes=KINDS[kind].turns[0][2]), kind)
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize(("kind", "widths"), [(kind, pair) for kind in KINDS for pair in KINDS[kind].between], ids=str)
+def test_heads_between_the_kernel_s_widths(chip: Device, kind: str, widths: tuple[int, int], causal: str) -> None:
+    p = of(kind, causal=causal, head_dim=widths[0], head_dim_v=widths[1])
+    assert_right(random_call(p, 5, device=chip.name), kind)
+
+
+def packed_call(kind: str, p: Problem, keys: Sequence[int], queries: Sequence[int], device: str) -> Call:
+    """Of these lengths. What a random call does not use has scales that are no scales: some of it is used here."""
+    call = with_lengths(random_call(p, 7, device=device), keys, queries)
+    for name in ("q_scale", "k_scale") if kind == "int8" else ():
+        scale = getattr(call, name)
+        setattr(call, name, torch.where((scale > 0) & (scale < 1), scale, 0.02))
+    return call
+
+
+@pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("name", ROWS)
+def test_packed(chip: Device, name: str, causal: str, kind: str, head_dim: int) -> None:
+    queries, keys = zip(*ROWS[name], strict=True)
+    sizes = {"batch": len(queries), "seq_q": max(1, *queries), "seq_k": max(1, *keys), "total_q": sum(queries) + 3,
+             "total_k": sum(keys) + 3}  # fmt: skip
+    for fields in ({}, {"sinks": True, "softcap": True}, {"window_left": 30}):
+        p = of(kind, head_dim, PACKED, causal=causal, **sizes, **fields)
+        assert_right(packed_call(kind, p, keys, queries, chip.name), kind)
+
+
+@pytest.mark.parametrize(("kind", "head_dim", "causal"), PARTS)
+@pytest.mark.parametrize("name", FEW_TILES)
+def test_keys_of_few_tiles_are_split(chip: Device, name: str, kind: str, head_dim: int, causal: str) -> None:
+    fields = {"batch": 1, "heads_q": 2, "heads_k": 1} | FEW_TILES[name]
+    for _, seed, extremes in KINDS[kind].turns:
+        p = of(kind, head_dim, causal=causal, **fields)
+        assert_right(random_call(p, seed, device=chip.name, extremes=extremes), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_of_nothing(chip: Device, kind: str) -> None:
+    assert_right(random_call(of(kind, causal="bottom_right"), 2, device=chip.name, scale=0.0), kind)
+
+
+@pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
+@pytest.mark.parametrize("many", [False, True], ids=["split", "whole"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_row_sees_may_be_anything(chip: Device, name: str, many: bool, kind: str, head_dim: int) -> None:
+    """Numbers, and scales of tokens."""
+    fields, keys = UNSEEN[name]
+    heads = {"heads_q": 64, "heads_k": 32} if many else {"batch": 1, "heads_q": 2, "heads_k": 1}
+    call = random_call(of(kind, head_dim, **fields, **heads), 3, device=chip.name)
+    expected = run_variant(KINDS[kind].variant, call)[1]
+    for names, value in KINDS[kind].spoils:
+        for tensor in names.split():
+            getattr(call, tensor)[:, :, keys] = value
+        assert torch.equal(run_variant(KINDS[kind].variant, call)[1], expected)
 
 
 @pytest.mark.parametrize("fields", [{}, {"seqlens_k": True}, {"seq_q": 1, "seq_k": 3000}], ids=str)
@@ -47,27 +166,7 @@ def test_the_largest_sinks(chip: Device, fields: dict[str, Any]) -> None:
     assert_right(call)
     with nan_filled_memory():
         _, _, lse = run_variant(VARIANT, call)
-    assert lse is not None
     torch.testing.assert_close(lse.cpu().double(), oracle(on_cpu(call))[1], rtol=1e-6, atol=1e-4)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_windows(chip: Device, window: tuple[int, int], causal: str, head_dim: int) -> None:
-    left, right = window
-    if causal != "none":
-        right = -1
-    for sizes in (
-        {},
-        {"seq_q": 500, "seq_k": 260},
-        {"seq_q": 130, "seq_k": 900},
-        {"seqlens_q": True, "seqlens_k": True},
-    ):
-        p = problem(
-            causal=causal, head_dim=head_dim, head_dim_v=head_dim, window_left=left, window_right=right, **sizes
-        )
-        assert_right(random_call(p, 3, device=chip.name, extremes=True))
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
@@ -84,72 +183,21 @@ def test_both_ends_of_one_tile(chip: Device, head_dim: int, causal: str) -> None
             assert_right(call)
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 72, 96, 136, 192])
-def test_heads_between_the_kernel_s_widths(chip: Device, head_dim: int) -> None:
-    for causal in CAUSAL:
-        assert_right(random_call(problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal), 5, device=chip.name))
-    narrow = problem(head_dim=head_dim, head_dim_v=head_dim - head_dim % 16 or 8)
-    assert_right(random_call(narrow, 6, device=chip.name))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("name", ROWS)
-def test_packed(chip: Device, name: str, causal: str, head_dim: int) -> None:
-    queries, keys = zip(*ROWS[name], strict=True)
-    for fields in ({}, {"sinks": True, "softcap": True}, {"window_left": 30}):
-        p = problem(
-            PACKED, batch=len(queries), seq_q=max(1, *queries), seq_k=max(1, *keys), total_q=sum(queries) + 3,
-            total_k=sum(keys) + 3, causal=causal, head_dim=head_dim, head_dim_v=head_dim, **fields,
-        )  # fmt: skip
-        assert_right(with_lengths(random_call(p, 7, device=chip.name), keys, queries))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("name", FEW_TILES)
-def test_keys_of_few_tiles_are_split(chip: Device, name: str, causal: str, head_dim: int) -> None:
-    fields = {"batch": 1, "heads_q": 2, "heads_k": 1} | FEW_TILES[name]
-    for seed in range(2):
-        p = problem(causal=causal, head_dim=head_dim, head_dim_v=head_dim, **fields)
-        assert_right(random_call(p, seed, device=chip.name, extremes=True))
-
-
-def test_a_scale_of_nothing(chip: Device) -> None:
-    assert_right(random_call(problem(causal="bottom_right"), 2, device=chip.name, scale=0.0))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("many", [False, True], ids=["split", "whole"])
-@pytest.mark.parametrize("name", UNSEEN)
-def test_what_no_row_sees_may_be_anything(chip: Device, name: str, many: bool, head_dim: int) -> None:
-    fields, keys = UNSEEN[name]
-    heads = {"heads_q": 64, "heads_k": 32} if many else {"batch": 1, "heads_q": 2, "heads_k": 1}
-    p = problem(head_dim=head_dim, head_dim_v=head_dim, **fields, **heads)
-    call = random_call(p, 3, device=chip.name)
-    expected = run_variant(VARIANT, call)[1]
-    for value in (float("nan"), float("inf")):
-        call.k[:, :, keys] = call.v[:, :, keys] = value
-        assert torch.equal(run_variant(VARIANT, call)[1], expected)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", CAUSAL)
-def test_packed_neighbours_may_hold_anything(chip: Device, causal: str, head_dim: int) -> None:
+@pytest.mark.parametrize(("kind", "head_dim", "causal"), [one for one in PARTS if one[0] != "int8"])
+def test_packed_neighbours_may_hold_anything(chip: Device, kind: str, head_dim: int, causal: str) -> None:
     queries, keys = (100, 1, 130, 69), (70, 33, 200, 97)
+    sizes, variant = {"total_q": 303, "total_k": 403, "seq_q": 130, "seq_k": 200}, KINDS[kind].variant
     for fields in ({}, {"window_left": 30}):
-        p = problem(
-            PACKED, **fields, causal=causal, head_dim=head_dim, head_dim_v=head_dim, total_q=303, total_k=403,
-            seq_q=130, seq_k=200,
-        )  # fmt: skip
-        call = with_lengths(random_call(p, 7, device=chip.name), keys, queries)
-        expected = run_variant(VARIANT, call)[1]
-        for of in (0, 2):  # the others must not notice
+        p = of(kind, head_dim, PACKED, **fields, causal=causal, **sizes)
+        call = packed_call(kind, p, keys, queries, chip.name)
+        expected = run_variant(variant, call)[1]
+        for number in (0, 1, 2):  # the others must not notice
             spoilt = dataclasses.replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v.clone())
-            rows = slice(sum(queries[:of]), sum(queries[: of + 1]))
-            some = slice(sum(keys[:of]), sum(keys[: of + 1]))
-            spoilt.q[:, :, rows] = spoilt.k[:, :, some] = spoilt.v[:, :, some] = float("nan")
-            out = run_variant(VARIANT, spoilt)[1]
+            rows = slice(sum(queries[:number]), sum(queries[: number + 1]))
+            some = slice(sum(keys[:number]), sum(keys[: number + 1]))
+            nan = NAN_BYTE if kind == "e4m3" else NAN
+            spoilt.q[:, :, rows] = spoilt.k[:, :, some] = spoilt.v[:, :, some] = nan
+            out = run_variant(variant, spoilt)[1]
             others = torch.ones(p.query_rows[1], dtype=torch.bool, device=out.device)
             others[rows] = False
             assert torch.equal(out[:, :, others], expected[:, :, others])
@@ -209,7 +257,7 @@ def fenced(call: Call) -> bool:
 
 
 def test_launches_that_wait_for_another_stream_run_beside_its_next_ones(chip: Device) -> None:
-    """No two of them may draw from one counter (tests/backends/cuda/test_counters.py)."""
+    """No two of them may draw from one counter (tests/backends/cuda/test_copies.py)."""
     call = random_call(
         problem(head_dim=64, head_dim_v=64, heads_q=40, heads_k=8, seq_q=512, seq_k=512), 5, device=chip.name
     )
@@ -247,25 +295,6 @@ def test_strides(chip: Device) -> None:
     assert_right(broadcast)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("causal", ["none", "bottom_right"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_repeats_are_bit_equal(chip: Device, head_dim: int, causal: str, packed: bool) -> None:
-    fields: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal, "return_lse": False}
-    base = PACKED if packed else BASE
-    sizes = {"heads_q": 16, "heads_k": 4, "batch": 4}
-    sizes |= (
-        {"total_q": 9000, "total_k": 9000, "seq_q": 4000, "seq_k": 4000} if packed else {"seq_q": 2048, "seq_k": 2048}
-    )
-    call = random_call(problem(base, **fields, **sizes), 7, device=chip.name)
-    _, first, _ = run_variant(VARIANT, call)
-    different = 0
-    for _ in range(300):
-        _, out, _ = run_variant(VARIANT, call)
-        different += int(not torch.equal(out.nan_to_num(5.0), first.nan_to_num(5.0)))
-    assert different == 0
-
-
 def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
     call = random_call(problem(return_lse=False, causal="bottom_right"), 5, device=chip.name)
     first = portattn.attention(call.q, call.k, call.v, causal=True)
@@ -293,17 +322,3 @@ def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in found)
     assert torch.equal(held, expected)
-
-
-def test_packed_rows_by_the_public_call(chip: Device) -> None:
-    lengths = (100, 1, 299, 300)
-    p = problem(PACKED, causal="bottom_right", return_lse=True)
-    call = with_lengths(random_call(p, 7, device=chip.name), lengths, lengths)
-    rows = [t[0].transpose(0, 1) for t in (call.q, call.k, call.v)]
-    arguments = (*rows, call.cu_seqlens_q, call.cu_seqlens_k, 300, 300)
-    first = portattn.varlen_attention(*arguments, causal=True, return_lse=True)
-    assert portattn.last_plan().path == "gluon_forward"
-    for _ in range(2):
-        again = portattn.varlen_attention(*arguments, causal=True, return_lse=True)
-        assert torch.equal(first[0].nan_to_num(5.0), again[0].nan_to_num(5.0))
-        assert torch.equal(first[1], again[1])

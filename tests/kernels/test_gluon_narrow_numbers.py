@@ -1,4 +1,5 @@
-"""The Hopper forward of e4m3 tensors on such a chip: its numbers, what it must not see, and how exact it is."""
+"""The Hopper forwards of e4m3 tensors, and of int8 queries and keys, on such a chip: schedules, scales, and exactness.
+What they share with the forward of 16 bits is in test_gluon_forward.py."""
 
 from __future__ import annotations
 
@@ -9,144 +10,58 @@ import gluon_forward_cases as wide
 import msgspec
 import pytest
 import torch
-from kernel_cases import NAN_BYTE, with_lengths
-from quantised_calls import check_calls
+from kernel_cases import with_lengths
+from oracle64 import masked_attention
 from support import CPU, Device, random_call
-from test_quantised_accuracy import INPUTS, rms
+from test_gluon_forward import KINDS, of
+from test_quantised_accuracy import INPUTS, call_of, rms
 from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn import Problem
-from portattn.backends.cuda.hopper_forward.narrow_variant import NarrowLauncher, NarrowVariant
-from portattn.launch.variant import launch_tensors, run_variant
+from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Launcher, Int8Launcher
+from portattn.launch.run import launch_tensors, run_variant
 from portattn.schema.call import Call
-from portattn.schema.tensors import KV_STORED
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu
 
-VARIANT = NarrowVariant()
-NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
-BASE = msgspec.structs.replace(wide.BASE, **NARROW)
-PACKED = msgspec.structs.replace(wide.PACKED, **NARROW)
+VARIANT, INT8 = KINDS["e4m3"].variant, KINDS["int8"].variant
 
 
-def problem(base: Problem = BASE, **fields: Any) -> Problem:
-    return msgspec.structs.replace(base, **fields)
+def problem(base: Problem = wide.BASE, **fields: Any) -> Problem:
+    return of("e4m3", base=base, **fields)
 
 
 @pytest.fixture
 def chip(device: Device) -> Device:
     """A device that the kernel is for."""
-    return device_for(VARIANT, BASE, device)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", wide.CAUSAL)
-@pytest.mark.parametrize("name", wide.SIZES)
-def test_numbers(chip: Device, name: str, causal: str, head_dim: int) -> None:
-    for scales in ("head", "none"):
-        p = problem(causal=causal, head_dim=head_dim, head_dim_v=head_dim, kv_scales=scales, **wide.SIZES[name])
-        assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("window", wide.WINDOWS, ids=str)
-def test_windows(chip: Device, window: tuple[int, int], head_dim: int) -> None:
-    left, right = window
-    for sizes in ({}, {"seq_q": 500, "seq_k": 260}, {"seqlens_q": True, "seqlens_k": True}):
-        p = problem(head_dim=head_dim, head_dim_v=head_dim, window_left=left, window_right=right, **sizes)
-        assert_variant_right(VARIANT, random_call(p, 3, device=chip.name))
-
-
-@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 144, 160, 192, 240])
-def test_heads_between_the_kernel_s_widths(chip: Device, head_dim: int) -> None:
-    for causal in wide.CAUSAL:
-        p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal)
-        assert_variant_right(VARIANT, random_call(p, 5, device=chip.name))
-
-
-@pytest.mark.parametrize("widths", [(80, 112), (144, 208), (192, 144)], ids=str)
-def test_keys_and_values_of_two_widths(chip: Device, widths: tuple[int, int]) -> None:
-    p = problem(head_dim=widths[0], head_dim_v=widths[1], causal="bottom_right")
-    assert_variant_right(VARIANT, random_call(p, 5, device=chip.name))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", wide.CAUSAL)
-@pytest.mark.parametrize("name", wide.ROWS)
-def test_packed(chip: Device, name: str, causal: str, head_dim: int) -> None:
-    queries, keys = zip(*wide.ROWS[name], strict=True)
-    for fields in ({}, {"sinks": True, "softcap": True}, {"window_left": 30}):
-        p = problem(
-            PACKED, batch=len(queries), seq_q=max(1, *queries), seq_k=max(1, *keys), total_q=sum(queries) + 3,
-            total_k=sum(keys) + 3, causal=causal, head_dim=head_dim, head_dim_v=head_dim, **fields,
-        )  # fmt: skip
-        assert_variant_right(VARIANT, with_lengths(random_call(p, 7, device=chip.name), keys, queries))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", wide.FEW_TILES)
-def test_keys_of_few_tiles_are_split(chip: Device, name: str, head_dim: int) -> None:
-    fields = {"batch": 1, "heads_q": 2, "heads_k": 1} | wide.FEW_TILES[name]
-    p = problem(causal="bottom_right", head_dim=head_dim, head_dim_v=head_dim, **fields)
-    assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
-
-
-def test_a_scale_of_nothing(chip: Device) -> None:
-    assert_variant_right(VARIANT, random_call(problem(causal="bottom_right"), 2, device=chip.name, scale=0.0))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", wide.UNSEEN)
-def test_what_no_row_sees_may_be_anything(chip: Device, name: str, head_dim: int) -> None:
-    fields, keys = wide.UNSEEN[name]
-    call = random_call(problem(head_dim=head_dim, head_dim_v=head_dim, **fields), 3, device=chip.name)
-    expected = run_variant(VARIANT, call)[1]
-    for spoilt in ("k", "v"):
-        getattr(call, spoilt)[:, :, keys] = NAN_BYTE
-        assert torch.equal(run_variant(VARIANT, call)[1], expected)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_packed_neighbours_may_hold_anything(chip: Device, head_dim: int) -> None:
-    queries, keys = (100, 1, 130, 69), (70, 33, 200, 97)
-    p = problem(PACKED, head_dim=head_dim, head_dim_v=head_dim, total_q=303, total_k=403, seq_q=130, seq_k=200)
-    call = with_lengths(random_call(p, 7, device=chip.name), keys, queries)
-    expected = run_variant(VARIANT, call)[1]
-    spoilt = dataclasses.replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v.clone())
-    for tensor, lengths in ((spoilt.q, queries), (spoilt.k, keys), (spoilt.v, keys)):
-        tensor[:, :, lengths[0] : lengths[0] + lengths[1]] = NAN_BYTE
-    out = run_variant(VARIANT, spoilt)[1]
-    others = torch.ones(p.query_rows[1], dtype=torch.bool, device=out.device)
-    others[100:101] = False
-    assert torch.equal(out[:, :, others], expected[:, :, others])
+    return device_for(VARIANT, problem(), device)
 
 
 @pytest.mark.parametrize("wild", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_sequence_without_keys_may_have_any_scale(chip: Device, wild: float) -> None:
     padded = random_call(problem(causal="bottom_right", seqlens_k=True), 3, device=chip.name)
-    assert padded.seqlens_k is not None
     padded.seqlens_k[0] = 0
-    p = problem(PACKED, batch=3, total_q=233, total_k=303, seq_q=100, seq_k=200)
+    p = problem(wide.PACKED, batch=3, total_q=233, total_k=303, seq_q=100, seq_k=200)
     ragged = with_lengths(random_call(p, 7, device=chip.name), (0, 200, 103), (100, 33, 100))
     for call in (padded, ragged):
         for name in ("q_scale", "k_scale", "v_scale"):
             getattr(call, name)[0] = wild
         _, out, lse = run_variant(VARIANT, call)
         rows = (0, slice(None), slice(100)) if call is ragged else 0
-        assert lse is not None
         assert not out[rows].any()
         assert lse[rows].isneginf().all()
 
 
 def assert_schedule_right(call: Call, **changes: Any) -> None:
     """The call by its own schedule, changed so, against float64."""
-    launcher = VARIANT.described(call)
-    assert isinstance(launcher, NarrowLauncher)
+    variant = VARIANT if call.problem.kv_format == "e4m3" else INT8
+    launcher = variant.described(call)
+    assert isinstance(launcher, Fp8Launcher if variant is VARIANT else Int8Launcher)
     with nan_filled_memory():
         tensors = launch_tensors(call)
-    NarrowLauncher(call, msgspec.structs.replace(launcher.schedule, **changes))(tensors)
-    facts = judge(call, tensors["out"], tensors["lse"], probabilities=VARIANT.probabilities)
+    type(launcher)(call, msgspec.structs.replace(launcher.schedule, **changes))(tensors)
+    facts = judge(call, tensors["out"], tensors["lse"], probabilities=variant.probabilities)
     assert not facts["wrong"]
     assert facts["error"] <= facts["budget"]
     assert facts["lse_error"] <= facts["lse_budget"]
@@ -181,30 +96,17 @@ def test_schedules_of_wide_heads(chip: Device, turns: bool, keys: int, queries: 
 def test_sums_of_values_that_have_a_mean_are_kept_in_float32(chip: Device, head_dim: int) -> None:
     """In the chip's own sums 16,384 keys of mean 2 lose 7 per cent."""
     q, k, v = INPUTS["normal"](head_dim, 16384)
-    call = narrow_call((q, k, v + 2.0), chip.name)
+    call = call_of((q, k, v + 2.0), "e4m3", "bf16", chip.name)
     out = run_variant(VARIANT, call)[1].cpu().double()
     exact, _ = oracle(on_cpu(call))
     assert rms(out - exact) < 4e-3 * rms(exact)
-
-
-def narrow_call(inputs: tuple[torch.Tensor, ...], device: str) -> Call:
-    q, k, v = inputs
-    p = problem(
-        batch=1, heads_q=q.shape[1], heads_k=k.shape[1], seq_q=q.shape[2], seq_k=k.shape[2], head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-    )  # fmt: skip
-    call = random_call(p, device=device)
-    made = portattn.quantize(*(t.to(device) for t in inputs), "e4m3")
-    call.q, call.k, call.v = (t.view(KV_STORED) for t in (made.q, made.k, made.v))
-    call.q_scale, call.k_scale, call.v_scale = made.q_scale, made.k_scale, made.v_scale
-    return call
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("what", INPUTS)
 def test_rounding_probabilities_is_all_that_is_lost(chip: Device, what: str, head_dim: int) -> None:
     """The error is at most 1.2 times that of exact attention whose probabilities are rounded so."""
-    call = narrow_call(INPUTS[what](head_dim, 4096), chip.name)
+    call = call_of(INPUTS[what](head_dim, 4096), "e4m3", "bf16", chip.name)
     out = run_variant(VARIANT, call)[1].cpu().double()
     exact, _ = oracle(on_cpu(call))
     modelled = modelled_output(on_cpu(call))
@@ -215,29 +117,11 @@ def modelled_output(call: Call) -> torch.Tensor:
     """Attention in float64 but for its probabilities, and its result."""
     assert call.q_scale is not None
     assert call.k_scale is not None
-    assert call.v_scale is not None
     q, k, v = (t.view(torch.float8_e4m3fn).double() for t in (call.q, call.k, call.v))
     scores = q @ k.mT * (call.q_scale * call.k_scale)[..., None, None] * call.scale
     numbers = torch.exp(scores - scores.amax(-1, keepdim=True))
     narrow = (numbers * 256).float().to(torch.float8_e4m3fn).double() / 256
     return (narrow @ v / numbers.sum(-1, keepdim=True) * call.v_scale[..., None, None]).bfloat16().double()
-
-
-# How far quantising alone moves the LSE, by 0.07, 0.55 and 0.55 with an H200's random numbers, and a third more.
-E4M3_LSE = (0.1, 0.75, 0.75)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_calls_by_the_public_functions(chip: Device, causal: bool) -> None:
-    """The second call is launched directly, with other scales and other memory; each takes the kernel."""
-    # Against what is stored an H200 had a similarity of 0.99973 and an LSE within 0.007; 0.9962 against what was given.
-    check_calls(chip, VARIANT.name, "e4m3", causal, 0.9996, 0.996, lse_within=2e-2, given_lse=E4M3_LSE)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_same_calls_by_the_reference(causal: bool) -> None:
-    """What e4m3 loses is no kernel's: the limits hold where nothing else is lost."""
-    check_calls(CPU, "reference", "e4m3", causal, 0.9999, 0.996, given_lse=E4M3_LSE)
 
 
 def test_a_graph_replays_it(chip: Device) -> None:
@@ -257,3 +141,98 @@ def test_a_graph_replays_it(chip: Device) -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
+
+
+def in_blocks(scale: torch.Tensor, block: int) -> torch.Tensor:
+    """Scales that each `block` tokens share."""
+    return scale[..., ::block].repeat_interleave(block, 2)[..., : scale.shape[-1]].contiguous()
+
+
+@pytest.mark.parametrize("causal", wide.CAUSAL)
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_scales_of_blocks(chip: Device, block: int, causal: str) -> None:
+    """Of 64 tokens and more a tile takes two scales, where no token's differs; some tiles here have one that does."""
+    for fields in (wide.SIZES["many tiles"], {"seq_q": 300, "seq_k": 1000}):
+        call = random_call(of("int8", causal=causal, **fields), 3, device=chip.name)
+        call.k_scale = in_blocks(call.k_scale, block)
+        assert_variant_right(INT8, call)
+        call.k_scale[0, 0, 130] *= 2
+        call.k_scale[-1, -1, 127] *= 3
+        assert_variant_right(INT8, call)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("turns", [False, True])
+def test_schedules_of_int8(chip: Device, turns: bool, keys: int, late: bool) -> None:
+    call = random_call(of("int8", **wide.SIZES["many tiles"]), 3, device=chip.name)
+    assert_schedule_right(call, late=late, lazy=late, keys=keys, stages=256 // keys, turns=turns)
+
+
+def test_scales_that_are_not_contiguous(chip: Device) -> None:
+    call = random_call(of("int8", causal="bottom_right"), 3, device=chip.name)
+    expected = run_variant(INT8, call)[1]
+    assert call.q_scale is not None
+    assert call.k_scale is not None
+    apart = [scale.mT.contiguous().mT for scale in (call.q_scale, call.k_scale)]
+    spread = dataclasses.replace(call, q_scale=apart[0], k_scale=apart[1])
+    assert torch.equal(run_variant(INT8, spread)[1], expected)
+
+
+def check_calls(
+    device: Device, backend: str, method: str, causal: bool, near: float, given_near: float, lse_within: float = 1e-3,
+    given_lse: tuple[float, float, float] = (0.5, 0.5, 0.5),
+) -> None:  # fmt: skip
+    """Three calls of other memory with other numbers and scales: each is near attention of the given numbers, and much
+    nearer to that of what is stored. How near in the first, quantize decides, and how large scores are.
+
+    near, given_near  the least cosine similarity to what is stored, and to what was given
+    lse_within        how far the LSE may be from that of what is stored
+    given_lse         and from that of what was given, in each call
+    """
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 500, 128, device=device.name, dtype=torch.bfloat16).unbind()
+    seen = torch.ones(len(q), 500, 500, dtype=torch.bool).tril(0 if causal else 500)
+    for call in range(3):
+        narrow = portattn.quantize(q, k, v, method)
+        out, lse = portattn.attention(**narrow.arguments(), causal=causal, backend=backend, return_lse=True)
+        assert portattn.last_plan().path == backend
+        scales = (narrow.q_scale, narrow.k_scale, narrow.v_scale)
+        tensors = (narrow.q, narrow.k, narrow.v)
+        stored = [t if s is None else t.double() * _wide(s, t) for t, s in zip(tensors, scales, strict=True)]
+        for given, ours, least, within in (
+            (stored, lse, near, lse_within),
+            ((q, k, v), narrow.corrected(lse), given_near, given_lse[call]),
+        ):
+            expected, exact_lse = masked_attention(*(t.double() for t in given), q.shape[-1] ** -0.5, seen)
+            assert torch.cosine_similarity(out.double().flatten(), expected.flatten(), 0) >= least
+            assert (ours - exact_lse).abs().max() < within
+        q, k, v = q.flip(1), k.flip(1) * 2, v.flip(1)
+
+
+def _wide(scale: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Scales of (B, H) or of (B, H, S), beside the tensor's numbers."""
+    return scale.double().reshape(*scale.shape, *[1] * (tensor.dim() - scale.dim()))
+
+
+# How far quantising alone moves the LSE of each call: with an H200's random numbers by 0.07, 0.55 and 0.55 (e4m3), and
+# by 0.03, 0.07 and 0.17 (sage), and a third more.
+GIVEN_LSE = {"e4m3": (0.1, 0.75, 0.75), "sage": (0.04, 0.09, 0.22)}
+# Least similarity to what is stored and to what was given, and most of the LSE's distance. Against what is stored an
+# H200 had 0.99973 and 0.007 with e4m3; 0.9962 against what was given.
+NEAR = {"e4m3": (0.9996, 0.996, 2e-2), "sage": (0.99999, 0.9995, 1e-3)}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", NEAR)
+def test_calls_by_the_public_functions(chip: Device, method: str, causal: bool) -> None:
+    """The second call is launched directly, with other scales and other memory; each takes the kernel."""
+    variant = VARIANT if method == "e4m3" else INT8
+    check_calls(chip, variant.name, method, causal, *NEAR[method], GIVEN_LSE[method])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("method", "near"), [("e4m3", (0.9999, 0.996)), ("sage", (0.99999, 0.9995))])
+def test_the_same_calls_by_the_reference(method: str, near: tuple[float, float], causal: bool) -> None:
+    """What quantised tensors lose is no kernel's: the limits hold where nothing else is lost."""
+    check_calls(CPU, "reference", method, causal, *near, given_lse=GIVEN_LSE[method])

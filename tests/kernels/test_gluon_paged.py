@@ -14,7 +14,7 @@ from variantchip import assert_variant_right, device_for
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.launch.variant import run_variant
+from portattn.launch.run import run_variant
 
 VARIANT = ForwardVariant()
 BASE = Problem(
@@ -25,16 +25,11 @@ PACKED = msgspec.structs.replace(BASE, batch=5, total_q=450)
 PAGES = {16: 672, 48: 672, 64: 704, 256: 1024}  # and the capacity of each
 CAUSAL = ("none", "bottom_right", "top_left")
 FEATURES: dict[str, dict[str, Any]] = {
-    "sinks": {"sinks": True},
-    "softcap": {"softcap": True},
-    "window": {"window_left": 70},
+    "sinks": {"sinks": True}, "softcap": {"softcap": True}, "window": {"window_left": 70},
     "window on both sides": {"window_left": 70, "window_right": 9},
-    "everything": {"sinks": True, "softcap": True, "window_left": 33},
-    "no lse": {"return_lse": False},
-    "fp16": {"dtype": "fp16"},
-    "bshd": {"layout": "bshd"},
-    "heads first": {"page_layout": "hpd"},
-}
+    "everything": {"sinks": True, "softcap": True, "window_left": 33}, "no lse": {"return_lse": False},
+    "fp16": {"dtype": "fp16"}, "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"},
+}  # fmt: skip
 HEADS = ((4, 4), (10, 2), (12, 2), (64, 2), (64, 1))
 
 

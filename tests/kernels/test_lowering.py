@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import TILE, Device, assert_right, core_plan, key_tile, lacking, problem, random_call, run_core
+import triton
+import triton.language as tl
+from support import TILE, Device, assert_right, core_plan, key_tile, lacking, largest, problem, random_call, run_core
 
+from portattn.kernels.tiles import apply_softcap
 from portattn.planning.kernel_specs import CORES
+from portattn.reference import write
+from portattn.schema.call import Call
 from portattn.schema.lowering import CHOICES, Launch, Lowering
 from portattn.schema.ops import PUBLIC, ROWS, WRITERS
 from portattn.schema.problem import Problem
@@ -27,13 +33,10 @@ TF32_ERROR = 2e-2
 # What a problem of the op needs beyond support.problem(): packed rows, pages, tokens.
 PAGES = {"seq_k": 48, "page_size": 16, "seqlens_k": True, "pages_in_line": True}
 BASE: dict[str, dict[str, Any]] = {
-    "attention": {},
-    "varlen_attention": {"batch": 3, "total_q": 33, "total_k": 70},
-    "decode_attention": {"seq_q": 1},
-    "paged_attention": {"seq_q": 1} | PAGES,
-    "sparse_attention": {"seq_q": 1, "tokens": 24},
+    "attention": {}, "varlen_attention": {"batch": 3, "total_q": 33, "total_k": 70}, "decode_attention": {"seq_q": 1},
+    "paged_attention": {"seq_q": 1} | PAGES, "sparse_attention": {"seq_q": 1, "tokens": 24},
     "mla_attention": {"seq_q": 1, "heads_q": 4, "heads_k": 1, "head_dim": 48, "head_dim_v": 32} | PAGES,
-}
+}  # fmt: skip
 DENSE = {
     "dense": {"causal": "none"},
     "causal_gqa": {"causal": "bottom_right", "heads_q": 4, "heads_k": 2, "head_dim_v": 32},
@@ -324,3 +327,95 @@ def test_choices_are_read(device: Device) -> None:
         elsewhere = {"reads"} if op == "sparse_attention" else {"warps"} & set(kernel.choices)
         assert set(kernel.choices) - elsewhere <= given.keys() <= shared
         assert all(given[name] == DEFAULTS[name] for name in given.keys() - set(kernel.choices))
+
+
+SCORES = 1024
+STEPS_CAPPED = 8.0  # units in the last place of float32: two exponentials, a quotient and products
+
+
+@triton.jit
+def cap_scores(scores, caps, out, SCORES: tl.constexpr):
+    at = tl.arange(0, SCORES)
+    tl.store(out + at, apply_softcap(tl.load(scores + at), tl.load(caps + at)))
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0, 1e4])
+def test_the_relative_error_is_small_for_scores_of_any_size(device: Device, cap: float) -> None:
+    """From scores a millionth of the cap to twenty times the cap, of both signs: a scale-free bound, not one of the
+    largest value, below which a wrong small score would hide."""
+    sizes = torch.logspace(-6, 1.3, SCORES // 2, dtype=torch.float64)
+    scores = (torch.cat([-sizes, sizes]) * cap).float().to(device.name)
+    caps, out = torch.full_like(scores, cap), torch.full_like(scores, float("nan"))
+    cap_scores[(1,)](scores, caps, out, SCORES)
+    expected = cap * torch.tanh(scores.double() / cap)
+    assert out.isfinite().all()
+    assert largest(out.double() / expected - 1.0) <= STEPS_CAPPED * torch.finfo(torch.float32).eps
+
+
+def test_zero_stays_zero_and_a_large_score_becomes_the_cap(device: Device) -> None:
+    scores = torch.zeros(SCORES, device=device.name)
+    scores[1], scores[2] = 1e30, -1e30
+    caps, out = torch.full_like(scores, 30.0), torch.full_like(scores, float("nan"))
+    cap_scores[(1,)](scores, caps, out, SCORES)
+    assert out[:3].tolist() == [0.0, 30.0, -30.0]
+    assert not out[3:].any()
+
+
+KEYS, WIDTH = 65536, 64
+PLACES = (0, 1, 777, KEYS // 3, KEYS // 2 + 1, 60000, KEYS - 2, KEYS - 1)
+QUERIES = len(PLACES)
+
+
+@functools.cache
+def needles() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries (1, 1, 8, D), and keys and values of one head."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, rows, WIDTH, generator=generator) for rows in (QUERIES, KEYS, KEYS))
+    wanted = k[:, :, PLACES]
+    k[:, :, PLACES] = 2.0 * wanted
+    return 1.5 * wanted + 0.3 * q, k, v
+
+
+def stored(kind: str, scales: str) -> Call:
+    """decode_attention of the needles' queries over a cache that the reference has written."""
+    q, k, v = needles()
+    sizes = {"batch": 1, "heads_k": 1, "seq_k": KEYS, "head_dim": WIDTH, "kv_format": kind, "kv_scales": scales}
+    p = problem(op="decode_attention", heads_q=QUERIES, seq_q=1, dtype="bf16", head_dim_v=WIDTH, **sizes)
+    call = Call(
+        problem=p, q=q.transpose(1, 2).reshape(1, QUERIES, 1, WIDTH).bfloat16(), scale=WIDTH**-0.5,
+        **{name: torch.zeros(1, 1, KEYS, WIDTH // 2, dtype=torch.int8) for name in ("k", "v")},
+    )  # fmt: skip
+    if scales == "token":
+        call.k_scale, call.v_scale = torch.zeros(2, 1, 1, KEYS).unbind()
+    else:
+        call.k_scale, call.v_scale = (x.abs().amax().view(1, 1) / (6.0 * 448.0) for x in (k, v))
+    if kind == "nvfp4":
+        call.k_block_scale, call.v_block_scale = torch.zeros(2, 1, 1, KEYS, WIDTH // 16, dtype=torch.int8).unbind()
+    write.run(Call(
+        problem=Problem(op="append_kv", heads_q=1, seq_q=KEYS, dtype="fp32", seqlens_k=True, **sizes), q=k, new_v=v,
+        k=call.k, v=call.v, scale=1.0, k_scale=call.k_scale, v_scale=call.v_scale, k_block_scale=call.k_block_scale,
+        v_block_scale=call.v_block_scale, seqlens_k=torch.zeros(1, dtype=torch.int32),
+    ))  # fmt: skip
+    return call
+
+
+def found(out: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
+    """The share of needles that are found, and the least cosine of a result and its needle's value."""
+    cosines = torch.nn.functional.normalize(out.float().cpu(), dim=-1) @ torch.nn.functional.normalize(values, dim=-1).T
+    recall = (cosines.argmax(-1) == torch.tensor(PLACES)).float().mean()
+    return float(recall), float(cosines[range(QUERIES), PLACES].min())
+
+
+@pytest.mark.parametrize(("kind", "scales", "least"), [("int4", "token", 0.985), ("nvfp4", "head", 0.985)])
+def test_needles_among_64k_keys_are_found(device: Device, kind: str, scales: str, least: float) -> None:
+    q, k, v = needles()
+    wide = torch.nn.functional.scaled_dot_product_attention(*(t.to(device.name, torch.bfloat16) for t in (q, k, v)))
+    call = stored(kind, scales)
+    for name in ("q", "k", "v", "k_scale", "v_scale", "k_block_scale", "v_block_scale"):
+        tensor = getattr(call, name)
+        setattr(call, name, None if tensor is None else tensor.to(device.name))
+    out, _ = run_core(device, call, launch={"block_n": 2048 if device.path == "interpreter" else 64})
+    recall, in_bf16 = found(out[0, :, 0], v[0, 0]), found(wide[0, 0], v[0, 0])
+    assert in_bf16[0] == recall[0] == 1.0
+    assert in_bf16[1] > 0.999
+    assert recall[1] > least  # the value itself is of 4 bits

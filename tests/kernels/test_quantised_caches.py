@@ -10,80 +10,42 @@ from support import Device, assert_right, problem, random_call, run_core
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
-from portattn.schema.problem_limits import INTEGERS
-from portattn.schema.tensors import CACHE_DTYPE, KV_DTYPE
+from portattn.schema.problem_limits import FORMATS, ONE_SCALE
+from portattn.schema.tensors import KV_DTYPE
 
-FORMATS = tuple(CACHE_DTYPE)
 SMALL: dict[str, Any] = {"heads_q": 4, "heads_k": 2, "seq_q": 2, "batch": 3, "dtype": "bf16"}
 # Caches, each with features that decide how scales are read: hidden tokens, paddings, pages, packed queries.
 CACHES: dict[str, dict[str, Any]] = {
     "decode": {
-        "op": "decode_attention",
-        "seq_k": 50,
-        "seqlens_k": True,
-        "leftpad_k": True,
-        "window_left": 9,
+        "op": "decode_attention", "seq_k": 50, "seqlens_k": True, "leftpad_k": True, "window_left": 9,
         "causal": "bottom_right",
     },
     "decode_fp16_bshd": {"op": "decode_attention", "seq_k": 40, "dtype": "fp16", "layout": "bshd", "mask": True},
     "paged_small_pages": {"op": "paged_attention", "page_size": 6, "seq_k": 42, "bias": True},
     "paged_packed_hpd": {
-        "op": "paged_attention",
-        "page_size": 16,
-        "seq_k": 48,
-        "page_layout": "hpd",
-        "total_q": 9,
-        "seq_q": 5,
-        "causal": "bottom_right",
-        "sinks": True,
-        "dtype": "fp16",
-        "softcap": True,
+        "op": "paged_attention", "page_size": 16, "seq_k": 48, "page_layout": "hpd", "total_q": 9, "seq_q": 5,
+        "causal": "bottom_right", "sinks": True, "dtype": "fp16", "softcap": True,
     },
     "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 37, "tokens": 20, "seqlens_k": True, "log_weights": True},
     "sparse_pages_magicpig": {
-        "op": "sparse_attention",
-        "seq_q": 1,
-        "seq_k": 36,
-        "page_size": 6,
-        "tokens": 20,
-        "seqlens_k": True,
-        "dtype": "fp16",
-        "magicpig": True,
-        "softcap": True,
+        "op": "sparse_attention", "seq_q": 1, "seq_k": 36, "page_size": 6, "tokens": 20, "seqlens_k": True,
+        "dtype": "fp16", "magicpig": True, "softcap": True,
     },
     "latent": {
-        "op": "mla_attention",
-        "page_size": 16,
-        "seq_k": 48,
-        "heads_k": 1,
-        "head_dim": 40,
-        "head_dim_v": 32,
-        "causal": "bottom_right",
-        "sinks": True,
+        "op": "mla_attention", "page_size": 16, "seq_k": 48, "heads_k": 1, "head_dim": 40, "head_dim_v": 32,
+        "causal": "bottom_right", "sinks": True,
     },
     "latent_small_pages_packed": {
-        "op": "mla_attention",
-        "page_size": 6,
-        "seq_k": 42,
-        "heads_k": 1,
-        "head_dim": 24,
-        "head_dim_v": 16,
-        "total_q": 9,
-        "seq_q": 5,
-        "window_left": 9,
-        "dtype": "fp16",
+        "op": "mla_attention", "page_size": 6, "seq_k": 42, "heads_k": 1, "head_dim": 24, "head_dim_v": 16,
+        "total_q": 9, "seq_q": 5, "window_left": 9, "dtype": "fp16",
     },
-}
+}  # fmt: skip
 # Of latent rows with their scales inside.
 DS = {"kv_format": "fp8_ds_mla", "head_dim": 272, "head_dim_v": 256, "dtype": "bf16"}  # fmt: skip
-SCALED = [
-    (kind, scales)
-    for kind in FORMATS
-    for scales in ("none", "head", "token")
-    if kind not in INTEGERS or scales != "none"
-]
-EVERY = [(kind, scales, cache) for kind, scales in SCALED for cache in CACHES
-         if kind != "int4" or not cache.startswith("latent")]  # fmt: skip
+SCALED = [(kind, scales) for kind in ONE_SCALE for scales in FORMATS[kind].scales]
+IN_WORDS = [(kind, scales) for kind, scales in SCALED if FORMATS[kind].words]
+EVERY = [(kind, scales, cache) for kind, scales in SCALED for cache, fields in CACHES.items()
+         if fields["op"] in FORMATS[kind].ops]  # fmt: skip
 
 
 def quantised(device: str, cache: str, kind: str, scales: str, **fields: Any) -> Call:
@@ -158,8 +120,6 @@ def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> 
 def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, cache: str, kind: str, sinks: bool) -> None:
     """A batch that is padded for a graph has sequences without keys, whose scales may be anything."""
     call = quantised(device.name, cache, kind, "head", leftpad_k=False, log_weights=False, sinks=sinks)
-    assert call.k_scale is not None
-    assert call.v_scale is not None
     call.seqlens_k = torch.tensor([37, 0, 7], dtype=torch.int32, device=device.name)
     if call.counts is not None:
         call.counts[1] = 0
@@ -168,7 +128,6 @@ def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, cache
     for splits in (1, 2):
         out, lse = on(device, call, splits=splits)
         assert not out[1].any()
-        assert lse is not None
         if call.sinks is None:
             assert torch.isneginf(lse[1]).all()
         assert torch.isfinite(out).all()
@@ -195,23 +154,15 @@ def test_each_way_to_load_tiles(device: Device, load: str, cache: str, kind: str
         lowering["page_loop"] = "per_page"
         pages = {"page_size": 32, "seq_k": 64}  # whole tiles, on a chip as well
     call = quantised(
-        device.name,
-        cache,
-        kind,
-        "token",
-        page_layout="phd",
-        heads_k=1,
-        heads_q=2,
-        head_dim=32,
-        leftpad_k=False,
+        device.name, cache, kind, "token", page_layout="phd", heads_k=1, heads_q=2, head_dim=32, leftpad_k=False,
         **pages,
-    )
+    )  # fmt: skip
     assert_right(call, *run_core(device, call, lowering=lowering))
 
 
 @pytest.mark.parametrize("pipeline", ["rotated", "single"])
 @pytest.mark.parametrize("scales", ["head", "token"])
-@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_each_loop(device: Device, pipeline: str, scales: str, kind: str) -> None:
     call = quantised(device.name, "decode", kind, scales, **({"seq_k": 13} if pipeline == "single" else {}))
     assert_right(call, *run_core(device, call, lowering={"pipeline": pipeline, "q_operand": "reload"}))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from kernel_cases import check, run, with_lengths
+from kernel_cases import problem as named_problem
 from support import TILE, Device, assert_right, core_plan, key_tile, problem, random_call, run_core
 from test_quantised_accuracy import INPUTS, assert_exact
-from test_quantised_caches import CACHES, SCALED, SMALL, quantised
+from test_quantised_accuracy import run as run_rounded
+from test_quantised_caches import CACHES, IN_WORDS, SMALL, quantised
 from test_wild_numbers import run_watched
 
 from portattn.planning.kernel_specs import CORES
-from portattn.reference.stored import dequantize
+from portattn.reference.blocks import dequantize
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.tensors import KV_DTYPE, KV_LARGEST
+from portattn.schema.problem_limits import FORMATS
+from portattn.schema.tensors import KV_DTYPE
 from portattn.testing.oracle import oracle
 
 WORDS = [cache for cache in CACHES if cache.startswith(("decode", "paged"))]
@@ -33,7 +38,7 @@ def on(device: Device, call: Call, unpack: str = "words", **launch: int) -> tupl
 
 
 @pytest.mark.parametrize("cache", WORDS)
-@pytest.mark.parametrize(("kind", "scales"), SCALED)
+@pytest.mark.parametrize(("kind", "scales"), IN_WORDS)
 def test_words_are_right(device: Device, kind: str, scales: str, cache: str) -> None:
     """NaN, or a scale that is NaN, infinite, negative or 0, is wherever a token is not attended."""
     call = quantised(device.name, cache, kind, scales)
@@ -94,8 +99,6 @@ def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str,
     """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
     p = looked_up(device, fields, kind)
     call = random_call(p, seed=3, strides="spare" if not p.aligned else "", device=device.name)
-    assert call.seqlens_k is not None
-    assert call.page_table is not None
     for sequence, length in enumerate(call.seqlens_k.tolist()):
         call.page_table[sequence, -(-max(length, 0) // p.page_size) :] = 2**30
     for unpack in unpackings(device):
@@ -105,7 +108,7 @@ def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str,
 def test_tiles_of_a_chip_fit_pages_as_those_here_do() -> None:
     """A chip's tiles of int4 are wider (support.key_tile): what reads pages of them is what may be planned."""
     chip = Device("cuda", "triton")
-    for kind, scales in SCALED:
+    for kind, scales in IN_WORDS:
         for cache in (cache for cache in WORDS if CACHES[cache].get("page_size")):
             p = problem(**SMALL | CACHES[cache] | {"kv_format": kind, "kv_scales": scales})
             core_plan(chip, p, {"unpack": "words"})
@@ -128,7 +131,6 @@ def test_ids_of_no_page_are_read_inside_the_cache(
         3,
         device=device.name,
     )
-    assert call.page_table is not None
     clean, _ = run_watched(monkeypatch, device, call, 2, unpack="words", page_loop=page_loop)
     call.page_table[0] = page_id
     beside, _ = run_watched(monkeypatch, device, call, 2, unpack="words", page_loop=page_loop)
@@ -140,8 +142,6 @@ def test_ids_of_no_page_are_read_inside_the_cache(
 def test_pages_that_a_window_hides_have_any_id(device: Device, page_loop: str, page_id: int) -> None:
     p = looked_up(device, {"page_size": 8, "window_left": 21, "causal": "bottom_right", "seq_q": 2}, "e4m3")
     call = random_call(p, 3, device=device.name)
-    assert call.seqlens_k is not None
-    assert call.page_table is not None
     for sequence, length in enumerate(call.seqlens_k.tolist()):
         call.page_table[sequence, : max(length - p.seq_q - p.window_left, 0) // p.page_size] = page_id
     assert (call.page_table == page_id).any()
@@ -166,8 +166,7 @@ def narrow(what: str, kind: str, dtype: str, scales: str, device: str, keys: int
     )  # fmt: skip
     call = random_call(p, device=device)
     for name, values in (("k", k), ("v", v)):
-        largest = 7.0 if kind == "int4" else KV_LARGEST[kind]
-        scale = values.abs().amax((2, 3) if scales == "head" else 3) / largest
+        scale = values.abs().amax((2, 3) if scales == "head" else 3) / FORMATS[kind].largest
         numbers = values / (scale[..., None, None] if scales == "head" else scale[..., None])
         if kind == "int4":
             codes = (numbers.round() + 8.0).to(torch.int32)
@@ -183,17 +182,6 @@ def narrow(what: str, kind: str, dtype: str, scales: str, device: str, keys: int
     return call
 
 
-def rounded_once(device: Device, call: Call, monkeypatch: pytest.MonkeyPatch, unpack: str) -> torch.Tensor:
-    """The result. The interpreter cuts bfloat16 off, where chips round it: there it is stored as float32, and rounded
-    by torch."""
-    launch = {"block_n": 64}
-    if device.path != "interpreter":
-        return run_core(device, call, {"unpack": unpack}, launch)[0]
-    shape = call.new_out().shape
-    monkeypatch.setattr(Call, "new_out", lambda self: torch.full(shape, float("nan")))
-    return run_core(device, call, {"unpack": unpack}, launch)[0].to(call.dtype)
-
-
 @pytest.mark.parametrize("scales", ["head", "token"])
 @pytest.mark.parametrize(("kind", "dtype"), [("e4m3", "bf16"), ("e4m3", "fp16"), ("int8", "bf16"), ("int4", "fp16")])
 @pytest.mark.parametrize("what", INPUTS)
@@ -202,7 +190,7 @@ def test_nothing_is_lost_beside_the_results_rounding(
 ) -> None:
     call = narrow(what, kind, dtype, scales, device.name)
     for unpack in unpackings(device):
-        assert_exact(call, rounded_once(device, call, monkeypatch, unpack))
+        assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
 
 
 @pytest.mark.parametrize("kind", KV_DTYPE)
@@ -226,9 +214,8 @@ def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> 
             torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("scales", ["head", "token"])
-def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None:
-    """In both bytes of a word, and of tokens' scales all that may stand for 0."""
+def check_bytes_of_int4(device: Device, scales: str, launch: dict[str, int] | None) -> None:
+    """Attend one key a sequence: every byte in both bytes of a word, and all tokens' scales that may stand for 0."""
     p = problem(
         op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=64, head_dim_v=512,
         dtype="bf16", kv_format="int4", kv_scales=scales,
@@ -243,8 +230,13 @@ def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None
     by_token = scales == "token"
     expected = dequantize(call.v, "int4", call.v_scale if by_token else call.v_scale[..., None], by_token)
     for unpack in unpackings(device):
-        out, _ = run_core(device, call, {"unpack": unpack})
+        out, _ = run_core(device, call, {"unpack": unpack}, launch)
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None:
+    check_bytes_of_int4(device, scales, None)
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
@@ -252,8 +244,6 @@ def test_a_scale_of_no_weight_rounds_no_other_away(device: Device, kind: str) ->
     """A token whose values are 2^60 times as large as all others, and which nobody attends as its score is so low; one
     whose values are tiny, and which every row attends most; and scales at both ends of what float32 holds."""
     call = narrow("normal", kind, "bf16", "token", device.name, keys=100)
-    assert call.k_scale is not None
-    assert call.v_scale is not None
     zero = call.v_scale.view(torch.int32) & 15
     exact = (call.v_scale.view(torch.int32) & -16).view(torch.float32)
 
@@ -282,7 +272,6 @@ def test_values_all_of_whose_scales_are_tiny(device: Device) -> None:
     for unpack in unpackings(device):
         out, lse = on(device, call, unpack, splits=2)
         assert not out.any()
-        assert lse is not None
         torch.testing.assert_close(lse.double(), oracle(call)[1], rtol=1e-5, atol=1e-5)
 
 
@@ -334,7 +323,7 @@ def test_a_sink_that_weighs_most_rounds_no_value_away(
     call.problem = msgspec.structs.replace(call.problem, sinks=True)
     call.sinks = torch.full((16,), above, device=device.name)
     for unpack in unpackings(device):
-        assert_exact(call, rounded_once(device, call, monkeypatch, unpack))
+        assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
 
 
 @pytest.mark.parametrize("by", [2.0**40, 2.0**-40])
@@ -352,4 +341,104 @@ def test_scales_of_any_size_beside_scores_in_the_natural_base(
     setattr(call, feature, (torch.rand(shape, generator=generator) * 0.1).to(device.name))
     call.v_scale = call.v_scale * by
     for unpack in unpackings(device):
-        assert_exact(call, rounded_once(device, call, monkeypatch, unpack))
+        assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+
+
+OPS = ("decode", "paged", "whole pages", "ragged", "mla", "mla ragged")
+FEATURES: dict[str, dict[str, Any]] = {
+    "alone": {}, "causal": {"causal": "bottom_right"}, "top left": {"causal": "top_left"},
+    "window": {"window_left": 3, "window_right": 1},
+    "more": {"causal": "bottom_right", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True},
+}  # fmt: skip
+LOWERINGS: dict[str, dict[str, str]] = {
+    "finite": {"mask_value": "finite"}, "exp": {"exp": "exp"}, "persistent": {"grid": "persistent"},
+    "reload": {"q_operand": "reload"}, "inside": {"reads": "inside"}, "rotated": {"pipeline": "rotated"},
+    "block_ptr": {"load": "block_ptr"}, "transposed": {"k_tile": "transposed"},
+}  # fmt: skip
+
+
+def with_words(call: Call, words: list[int]) -> Call:
+    """The call with the same words for every sequence; of packed queries one for each row."""
+    words = [word - 2**64 if word >= 2**63 else word for word in words]
+    mask = torch.tensor(words, dtype=torch.int64, device=call.q.device)
+    return replace(call, tree_mask=mask.expand(call.problem.query_rows[0], -1))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", OPS)
+def test_random_words_are_right(device: Device, name: str, feature: str) -> None:
+    seed = list(FEATURES).index(feature) % 2
+    call = random_call(named_problem(name, tree_mask=True, **FEATURES[feature]), seed, device=device.name)
+    check(device, call, 1 + seed * 2 if "ragged" not in name else 1)
+
+
+@pytest.mark.parametrize("poison", ["k", "v"])
+@pytest.mark.parametrize("name", OPS)
+def test_what_no_query_sees_may_be_nan(device: Device, name: str, poison: str) -> None:
+    call = random_call(
+        named_problem(name, tree_mask=True, dtype="fp16"), 2, device=device.name, poison=poison, extremes=True
+    )
+    assert call.k.isnan().any() or call.v.isnan().any()
+    check(device, call)
+
+
+@pytest.mark.parametrize(("lowering", "name"), [(one, "ragged" if one == "inside" else "decode") for one in LOWERINGS])
+def test_every_way_to_lower_it(device: Device, lowering: str, name: str) -> None:
+    call = random_call(named_problem(name, tree_mask=True, mask=name != "ragged"), 3, device=device.name)
+    check(device, call, **LOWERINGS[lowering])
+
+
+@pytest.mark.parametrize("queries", [1, 64])
+def test_every_bit_by_itself(device: Device, queries: int) -> None:
+    """Query i sees new token (7·i) mod n, in each half of its word and at both halves' ends, and no other."""
+    call = random_call(named_problem("decode", seq_q=queries, seq_k=80, seqlens_k=False, leftpad_k=False), 0,
+                       device=device.name)  # fmt: skip
+    call = with_words(call, [1 << (7 * i % queries) for i in range(queries)])
+    call.problem = msgspec.structs.replace(call.problem, tree_mask=True)
+    assert_right(call, *run(device, call))
+
+
+def test_a_word_of_zero_leaves_the_keys_before(device: Device) -> None:
+    call = random_call(
+        named_problem("decode", batch=1, seq_q=1, seqlens_k=False, leftpad_k=False), 0, device=device.name
+    )
+    call = with_words(call, [0])
+    call.problem = msgspec.structs.replace(call.problem, tree_mask=True)
+    call.k[:, :, -1] = call.v[:, :, -1] = float("nan")
+    shorter = replace(call, tree_mask=None, k=call.k[:, :, :-1], v=call.v[:, :, :-1], problem=msgspec.structs.replace(
+        call.problem, tree_mask=False, seq_k=call.problem.seq_k - 1))  # fmt: skip
+    for ours, theirs in zip(run(device, call), run(device, shorter), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["decode", "ragged"])
+def test_a_chain_is_the_causal_mask(device: Device, name: str) -> None:
+    call = random_call(named_problem(name), 5, device=device.name)
+    keys, queries = [21, 2, 0][: call.problem.batch], None
+    if call.problem.packed:
+        queries = [9, 0, 13]
+        keys = [37, 4, 13]
+    call = with_lengths(replace(call, leftpad_k=None), keys, queries)
+    p = msgspec.structs.replace(call.problem, leftpad_k=False)
+    count = p.query_rows[1] if queries is None else 22
+    numbers = list(range(count)) if queries is None else [i for n in queries for i in range(n)]
+    chain = with_words(call, [(2 << i) - 1 for i in numbers])
+    chain.problem = msgspec.structs.replace(p, tree_mask=True)
+    causal = replace(call, problem=msgspec.structs.replace(p, causal="bottom_right"))
+    both = replace(chain, problem=msgspec.structs.replace(chain.problem, causal="bottom_right"))
+    wanted = run(device, causal)
+    for found in (run(device, chain), run(device, both)):
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_without_a_key(device: Device) -> None:
+    """More new tokens than keys: the first nodes are none, and a word that shows only those shows nothing."""
+    call = random_call(named_problem("decode", leftpad_k=False), 0, device=device.name)
+    call.problem = msgspec.structs.replace(call.problem, tree_mask=True)
+    call = with_words(with_lengths(call, [2, 0]), [0b001, 0b011, 0b111])
+    out, lse = run(device, call)
+    assert_right(call, out, lse)
+    assert not out[0, :, 0].any()
+    assert lse[0, :, 0].eq(float("-inf")).all()
+    assert not out[1].any()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from gradient_cases import DENSE as DENSE_GRADIENTS
+from gradient_cases import PACKED, check, random
 from kernel_cases import with_lengths
-from support import Device, assert_right, problem, random_call, run_core
+from support import Device, assert_right, core_plan, problem, random_call, run_core
 
 from portattn import Launch, Lowering
+from portattn.launch import cached_launch, kernel_calls
 from portattn.planning.kernel_specs import CORES
 
 APART = {"warps": "apart"}
@@ -133,18 +137,15 @@ def test_dense_sequences_of_no_keys_and_of_one(device: Device, mask_value: str, 
 
 # What warps_apart does not take of dense problems.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "query lengths": ({"seqlens_q": True}, {}, "seqlens_q"),
-    "a window": ({"window_left": 3}, {}, "window"),
-    "a mask": ({"mask": True}, {}, "mask"),
-    "dropout": ({"dropout": True}, {}, "dropout"),
+    "query lengths": ({"seqlens_q": True}, {}, "seqlens_q"), "a window": ({"window_left": 3}, {}, "window"),
+    "a mask": ({"mask": True}, {}, "mask"), "dropout": ({"dropout": True}, {}, "dropout"),
     "groups": ({"heads_q": 4}, {}, "as many key heads"),
     "plain products": ({}, {"dot_precision": "ieee"}, "one of bf16x6, tf32x3"),
     "two parts of a head": ({"head_dim": 576, "head_dim_v": 512}, {}, "at most 512 columns"),
-    "16-bit numbers": ({"dtype": "bf16"}, {}, "float32"),
-    "small shares": ({}, {"num_warps": 8}, "at least 16 keys"),
+    "16-bit numbers": ({"dtype": "bf16"}, {}, "float32"), "small shares": ({}, {"num_warps": 8}, "at least 16 keys"),
     "three warps": ({}, {"num_warps": 3}, "1, 2, 4 or 8"),
     "sixteen warps": ({}, {"num_warps": 16, "block_n": 256}, "1, 2, 4 or 8"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -216,3 +217,166 @@ def test_gradients_take_what_it_stores(device: Device, name: str) -> None:
     lowering = APART | {"dot_precision": "bf16x6"}
     assert not CORES["attention"].limits(call.problem, Lowering(**lowering), Launch().changed(launch))
     assert_right(call, *run_core(device, call, lowering, launch))
+
+
+OPERANDS = ("q", "k", "v", "grad_out")
+PARTS = {"dot_precision": "bf16x6"}
+FIELDS: dict[str, dict[str, Any]] = {
+    "causal, groups": {"causal": "bottom_right", "heads_q": 4, "grad_lse": True},
+    "odd heads": {"head_dim": 20, "head_dim_v": 36, "causal": "top_left"},
+    "a window": {"window_left": 5, "window_right": 3, "seq_q": 40, "seq_k": 45},
+    "padding that holds NaN": {"seqlens_q": True, "leftpad_k": True, "batch": 3, "poison": "apart"},
+    "a mask that hides NaN": {"heads_q": 4, "mask": True, "causal": "bottom_right", "poison": "k"},
+    "a bias that hides NaN": {"bias": True, "grad_bias": True, "poison": "v"},
+    "dropout, cap, slopes": {"dropout": True, "softcap": True, "alibi_slopes": True, "grad_slopes": True},
+    "other strides": {"strides": "sliced"},
+}
+
+
+@pytest.mark.parametrize("parts", ["registers", "memory"])
+@pytest.mark.parametrize("fields", FIELDS)
+def test_gradients(device: Device, fields: str, parts: str) -> None:
+    check(device, random(device, 1, **FIELDS[fields]), PARTS | {"parts": parts})
+
+
+@pytest.mark.parametrize("load", ["pointer", "descriptor"])
+def test_parts_in_memory_of_packed_rows(device: Device, load: str) -> None:
+    fields = {"head_dim": 32, "head_dim_v": 32, "causal": "bottom_right", "heads_q": 4}
+    call = random(device, base=PACKED, **fields)
+    check(device, call, PARTS | {"parts": "memory", "load": load, "grid": "persistent"}, block_n=32)
+
+
+def test_a_kernel_of_their_own_stores_them_once(device: Device) -> None:
+    call = random(device, base=DENSE_GRADIENTS, head_dim=20)
+    launches, _, _ = kernel_calls(core_plan(device, call.problem, PARTS | {"parts": "memory"}), call, 3)
+    made = [launch for launch in launches if launch.function == "store_parts"]
+    sources = [next(x for name in OPERANDS if (x := launch.arguments[name]) is not None) for launch in made]
+    assert list(map(id, sources)) == [id(getattr(call, name)) for name in OPERANDS]
+    assert made[0].arguments["parts"].shape == (2, 2, 3, 19, 24)  # rows are a multiple of 16 bytes
+    for others in (PARTS, {"dot_precision": "ieee", "parts": "memory"}):
+        launches, _, _ = kernel_calls(core_plan(device, call.problem, others), call, 3)
+        assert [launch.function for launch in launches] == ["backward_delta", "backward_keys", "backward_rows"]
+
+
+def test_a_cached_call_has_the_parts_in_its_operands_places(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are read from memory, a launch's `q` is no tensor that the caller brings."""
+    monkeypatch.setattr(cached_launch, "load_kernels", lambda module, interpreted: importlib.import_module(module))
+    call = random(device, base=DENSE_GRADIENTS)
+    launches, delta, _ = kernel_calls(core_plan(device, call.problem, PARTS | {"parts": "memory"}), call, 3)
+    steps, buffers = cached_launch.core_steps(launches, delta, None)
+    first, *made, keys, rows = (step.roles for step in steps)
+    assert first["grad_out"] == "grad_out"
+    assert [role for one in made for role in one.values() if not role.startswith("buffer")] == list(OPERANDS)
+    stored = [one["parts"] for one in made]
+    assert len(set(stored)) == 4
+    assert list(buffers) == stored
+    for one in (keys, rows):
+        assert [one[name] for name in OPERANDS] == stored
+        assert one["forward_lse"] == "forward_lse"
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bf16", "bf16x6"), ("fp32", "tf32x3")])
+def test_other_products_have_no_parts(dtype: str, precision: str) -> None:
+    kernel, p = CORES["attention_backward"], problem(**DENSE_GRADIENTS | {"dtype": dtype})
+    limits = kernel.limits(p, Lowering(dot_precision=precision, parts="memory"), Launch())
+    assert [(name, value) for name, value, _ in limits] == [("parts", "registers")]
+    asked = Lowering(dot_precision="bf16x6", parts="memory")
+    assert not kernel.limits(msgspec.structs.replace(p, dtype="fp32"), asked, Launch())
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_16_bit_operands_have_one_precision(device: Device, dtype: str) -> None:
+    call = random_call(problem(dtype=dtype, causal="bottom_right"), device=device.name)
+    ours, _ = run_core(device, call, PARTS)
+    plain, _ = run_core(device, call, {})
+    assert torch.equal(ours, plain)
+
+
+def test_an_infinite_number_is_what_float32_makes_of_it(device: Device) -> None:
+    """Its second part is NaN. A key that is -inf has no weight where the query is positive."""
+    call = random_call(problem(head_dim=16), device=device.name)
+    call.q.abs_()
+    call.k[:, :, 3] = float("-inf")
+    call.k[:, :, 5, 2] = float("inf")
+    call.q[:, :, :, 2] = 0.5
+    call.q[:, :, 1:] *= -1
+    for row in (slice(0, 1), slice(1, None)):
+        ours, _ = run_core(device, call, PARTS)
+        plain, _ = run_core(device, call, {"dot_precision": "ieee"})
+        assert torch.equal(ours[:, :, row].isnan(), plain[:, :, row].isnan())
+
+
+def test_parts_hold_every_bit() -> None:
+    """Numbers whose first part alone, or first two, are far off: their products are those of float32."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4096, generator=generator) * torch.exp2(
+        torch.randint(-60, 60, (4096,), generator=generator).float()
+    )
+    upper = torch.tensor(-65536, dtype=torch.int32)
+    first = (x.view(torch.int32) & upper).view(torch.float32)
+    second = ((x - first).view(torch.int32) & upper).view(torch.float32)
+    third = x - first - second
+    for part in (first, second, third):
+        assert torch.equal(part.bfloat16().float(), part)
+    assert torch.equal(first.double() + second.double() + third.double(), x.double())
+
+
+DESCRIPTOR = {"load": "descriptor"}
+SQUARE = {"seq_q": 64, "seq_k": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (SQUARE, "descriptor"),
+        (SQUARE | {"causal": "bottom_right"}, "descriptor"),
+        ({"seq_q": 66, "seq_k": 64}, "pointer"),  # the second head's numbers begin at 264 bytes
+        ({"seq_q": 64, "seq_k": 39, "causal": "bottom_right"}, "pointer"),  # the first row that sees a key is 25
+        ({"seq_q": 64, "seq_k": 40, "causal": "bottom_right"}, "descriptor"),  # it is 24
+        ({"seq_q": 64, "seq_k": 39, "causal": "top_left"}, "descriptor"),
+        ({"seq_q": 64, "seq_k": 39, "window_left": 9, "window_right": 1}, "descriptor"),  # 24 again
+        (SQUARE | {"seqlens_k": True, "causal": "bottom_right"}, "pointer"),
+        (SQUARE | {"leftpad_q": True}, "pointer"),
+        (SQUARE | {"bias": True}, "pointer"),
+        (SQUARE | {"mask": True}, "pointer"),
+        (SQUARE | {"dropout": True}, "descriptor"),
+    ],
+    ids=str,
+)
+def test_tiles_that_begin_at_16_bytes(device: Device, fields: dict[str, Any], expected: str) -> None:
+    call = random(device, base=DENSE_GRADIENTS, **fields)
+    assert _numbers(device, call) == expected
+    check(device, call, DESCRIPTOR, block_m=16, block_n=32)
+
+
+def test_small_tiles_take_pointers(device: Device) -> None:
+    """The second of a pipeline's buffers of 16 numbers would begin at 64 bytes, where no copy by TMA may go."""
+    call = random(device, base=DENSE_GRADIENTS, **SQUARE)
+    assert _numbers(device, call, 16) == "pointer"
+    check(device, call, DESCRIPTOR, block_m=16, block_n=16)
+
+
+def test_packed_rows_begin_anywhere(device: Device) -> None:
+    call = random(device, base=PACKED)
+    assert _numbers(device, call) == "pointer"
+    check(device, call, DESCRIPTOR, block_m=16, block_n=32)
+
+
+def test_other_loads_take_pointers(device: Device) -> None:
+    call = random(device, base=DENSE_GRADIENTS, **SQUARE)
+    launches, _, _ = kernel_calls(core_plan(device, call.problem, {"load": "pointer"}), call, 3)
+    assert launches[1].constexprs["NUMBERS"] == "pointer"
+
+
+def test_an_lse_that_begins_off_16_bytes_is_no_aligned_call() -> None:
+    from portattn.validate.checks import starts_aligned
+
+    memory = torch.zeros(65)
+    assert starts_aligned(memory[:64])
+    assert not starts_aligned(memory[1:])
+    assert starts_aligned(torch.empty(8, device="meta")[1:])
+
+
+def _numbers(device: Device, call: Any, block_n: int = 32) -> str:
+    launches, _, _ = kernel_calls(core_plan(device, call.problem, DESCRIPTOR, {"block_n": block_n}), call, 3)
+    return launches[1].constexprs["NUMBERS"]

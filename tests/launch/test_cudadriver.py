@@ -174,14 +174,11 @@ class Library:
 @pytest.mark.parametrize(
     ("refused", "retain", "then", "said", "launched"),
     [
-        ((201, 1), 0, [], "", [2, 3]),
-        ((201, 0), 0, [], "", [1, 2, 3]),
-        ((201, 1), 0, [0, 1], "invalid argument", [2]),
-        ((201, 1), 2, [], "out of memory", []),
-        ((1, 1), 0, [], "invalid argument", []),
+        ((201, 1), 0, [], "", [2, 3]), ((201, 0), 0, [], "", [1, 2, 3]), ((201, 1), 0, [0, 1], "invalid argument", [2]),
+        ((201, 1), 2, [], "out of memory", []), ((1, 1), 0, [], "invalid argument", []),
         ((99, 0), 0, [], "unknown error", []),
     ],
-)
+)  # fmt: skip
 def test_what_is_done_about_a_refusal(
     monkeypatch: pytest.MonkeyPatch, way: Any, refused: tuple[int, int], retain: int, then: list[int], said: str,
     launched: list[int],
@@ -223,28 +220,13 @@ def test_more_kernels_than_native_has_room_for_are_refused(monkeypatch: pytest.M
         block(monkeypatch, module, [kernel()] * 65, Maps())
 
 
-def test_the_library_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's utilities have it loaded already, by this name."""
-    loaded: list[str] = []
-
-    def load(name: str) -> Any:
-        loaded.append(name)
-        return SimpleNamespace(cuLaunchKernelEx=1)
-
-    monkeypatch.setattr(cudadriver.ctypes, "CDLL", load)
-    assert cudadriver._library.__wrapped__().cuLaunchKernelEx == 1
-    assert loaded == ["libcuda.so.1"]
-
-
 @pytest.mark.parametrize(
     ("context", "error", "retain", "called", "said"),
     [
-        (7, 0, 0, [], ""),
-        (0, 0, 0, ["retain 5", "set"], ""),
-        (0, 0, 2, ["retain 5"], "out of memory"),
+        (7, 0, 0, [], ""), (0, 0, 0, ["retain 5", "set"], ""), (0, 0, 2, ["retain 5"], "out of memory"),
         (0, 1, 0, [], "invalid argument"),
     ],
-)
+)  # fmt: skip
 def test_a_thread_without_a_context_gets_one(
     monkeypatch: pytest.MonkeyPatch, context: int, error: int, retain: int, called: list[str], said: str
 ) -> None:
@@ -270,7 +252,6 @@ def test_a_thread_without_a_context_gets_one(
 def test_a_guarded_device_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of CUDA alone: not on a CPU, and not with HIP, which torch calls CUDA too."""
     import contextlib
-    from types import SimpleNamespace
 
     import torch
 

@@ -1,17 +1,28 @@
-"""Cached launches against Triton's own: what reaches the driver is the same, byte for byte, with every Triton here.
-
-A process with a libcuda that records launches (fakedriver.py) compiles small kernels and launches them by all ways.
-"""
+"""Cached launches against Triton's own: what reaches the driver is the same, byte for byte, with every Triton here. A
+process with a libcuda that records launches (fakedriver.py) compiles small kernels and launches them by all ways."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import fakedriver
 import pytest
+import support
 from fakedriver import run, triton_folders
+from opcalls import CALLS, problem
 from packaging.version import Version
+from support import Device
 
 from portattn.launch import triton_compat
+from portattn.launch.kernelcall import meta_call
+from portattn.launch.run import kernel_calls
 
 WAYS = ("driver", "launcher", "native")
 TRITONS = triton_folders()
@@ -79,3 +90,107 @@ def test_hooks_threads_and_refusals(seen: dict[str, Any]) -> None:
     if "scratch" in seen:
         assert seen["scratch"]["scratch"] > 0
         assert "no role" in seen["scratch without a role"]
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_are_the_kernels_parameters(name: str, splits: int, device: Device) -> None:
+    made = support.core_plan(support.CPU, problem(name), launch={"splits": splits} if splits > 1 else {})
+    launches, _, _ = kernel_calls(made, meta_call(made.problem), 3)
+    assert launches
+    for launch in launches:
+        kernel = getattr(importlib.import_module(launch.module), launch.function)
+        # In the kernel's order: a compile passes them by position (compile/ensure_compiled.py).
+        assert list(launch.arguments) == [
+            argument for argument in kernel.arg_names if argument not in launch.constexprs
+        ]
+        assert set(launch.constexprs) <= set(kernel.arg_names)
+
+
+TRITONS_INTERPRETED = fakedriver.triton_folders()
+
+
+@pytest.mark.parametrize("release", ["3.2.0", "3.8.0", "3.9.0"])
+def test_calls_are_right(release: str, tmp_path: Path) -> None:
+    """3.9.0 refuses masks of int32, which it makes of a scalar's condition beside a block's."""
+    if release not in TRITONS_INTERPRETED:
+        pytest.skip(f"the lab has no triton=={release}: `portattn lab create triton=={release}` makes it")
+    if Version(release) < Version("3.7") and Version(metadata.version("numpy")) >= Version("2.4"):
+        pytest.skip("Triton's interpreter before 3.7 needs numpy<2.4: quirk cpu-0001")
+    # The folder that has Triton's metadata too: portattn asks it for the version.
+    for entry in (TRITONS_INTERPRETED[release], *TRITONS_INTERPRETED[release].parent.glob("triton-*.dist-info")):
+        (tmp_path / entry.name).symlink_to(entry)
+    path = (str(tmp_path), str(fakedriver.HERE), os.environ.get("PYTHONPATH", ""))
+    ran = subprocess.run(
+        [sys.executable, str(fakedriver.HERE / "interpreted_child.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["triton"] == release
+    wrong = {name: distance for name, distance in found["distances"].items() if not distance < 2e-6}
+    assert not wrong
+    assert len(found["distances"]) == 12
+
+
+# Triton before 3.8 negates by a difference; from 3.8 on by an operation of its own, which negates bit patterns.
+NEGATES = """
+import numpy as np, triton.language as tl
+from triton.runtime import interpreter
+from portattn.launch.run import mend_bf16
+
+builder = interpreter.InterpreterBuilder
+builder.create_fneg = lambda self, arg: interpreter.TensorHandle(np.negative(arg.data), arg.dtype.scalar)
+mend_bf16()
+numbers = np.array([1.5, -0.25, 0.0, np.inf, np.nan], dtype=np.float32)
+halves = interpreter.TensorHandle((numbers.view(np.uint32) >> 16).astype(np.uint16), tl.bfloat16)
+found = builder.create_fneg(None, halves)
+wide = (found.data.astype(np.uint32) << 16).view(np.float32)
+np.testing.assert_array_equal(wide, -numbers)
+assert np.signbit(wide[2]) and found.dtype == tl.bfloat16
+np.testing.assert_array_equal(builder.create_fneg(None, interpreter.TensorHandle(numbers, tl.float32)).data, -numbers)
+print("right")
+"""
+
+
+@pytest.mark.interpreter
+def test_bfloat16_is_negated_as_triton_3_8_asks_for_it() -> None:
+    ran = subprocess.run([sys.executable, "-c", NEGATES], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr
+
+
+THREADS = """
+import threading, torch, portattn
+
+torch.set_num_threads(1)
+q, k = torch.randn(1, 2, 33, 16), torch.randn(1, 2, 70, 16)
+expected = portattn.attention(q, k, k, causal=True, backend="interpreter")
+found, together = [], threading.Barrier(6)
+
+def call():
+    together.wait()
+    for _ in range(3):
+        try:
+            found.append(portattn.attention(q, k, k, causal=True, backend="interpreter"))
+        except Exception as error:
+            found.append(error)
+
+threads = [threading.Thread(target=call) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+errors = [each for each in found if not isinstance(each, torch.Tensor)]
+assert not errors, errors[0]
+assert len(found) == 18 and all(torch.equal(each, expected) for each in found)
+print("right")
+"""
+
+
+@pytest.mark.interpreter
+def test_threads_interpret_one_after_the_other() -> None:
+    """Triton's interpreter replaces functions of triton.language while it runs."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakedriver import run, triton_folders
 from packaging.version import Version
 
-from portattn.launch import native
-
 TRITONS = triton_folders()
+pytestmark = pytest.mark.compiles
 OPS = ("attention", "varlen", "decode", "paged", "sparse", "mla")
+
+
+def outcome(program: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a program saw: by Triton 3.6, for which there are variants, where it is here; else by the newest that is."""
+    if not TRITONS:
+        pytest.skip("Triton is not installed, and the lab has none for this Python")
+    version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)
+    return run(program, tmp_path_factory.mktemp("hot"), TRITONS[version])
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By Triton 3.6, for which there are variants, where it is here; else by the newest that is."""
-    if not TRITONS:
-        pytest.skip("Triton is not installed, and the lab has none for this Python")
-    version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)
-    return run("hot_child.py", tmp_path_factory.mktemp("hot"), TRITONS[version])
+    return outcome("hot_child.py", tmp_path_factory)
 
 
-@pytest.mark.compiles
 def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
     assert seen["why not"] == ""
     assert seen["reads"], "this torch's tensors are read by torch's C functions"
@@ -46,7 +46,6 @@ def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
         assert [seen[name]["path"] for name in variants] == ["gluon_forward", "gluon_mla"]
 
 
-@pytest.mark.compiles
 def test_a_first_call_launches_what_later_ones_do(seen: dict[str, Any]) -> None:
     """As many bytes of parameters to the same kernels, among them the results' and the given tensors' addresses."""
     compared = {name: found for name, found in seen.items() if isinstance(found, dict) and "by C" in found}
@@ -58,14 +57,12 @@ def test_a_first_call_launches_what_later_ones_do(seen: dict[str, Any]) -> None:
         assert first["given"] >= 3, name
 
 
-@pytest.mark.compiles
 def test_what_is_kept_holds_no_tensor(seen: dict[str, Any]) -> None:
     for name, found in seen.items():
         if isinstance(found, dict) and "held" in found:
             assert found["held"] == [], name
 
 
-@pytest.mark.compiles
 def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) -> None:
     """The core's kernels and the variants': the same number of launches, and not a byte allocated."""
     made = {name: found for name, found in seen.items() if isinstance(found, dict) and "prepared" in found}
@@ -77,7 +74,6 @@ def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) ->
         }, name  # fmt: skip
 
 
-@pytest.mark.compiles
 def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> None:
     """native.c sees that it is none, and Python says which."""
     made = {name: found["refused"] for name, found in seen.items() if isinstance(found, dict) and "refused" in found}
@@ -87,7 +83,6 @@ def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> N
         assert refused == {what: [what.split()[0], 0] for what in refused}, name
 
 
-@pytest.mark.compiles
 def test_kernels_write_into_memory_that_the_caller_brings(seen: dict[str, Any]) -> None:
     """The first call of a kind is copied; later ones, by native.c and by Python, allocate no result."""
     made = {name: found for name, found in seen.items() if isinstance(found, dict) and "into" in found}
@@ -98,7 +93,6 @@ def test_kernels_write_into_memory_that_the_caller_brings(seen: dict[str, Any]) 
         assert found["past"] == [], name
 
 
-@pytest.mark.compiles
 def test_partial_results_lie_in_memory_that_is_given_back(seen: dict[str, Any]) -> None:
     """Once all is launched, and where the driver refuses; where there is no more nothing is launched."""
     taken = seen["taken"][0]
@@ -116,13 +110,11 @@ def test_partial_results_lie_in_memory_that_is_given_back(seen: dict[str, Any]) 
     assert taken["left"] == 0
 
 
-@pytest.mark.compiles
 def test_threads_have_their_own_addresses(seen: dict[str, Any]) -> None:
     launches, firsts, wrong = seen["threads"]
     assert (launches, firsts, wrong) == (300, 150, [])
 
 
-@pytest.mark.compiles
 def test_after_a_warm_up_the_first_call_compiles_nothing(seen: dict[str, Any]) -> None:
     found = seen["warmed"]
     assert found["report"]["failed"] == ""
@@ -133,7 +125,6 @@ def test_after_a_warm_up_the_first_call_compiles_nothing(seen: dict[str, Any]) -
     assert found["first"] == {"ways": ["C"], "warnings": [], "launches": 1}
 
 
-@pytest.mark.compiles
 def test_the_monitor_names_what_differs(seen: dict[str, Any]) -> None:
     found = seen["monitored"]
     assert len(found["late"]) == 1
@@ -149,66 +140,53 @@ def test_the_monitor_names_what_differs(seen: dict[str, Any]) -> None:
     assert "causal: True instead of False" in found["always"][0], found["always"]
 
 
-needs_compiler = pytest.mark.skipif(
-    not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists(), reason="Python.h is not installed"
-)
+@pytest.fixture(scope="module")
+def seen_graphs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return outcome("graphs_child.py", tmp_path_factory)
 
 
-@needs_compiler
-def test_the_library_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, why = native.load(str(tmp_path))
-    assert why == ""
-    assert module.Kind is not None
-    place = native.path(str(tmp_path))
-    left = sorted(path.name for path in place.parent.iterdir())
-    assert left == [f".{place.name}.lock", place.name], "nothing is left half done"
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(native, "_compile", lambda place: pytest.fail("it is compiled again"))
-    assert native.load(str(tmp_path))[1] == ""
+# Repeated launches are a graph's: the same kernels with each call's own addresses and sizes, in one call of CUDA's
+# driver. What graphs_child.py saw, and why where the name does not say it.
+GRAPHS: dict[str, Any] = {
+    "launches": [2, 2], "by themselves": [0, 0, 0], "made": 1, "same": True, "launched": 3,
+    "other sizes and stream": [True, True, True],
+    "two streams": 4,  # which do not wait for each other, as those of one graph would
+    "captured": [True, 0],  # inside a capture kernels are launched by themselves
+    "after a capture": 1, "prepared": 1,
+    "found in C": [True, 0] * 3,  # also in a block of other settings, and after it
+    "unhashable": "scale",  # an argument that nothing can be found by is named
+    "without a context": 2,  # the thread gets one, and the kernels are launched
+    "ended": [True, 0, True, 0],  # with what is kept of the calls; a capture that was under way went on
+    "of a green context": [True, 0],  # a graph's kernels would run on all of the chip
+    "none is made": [True, 0, 0], "its kernels take no parameters": [True, 0, 0], "it is not launched": [True, 0, 0],
+    "switched off": [True, 0], "switched on again": 1,
+}  # fmt: skip
 
 
-@needs_compiler
-def test_a_broken_library_is_made_anew(tmp_path: Path) -> None:
-    place = native.path(str(tmp_path))
-    place.parent.mkdir(parents=True)
-    place.write_bytes(b"half a disk's")
-    module, why = native.load(str(tmp_path))
-    assert why == ""
-    assert module.Launches is not None
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs(seen_graphs: dict[str, Any], name: str) -> None:
+    assert seen_graphs[name] == GRAPHS[name]
 
 
-@pytest.mark.parametrize(
-    ("compiler", "said"),
-    [
-        ("/does/not/exist", "No such file"),
-        ("false", "exit status 1"),
-        ("sh -c 'echo error: no >&2; exit 1'", "error: no"),
-    ],
-)
-def test_where_it_cannot_be_made_it_says_why(
-    compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CC", compiler)
-    module, why = native.load(str(tmp_path))
-    assert module is None
-    assert said in why
-    assert not list(tmp_path.glob("native/[!.]*"))
+def test_graphs_of_other_streams_and_after_refusals(seen_graphs: dict[str, Any]) -> None:
+    """A graph is launched on one stream, until launches are repeated on another alone."""
+    first, last, same = seen_graphs["another stream"]
+    assert first == 0
+    assert last > 0
+    assert same
+    assert seen_graphs["refused"].startswith("CUDA's driver refused a launch")
+    assert seen_graphs["after a refusal"]
 
 
-def test_fields_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    module, why = native.load(str(tmp_path))
-    if module is None:
-        pytest.skip(why)
-    with pytest.raises(TypeError, match="not all there"):
-        module.Kind(values=())
-    with pytest.raises(TypeError, match="not all there"):
-        module.Sized(inputs=())
-    with pytest.raises(ValueError, match="at most 64"):
-        module.Launches(b"", 0, 0, 65, (), (), ())
-    launches = module.Launches(b"", 0, 0, 2, (), (), ((0, 4, 1),))
-    with pytest.raises(ValueError, match="2 addresses are needed, not 1"):
-        launches(7, [1], [3, 4])
-    with pytest.raises(ValueError, match="outputs are missing"):
-        launches(7, [1, 2], [3])
-    with pytest.raises(OverflowError):
-        launches(7, [1, -1], [3, 4])
+def test_a_step_is_one_launch_from_the_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    seen = outcome("writing_child.py", tmp_path_factory)
+    for op, found in seen.items():
+        assert found["path"] == "triton"
+        assert found["why fixed"] == "", "each number of tokens would be planned for itself"
+        assert (found["hit"], found["way"]) == (True, "native")
+        assert found["launches"] == 1
+        assert found["same"], f"{op}: other launches by C, by Python, or prepared"
+        assert found["allocated"] == 0
+        assert found["planned"] == 0, "another number of tokens was planned"
+        caches = {"k_cache", "v_cache"} if op == "append_kv" else {"k_pages", "v_pages", "slot_mapping", "positions"}
+        assert caches | {"k", "v", "k_scale", "v_scale", "cos", "sin"} <= set(found["addresses"])

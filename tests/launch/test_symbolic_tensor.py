@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from portattn.launch import device_api
 from portattn.launch.device_api import contiguous, runtime
 from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.schema.symbolic_int import Trace, Untraceable, plain_sizes
+from portattn.schema.tensors import spans
 
 
 def same(shaped: SymbolicTensor, tensor: torch.Tensor) -> None:
@@ -24,11 +26,8 @@ def same(shaped: SymbolicTensor, tensor: torch.Tensor) -> None:
     assert plain_sizes(shaped.numel()) == tensor.numel()
     assert shaped.is_contiguous() == tensor.is_contiguous()
     assert (shaped.ndim, shaped.dim(), shaped.dtype, shaped.device) == (
-        tensor.ndim,
-        tensor.ndim,
-        tensor.dtype,
-        tensor.device,
-    )
+        tensor.ndim, tensor.ndim, tensor.dtype, tensor.device,
+    )  # fmt: skip
     assert (shaped.element_size(), shaped.layout, shaped.requires_grad) == (
         tensor.element_size(), tensor.layout, tensor.requires_grad,
     )  # fmt: skip
@@ -169,3 +168,58 @@ def test_memory_comes_by_address_from_torch_s_own_allocators(monkeypatch: pytest
     monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: allocator, raising=False)
     found = runtime.__wrapped__("cuda")
     assert (found.take, found.give) == ((None, None) if allocator == "somebody's" else (take, give))
+
+
+SIZES = (0, 1, 1, 2, 3, 16)
+
+
+def layouts(count: int, ndim: int) -> list[torch.Tensor]:
+    """Tensors on the meta device of random sizes, with contiguous, spaced, swapped, and random strides."""
+    rng, found = random.Random(5), []
+    for _ in range(count):
+        shape = [rng.choice(SIZES) for _ in range(ndim)]
+        spaced = torch.empty([2 * n + 1 for n in shape], device="meta")[tuple(slice(n) for n in shape)]
+        strides = [rng.choice((0, 1, 2, 8, 100)) for _ in shape]
+        found += [torch.empty(shape, device="meta"), spaced, torch.empty(shape, device="meta").transpose(0, -1)]
+        found.append(torch.empty_strided(shape, strides, device="meta"))
+    return found
+
+
+def shaped(tensor: torch.Tensor) -> SymbolicTensor:
+    kind = TensorKind(tensor.dtype, tensor.device, tensor.ndim, 0, False)
+    return SymbolicTensor.make(kind, tensor.shape, tensor.stride())
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 4])
+def test_expanding(ndim: int) -> None:
+    """Axes in front included: one of one element has the stride of what follows it, and not 0."""
+    rng = random.Random(9)
+    for tensor in layouts(60, ndim):
+        wanted = [rng.choice((1, 2, 5)) for _ in range(4 - ndim)]
+        wanted += [rng.choice(SIZES) if size == 1 else size for size in tensor.shape]
+        assert layout(shaped(tensor).expand(*wanted)) == layout(tensor.expand(*wanted)), (layout(tensor), wanted)
+        assert layout(shaped(tensor).expand(tuple(wanted))) == layout(tensor.expand(wanted))
+
+
+def test_what_is_computed_of_a_layout() -> None:
+    for tensor in layouts(60, 3):
+        found = shaped(tensor)
+        assert found.is_contiguous() == tensor.is_contiguous(), layout(tensor)
+        assert (found.numel(), found.element_size()) == (tensor.numel(), tensor.element_size())
+        assert spans(found) == spans(tensor)
+
+
+def test_a_batch_of_one_is_another_branch() -> None:
+    """Slopes of heads alone, expanded to a batch: the stride of a batch of one is no 0, which kernels are specialised
+    on."""
+    trace = Trace()
+    kind = TensorKind(torch.float32, torch.device("cpu"), 1, 0, False)
+    batch = trace.input(2)
+    view = SymbolicTensor.make(kind, (trace.input(4),), (trace.input(1),)).expand(batch, 4)
+    program = trace.program([view.stride(0)])
+    assert program((3, 4, 1)) == [0]
+    assert program((1, 4, 1)) is None

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from places import ROOT
 
+import portattn
+from portattn import config
 from portattn.config import Settings
-from portattn.errors import PathUnavailable
+from portattn.errors import ArgumentError, PathUnavailable, PortattnError
+from portattn.launch import kernel_calls, meta_call
 from portattn.planning.backend import Backend, Variant, VendorPath
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.paths import TAKES
-from portattn.planning.planner import plan
+from portattn.planning.planner import TAKES, check_path, check_settings, plan, wrong_settings
+from portattn.planning.planner import plan as plan_problem
 from portattn.planning.registry import Registry, parse_target
+from portattn.schema.compile_record import CompileRecord
+from portattn.schema.lowering import Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import OPS
 from portattn.schema.target import Target
 
 PLAIN: dict[str, dict[str, Any]] = {
-    "attention": {},
-    "varlen_attention": {"total_q": 40, "total_k": 40},
-    "attention_backward": {},
-    "varlen_attention_backward": {"total_q": 40, "total_k": 40},
-    "decode_attention": {"seq_q": 1},
+    "attention": {}, "varlen_attention": {"total_q": 40, "total_k": 40}, "attention_backward": {},
+    "varlen_attention_backward": {"total_q": 40, "total_k": 40}, "decode_attention": {"seq_q": 1},
     "paged_attention": {"seq_q": 1, "page_size": 64},
     "mla_attention": {
         "seq_q": 1, "page_size": 64, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "pages_in_line": True,
     },
-    "sparse_attention": {"seq_q": 1, "tokens": 16},
-    "append_kv": {},
-    "write_pages": {"batch": 1, "page_size": 64},
+    "sparse_attention": {"seq_q": 1, "tokens": 16}, "append_kv": {}, "write_pages": {"batch": 1, "page_size": 64},
 }  # fmt: skip
 # One value other than its default for every field that a Problem has beyond sizes, types and places in memory.
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -183,3 +185,138 @@ def test_the_references_refusal_does_not_advise_the_reference() -> None:
         plan(problem("varlen_attention", softcap=True, mask=True), parse_target("cpu:generic", "none"))
     *_, last = caught.value.rejected
     assert (last.path, last.reason, last.hint) == ("reference", "does not declare that it takes mask", "")
+
+
+# Settings that are wrong before there is a call: what adapters ask at an engine's start.
+WRONG = {
+    "PORTATTN_BACKEND": ("tritton", "a: PORTATTN_BACKEND is 'tritton', but must be one of auto, vendor, reference"),
+    "PORTATTN_FALLBACK": ("maybe", "environment variable PORTATTN_FALLBACK is 'maybe', but must be one of warn"),
+    "PORTATTN_VALIDATE": ("yes", "environment variable PORTATTN_VALIDATE is 'yes', but must be one of auto"),
+    "PORTATTN_QUIRKS": ("-no-such-quirk", "no-such-quirk"),
+}
+
+
+@pytest.mark.parametrize("variable", WRONG)
+def test_of_the_environment(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_settings("a") == ""
+    value, text = WRONG[variable]
+    monkeypatch.setenv(variable, value)
+    config.environment_settings.cache_clear()
+    assert text in wrong_settings("a")
+    with pytest.raises(PortattnError):
+        check_settings("a", parse_target("cuda:sm_90"))
+
+
+def test_an_unknown_variable_is_no_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setenv("PORTATTN_SERVICE_HOST", "10.0.0.1")
+    config.environment_settings.cache_clear()
+    with pytest.warns(UserWarning, match="PORTATTN_SERVICE_HOST"):
+        assert wrong_settings("a") == ""
+    check_settings("a", parse_target("cuda:sm_90"))
+
+
+def test_names_of_some_device_and_of_the_device_that_is_known() -> None:
+    for path in ("auto", "vendor", "reference", "triton", "interpreter", "sdpa", "gluon_forward"):
+        check_path("register", "backend", path)
+    check_path("register", "backend", "gluon_forward", parse_target("cuda:sm_90"))
+    with pytest.raises(ArgumentError, match=r"^register: backend is 'gluon_forward', but must be one of auto, vendor"):
+        check_path("register", "backend", "gluon_forward", parse_target("rocm:gfx942"))
+
+
+# What plans show of a lowering: the choices that the kernel's code of that problem reads, and no others.
+H100 = parse_target("cuda:sm_90", "triton==3.6.0")
+SIZES: dict[str, Any] = {
+    "batch": 8, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k": 4096, "head_dim": 128, "dtype": "bf16",
+}  # fmt: skip
+UNREAD_BY_WORDS = {"k_tile", "block_order", "q_operand", "dot_precision"}
+
+
+def shown(op: str = "decode_attention", **fields: Any) -> tuple[portattn.Plan, set[str]]:
+    """The plan, and the names of the choices that its text has."""
+    plan = portattn.plan(portattn.Problem(op=op, **SIZES | fields), H100)
+    (line,) = [line for line in plan.explain().splitlines() if line.startswith("  lowering ")]
+    return plan, {word.partition("=")[0] for word in line.split()[1:]}
+
+
+WORDS = {"kv_format": "e4m3", "kv_scales": "token"}
+FP32 = {"batch": 2, "heads_q": 8, "heads_k": 8, "seq_q": 64, "seq_k": 64, "head_dim": 64, "dtype": "fp32"}
+# The operation, its fields, the choices that its plan does not show, and the values of others.
+UNREAD: list[tuple[str, dict[str, Any], set[str], dict[str, str]]] = [
+    ("decode_attention", WORDS, UNREAD_BY_WORDS, {"unpack": "ptx"}),
+    ("paged_attention", WORDS | {"page_size": 16}, UNREAD_BY_WORDS, {"unpack": "ptx"}),
+    ("decode_attention", {}, UNREAD_BY_WORDS, {"warps": "apart"}),
+    ("attention", FP32, {"k_tile", "block_order", "q_operand", "select", "operands", "drops"}, {"warps": "apart"}),
+    ("decode_attention", {"softcap": True}, set(), {"unpack": "bytes"}),
+    ("decode_attention", WORDS | {"seq_q": 32}, set(), {"unpack": "bytes"}),
+    ("decode_attention", {"kv_format": "int8", "kv_scales": "token", "aligned": False, "word_aligned": False}, set(),
+     {"unpack": "bytes"}),
+    ("decode_attention", {"kv_format": "int4", "kv_scales": "token", "seq_q": 32}, {"k_tile", "block_order"}, {}),
+    ("decode_attention", {"kv_format": "nvfp4", "kv_scales": "head", "seq_q": 32}, {"k_tile", "block_order"}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "fields", "unread", "values"), UNREAD)
+def test_a_plan_shows_the_choices_that_its_kernel_reads(
+    op: str, fields: dict[str, Any], unread: set[str], values: dict[str, str]
+) -> None:
+    plan, found = shown(op, **fields)
+    assert plan.lowering is not None
+    assert {name: getattr(plan.lowering, name) for name in values} == values
+    assert set(CORES[op].choices) - found == unread
+
+
+@pytest.mark.parametrize("part", ["attend_packed16.py", "paged_addressing.py", "unpack_int4.py"])
+def test_words_have_no_tiles_of_keys(part: str) -> None:
+    source = (ROOT / "portattn" / "kernels" / part).read_text(encoding="utf-8")
+    assert not [name for name in UNREAD_BY_WORDS if name.upper() in source]
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "kernel"),
+    [("decode_attention", {}, "decode_split"), ("paged_attention", {"page_size": 16}, "paged_split")],
+)  # fmt: skip
+def test_a_plan_names_the_form_that_runs(op: str, fields: dict[str, Any], kernel: str) -> None:
+    """As the launch does; a plan of warps that share their products names the kernel alone."""
+    for more, form in (({}, "warps_apart"), ({"softcap": True}, "")):
+        plan, _ = shown(op, **fields, **more)
+        assert (plan.kernel, plan.form) == (kernel, form)
+        first, *_ = kernel_calls(plan, meta_call(plan.problem), H100.arch.cores)[0]
+        assert first.function == (form or "decode_split")
+        assert first.function in CORES[op].functions
+        said = f"  kernel   {kernel}, in its form {form}" if form else f"  kernel   {kernel}"
+        assert said in plan.explain().splitlines()
+
+
+def test_a_kernel_that_is_not_taken_is_named_with_its_form() -> None:
+    problem = portattn.Problem(op="decode_attention", **SIZES)
+    key = plan_problem(problem, H100).key
+    failed = CompileRecord(
+        key=key, kernel="decode_split", target=H100.name, toolchain=str(H100.toolchain), level="declared",
+        passed=False, date=datetime.date(2026, 11, 27),
+    )  # fmt: skip
+    plan = plan_problem(problem, H100, records={key: failed})
+    assert (plan.kernel, plan.form) == ("", "")
+    assert "    would be kernel   decode_split, in its form warps_apart" in plan.explain().splitlines()
+
+
+def test_latent_rows_have_no_other_form() -> None:
+    kernel = CORES["mla_attention"]
+    assert kernel.functions == ("decode_split",)
+    assert kernel.form(Lowering(warps="apart")) == ""
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "expected"),
+    [
+        ("attention", {"seq_q": 4096, "softcap": True}, set()),
+        ("attention", {"seq_q": 4096, "dropout": True}, {"drops"}),
+        ("attention_backward", {"seq_q": 4096, "dropout": True}, {"drops"}),
+        ("attention_backward", {"seq_q": 4096, "dtype": "fp32"}, {"parts"}),
+    ],
+)
+def test_dropout_and_parts_are_shown_where_they_are(op: str, fields: dict[str, Any], expected: set[str]) -> None:
+    problem = portattn.Problem(op=op, **SIZES | fields)
+    plan = plan_problem(problem, H100, settings=Settings(backend="triton"))
+    (line,) = [line for line in plan.explain().splitlines() if line.startswith("  lowering ")]
+    assert {word.partition("=")[0] for word in line.split()[1:]} & {"drops", "parts"} == expected

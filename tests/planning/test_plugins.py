@@ -50,8 +50,8 @@ SCRIPT = """
 import json, warnings
 import click.testing, torch
 import portattn
-from portattn.cli import calls, main, probes
-from portattn.planning.detect_target import detect_target
+from portattn.cli import doctor, main
+from portattn.planning.registry import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 
@@ -72,8 +72,8 @@ for name in NAMES:
     except portattn.ArgumentError as error:
         named[name] = str(error)
 # Not of this test: real calls and compiles, and comparing all quirks with each other.
-calls.device_checks = calls.interpreter_check = lambda seconds: []
-probes.launches = lambda: probes.Section(title="launches")
+doctor.device_checks = doctor.interpreter_check = lambda seconds: []
+doctor.launches = lambda: doctor.Section(title="launches")
 if not FULL:
     from portattn.tools.quirks import audit
     audit.audit = lambda registry, today: []
@@ -235,9 +235,8 @@ def install_unreadable(folder: Path, kind: str) -> Path:
 def test_a_distribution_whose_entry_points_cannot_be_read(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops nobody: calls, plans and a backend of another distribution go on. torch itself must not look for its
-    own entry points, of which its import would die.
-    """
+    """It stops nobody: calls, plans and a backend of another distribution go on. torch itself must not look for its own
+    entry points, of which its import would die."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     file = install_unreadable(tmp_path, kind)
     install(tmp_path, "umbra")
@@ -283,10 +282,10 @@ RAISES = """
 import json, warnings
 import click.testing, torch
 import portattn
-from portattn.cli import calls, main, probes
-from portattn.planning.detect_target import detect_target, devices
-calls.device_checks = calls.interpreter_check = lambda seconds: []
-probes.launches = lambda: probes.Section(title="launches")
+from portattn.cli import doctor, main
+from portattn.planning.registry import detect_target, devices
+doctor.device_checks = doctor.interpreter_check = lambda seconds: []
+doctor.launches = lambda: doctor.Section(title="launches")
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):

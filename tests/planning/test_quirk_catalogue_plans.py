@@ -1,8 +1,6 @@
 """Every shipped quirk, planned: where it applies the plan shows its effect, and where one condition fails it does not.
-
 The cases are derived from the entries (portattn.tools.quirks.examples), one inside each entry's range and one beyond
-each of its conditions; the other quirks are switched off, so that a case says something about its own entry.
-"""
+each of its conditions; the other quirks are switched off, so that a case says something about its own entry."""
 
 from __future__ import annotations
 
@@ -73,10 +71,8 @@ def test_applies_in_its_range(quirk: Quirk) -> None:
     lowering, launch = made.specialised
     seen = {
         "lowering": {name: getattr(lowering, name) for name in quirk.effect.sets if hasattr(lowering, name)},
-        "launch": {name: launch.get(name) for name in quirk.effect.sets},
-        "env": made.env,
-        "note": {},
-    }
+        "launch": {name: launch.get(name) for name in quirk.effect.sets}, "env": made.env, "note": {},
+    }  # fmt: skip
     assert seen[quirk.effect.kind] == quirk.effect.sets
 
 
@@ -141,12 +137,10 @@ def test_old_ascend_compiler_gives_way_to_the_vendor(op: str, features: dict[str
 @pytest.mark.parametrize(
     ("toolchain", "applies"),
     [
-        ("triton==3.2.0", True),
-        ("triton==3.8.0", True),
-        ("triton==3.9.0", False),
+        ("triton==3.2.0", True), ("triton==3.8.0", True), ("triton==3.9.0", False),
         ("triton==3.8.0,ptxas==13.3.33", False),
     ],
-)
+)  # fmt: skip
 def test_hopper_caution_follows_ptxas(toolchain: str, applies: bool) -> None:
     """What assembles for sm_90 is the wheel's own ptxas, or the one that was put in its place."""
     made = plan(PROBLEM, SHIPPED.target("cuda:sm_90", toolchain), CORE_ONLY)

@@ -1,6 +1,5 @@
 """A variant under a release of Triton that nobody has run it with: it is planned with a caution, its canaries decide,
-and what the release lacks leads to the core.
-"""
+and what the release lacks leads to the core."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from portattn import Problem, Target
 from portattn.api import dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.compile import compile_check, variants
-from portattn.compile.store import CompileStore, _store
+from portattn.compile import ensure_compiled, variants
+from portattn.compile.record_store import CompileStore, _store
 from portattn.config import Settings
-from portattn.planning.evidence import canaries_wanted
+from portattn.planning.core_path import canaries_wanted
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
-from portattn.schema.plan import Applied
+from portattn.schema.plan import AppliedQuirk
 from portattn.schema.quirk import ASSUMED
 from portattn.testing import canary
-from portattn.tools.upgrade import entries
+from portattn.tools.compare import registry_changes as upgrade_variants
 from portattn.worker.client import Reply
 
 BACKWARD = Problem(
@@ -41,11 +40,7 @@ PROBLEMS = {
 }  # fmt: skip
 # The core is taken unless they are asked for.
 ASKED = {name: Settings(backend=name) for name in ("gluon_forward_fp8", "gluon_forward_int8")}
-UNTRIED = (
-    "triton==3.7.0",
-    "triton==3.10.0",
-    "triton==3.6.0+git1a2b",
-)
+UNTRIED = ("triton==3.7.0", "triton==3.10.0", "triton==3.6.0+git1a2b")
 NEWER = parse_target("cuda:sm_90", "triton==3.10.0")
 
 
@@ -67,11 +62,11 @@ def test_a_bug_of_an_assembler_whose_version_is_not_known_is_said_to_be_assumed(
     assert (made.path, noted.note) == (NAME, doubt)
     (line,) = [line for line in made.explain().splitlines() if noted.id in line]
     assert line.endswith(f"[{doubt}]") if doubt else "[" not in line
-    assert doubt == entries._note(Registry.load().quirks[noted.id], "stays", target)
+    assert doubt == upgrade_variants._note(Registry.load().quirks[noted.id], "stays", target)
 
 
 def test_what_is_known_of_a_toolchain_is_not_listed_with_what_is_assumed() -> None:
-    quirks = [Applied(id=name, sentence="", note=note) for name, note in (("a", ""), ("b", ASSUMED), ("c", ""))]
+    quirks = [AppliedQuirk(id=name, sentence="", note=note) for name, note in (("a", ""), ("b", ASSUMED), ("c", ""))]
     made = msgspec.structs.replace(plan(P, NEWER), quirks=tuple(quirks))
     lines = [line.rpartition("): ")[2] for line in made.explain().splitlines() if line.startswith("  noted ")]
     assert lines == ["a, c", f"b [{ASSUMED}]"]
@@ -172,15 +167,12 @@ def test_what_a_run_left_out_is_what_the_canaries_decide(parts: None, problem: P
 )  # fmt: skip
 def test_a_core_plan_says_it_too(where: str, toolchain: str, said: str) -> None:
     target = parse_target(where, toolchain)
-    decode = Problem(
-        op="decode_attention", batch=4, heads_q=8, heads_k=8, seq_q=1, seq_k=1024, head_dim=64, dtype="bf16"
-    )
-    made = plan(decode, target)
+    made = plan(DECODE, target)
     assert made.path == "triton"
     assert (said in caution(made)) if said else (caution(made) == "")
-    never = plan(decode, target, settings=Settings(canary="never"))
+    never = plan(DECODE, target, settings=Settings(canary="never"))
     assert ("so that it runs without the canaries" in caution(never)) is bool(said)
-    assert caution(plan(decode, parse_target("cpu:generic"), settings=Settings(backend="interpreter"))) == ""
+    assert caution(plan(DECODE, parse_target("cpu:generic"), settings=Settings(backend="interpreter"))) == ""
 
 
 @pytest.mark.parametrize(("release", "forward", "backward"), [("3.7.0", 1, 1), ("3.7.1", 0, 1), ("3.9.0", 0, 0)])
@@ -249,7 +241,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Target:
     """CPU tensors are planned as if they lay on an H100 with a Triton that does not exist yet."""
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (NEWER, ""))
     monkeypatch.setattr(canary, "Worker", Child)
-    monkeypatch.setattr(compile_check, "compile_in", Compiler(refused=""))
+    monkeypatch.setattr(ensure_compiled, "compile_in", Compiler(refused=""))
     monkeypatch.setattr(variants, "_seen", {})  # launches that were described before
     Child.asked, Child.variants = [], GOOD
     return NEWER
@@ -308,7 +300,7 @@ def test_where_no_canary_says_anything_the_core_runs_until_the_next_process(newe
 
 
 def test_a_release_that_does_not_compile_it_leads_to_the_core(newer, ran, monkeypatch, tmp_path: Path) -> None:  # noqa: F811
-    monkeypatch.setattr(compile_check, "compile_in", Compiler("scheduled_forward"))
+    monkeypatch.setattr(ensure_compiled, "compile_in", Compiler("scheduled_forward"))
     with portattn.settings(cache_dir=str(tmp_path)):
         silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
@@ -361,10 +353,7 @@ def test_where_it_was_run_such_an_error_is_its_own(ran, sm_90, monkeypatch, tmp_
 
     monkeypatch.setattr(variants, "_seen", {})
     monkeypatch.setattr(variants, "signatures", broken)
-    with (
-        portattn.settings(cache_dir=str(tmp_path)),
-        pytest.raises(TypeError, match="a mistake of the variant's"),
-    ):
+    with portattn.settings(cache_dir=str(tmp_path)), pytest.raises(TypeError, match="a mistake of the variant's"):
         portattn.attention(*tensors())
     assert ran == []
 

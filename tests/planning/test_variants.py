@@ -1,6 +1,5 @@
-"""Variants are candidates like any other: quirks and records reject them, a first compile is isolated, canaries
-run, plans and cells say how they are scheduled. Where one does not apply the core runs, which is no fall-back.
-"""
+"""Variants are candidates like any other: quirks and records reject them, a first compile is isolated, canaries run,
+plans and cells say how they are scheduled. Where one does not apply the core runs, which is no fall-back."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from quirk_files import planned, plant, registry
 
 import portattn
 from portattn import CompileRecord, Problem, Target
-from portattn.api import candidate, dispatch
+from portattn.api import dispatch
 from portattn.backends.cuda import CudaBackend
-from portattn.compile import compile_check
-from portattn.compile.store import CompileStore, _store, store
+from portattn.compile import ensure_compiled
+from portattn.compile.record_store import CompileStore, _store, store
 from portattn.config import Settings, current
 from portattn.launch import Signature
-from portattn.planning import variant_path
+from portattn.planning import planner
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.plan import Rejection
@@ -267,12 +266,12 @@ def test_a_refused_variant_says_what_would_help(tmp_path: Path, incident: str, t
 
 def test_the_source_of_a_variant_is_part_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "variant.py").write_text("one")
-    monkeypatch.setattr(variant_path.inspect, "getfile", lambda kind: str(tmp_path / "variant.py"))
-    first = variant_path.source_digest(VARIANTS[NAME])
-    variant_path._digest.cache_clear()
+    monkeypatch.setattr(planner.inspect, "getfile", lambda kind: str(tmp_path / "variant.py"))
+    first = planner.source_digest(VARIANTS[NAME])
+    planner._source_digest.cache_clear()
     (tmp_path / "variant.py").write_text("two")
-    assert variant_path.source_digest(VARIANTS[NAME]) != first
-    variant_path._digest.cache_clear()
+    assert planner.source_digest(VARIANTS[NAME]) != first
+    planner._source_digest.cache_clear()
 
 
 # --- a call -----------------------------------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ class Compiler:
         self.reply = reply or Reply(outcome="crash", stage="ttgir", kind="SIGABRT", message="planted", log="planted")
 
     def __call__(self, worker: Any, launch: Any, *_: Any) -> Reply:
-        seen = compile_check.signature_of(launch)
+        seen = ensure_compiled.signature_of(launch)
         self.asked.append(seen.function)
         return self.reply if seen.function == self.refused else Reply(outcome="ok", facts={"scratchpad_bytes": 1024})
 
@@ -297,15 +296,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     pytest.importorskip("triton.experimental.gluon")
     paths: list[str] = []
 
-    def described(own: candidate.VariantCandidate) -> Any:
+    def described(own: dispatch.VariantCandidate) -> Any:
         return {"out": own._call.new_out().zero_(), "lse": None}, lambda named: paths.append(own._variant.name)
 
     def launch_all(launches: Any, made: Any, q: Any) -> None:
         paths.append(made.path)
 
-    monkeypatch.setattr(candidate.VariantCandidate, "_described", described)
-    monkeypatch.setattr(candidate, "launch_all", launch_all)
-    monkeypatch.setattr(compile_check, "_in_this_process", lambda *arguments: None)
+    monkeypatch.setattr(dispatch.VariantCandidate, "_described", described)
+    monkeypatch.setattr(dispatch, "launch_all", launch_all)
+    monkeypatch.setattr(ensure_compiled, "_in_this_process", lambda *arguments: None)
     monkeypatch.setattr("portattn.compile.variants.load_kernels", lambda *arguments, **options: None)
     return paths
 
@@ -322,7 +321,7 @@ def silently(call: Any) -> None:
 
 def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Compiler(refused="")
-    monkeypatch.setattr(compile_check, "compile_in", child)
+    monkeypatch.setattr(ensure_compiled, "compile_in", child)
     for _ in range(2):
         silently(lambda: portattn.attention(*tensors()))
     assert ran == [NAME, NAME]
@@ -341,7 +340,7 @@ def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytes
 def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcome: str, kind: str) -> None:
     reply = Reply(outcome=outcome, stage="ttgir", kind=kind, message="boom", log="boom")
     child = Compiler("scheduled_forward", reply)
-    monkeypatch.setattr(compile_check, "compile_in", child)
+    monkeypatch.setattr(ensure_compiled, "compile_in", child)
     silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
     made = portattn.last_plan()
@@ -357,7 +356,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
 
     # What a new process knows: it is planned so at once, and nobody compiles it again.
     dispatch.forget_plans()
-    compile_check._ready.clear()
+    ensure_compiled._ready.clear()
     _store.cache_clear()
     asked = child.asked.count("scheduled_forward")
     assert portattn.plan("attention", *tensors()).path == "triton"
@@ -367,7 +366,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
 
 
 def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeypatch) -> None:
-    monkeypatch.setattr(compile_check, "compile_in", Compiler("scheduled_forward"))
+    monkeypatch.setattr(ensure_compiled, "compile_in", Compiler("scheduled_forward"))
     with pytest.raises(portattn.PathUnavailable, match="SIGABRT"):
         portattn.attention(*tensors(), backend=NAME)
     assert ran == []
@@ -375,7 +374,7 @@ def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeyp
 
 def test_what_does_not_fit_the_chip_is_a_failure(sm_90, ran, monkeypatch) -> None:
     monkeypatch.setattr(
-        compile_check,
+        ensure_compiled,
         "compile_in",
         Compiler("scheduled_forward", Reply(outcome="ok", facts={"scratchpad_bytes": 10**9})),
     )
@@ -423,7 +422,7 @@ class Child:
 def test_wrong_numbers_quarantine_the_variant_and_not_the_core(sm_90, ran, monkeypatch, tmp_path: Path) -> None:
     Child.asked = []
     monkeypatch.setattr(canary, "Worker", Child)
-    monkeypatch.setattr(compile_check, "compile_in", Compiler(refused=""))
+    monkeypatch.setattr(ensure_compiled, "compile_in", Compiler(refused=""))
     with portattn.settings(canary="always", cache_dir=str(tmp_path)):
         silently(lambda: portattn.attention(*tensors()))
         assert ran == ["triton"]

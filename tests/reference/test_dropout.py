@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import no_interpreter
 
-from portattn.api.dropout_mask import dropout_mask
+from portattn.api.masks import dropout_mask
 from portattn.errors import ArgumentError
 from portattn.reference import dropout
 from portattn.reference.dropout import block_mask, keep_mask, philox, philox_of_two, threshold
@@ -146,24 +146,15 @@ def test_the_public_function() -> None:
 @pytest.mark.parametrize(
     ("changed", "argument"),
     [
-        ({"seed": 2**63}, "seed"),
-        ({"seed": -(2**63) - 1}, "seed"),
-        ({"seed": True}, "seed"),
-        ({"seed": 1.0}, "seed"),
-        ({"seed": torch.tensor(5)}, "seed"),
-        ({"seed": torch.tensor([5], dtype=torch.int32)}, "seed"),
-        ({"dropout_p": 1.0}, "dropout_p"),
-        ({"dropout_p": -0.1}, "dropout_p"),
-        ({"dropout_p": float("nan")}, "dropout_p"),
-        ({"batch": -1}, "batch"),
-        ({"heads": 2.0}, "heads"),
-        ({"seq_q": True}, "seq_q"),
-        ({"seq_k": 2**31}, "seq_k"),
-        ({"device": "no such device"}, "device"),
+        ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"seed": True}, "seed"), ({"seed": 1.0}, "seed"),
+        ({"seed": torch.tensor(5)}, "seed"), ({"seed": torch.tensor([5], dtype=torch.int32)}, "seed"),
+        ({"dropout_p": 1.0}, "dropout_p"), ({"dropout_p": -0.1}, "dropout_p"),
+        ({"dropout_p": float("nan")}, "dropout_p"), ({"batch": -1}, "batch"), ({"heads": 2.0}, "heads"),
+        ({"seq_q": True}, "seq_q"), ({"seq_k": 2**31}, "seq_k"), ({"device": "no such device"}, "device"),
         ({"device": 1.5}, "device"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_the_public_function_refuses(changed: dict, argument: str) -> None:
     good = {"seed": 1, "dropout_p": 0.5, "batch": 1, "heads": 1, "seq_q": 2, "seq_k": 2}
     with pytest.raises(ArgumentError) as caught:

@@ -1,7 +1,5 @@
-"""Lengths, page ids and indices that were never validated: nothing outside the storage is read or written.
-
-On the CPU an index outside a tensor raises.
-"""
+"""Lengths, page ids and indices that were never validated: nothing outside the storage is read or written. On the CPU
+an index outside a tensor raises."""
 
 from __future__ import annotations
 
@@ -90,28 +88,15 @@ def test_cu_seqlens_are_clamped(given: list[int], meant: list[int]) -> None:
 @pytest.mark.parametrize(
     ("op", "sizes"),
     [
-        ("dense", {"batch": 0}),
-        ("varlen", {"batch": 0}),
-        ("varlen", {"total_q": 0}),
-        ("varlen", {"total_k": 0}),
-        ("varlen", {"seq_q": 0, "total_q": 3}),
-        ("varlen", {"seq_k": 0}),
-        ("paged", {"batch": 0}),
-        ("paged", {"seq_q": 0}),
-        ("paged", {"seq_k": 0}),
-        ("paged_packed", {"batch": 0, "total_q": 4}),
-        ("paged_packed", {"total_q": 0}),
-        ("sparse", {"tokens": 0}),
-        ("sparse", {"seq_k": 0}),
-        ("sparse", {"batch": 0}),
-        ("sparse_paged", {"seq_k": 0}),
-        ("mla", {"batch": 0}),
-        ("mla", {"seq_k": 0}),
-        ("mla", {"head_dim": 16}),
+        ("dense", {"batch": 0}), ("varlen", {"batch": 0}), ("varlen", {"total_q": 0}), ("varlen", {"total_k": 0}),
+        ("varlen", {"seq_q": 0, "total_q": 3}), ("varlen", {"seq_k": 0}), ("paged", {"batch": 0}),
+        ("paged", {"seq_q": 0}), ("paged", {"seq_k": 0}), ("paged_packed", {"batch": 0, "total_q": 4}),
+        ("paged_packed", {"total_q": 0}), ("sparse", {"tokens": 0}), ("sparse", {"seq_k": 0}), ("sparse", {"batch": 0}),
+        ("sparse_paged", {"seq_k": 0}), ("mla", {"batch": 0}), ("mla", {"seq_k": 0}), ("mla", {"head_dim": 16}),
         ("mla_packed", {"total_q": 1}),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("feature", ["plain", "sinks", "all"])
 @pytest.mark.parametrize("extremes", [False, True])
 def test_empty_and_smallest_sizes(op: str, sizes: dict, feature: str, extremes: bool) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from portattn import config
 from portattn.launch import native
-from portattn.planning.splits import split_cheapest, split_evenly
+from portattn.planning.kernel_specs.base import split_cheapest, split_evenly
 from portattn.schema.symbolic_int import (
     COMPARISONS,
     FUNCTIONS,

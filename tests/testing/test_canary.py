@@ -14,17 +14,21 @@ import torch
 from opcalls import pretend_accelerator
 
 import portattn
-from portattn import Target
+from portattn import Problem, Target
 from portattn.api import dispatch
 from portattn.backends.cuda.canaries import FORWARD
-from portattn.compile.store import CompileStore
+from portattn.compile.record_store import CompileStore
 from portattn.config import Settings
-from portattn.planning import evidence
+from portattn.planning import core_path
 from portattn.planning.data_files import load_verified
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
+from portattn.schema.call import Call
 from portattn.schema.problem_limits import OPS
 from portattn.testing import canary
+from portattn.testing.oracle import dense_view
+from portattn.testing.random_calls import random_call
+from portattn.testing.tolerance import judge
 from portattn.worker.client import Reply
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
@@ -63,7 +67,7 @@ class Fake:
         pass
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
-        assert (task, seconds) == ("portattn.testing.run_plan:compare", 3.0)
+        assert (task, seconds) == ("portattn.testing.verdict:compare", 3.0)
         Fake.requests.append(fields)
         return Fake.answer
 
@@ -90,8 +94,7 @@ def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -
 
 
 def test_they_run_where_nobody_has_run_the_tests() -> None:
-    seen = evidence.seen_to_run(SM_90)
-    assert seen is not None
+    seen = core_path.seen_to_run(SM_90)
     assert seen.level == "measured"
     newer = parse_target("cuda:sm_90", "triton==3.7.0")
     for target, auto in (
@@ -100,16 +103,16 @@ def test_they_run_where_nobody_has_run_the_tests() -> None:
         (newer, True),
         (parse_target("cuda:sm_80", "triton==3.6.0"), True),
     ):
-        assert evidence.canaries_wanted(target, Settings()) is auto
-        assert evidence.canaries_wanted(target, Settings(canary="always"))
-        assert not evidence.canaries_wanted(target, Settings(canary="never"))
+        assert core_path.canaries_wanted(target, Settings()) is auto
+        assert core_path.canaries_wanted(target, Settings(canary="always"))
+        assert not core_path.canaries_wanted(target, Settings(canary="never"))
 
 
 def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "verified.toml").write_text('[[seen]]\narch = ["sm_90"]\ntoolchain = "x"\nlevel = "compiles"\n')
     with pytest.raises(portattn.DataError, match=r"verified\.toml"):
-        evidence._seen(tmp_path)
-    assert evidence._seen(tmp_path / "elsewhere") == ()
+        core_path._seen(tmp_path)
+    assert core_path._seen(tmp_path / "elsewhere") == ()
 
 
 @pytest.mark.parametrize(
@@ -132,12 +135,10 @@ def test_each_answer_is_a_record_that_is_kept(settings: Settings, name: str) -> 
     if not symptom:
         assert record is None
         cached = store.get(canary.key_of("paged_split", MI300))
-        assert cached is not None
         assert (cached.passed, cached.level, cached.error) == (True, "runs", 1e-4)
         assert len(Fake.requests) == len(canary.CASES["paged_attention"])
         assert not list(store.incidents())
     else:
-        assert record is not None
         assert not record.passed
         assert record.standing == ("timeout" if symptom == "hang" else "lasting")
         (incident,) = store.incidents()
@@ -179,23 +180,14 @@ def test_what_says_nothing_is_said_and_tried_again(settings: Settings, name: str
     assert CompileStore(Path(settings.cache_dir)).get(canary.key_of("dense_forward", MI300)) is None
 
 
-def test_a_key_is_of_one_family_chip_and_toolchain() -> None:
-    keys = {
-        canary.key_of(kernel, target)
-        for kernel in ("dense_forward", "decode_split")
-        for target in (SM_90, MI300, parse_target("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33"))
-    }
-    assert len(keys) == 6
-
-
 class Sabotaged(Fake):
     """Really runs the kernels, under the interpreter, and spoils one element of what they give."""
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
-        from portattn.testing import run_plan
+        from portattn.testing import verdict
 
         fields |= {"path": "interpreter", "target": "cpu:generic", "device": "cpu"}
-        original = run_plan.run_core
+        original = verdict.run_core
 
         def spoiled(plan: Any, call: Any, cores: int) -> Any:
             out, lse = original(plan, call, cores)
@@ -203,11 +195,11 @@ class Sabotaged(Fake):
                 out[0, -1, -1, -1] += 0.25
             return out, lse
 
-        run_plan.run_core = spoiled
+        verdict.run_core = spoiled
         try:
-            return Reply(outcome="ok", facts=run_plan.compare(fields)["facts"])
+            return Reply(outcome="ok", facts=verdict.compare(fields)["facts"])
         finally:
-            run_plan.run_core = original
+            verdict.run_core = original
 
 
 @pytest.mark.interpreter
@@ -217,7 +209,7 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
     """End to end: the canary finds it, the call takes another path and says why, and other families go on."""
     if portattn.plan("attention", *(torch.zeros(1, 1, 1, 16),) * 3).toolchain == "none":
         pytest.skip("no Triton to interpret with")
-    from portattn.testing.numerics import interpreter_missing
+    from portattn.testing.executor import interpreter_missing
 
     if interpreter_missing():
         pytest.skip(interpreter_missing())
@@ -229,7 +221,6 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
         with pytest.warns(portattn.FallbackWarning, match="canary.*over its budget.*quirks new --from-incident"):
             out = portattn.decode_attention(q, k, v, None)
         plan = portattn.last_plan()
-        assert plan is not None
         assert plan.path != "triton"
         assert plan.rejected[0].incident
         (incident,) = CompileStore(Path(settings.cache_dir)).incidents()
@@ -249,18 +240,17 @@ def test_what_a_run_on_the_chip_did_not_reach_has_canaries(tmp_path: Path, monke
     """Attention over e4m3 with 3.9.0; what passed there has none: caches of 8 bits, and what fills one."""
     evidence_files.plant(tmp_path, monkeypatch)
     target = parse_target("cuda:sm_90", "triton==3.9.0")
-    seen = evidence.seen_to_run(target)
-    assert seen is not None
+    seen = core_path.seen_to_run(target)
     plain = canary.CASES["decode_attention"][0]
     caches = [canary.over(plain, kind, "token") for kind in ("e4m3", "int8")]
     for problem in (plain, *caches, *canary.CASES["write_pages"], *canary.CASES["append_kv"]):
         assert seen.covers(problem)
-        assert not evidence.canaries_wanted(target, Settings(), problem=problem)
+        assert not core_path.canaries_wanted(target, Settings(), problem=problem)
     left = canary.over(canary.CASES["attention"][0], "e4m3", "head")
     assert left.q_format == "e4m3"
     assert not seen.covers(left)
-    assert evidence.canaries_wanted(target, Settings(), problem=left)
-    assert not evidence.canaries_wanted(target, Settings(canary="never"), problem=left)
+    assert core_path.canaries_wanted(target, Settings(), problem=left)
+    assert not core_path.canaries_wanted(target, Settings(canary="never"), problem=left)
 
 
 class Meeting:
@@ -312,7 +302,6 @@ def test_several_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fa
     record = canary.check(made, MI300, settings, torch.device("cuda", 0))
     assert Meeting.closed == number
     if fails:
-        assert record is not None
         assert not record.passed
     else:
         assert record is None
@@ -361,3 +350,49 @@ def test_every_writer_has_cases_that_store_as_it_does(op: str, kv_format: str, d
     asked = canary._asked(made, target, Settings())
     assert len(asked) == 2
     assert all(case is not None and canary._in_words(case) == canary._in_words(made) for _, case in asked)
+
+
+P = Problem(
+    batch=2, heads_q=4, heads_k=2, seq_q=70, seq_k=400, head_dim=64, dtype="bf16", kv_format="e4m3", kv_scales="head",
+    return_lse=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def call() -> Call:
+    return random_call(P, 0)
+
+
+def narrow(call: Call, order: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """By definition, probabilities e4m3; with an order the values are those of other keys."""
+    view = dense_view(call)
+    scores = view.products(view.q.double(), view.k.double()) * call.scale
+    numbers = torch.exp(scores - scores.amax(-1, keepdim=True))
+    rounded = (numbers * 256).float().to(torch.float8_e4m3fn).double() / 256
+    v = view.v.double() if order is None else view.v.double()[:, :, order]
+    out = view.mixed(rounded / numbers.sum(-1, keepdim=True), v)
+    return out.to(call.dtype), torch.logsumexp(scores, dim=-1).float()
+
+
+def test_its_own_rounding_is_allowed_and_no_path_of_16_bits_may_have_it(call: Call) -> None:
+    out, lse = narrow(call)
+    facts = judge(call, out, lse, probabilities="e4m3")
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+    assert facts["lse_error"] <= facts["lse_budget"]
+    strict = judge(call, out, lse)
+    assert strict["error"] > strict["budget"]
+    assert strict["lse_budget"] < facts["lse_budget"]
+
+
+def test_two_keys_in_each_others_places_are_seen(call: Call) -> None:
+    order = torch.arange(P.seq_k).view(-1, 16)
+    order[:, [2, 8]] = order[:, [8, 2]]  # as a wrong order of 16 keys would have it
+    facts = judge(call, *narrow(call, order.flatten()), probabilities="e4m3")
+    assert facts["error"] > facts["budget"]
+
+
+def test_a_sum_that_is_too_small_is_seen(call: Call) -> None:
+    out, lse = narrow(call)
+    facts = judge(call, out, lse - 0.1, probabilities="e4m3")
+    assert facts["lse_error"] > facts["lse_budget"]

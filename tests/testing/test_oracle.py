@@ -8,17 +8,17 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from reference_cases import CASES, OPS, problem
+from reference_cases import CASES, OPS, PLACED, TERMS, problem
 from scalars import sampled, scalars
 
 from portattn.reference import blockwise
 from portattn.reference.dropout import block_mask
-from portattn.reference.magicpig import log_sampling_probability
-from portattn.reference.scoreterms import log_sampled
+from portattn.reference.tiles import log_sampled
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.testing.oracle import oracle
+from portattn.testing.oracle import log_sampling_probability, oracle
 from portattn.testing.tolerance import random_call, same_dtype
+from portattn.testing.verdict import gradients, judge_gradients, same_dtype_gradients
 
 SMALLER = {"heads_q": 2, "heads_k": 1, "head_dim": 4, "head_dim_v": 3}
 
@@ -180,97 +180,6 @@ def test_a_token_listed_twice_counts_twice() -> None:
         torch.testing.assert_close(out[:, :, 0].float(), call.v[:, :, 3].repeat_interleave(2, 1))
 
 
-@pytest.mark.parametrize(
-    "feature", ["plain", "causal", "top_left_window", "window", "alibi", "softcap", "sinks", "all"]
-)
-def test_packed_is_padded_is_dense(feature: str) -> None:
-    packed = random_call(problem("varlen", feature, bias=False, mask=False), seed=7)
-    p, cu_q, cu_k = packed.problem, packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
-    lengths_q, lengths_k = packed.cu_seqlens_q.diff(), packed.cu_seqlens_k.diff()
-    unpacked = msgspec.structs.replace(p, op="attention", total_q=None, total_k=None)
-    padded = Call(
-        problem=msgspec.structs.replace(unpacked, seqlens_q=True, seqlens_k=True),
-        q=torch.full((p.batch, p.heads_q, p.seq_q, p.head_dim), math.nan),
-        k=torch.full((p.batch, p.heads_k, p.seq_k, p.head_dim), math.nan),
-        v=torch.full((p.batch, p.heads_k, p.seq_k, p.head_dim_v), math.nan),
-        scale=packed.scale, softcap=packed.softcap, sinks=packed.sinks, alibi_slopes=packed.alibi_slopes,
-        seqlens_q=lengths_q, seqlens_k=lengths_k,
-    )  # fmt: skip
-    expected = oracle(packed)
-    for b in range(p.batch):
-        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        padded.q[b, :, : lengths_q[b]] = packed.q[0, :, rows]
-        padded.k[b, :, : lengths_k[b]], padded.v[b, :, : lengths_k[b]] = packed.k[0, :, keys], packed.v[0, :, keys]
-    found = oracle(padded)
-    for b in range(p.batch):
-        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        sizes = {"batch": 1, "seq_q": int(lengths_q[b]), "seq_k": int(lengths_k[b])}
-        dense = replace(
-            padded, problem=msgspec.structs.replace(unpacked, **sizes), q=packed.q[:, :, rows], k=packed.k[:, :, keys],
-            v=packed.v[:, :, keys], seqlens_q=None, seqlens_k=None,
-            alibi_slopes=None if packed.alibi_slopes is None else packed.alibi_slopes[b : b + 1],
-        )  # fmt: skip
-        alone = oracle(dense)
-        close([t[:1, :, rows] for t in expected], [t[b : b + 1, :, : lengths_q[b]] for t in found])
-        close([t[:1, :, rows] for t in expected], alone)
-
-
-def contiguous(call: Call, storage: torch.Tensor) -> torch.Tensor:
-    """A paged cache as (B, Hk, Sk, X), with NaN where no page is valid."""
-    p = call.problem
-    cache = storage.new_full((p.batch, p.heads_k, p.seq_k, storage.shape[3]), math.nan)
-    for b, length in enumerate(call.seqlens_k.tolist()):
-        for j in range(length):
-            cache[b, :, j] = storage[int(call.page_table[b, j // p.page_size]), :, j % p.page_size]
-    return cache
-
-
-def as_decode(call: Call) -> Call:
-    """The same call over a contiguous cache, with whole queries."""
-    q = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=3)
-    p = msgspec.structs.replace(call.problem, op="decode_attention", page_size=0, tokens=0)
-    return replace(
-        call, problem=p, q=q, q_rope=None, k=contiguous(call, call.k), v=contiguous(call, call.v), page_table=None,
-        indices=None, counts=None,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("op", ["paged", "mla"])
-@pytest.mark.parametrize("feature", ["plain", "causal", "window_before", "alibi", "bias", "mask", "all"])
-def test_paged_and_latent_are_decode(op: str, feature: str) -> None:
-    call = random_call(problem(op, feature), seed=8)
-    close(oracle(call), oracle(as_decode(call)))
-
-
-@pytest.mark.parametrize("op", ["sparse", "sparse_paged"])
-@pytest.mark.parametrize("feature", ["plain", "softcap", "alibi", "sinks"])
-def test_all_tokens_in_any_order_are_decode(op: str, feature: str) -> None:
-    full = random_call(problem(op, feature, tokens=48, seq_k=40, seqlens_k=True), seed=9)
-    shape = (full.problem.batch, full.problem.heads_q)
-    full.indices = torch.stack([torch.randperm(48) for _ in range(math.prod(shape))]).view(*shape, 48).int()
-    full.counts = torch.full(shape, 48, dtype=torch.int32)
-    full.k, full.v = full.k.nan_to_num(0.5), full.v.nan_to_num(0.5)
-    if op == "sparse_paged":
-        decode = as_decode(full)
-    else:
-        p = msgspec.structs.replace(full.problem, op="decode_attention", tokens=0)
-        decode = replace(full, problem=p, indices=None, counts=None)
-    close(oracle(full), oracle(decode))
-
-
-@pytest.mark.parametrize("op", [name for name in OPS if not name.startswith("sparse")])
-@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
-def test_a_window_wider_than_everything_is_none(op: str, causal: str) -> None:
-    call = random_call(problem(op, causal=causal), seed=12)
-    sides = {"window_left": 99} | ({"window_right": 99} if causal == "none" else {})
-    wide = replace(call, problem=msgspec.structs.replace(call.problem, **sides))
-    close(oracle(call), oracle(wide))
-    if causal == "none":  # and a right side of 0 is causal
-        causal_call = replace(call, problem=msgspec.structs.replace(call.problem, causal="bottom_right"))
-        to_itself = replace(call, problem=msgspec.structs.replace(call.problem, window_right=0))
-        close(oracle(causal_call), oracle(to_itself))
-
-
 @pytest.mark.parametrize("op", [name for name in OPS if not name.endswith("packed") and name != "varlen"])
 @pytest.mark.parametrize("feature", ["plain", "alibi", "sinks", "all"])
 def test_some_rows_are_rows_of_the_whole(op: str, feature: str) -> None:
@@ -315,3 +224,159 @@ def test_dropout_is_that_of_the_mask(op: str) -> None:
     close((found, found_lse), (whole * mask / 0.75, lse))
     torch.testing.assert_close(same.double(), found, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(same_lse.double(), lse, rtol=1e-5, atol=1e-6)
+
+
+CASES_GRADIENTS = [
+    *((op, feature) for op in ("dense", "padded", "varlen") for feature in (*TERMS, *PLACED)),
+    *((op, "all") for op in ("decode", "paged_packed", "mla", "mla_packed")),
+    *((op, "log_weights") for op in ("sparse", "sparse_paged")),
+    *((op, "dropout") for op in ("dense", "padded", "varlen")),
+]
+DROPOUT = 0.3
+
+
+def call_of(op: str, feature: str, seed: int, **fields: str) -> Call:
+    """A random call with the longest and empty sequences; dropout on top of all features."""
+    call = random_call(problem(op, "all" if feature == "dropout" else feature, **fields), seed, extremes=True)
+    if feature == "dropout":
+        call.dropout_p, call.dropout_seed = DROPOUT, torch.tensor([seed])
+    return call
+
+
+def inwards(call: Call, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_out and grad_lse, with NaN in rows that attend nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    out, lse = oracle(call)
+    grad_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    grad_lse = torch.randn(lse.shape, generator=generator, dtype=torch.float64)
+    nothing = torch.isneginf(lse)
+    return (
+        grad_out.masked_fill(nothing[..., None], float("nan")).to(call.q.dtype),
+        grad_lse.masked_fill(nothing, float("nan")).float(),
+    )
+
+
+def value(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> float:
+    """sum(out·grad_out) + sum(LSE·grad_lse) over the rows that have an LSE."""
+    out, lse = oracle(call)
+    some = ~torch.isneginf(lse)
+    return float((out * grad_out)[some].sum() + (lse * grad_lse)[some].sum())
+
+
+@pytest.mark.parametrize(("op", "feature"), CASES_GRADIENTS)
+def test_gradients_are_slopes_of_the_oracle(op: str, feature: str) -> None:
+    """Along a random direction in all tensors at once, against a central difference."""
+    call = call_of(op, feature, seed=3)
+    grad_out, grad_lse = inwards(call)
+    found = gradients(call, grad_out, grad_lse)
+    generator = torch.Generator().manual_seed(1)
+    step, moved = 1e-5, []
+    directions = {name: torch.randn(g.shape, generator=generator, dtype=torch.float64) for name, g in found.items()}
+    for sign in (-1.0, 1.0):
+        other = replace(call, **{name: getattr(call, name) + sign * step * d for name, d in directions.items()})
+        if "v" not in found:
+            other.v = other.k[..., : call.problem.head_dim_v]
+        moved.append(value(other, grad_out, grad_lse))
+    slope = sum(float((found[name] * directions[name]).sum()) for name in found)
+    size = sum(float((found[name] * directions[name]).abs().sum()) for name in found)
+    assert size > 1.0
+    assert (moved[1] - moved[0]) / (2 * step) == pytest.approx(slope, rel=0, abs=1e-7 * size)
+
+
+def test_two_keys_by_hand() -> None:
+    """Scores 0 and log 3, so P is 1/4 and 3/4; values 10 and 20; grad_out 1: dS = P·(v - 17.5) = ∓1.875."""
+    p = Problem(batch=1, heads_q=1, heads_k=1, seq_q=1, seq_k=2, head_dim=1)
+
+    def column(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)[None, None, :, None]
+
+    call = Call(p, column(2.0), column(0.0, math.log(3.0)), column(10.0, 20.0), 0.5)
+    found = gradients(call, column(1.0))
+    torch.testing.assert_close(found["v"], column(0.25, 0.75))
+    torch.testing.assert_close(found["k"], column(-1.875, 1.875))  # scale·q is 1
+    torch.testing.assert_close(found["q"], column(0.5 * 1.875 * math.log(3.0)))
+    # The LSE's own gradient is P.
+    found = gradients(call, column(0.0), torch.ones(1, 1, 1))
+    torch.testing.assert_close(found["k"], column(0.25, 0.75))
+    assert not found["v"].any()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("op", "feature"), CASES_GRADIENTS)
+def test_the_formulas_agree_with_autograd(op: str, feature: str, dtype: str) -> None:
+    """Within what their dtype's rounding may do, and with zeros where nothing counts."""
+    call = call_of(op, feature, seed=2, dtype=dtype)
+    grad_out, grad_lse = inwards(call)
+    exact, same = gradients(call, grad_out, grad_lse), same_dtype_gradients(call, grad_out, grad_lse)
+    assert set(exact) == set(same)
+    steps = 64 * torch.finfo(call.q.dtype).eps
+    for name, expected in exact.items():
+        assert same[name].dtype is getattr(call, name).dtype
+        assert torch.isfinite(expected).all(), name
+        limit = steps * float(expected.abs().max())
+        torch.testing.assert_close(same[name].double(), expected, rtol=0, atol=limit, msg=name)
+    facts = judge_gradients(call, same, grad_out, grad_lse)
+    assert facts["wrong"] == 0
+    assert all(facts[f"error_{name}"] <= facts[f"budget_{name}"] for name in same)
+    assert facts["error"] <= facts["budget"]
+
+
+def test_fewer_bits_of_fp32_operands_have_a_wider_budget() -> None:
+    call = random_call(problem("dense"), seed=2)
+    grad_out, _ = inwards(call)
+    found = same_dtype_gradients(call, grad_out)
+    ieee, tf32 = (judge_gradients(call, found, grad_out, precision=name) for name in ("ieee", "tf32"))
+    for name in found:
+        assert ieee[f"error_{name}"] == tf32[f"error_{name}"]
+        assert 30 * ieee[f"budget_{name}"] < tf32[f"budget_{name}"]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "alibi_slopes"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_gradient_is_judged(name: str, dtype: str) -> None:
+    """One that is a tenth too large is over its budget, and leads the verdict."""
+    call = random_call(problem("padded", "all", dtype=dtype), seed=2)
+    grad_out, grad_lse = inwards(call)
+    found = gradients(call, grad_out, grad_lse)
+    found[name] = found[name] * 1.1
+    facts = judge_gradients(call, {n: g.to(getattr(call, n).dtype) for n, g in found.items()}, grad_out, grad_lse)
+    assert facts["wrong"] == 0
+    assert facts["error"] == facts[f"error_{name}"] > facts["budget"] == facts[f"budget_{name}"]
+    assert all(facts[f"error_{other}"] <= facts[f"budget_{other}"] for other in found if other != name)
+
+
+@pytest.mark.parametrize("op", ["padded", "varlen"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_must_be_zero_is_judged(op: str, name: str) -> None:
+    """The smallest number in one row or key of padding, and a NaN in one."""
+    call = random_call(problem(op), seed=2, extremes=True, poison="k" if name != "v" else "v")
+    grad_out, _ = inwards(call)
+    found = gradients(call, grad_out)
+    poisoned = getattr(call, name).isnan() if name != "q" else found["q"] == 0
+    where = poisoned.nonzero()[0].tolist()
+    for number in (1e-30, float("nan")):
+        spoilt = found[name].clone()
+        spoilt[tuple(where)] = number
+        assert judge_gradients(call, found | {name: spoilt}, grad_out)["wrong"] == 1
+    kept = (found[name] != 0).nonzero()[0].tolist()
+    spoilt = found[name].clone()
+    spoilt[tuple(kept)] = float("inf")
+    assert judge_gradients(call, found | {name: spoilt}, grad_out)["wrong"] == 1
+
+
+def test_what_is_not_a_gradient_of_the_call_is_refused() -> None:
+    call = random_call(problem("dense"), seed=2)
+    grad_out, _ = inwards(call)
+    found = gradients(call, grad_out)
+    with pytest.raises(ValueError, match="sinks"):
+        judge_gradients(call, {"sinks": torch.zeros(4)}, grad_out)
+    with pytest.raises(ValueError, match="gradient of k is"):
+        judge_gradients(call, found | {"k": found["k"][:, :1]}, grad_out)
+
+
+def test_magicpig_has_no_formula() -> None:
+    call = random_call(problem("sparse", "magicpig"), seed=2)
+    grad_out, _ = inwards(call)
+    assert gradients(call, grad_out)["q"].any()
+    with pytest.raises(ValueError, match="MagicPIG"):
+        same_dtype_gradients(call, grad_out)

@@ -10,7 +10,7 @@ from reference_cases import CASES, OPS, problem, run
 
 from portattn.schema.call import Call
 from portattn.testing import tolerance
-from portattn.testing.dense_view import dense_view
+from portattn.testing.oracle import dense_view
 from portattn.testing.tolerance import judge, random_call, same_dtype
 
 PACKED = [name for name, fields in OPS.items() if "total_q" in fields]
@@ -44,10 +44,8 @@ def test_shapes_and_dtypes_are_the_calls(op: str, feature: str, seed: int) -> No
     expected = {
         "q": ((batch, p.heads_q, rows, width), torch.float32, True),
         "q_rope": ((batch, p.heads_q, rows, p.head_dim - p.head_dim_v), torch.float32, p.op == "mla_attention"),
-        "seqlens_q": ((p.batch,), torch.int32, p.seqlens_q),
-        "seqlens_k": ((p.batch,), torch.int32, p.seqlens_k),
-        "leftpad_q": ((p.batch,), torch.int32, p.leftpad_q),
-        "leftpad_k": ((p.batch,), torch.int32, p.leftpad_k),
+        "seqlens_q": ((p.batch,), torch.int32, p.seqlens_q), "seqlens_k": ((p.batch,), torch.int32, p.seqlens_k),
+        "leftpad_q": ((p.batch,), torch.int32, p.leftpad_q), "leftpad_k": ((p.batch,), torch.int32, p.leftpad_k),
         "cu_seqlens_q": ((p.batch + 1,), torch.int32, p.packed),
         "cu_seqlens_k": ((p.batch + 1,), torch.int32, p.total_k is not None),
         "page_table": ((p.batch, p.seq_k // max(p.page_size, 1)), torch.int32, p.page_size > 0),
@@ -60,7 +58,7 @@ def test_shapes_and_dtypes_are_the_calls(op: str, feature: str, seed: int) -> No
         "sinks": ((p.heads_q,), torch.float32, p.sinks),
         "bias": ((p.batch, p.heads_q, p.seq_q, p.seq_k), torch.float32, p.bias),
         "mask": ((p.batch, p.heads_q, p.seq_q, p.seq_k), torch.bool, p.mask),
-    }
+    }  # fmt: skip
     for name, (shape, dtype, there) in expected.items():
         tensor = getattr(call, name)
         assert (tensor is not None) == there, name
@@ -157,9 +155,7 @@ def test_keys_that_are_hidden_from_all_rows_hold_nan(op: str, feature: str) -> N
 @pytest.mark.parametrize("op", OPS)
 def test_keys_and_values_are_poisoned_apart(op: str) -> None:
     """Where one of both holds NaN, the other is a number in a third of the places; or everywhere, where that is asked.
-
-    Of a latent row the key alone has what lies behind its values.
-    """
+    Of a latent row the key alone has what lies behind its values."""
     p = problem(op, "plain" if "sparse" in op else "window_before")
     calls = {poison: random_call(p, 1, extremes=True, poison=poison) for poison in ("apart", "k", "v")}
     tails = {name: call.k[..., call.v.shape[3] if "mla" in op else 0 :] for name, call in calls.items()}

@@ -60,30 +60,21 @@ def script(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Mod
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "engine_env", module)
-    monkeypatch.syspath_prepend(SCRIPT.parent)  # where Python finds its engine_recipes when it runs as a script
     spec.loader.exec_module(module)
-    monkeypatch.setattr(recipes(), "LISTS", tmp_path / "lists")
-    recipes().LISTS.mkdir()
+    monkeypatch.setattr(module, "LISTS", tmp_path / "lists")
+    module.LISTS.mkdir()
     for name, value in {
-        "ENGINES_HOME": str(tmp_path / "engines"),
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheels),
+        "ENGINES_HOME": str(tmp_path / "engines"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels),
         "PIP_CONFIG_FILE": os.devnull,
-    }.items():
+    }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     return module
 
 
-def recipes() -> ModuleType:
-    """scripts/engine_recipes.py, which has the lists."""
-    return sys.modules["engine_recipes"]
-
-
 def listed(script: ModuleType, version: str = "1.0", head: str = "", lines: str = "") -> None:
     packages = "\n".join(f"{name}==1.0" for name in (*OTHERS, "pytest", "toy"))
-    (recipes().LISTS / f"toy-{version}.txt").write_text(
-        f"# a list\n#: size 1\n#: env OWN=yes\n{head}\n{packages}\n{lines}\n"
-    )
+    text = f"# a list\n#: size 1\n#: env OWN=yes\n{head}\n{packages}\n{lines}\n"
+    (script.LISTS / f"toy-{version}.txt").write_text(text)
 
 
 def made(tmp_path: Path) -> list[str]:
@@ -145,12 +136,7 @@ def test_tests_see_the_checkout(script: ModuleType, capfd: Capture) -> None:
     [
         ("#: try import absent_module", "", [], "No module named 'absent_module'"),
         ("", "nowhere==2.0", [], "No matching distribution found for nowhere==2.0"),
-        (
-            "#: size 99999999",
-            "",
-            [],
-            "needs 99999999 MB while it is made, and .* MB left; ENGINES_HOME names another",
-        ),
+        ("#: size 99999999", "", [], "needs 99999999 MB while it is made, and .* MB left; ENGINES_HOME names another"),
         (
             "#: try import time; time.sleep(60)",
             "",
@@ -173,7 +159,7 @@ def test_a_full_disk_is_one_clear_error(script: ModuleType, tmp_path: Path) -> N
     (tmp_path / "engines").mkdir()
     says = "import sys; print('a line'); sys.exit('ERROR: [Errno 28] No space left on device')"
     with pytest.raises(script.CannotBeMade, match=r"^toy-1.0: the disk is full: .* has \d+ MB left; ENGINES_HOME"):
-        script._run([sys.executable, "-c", says], script.recipe("toy-1.0"), float("inf"), 1, {})
+        script.run([sys.executable, "-c", says], script.recipe("toy-1.0"), float("inf"), 1, {})
 
 
 def test_bad_input(script: ModuleType, capfd: Capture) -> None:
@@ -194,7 +180,7 @@ def test_bad_input(script: ModuleType, capfd: Capture) -> None:
         listed(script, lines=lines)
         assert script.main(["make", "toy==1.0"]) == script.BAD
         assert re.search(reason, capfd.readouterr().err)
-    (recipes().LISTS / "toy-1.0.txt").write_text("toy==1.0\n")
+    (script.LISTS / "toy-1.0.txt").write_text("toy==1.0\n")
     assert script.main(["make", "toy==1.0"]) == script.BAD
     assert "lacks msgspec, numpy, pytest, torch" in capfd.readouterr().err
 
@@ -203,8 +189,8 @@ def test_bad_input(script: ModuleType, capfd: Capture) -> None:
 def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, kill: signal.Signals) -> None:
     listed(script, head="#: try import time; time.sleep(8)")
     code = f"import sys; from pathlib import Path; sys.path.insert(0, {str(SCRIPT.parent)!r}); "
-    code += "import engine_env, engine_recipes; "
-    code += f"engine_recipes.LISTS = Path({str(recipes().LISTS)!r}); sys.exit(engine_env.main(['make', 'toy==1.0']))"
+    code += "import engine_env; "
+    code += f"engine_env.LISTS = Path({str(script.LISTS)!r}); sys.exit(engine_env.main(['make', 'toy==1.0']))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -241,7 +227,7 @@ def test_ended_while_testing(script: ModuleType, capfd: Capture, monkeypatch: py
     finally:
         signal.signal(signal.SIGTERM, before)
     assert "engine_env.py: test was interrupted; the environment stays as it was" in capfd.readouterr().err
-    assert script.state(script.recipe("toy-1.0")) == "made"
+    assert script.recipe("toy-1.0").state == "made"
 
 
 def test_newest_and_every_list(script: ModuleType, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +235,7 @@ def test_newest_and_every_list(script: ModuleType, capfd: Capture, monkeypatch: 
         listed(script, version)
     assert script.main(["list", "--newest"]) == 0
     assert capfd.readouterr().out == "toy==0.10.1\n"
-    monkeypatch.setattr(recipes(), "LISTS", ROOT / "tests" / "engines" / "requirements")
+    monkeypatch.setattr(script, "LISTS", ROOT / "tests" / "engines" / "requirements")
     assert script.known()
     for name in script.known():
         assert "torch==2.13.0" in script.recipe(name).packages

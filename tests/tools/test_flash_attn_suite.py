@@ -1,14 +1,11 @@
-"""scripts/flash_attn_suite.py: which cases it draws, that it runs them with portattn's modules, and what it says."""
+"""scripts/flash_attn_suite.py: the cases that it draws, that they see portattn's modules, and what it says."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,21 +49,22 @@ from flash_attn_interface import get_scheduler_metadata
 @pytest.mark.parametrize("how", ["crash", "hang"])
 def test_bad(how):
     assert get_scheduler_metadata.__module__ == "portattn.integrations.flash_attn_interface"
-    os.abort() if how == "crash" else time.sleep(60)
+    os.abort() if how == "crash" else time.sleep(300)
 """
 FILES = {
-    "tests/test_flash_attn.py": TWO,
-    "hopper/test_flash_attn.py": THREE,
-    "hopper/test_util.py": "attention_ref = None\n",
-    "hopper/padding.py": "pad_input = None\n",
+    "tests/test_flash_attn.py": TWO, "hopper/test_flash_attn.py": THREE,
+    "hopper/test_util.py": "attention_ref = None\n", "hopper/padding.py": "pad_input = None\n",
     "flash_attn/layers/rotary.py": "from flash_attn.ops.triton.rotary import apply_rotary as apply_rotary_emb\n",
     "flash_attn/ops/triton/rotary.py": "def apply_rotary():\n    return 'turned'\n",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    machine = {"chip": "sm_90", "toolchain": "triton==3.8.0", "torch": "2.11.0", "gpus": ["NVIDIA H100"], "build": "b1"}
+    machine |= {"variable": "CUDA_VISIBLE_DEVICES"}
+    monkeypatch.setattr(importlib.import_module("chip_suite"), "machine_of", lambda environment: dict(machine))
     return importlib.import_module("flash_attn_suite")
 
 
@@ -78,53 +76,44 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def run(*words: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "flash_attn_suite.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_a_sample_run_in_processes(source: Path, tmp_path: Path) -> None:
+def test_a_sample_run_in_processes(
+    suite: types.ModuleType, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Failures of one kind are one group; a crash and a case that hangs cost their own case; a log is gone on with."""
     log, found = tmp_path / "log", tmp_path / "found.json"
-    words = ("--source", source, "--seed", 3, "--processes", 2, "--time-limit", 8, "--log", log, "--json", found)
-    ended = run(*words)
-    assert ended.returncode == 1, ended.stderr
+    limits = ["--processes", "2", "--time-limit", "30"]
+    words = ["--source", str(source), "--cases", "20", "--log", str(log), "--json", str(found), *limits]
+    assert suite.main([*words, "--seed", "3"]) == 1
     told = json.loads(found.read_text())
     assert told["counts"] == {"passed": 7, "skipped": 2, "failed": 4}
-    assert (told["cases"], told["of"], told["ran"]) == (13, 13, 11)
+    assert told["ran"] == 11
+    assert told["tests"].keys() == {"fa2:test_right", "fa2:test_other", "fa2:test_left_out", "fa3:test_bad"}
     assert told["skips"] == {"has none": 1, "never": 1}
-    assert {group["reason"]: len(group["cases"]) for group in told["failures"]} == {
-        "fa2:test_other: OutOfMemoryError: of memory": 1,
-        "fa2:test_other: AssertionError: assert number == 2": 1,
-        "fa3:test_bad: the process ended": 1,
-        "fa3:test_bad: took longer than 8 s": 1,
-    }
-    outputs = [group["first"].get("output") for group in told["failures"]]
-    assert "before 3\n" in outputs
-    assert "11 ran, 63.64% of them passed; 2 skipped; 0 did not run" in ended.stdout
-    again = run(*words, "--only", "test_right")
-    assert again.returncode == 0
+    reasons = {group["reason"]: len(group["cases"]) for group in told["failures"]}
+    assert reasons["fa2:test_other: torch.OutOfMemoryError: of memory"] == 1
+    assert reasons["fa2:test_other: assert # == #"] == 1
+    assert sum(number for text, number in reasons.items() if text.startswith("fa3:test_bad: worker 'gw")) == 2
+    assert "before 3" in next(g["first"]["said"] for g in told["failures"] if "assert # ==" in g["reason"])
+    assert "11 ran, 63.64% of them passed; 2 skipped" in capfd.readouterr().out
+    assert suite.main([*words, "--seed", "3", "--only", "test_right"]) == 0
     assert json.loads(found.read_text())["ran"] == 6
-    assert len(log.read_text().splitlines()) == 1 + 13
-    other = run("--source", source, "--seed", 4, "--log", log)
-    assert (other.returncode, "another sample" in other.stderr) == (2, True)
+    assert suite.main([*words, "--seed", "4"]) == 2
+    assert "is of another state (source " in capfd.readouterr().err
 
 
-def test_no_time_and_no_files(source: Path, tmp_path: Path) -> None:
-    ended = run("--source", source, "--processes", 1, "--seconds", 0)
-    assert ended.returncode == 2
-    assert "0 ran; 0 skipped; 13 did not run" in ended.stdout
-    missing = run("--source", tmp_path)
-    assert (missing.returncode, "has no tests/test_flash_attn.py" in missing.stderr) == (2, True)
+def test_no_files_and_broken_ones(
+    suite: types.ModuleType, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert suite.main(["--source", str(tmp_path)]) == 2
+    assert "has no tests/test_flash_attn.py" in capfd.readouterr().err
     (source / "hopper/padding.py").write_text("raise ValueError('broken')\n")
-    broken = run("--source", source, "--processes", 1)
-    assert broken.returncode == 2
-    assert "ValueError: broken" in broken.stderr
+    assert suite.main(["--source", str(source), "--processes", "1"]) == 2
+    assert "ValueError: broken" in capfd.readouterr().err
 
 
 def test_a_sample_has_each_test_and_follows_its_seed(suite: types.ModuleType) -> None:
     tests = [
-        suite.Test(name, lambda: None, ((("a",), tuple(range(size))), (("b", "c"), ((1, 2), (3, 4)))), None)
+        suite.Test(name, ((("a",), tuple(range(size))), (("b", "c"), ((1, 2), (3, 4)))))
         for name, size in (("few", 1), ("some", 50), ("many", 5000))
     ]
     drawn = suite.sampled(tests, 100, 1)

@@ -11,7 +11,7 @@ from portattn.cli import main
 from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
-from portattn.tools import legend
+from portattn.tools import display_text
 from portattn.tools.matrix.problems import dense, full
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
@@ -70,16 +70,16 @@ def test_plans_are_followed_by_what_the_names_mean_where_that_is_asked_for_but_f
 
 def test_plans_of_several_chips_have_it_once() -> None:
     made = plan(dense(dtype="fp16", head_dim=64).problem, SM_90)
-    assert legend.of_plans([made, made]) == legend.of_plans([made])
+    assert display_text.of_plans([made, made]) == display_text.of_plans([made])
     few = msgspec.structs.replace(made, schedule={"keys": 128, "unknown": 1})
-    assert legend.of_plans([few]) == ["gluon_forward: keys: keys of a tile"]
-    assert legend.of_plans([msgspec.structs.replace(made, schedule={})]) == []
+    assert display_text.of_plans([few]) == ["gluon_forward: keys: keys of a tile"]
+    assert display_text.of_plans([msgspec.structs.replace(made, schedule={})]) == []
 
 
 def test_lines_are_no_wider_than_a_terminal() -> None:
-    lines = legend.of_kernels(["dense_forward", "gluon_forward", "decode_split"])
-    assert lines.count(legend.TILES) == 1
-    assert max(map(len, lines)) <= legend.COLUMNS
+    lines = display_text.of_kernels(["dense_forward", "gluon_forward", "decode_split"])
+    assert lines.count(display_text.TILES) == 1
+    assert max(map(len, lines)) <= display_text.COLUMNS
 
 
 def test_what_would_be_tuned_is_followed_by_it_but_for_json() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from portattn.tools.source_commit import source_commit, source_commit_text
+from portattn.source_tree import source_commit, source_commit_text
 
 
 def test_the_commit_is_the_trees_and_new_files_make_it_dirty(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_the_type_of_ops_names_the_rows() -> None:
 
 
 def test_every_table_of_the_tools_has_every_op() -> None:
-    assert set(examples._PROBLEM) == set(ROWS)
+    assert set(examples.problems().usual) == set(ROWS)
     assert {problem.op for problem in audit._problems()} == set(ROWS)
-    assert set(classes.GROUPS) == set(ROWS) - set(WRITERS)  # which are not tuned
+    assert set(classes.groups()[1]) == set(ROWS) - set(WRITERS)  # which are not tuned
     assert {named.problem.op for named in problems.quick()} == set(ROWS)

@@ -17,21 +17,17 @@ from portattn.tools.verify import RED, SENTENCES, Conclusion, VerificationRow, c
 @pytest.mark.parametrize(
     ("outcomes", "said"),
     [
-        ({"interpreter": "pass"}, "agree"),
-        ({"interpreter": "pass", "device": "pass"}, "agree"),
-        ({"interpreter": "not_run", "device": "pass"}, "agree"),
-        ({"interpreter": "pass", "device": "fail"}, "device"),
+        ({"interpreter": "pass"}, "agree"), ({"interpreter": "pass", "device": "pass"}, "agree"),
+        ({"interpreter": "not_run", "device": "pass"}, "agree"), ({"interpreter": "pass", "device": "fail"}, "device"),
         ({"interpreter": "pass", "device": "crash", "emulated": "pass"}, "device"),
         ({"interpreter": "fail", "device": "fail"}, "kernel"),
         ({"interpreter": "fail", "device": "fail", "emulated": "error"}, "kernel"),
         ({"interpreter": "fail", "device": "pass"}, "interpreter"),
         ({"interpreter": "fail", "device": "pass", "emulated": "fail"}, "unclear"),
-        ({"interpreter": "fail"}, "unclear"),
-        ({"interpreter": "not_run", "device": "error"}, "unclear"),
-        ({"interpreter": "not_run"}, "unseen"),
-        ({}, "unseen"),
+        ({"interpreter": "fail"}, "unclear"), ({"interpreter": "not_run", "device": "error"}, "unclear"),
+        ({"interpreter": "not_run"}, "unseen"), ({}, "unseen"),
     ],
-)
+)  # fmt: skip
 def test_conclusion(outcomes: dict[str, str], said: str) -> None:
     assert conclusion(outcomes) == said
     assert said in SENTENCES
@@ -41,14 +37,11 @@ def test_conclusion(outcomes: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize(
     ("outcomes", "said"),
     [
-        ({"compiled": "pass"}, "compiled"),
-        ({"compiled": "fail"}, "compiler"),
-        ({"compiled": "hang"}, "compiler"),
-        ({"compiled": "not_run"}, "unseen"),
-        ({"compiled": "pass", "device": "pass"}, "agree"),
+        ({"compiled": "pass"}, "compiled"), ({"compiled": "fail"}, "compiler"), ({"compiled": "hang"}, "compiler"),
+        ({"compiled": "not_run"}, "unseen"), ({"compiled": "pass", "device": "pass"}, "agree"),
         ({"compiled": "not_run", "device": "fail"}, "unclear"),
     ],
-)
+)  # fmt: skip
 def test_conclusion_about_a_variant(outcomes: dict[str, str], said: str) -> None:
     """No interpreter runs it, and the chip may be elsewhere: that it compiles is said, and is no number."""
     assert variant_conclusion(outcomes) == said
@@ -70,13 +63,10 @@ def test_without_triton_nothing_is_verified() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "status"),
     [
-        (("unseen", "refused"), 3),
-        (("unseen", "agree"), 0),
-        (("refused", "compiled"), 0),
-        (("unseen", "unclear"), 1),
+        (("unseen", "refused"), 3), (("unseen", "agree"), 0), (("refused", "compiled"), 0), (("unseen", "unclear"), 1),
         ((), 3),
     ],
-)
+)  # fmt: skip
 def test_status(monkeypatch: pytest.MonkeyPatch, verdicts: tuple[Conclusion, ...], status: int) -> None:
     rows = [
         VerificationRow(op="attention", problem="dense", target="cuda:sm_90", toolchain="triton==3.6.0", kernel="",

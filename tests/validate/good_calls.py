@@ -10,21 +10,17 @@ import torch
 import portattn
 
 NAN = float("nan")
-OPS = (
-    "attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention",
-)  # fmt: skip
+OPS = ("attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention")
 WINDOWED = ("attention", "varlen_attention", "decode_attention", "paged_attention", "mla_attention")
 BIASED = ("attention", "decode_attention", "paged_attention", "mla_attention")
 SPLIT = ("decode_attention", "paged_attention", "sparse_attention", "mla_attention")
 LAID_OUT = ("attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention")
 PAGED = ("paged_attention", "mla_attention")
 # (B, Hq, Sq, Sk) of the good calls: what bias and mask broadcast to.
-SCORES = {
-    "attention": (2, 4, 5, 7),
-    "decode_attention": (2, 4, 1, 7),
-    "paged_attention": (2, 4, 1, 12),
+SCORES ={
+    "attention": (2, 4, 5, 7), "decode_attention": (2, 4, 1, 7), "paged_attention": (2, 4, 1, 12),
     "mla_attention": (2, 4, 1, 12),
-}
+}  # fmt: skip
 
 
 def int32(*values: Any) -> torch.Tensor:
@@ -65,6 +61,26 @@ def sparse_paged() -> dict[str, Any]:
     """The good call of sparse_attention over pages of 4 tokens."""
     pages = {"k_cache": torch.zeros(5, 4, 2, 16), "v_cache": torch.zeros(5, 4, 2, 16)}
     return good("sparse_attention") | pages | {"page_table": int32([0, 1, 2], [3, 4, 0]), "seqlens_k": int32(10, 8)}
+
+
+CALLS = {op: (op, good(op)) for op in OPS} | {
+    "ragged": ("paged_attention", ragged("paged_attention")),
+    "ragged mla": ("mla_attention", ragged("mla_attention")),
+    "sparse over pages": ("sparse_attention", sparse_paged()),
+}
+
+
+def indices(*first: int) -> torch.Tensor:
+    """(2, 4, 3): these for the second sequence's third head, 0 elsewhere."""
+    made = torch.zeros(2, 4, 3, dtype=torch.int32)
+    made[1, 2] = torch.tensor(first, dtype=torch.int32)
+    return made
+
+
+def counts(value: int) -> torch.Tensor:
+    made = torch.full((2, 4), 3, dtype=torch.int32)
+    made[1, 2] = value
+    return made
 
 
 def perform(op: str, arguments: dict[str, Any], **changes: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from good_calls import LAID_OUT, OPS, good, perform, ragged, sparse_paged
+from good_calls import CALLS, LAID_OUT, OPS, good, perform, ragged, sparse_paged
 from opcalls import differentiable
 
 import portattn
@@ -130,23 +130,15 @@ def built(op: str, arguments: dict[str, Any]) -> Call:
     return make_request("plan", op, (), arguments).build()
 
 
-CALLS = {op: (op, good(op)) for op in OPS} | {
-    "ragged": ("paged_attention", ragged("paged_attention")),
-    "ragged mla": ("mla_attention", ragged("mla_attention")),
-    "sparse over pages": ("sparse_attention", sparse_paged()),
-}
 # Sizes of the good calls' Problems: batch, heads, rows and keys, widths, packed rows, and tokens a page.
-SIZES = {
-    "attention": (2, 4, 2, 5, 7, 16, 16, None, None, 0),
-    "varlen_attention": (2, 4, 2, 5, 7, 16, 16, 9, 12, 0),
+SIZES ={
+    "attention": (2, 4, 2, 5, 7, 16, 16, None, None, 0), "varlen_attention": (2, 4, 2, 5, 7, 16, 16, 9, 12, 0),
     "decode_attention": (2, 4, 2, 1, 7, 16, 16, None, None, 0),
     "paged_attention": (2, 4, 2, 1, 12, 16, 16, None, None, 4),
     "sparse_attention": (2, 4, 2, 1, 7, 16, 16, None, None, 0),
-    "mla_attention": (2, 4, 1, 1, 12, 24, 16, None, None, 4),
-    "ragged": (2, 4, 2, 3, 12, 16, 16, 3, None, 4),
-    "ragged mla": (2, 4, 1, 3, 12, 24, 16, 3, None, 4),
-    "sparse over pages": (2, 4, 2, 1, 12, 16, 16, None, None, 4),
-}
+    "mla_attention": (2, 4, 1, 1, 12, 24, 16, None, None, 4), "ragged": (2, 4, 2, 3, 12, 16, 16, 3, None, 4),
+    "ragged mla": (2, 4, 1, 3, 12, 24, 16, 3, None, 4), "sparse over pages": (2, 4, 2, 1, 12, 16, 16, None, None, 4),
+}  # fmt: skip
 TENSORS = {"q": "q", "k": "k", "v": "v", "k_cache": "k", "v_cache": "v", "k_pages": "k", "v_pages": "v",
            "kv_pages": "k", "q_nope": "q", "q_rope": "q_rope"}  # fmt: skip
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from good_calls import BIASED, NAN, OPS, SCORES, SPLIT, WINDOWED, assert_refused, good, perform
+from good_calls import BIASED, LAID_OUT, NAN, OPS, SCORES, SPLIT, WINDOWED, assert_refused, good, perform
+from torch import zeros
 
 import portattn
 
@@ -18,77 +19,77 @@ CHUNK = "must be an integer ≥ 1, the keys of a chunk, or None for no chunks"
 CAP = "must be at least 1.175e-38, float32's smallest normal number, or None or 0 for none"
 SLOPES = "must be (heads_q,) or (batch, heads_q), (4,) or (2, 4)"
 
-BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
-    "unknown causal": (WINDOWED, {"causal": "lower_right"}, "causal is 'lower_right'", "or 'top_left'"),
-    "causal is 2": (WINDOWED, {"causal": 2}, "causal is 2", "must be True (bottom_right), False"),
-    "causal is None": (WINDOWED, {"causal": None}, "causal is None", "must be True (bottom_right), False"),
-    "causal is 1.0": (WINDOWED, {"causal": 1.0}, "causal is 1.0", "must be True (bottom_right), False"),
-    "window is a number": (WINDOWED, {"window": 4}, "window is 4", WINDOW),
-    "window is a list": (WINDOWED, {"window": [3, 0]}, "window is [3, 0]", WINDOW),
-    "window of three": (WINDOWED, {"window": (1, 2, 3)}, "window is (1, 2, 3)", WINDOW),
-    "window of one": (WINDOWED, {"window": (1,)}, "window is (1,)", WINDOW),
-    "window below -1": (WINDOWED, {"window": (-2, 0)}, "window's left is -2", SIDE),
-    "window's right below -1": (WINDOWED, {"window": (0, -3)}, "window's right is -3", SIDE),
-    "window of floats": (WINDOWED, {"window": (3.0, 0)}, "window's left is 3.0", SIDE),
-    "window of NumPy's": (
-        WINDOWED, {"window": (np.int32(3), 0)}, "window's left is ", SIDE + " (hint: tuple(int(x) for x in window))",
-    ),
-    "window of one tensor": (
-        WINDOWED, {"window": (None, torch.tensor(0))}, "window's right is tensor(0)", "(hint: int(window[1]))",
-    ),
-    "window of bools": (WINDOWED, {"window": (0, True)}, "window's right is True", SIDE),
-    "window of tensors": (WINDOWED, {"window": (torch.tensor(3), 0)}, "window's left is tensor(3)", SIDE),
-    "chunk of 0": (WINDOWED, {"chunk": 0}, "chunk is 0", CHUNK),
-    "negative chunk": (WINDOWED, {"chunk": -4}, "chunk is -4", CHUNK),
-    "chunk of a float": (WINDOWED, {"chunk": 4.0}, "chunk is 4.0", CHUNK),
-    "chunk is True": (WINDOWED, {"chunk": True}, "chunk is True", CHUNK),
-    "chunk is a tensor": (WINDOWED, {"chunk": torch.tensor(4)}, "chunk is tensor(4)", CHUNK),
-    "negative softcap": (OPS, {"softcap": -1.0}, "softcap is -1.0", CAP),
-    "softcap vanishes in float32": (OPS, {"softcap": 1e-39}, "softcap is 1e-39", CAP),
-    "softcap is NaN": (OPS, {"softcap": NAN}, "softcap is nan", "must be one finite number"),
-    "softcap is infinite": (OPS, {"softcap": float("inf")}, "softcap is inf", "must be one finite number"),
-    "softcap is True": (OPS, {"softcap": True}, "softcap is True", "must be one finite number"),
-    "softcap is a tensor": (OPS, {"softcap": torch.ones(1)}, "softcap is tensor([1.])", "must be one finite number"),
-    "slopes are a list": (OPS, {"alibi_slopes": [0.5] * 4}, "alibi_slopes is 'list'", "must be a torch.Tensor"),
-    "slopes in half": (
-        OPS, {"alibi_slopes": torch.zeros(4).half()}, "alibi_slopes.dtype is torch.float16", "must be torch.float32",
-    ),
-    "slopes of another head": (OPS, {"alibi_slopes": torch.zeros(2)}, "alibi_slopes.shape is (2,)", SLOPES),
-    "slopes of another batch": (OPS, {"alibi_slopes": torch.zeros(3, 4)}, "alibi_slopes.shape is (3, 4)", SLOPES),
-    "slopes of one batch": (OPS, {"alibi_slopes": torch.zeros(1, 4)}, "alibi_slopes.shape is (1, 4)", SLOPES),
-    "slopes elsewhere": (
-        OPS, {"alibi_slopes": torch.zeros(4, device="meta")}, "alibi_slopes.device is 'meta'", "must be q's, cpu",
-    ),
-    "slopes not contiguous": (OPS, {"alibi_slopes": ROWS}, "alibi_slopes.stride(-1) is 2", "must be 1"),
-    "sinks are a number": (OPS, {"sinks": 0.5}, "sinks is 'float'", "must be a torch.Tensor"),
-    "sinks in another dtype": (OPS, {"sinks": torch.zeros(4).half()}, "sinks.dtype is torch.float16", "torch.float32"),
-    "sinks of another head": (OPS, {"sinks": torch.zeros(3)}, "sinks.shape is (3,)", "must be (heads_q,), (4,)"),
-    "sinks of a batch": (OPS, {"sinks": torch.zeros(2, 4)}, "sinks.shape is (2, 4)", "must be (heads_q,), (4,)"),
-    "sinks elsewhere": (OPS, {"sinks": torch.zeros(4, device="meta")}, "sinks.device is 'meta'", "must be q's, cpu"),
-    "sinks not contiguous": (OPS, {"sinks": EVEN}, "sinks.stride() is (2,)", "must be contiguous"),
-    "bias is a list": (BIASED, {"bias": [[0.0]]}, "bias is 'list'", "must be a torch.Tensor"),
-    "bias in another dtype": (BIASED, {"bias": torch.zeros(1).half()}, "bias.dtype is torch.float16", "torch.float32"),
-    "bias is bool": (BIASED, {"bias": torch.zeros(1).bool()}, "bias.dtype is torch.bool", "must be torch.float32"),
-    "bias elsewhere": (BIASED, {"bias": torch.zeros(1, device="meta")}, "bias.device is 'meta'", "must be q's, cpu"),
-    "mask is an array": (BIASED, {"mask": torch.ones(1).bool().numpy()}, "mask is 'ndarray'", "must be a torch.Tensor"),
-    "mask of floats": (BIASED, {"mask": torch.zeros(1)}, "mask.dtype is torch.float32", "must be torch.bool"),
-    "mask of bytes": (BIASED, {"mask": torch.zeros(1).byte()}, "mask.dtype is torch.uint8", "must be torch.bool"),
-    "mask elsewhere": (
-        BIASED, {"mask": torch.zeros(1, device="meta").bool()}, "mask.device is 'meta'", "must be q's, cpu",
-    ),
-    "no split": (SPLIT, {"num_splits": 0}, "num_splits is 0", "must be None or an integer in 1..128"),
-    "negative splits": (SPLIT, {"num_splits": -1}, "num_splits is -1", "must be None or an integer in 1..128"),
-    "too many splits": (SPLIT, {"num_splits": 129}, "num_splits is 129", "must be None or an integer in 1..128"),
-    "half a split": (SPLIT, {"num_splits": 1.5}, "num_splits is 1.5", "must be None or an integer in 1..128"),
-    "splits are True": (SPLIT, {"num_splits": True}, "num_splits is True", "must be None or an integer in 1..128"),
-}  # fmt: skip
+BAD: list[tuple[tuple[str, ...], dict[str, Any], str, str]] =[
+    (WINDOWED, {"causal": "lower_right"}, "causal is 'lower_right'", "or 'top_left'"),
+    (WINDOWED, {"causal": 2}, "causal is 2", "must be True (bottom_right), False"),
+    (WINDOWED, {"causal": None}, "causal is None", "must be True (bottom_right), False"),
+    (WINDOWED, {"causal": 1.0}, "causal is 1.0", "must be True (bottom_right), False"),
+    (WINDOWED, {"window": 4}, "window is 4", WINDOW), (WINDOWED, {"window": [3, 0]}, "window is [3, 0]", WINDOW),
+    (WINDOWED, {"window": (1, 2, 3)}, "window is (1, 2, 3)", WINDOW),
+    (WINDOWED, {"window": (1,)}, "window is (1,)", WINDOW),
+    (WINDOWED, {"window": (-2, 0)}, "window's left is -2", SIDE),
+    (WINDOWED, {"window": (0, -3)}, "window's right is -3", SIDE),
+    (WINDOWED, {"window": (3.0, 0)}, "window's left is 3.0", SIDE),
+    (WINDOWED, {"window": (np.int32(3), 0)}, "window's left is ", SIDE + " (hint: tuple(int(x) for x in window))"),
+    (WINDOWED, {"window": (None, torch.tensor(0))}, "window's right is tensor(0)", "(hint: int(window[1]))"),
+    (WINDOWED, {"window": (0, True)}, "window's right is True", SIDE),
+    (WINDOWED, {"window": (torch.tensor(3), 0)}, "window's left is tensor(3)", SIDE),
+    (WINDOWED, {"chunk": 0}, "chunk is 0", CHUNK), (WINDOWED, {"chunk": -4}, "chunk is -4", CHUNK),
+    (WINDOWED, {"chunk": 4.0}, "chunk is 4.0", CHUNK), (WINDOWED, {"chunk": True}, "chunk is True", CHUNK),
+    (WINDOWED, {"chunk": torch.tensor(4)}, "chunk is tensor(4)", CHUNK),
+    (OPS, {"softcap": -1.0}, "softcap is -1.0", CAP), (OPS, {"softcap": 1e-39}, "softcap is 1e-39", CAP),
+    (OPS, {"softcap": NAN}, "softcap is nan", "must be one finite number"),
+    (OPS, {"softcap": float("inf")}, "softcap is inf", "must be one finite number"),
+    (OPS, {"softcap": True}, "softcap is True", "must be one finite number"),
+    (OPS, {"softcap": torch.ones(1)}, "softcap is tensor([1.])", "must be one finite number"),
+    (OPS, {"alibi_slopes": [0.5] * 4}, "alibi_slopes is 'list'", "must be a torch.Tensor"),
+    (OPS, {"alibi_slopes": zeros(4).half()}, "alibi_slopes.dtype is torch.float16", "must be torch.float32"),
+    (OPS, {"alibi_slopes": zeros(2)}, "alibi_slopes.shape is (2,)", SLOPES),
+    (OPS, {"alibi_slopes": zeros(3, 4)}, "alibi_slopes.shape is (3, 4)", SLOPES),
+    (OPS, {"alibi_slopes": zeros(1, 4)}, "alibi_slopes.shape is (1, 4)", SLOPES),
+    (OPS, {"alibi_slopes": zeros(4, device="meta")}, "alibi_slopes.device is 'meta'", "must be q's, cpu"),
+    (OPS, {"alibi_slopes": ROWS}, "alibi_slopes.stride(-1) is 2", "must be 1"),
+    (OPS, {"sinks": 0.5}, "sinks is 'float'", "must be a torch.Tensor"),
+    (OPS, {"sinks": zeros(4).half()}, "sinks.dtype is torch.float16", "torch.float32"),
+    (OPS, {"sinks": zeros(3)}, "sinks.shape is (3,)", "must be (heads_q,), (4,)"),
+    (OPS, {"sinks": zeros(2, 4)}, "sinks.shape is (2, 4)", "must be (heads_q,), (4,)"),
+    (OPS, {"sinks": zeros(4, device="meta")}, "sinks.device is 'meta'", "must be q's, cpu"),
+    (OPS, {"sinks": EVEN}, "sinks.stride() is (2,)", "must be contiguous"),
+    (BIASED, {"bias": [[0.0]]}, "bias is 'list'", "must be a torch.Tensor"),
+    (BIASED, {"bias": zeros(1).half()}, "bias.dtype is torch.float16", "torch.float32"),
+    (BIASED, {"bias": zeros(1).bool()}, "bias.dtype is torch.bool", "must be torch.float32"),
+    (BIASED, {"bias": zeros(1, device="meta")}, "bias.device is 'meta'", "must be q's, cpu"),
+    (BIASED, {"mask": torch.ones(1).bool().numpy()}, "mask is 'ndarray'", "must be a torch.Tensor"),
+    (BIASED, {"mask": zeros(1)}, "mask.dtype is torch.float32", "must be torch.bool"),
+    (BIASED, {"mask": zeros(1).byte()}, "mask.dtype is torch.uint8", "must be torch.bool"),
+    (BIASED, {"mask": zeros(1, device="meta").bool()}, "mask.device is 'meta'", "must be q's, cpu"),
+    (SPLIT, {"num_splits": 0}, "num_splits is 0", "must be None or an integer in 1..128"),
+    (SPLIT, {"num_splits": -1}, "num_splits is -1", "must be None or an integer in 1..128"),
+    (SPLIT, {"num_splits": 129}, "num_splits is 129", "must be None or an integer in 1..128"),
+    (SPLIT, {"num_splits": 1.5}, "num_splits is 1.5", "must be None or an integer in 1..128"),
+    (SPLIT, {"num_splits": True}, "num_splits is True", "must be None or an integer in 1..128"),
+    (OPS, {"scale": NAN}, "scale is nan", "must be one finite number"),
+    (OPS, {"scale": float("-inf")}, "scale is -inf", "must be one finite number"),
+    (OPS, {"scale": 1e39}, "scale is 1e+39", "float32's range of ±3.403e+38"),
+    (OPS, {"scale": 10**400}, "scale is 1000", "float32's range of ±3.403e+38"),
+    (OPS, {"scale": True}, "scale is True", "must be one finite number"),
+    (OPS, {"scale": "0.5"}, "scale is '0.5'", "must be one finite number"),
+    (OPS, {"return_lse": 1}, "return_lse is 1", "must be True or False"),
+    (OPS, {"return_lse": None}, "return_lse is None", "must be True or False"),
+    (LAID_OUT, {"layout": "sbhd"}, "layout is 'sbhd'", "must be one of bhsd, bshd"),
+    (LAID_OUT, {"layout": ["bhsd"]}, "layout is ['bhsd']", "must be one of bhsd, bshd"),
+    (OPS, {"backend": 3}, "backend is 3", "must be the name of a path, or None"),
+    (OPS, {"backend": ["auto"]}, "backend is ['auto']", "must be the name of a path, or None"),
+    (OPS, {"validate": 1}, "validate is 1", "must be True, False, or None for the setting"),
+    (OPS, {"validate": "never"}, "validate is 'never'", "must be True, False, or None"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("op", "bad"), [(op, name) for name, (ops, *_) in BAD.items() for op in ops], ids=lambda value: value
+    ("op", "bad"), [(op, bad) for bad in BAD for op in bad[0]], ids=lambda at: at if isinstance(at, str) else at[2]
 )
-def test_errors_name_argument_value_and_limit(op: str, bad: str) -> None:
-    _, changes, what, limit = BAD[bad]
+def test_errors_name_argument_value_and_limit(op: str, bad: tuple[tuple[str, ...], dict[str, Any], str, str]) -> None:
+    _, changes, what, limit = bad
     assert_refused(op, good(op) | changes, what, limit)
 
 
@@ -154,9 +155,7 @@ def test_what_is_asked_for_is_recorded(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_sinks_and_bias_may_be_float32_beside_half_tensors(op: str) -> None:
-    half = {
-        n: t.half() if isinstance(t, torch.Tensor) and t.dtype == torch.float32 else t for n, t in good(op).items()
-    }  # fmt: skip
+    half = {n: t.half() if isinstance(t, torch.Tensor) and t.dtype == torch.float32 else t for n, t in good(op).items()}
     for dtype in (torch.float16, torch.float32):
         perform(op, half, sinks=torch.zeros(4, dtype=dtype))
         if op in BIASED:

@@ -6,96 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from good_calls import PAGED, assert_refused, good, int32, perform, ragged, sparse_paged
+from good_calls import PAGED, assert_refused, counts, good, indices, int32, perform, ragged, sparse_paged
+from torch import zeros
 
 import portattn
 from portattn import PageTable
 from portattn.api.ops import make_request
-from portattn.testing.dense_view import allowed_keys
+from portattn.testing.oracle import allowed_keys
 
-PAGES = (5, 4, 2, 16)
 TABLE = "must be an int32 torch.Tensor of shape (batch, pages a sequence), or a PageTable"
-
-BAD: dict[str, tuple[dict[str, Any], str, str]] = {
-    "q is no tensor": ({"q": 1}, "q is 'int'", "must be a torch.Tensor"),
-    "q has rank 3": ({"q": torch.zeros(2, 4, 16)}, "q.ndim is 3", "must be 4: (batch, heads, seq, head_dim)"),
-    "k_pages has rank 3": (
-        {"k_pages": torch.zeros(5, 4, 32)}, "k_pages.ndim is 3", "must be 4: (pages, page_size, heads, head_dim)",
-    ),
-    "v_pages has rank 3 in hpd": (
-        {"v_pages": torch.zeros(5, 4, 32), "page_layout": "hpd"}, "v_pages.ndim is 3",
-        "must be 4: (pages, heads, page_size, head_dim)",
-    ),
-    "k_pages is an integer": ({"k_pages": torch.zeros(PAGES).int()}, "k_pages.dtype is torch.int32", "torch.float16"),
-    "k_pages has another dtype": ({"k_pages": torch.zeros(PAGES).half()}, "k_pages.dtype is torch.float16", "q's"),
-    "v_pages has another dtype": ({"v_pages": torch.zeros(PAGES).half()}, "v_pages.dtype is torch.float16", "q's"),
-    "k_pages elsewhere": ({"k_pages": torch.zeros(PAGES, device="meta")}, "k_pages.device is 'meta'", "q's, cpu"),
-    "v_pages elsewhere": ({"v_pages": torch.zeros(PAGES, device="meta")}, "v_pages.device is 'meta'", "q's, cpu"),
-    "fewer pages of values": ({"v_pages": torch.zeros(4, 4, 2, 16)}, "v_pages's pages is 4", "must be k_pages's, 5"),
-    "smaller pages of values": (
-        {"v_pages": torch.zeros(5, 2, 2, 16)}, "v_pages's page_size is 2", "must be k_pages's, 4",
-    ),
-    "fewer heads of values": ({"v_pages": torch.zeros(5, 4, 1, 16)}, "v_pages's heads is 1", "must be k_pages's, 2"),
-    "pages of nothing": (
-        {"k_pages": torch.zeros(5, 0, 2, 16), "v_pages": torch.zeros(5, 0, 2, 16)}, "k_pages's page_size is 0",
-        "must be at least 1",
-    ),
-    "pages of nothing in hpd": (
-        {"k_pages": torch.zeros(5, 2, 0, 16), "v_pages": torch.zeros(5, 2, 0, 16), "page_layout": "hpd"},
-        "k_pages's page_size is 0", "must be at least 1",
-    ),
-    "head_dim differs": ({"k_pages": torch.zeros(5, 4, 2, 8)}, "k_pages's head_dim is 8", "must be q's, 16"),
-    "head_dim too wide": (
-        {"q": torch.zeros(2, 4, 1, 600), "k_pages": torch.zeros(5, 4, 2, 600)}, "q's head_dim is 600", "1..576",
-    ),
-    "head_dim_v too wide": ({"v_pages": torch.zeros(5, 4, 2, 600)}, "v_pages's head_dim is 600", "1..576"),
-    "heads do not divide": ({"q": torch.zeros(2, 3, 1, 16)}, "heads_q is 3", "must be a multiple of the 2"),
-    "unknown page_layout": ({"page_layout": "dph"}, "page_layout is 'dph'", "must be one of phd, hpd"),
-    "page_layout is a list": ({"page_layout": ["phd"]}, "page_layout is ['phd']", "must be one of phd, hpd"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_errors_name_argument_value_and_limit(bad: tuple[dict[str, Any], str, str]) -> None:
-    changes, what, limit = bad
-    assert_refused("paged_attention", good("paged_attention") | changes, what, limit)
 
 
 # What all three say of their table.
-BAD_TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
-    "page_table is a list": ({"page_table": [[0, 1, 2], [3, 4, 0]]}, "page_table is 'list'", TABLE),
-    "page_table of rank 1": ({"page_table": int32(0, 1)}, "page_table is (2,)", TABLE),
-    "page_table of rank 3": ({"page_table": int32([[0]], [[1]])}, "page_table is (2, 1, 1)", TABLE),
-    "page_table is int64": (
-        {"page_table": torch.zeros(2, 3).long()}, "page_table.dtype is torch.int64", "must be torch.int32",
-    ),
-    "page_table of another batch": (
-        {"page_table": int32([0, 1, 2])}, "page_table.shape is (1, 3)", "must be (batch, pages a sequence), (2, 3)",
-    ),
-    "page_table elsewhere": (
-        {"page_table": torch.zeros(2, 3, device="meta").int()}, "page_table.device is 'meta'", "must be q's, cpu",
-    ),
-    "page_table not contiguous": (
-        {"page_table": torch.zeros(2, 6).int()[:, ::2]}, "page_table.stride(-1) is 2", "its last axis is contiguous",
-    ),
-    "seqlens_k is a list": ({"seqlens_k": [10, 8]}, "seqlens_k is 'list'", "int32 torch.Tensor of shape (batch,)"),
-    "seqlens_k is int64": ({"seqlens_k": torch.tensor([10, 8])}, "seqlens_k.dtype is torch.int64", "torch.int32"),
-    "seqlens_k of another batch": ({"seqlens_k": int32(1, 2, 3)}, "seqlens_k.shape is (3,)", "must be (batch,), (2,)"),
-    "seqlens_k elsewhere": ({"seqlens_k": int32(1, 2).to("meta")}, "seqlens_k.device is 'meta'", "must be q's, cpu"),
-    "seqlens_k not contiguous": (
-        {"seqlens_k": int32(1, 2, 3, 4)[::2]}, "seqlens_k.stride() is (2,)", "must be contiguous",
-    ),
-    "longer than the table": ({"seqlens_k": int32(12, 13)}, "seqlens_k[1] is 13", "must be in 0..12"),
-    "negative length": ({"seqlens_k": int32(-1, 13)}, "seqlens_k[0] is -1", "must be in 0..12"),
-    "page id too large": (
-        {"page_table": int32([0, 1, 5], [9, 4, 0])}, "page_table[0, 2] is 5", "must be in 0..4, the pages of the cache",
-    ),
-    "negative page id": ({"page_table": int32([0, 1, 2], [3, -1, 0])}, "page_table[1, 1] is -1", "must be in 0..4"),
-    "the first bad id": ({"page_table": int32([0, 7, 8], [9, 9, 9])}, "page_table[0, 1] is 7", "must be in 0..4"),
-    "the id of one token": (
-        {"page_table": int32([0, 1, 2], [3, 4, 77]), "seqlens_k": int32(12, 9)}, "page_table[1, 2] is 77", "in 0..4",
-    ),
-}  # fmt: skip
+BAD_TABLE: list[tuple[dict[str, Any], str, str]] = [
+    ({"page_table": int32(0, 1)}, "page_table is (2,)", TABLE),
+    ({"page_table": int32([0, 1, 2])}, "page_table.shape is (1, 3)", "must be (batch, pages a sequence), (2, 3)"),
+    ({"seqlens_k": int32(1, 2, 3)}, "seqlens_k.shape is (3,)", "must be (batch,), (2,)"),
+    ({"seqlens_k": int32(12, 13)}, "seqlens_k[1] is 13", "must be in 0..12"),
+    ({"seqlens_k": int32(-1, 13)}, "seqlens_k[0] is -1", "must be in 0..12"),
+    ({"page_table": int32([0, 1, 5], [9, 4, 0])}, "page_table[0, 2] is 5", "must be in 0..4, the pages of the cache"),
+    ({"page_table": int32([0, 1, 2], [3, -1, 0])}, "page_table[1, 1] is -1", "must be in 0..4"),
+    ({"page_table": int32([0, 7, 8], [9, 9, 9])}, "page_table[0, 1] is 7", "must be in 0..4"),
+    ({"page_table": int32([0, 1, 2], [3, 4, 77]), "seqlens_k": int32(12, 9)}, "page_table[1, 2] is 77", "in 0..4"),
+]  # fmt: skip
 # Of sparse_attention the tokens are on all pages of their sequence.
 TOKENS = int32([0, 4, 9], [0, 4, 7])[:, None].expand(2, 4, 3)
 CALLS = {
@@ -106,7 +39,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("op", CALLS)
-@pytest.mark.parametrize("bad", BAD_TABLE.values(), ids=BAD_TABLE)
+@pytest.mark.parametrize("bad", BAD_TABLE, ids=lambda bad: bad[1])
 def test_a_bad_table_is_named(op: str, bad: tuple[dict[str, Any], str, str]) -> None:
     changes, what, limit = bad
     if op == "sparse_attention" and what.startswith("page_table[1, 2]"):  # by its ninth token
@@ -199,38 +132,25 @@ def test_what_a_page_table_holds_is_checked_too(op: str) -> None:
     assert_refused(op, given | {"page_table": one}, "page_table.shape is (1, 3)", "must be (batch, pages a sequence)")
 
 
-BAD_RAGGED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "cu_seqlens_q is a tuple": ({"cu_seqlens_q": (0, 2, 3)}, "cu_seqlens_q is 'tuple'", "of shape (batch + 1,)"),
-    "cu_seqlens_q is empty": ({"cu_seqlens_q": int32()}, "cu_seqlens_q is (0,)", "of shape (batch + 1,)"),
-    "cu_seqlens_q is int64": (
-        {"cu_seqlens_q": torch.tensor([0, 2, 3])}, "cu_seqlens_q.dtype is torch.int64", "must be torch.int32",
-    ),
-    "cu_seqlens_q of another batch": (
-        {"cu_seqlens_q": int32(0, 3)}, "page_table.shape is (2, 3)", "must be (batch, pages a sequence), (1, 3)",
-    ),
-    "not from 0": ({"cu_seqlens_q": int32(1, 2, 3)}, "cu_seqlens_q[0] is 1", "must be 0, the first row"),
-    "falling": ({"cu_seqlens_q": int32(0, 2, 1)}, "cu_seqlens_q[2] is 1", "must be at least cu_seqlens_q[1], 2"),
-    "beyond the rows": ({"cu_seqlens_q": int32(0, 2, 4)}, "cu_seqlens_q[2] is 4", "must be at most the packed rows, 3"),
-    "far beyond the rows": (
-        {"cu_seqlens_q": int32(0, 20, 40)}, "cu_seqlens_q[1] is 20", "must be at most the packed rows, 3",
-    ),
-    "far beyond the rows, and yet as long as may be": (
-        {"cu_seqlens_q": int32(0, 20, 40), "max_seqlen_q": 20}, "cu_seqlens_q[1] is 20", "the packed rows, 3",
-    ),
-    "longer than max_seqlen_q": (
-        {"max_seqlen_q": 1}, "cu_seqlens_q[1] - cu_seqlens_q[0] is 2", "must be at most max_seqlen_q, 1",
-    ),
-    "max_seqlen_q is negative": ({"max_seqlen_q": -1}, "max_seqlen_q is -1", "must be an integer in 0..2147483647"),
-    "max_seqlen_q is a float": ({"max_seqlen_q": 2.0}, "max_seqlen_q is 2.0", "must be an integer in 0..2147483647"),
-    "bias": ({"bias": torch.zeros(1, 1)}, "bias is (1, 1)", "packed queries take none"),
-    "bias that is no tensor": ({"bias": 1.0}, "bias is 'float'", "packed queries take none"),
-    "mask": ({"mask": torch.ones(3).bool()}, "mask is (3,)", "packed queries take none"),
-    "mask that is no tensor": ({"mask": [True]}, "mask is 'list'", "packed queries take none"),
-}  # fmt: skip
+BAD_RAGGED: list[tuple[dict[str, Any], str, str]] = [
+    ({"cu_seqlens_q": int32(0, 3)}, "page_table.shape is (2, 3)", "must be (batch, pages a sequence), (1, 3)"),
+    ({"cu_seqlens_q": int32(1, 2, 3)}, "cu_seqlens_q[0] is 1", "must be 0, the first row"),
+    ({"cu_seqlens_q": int32(0, 2, 1)}, "cu_seqlens_q[2] is 1", "must be at least cu_seqlens_q[1], 2"),
+    ({"cu_seqlens_q": int32(0, 2, 4)}, "cu_seqlens_q[2] is 4", "must be at most the packed rows, 3"),
+    ({"cu_seqlens_q": int32(0, 20, 40)}, "cu_seqlens_q[1] is 20", "must be at most the packed rows, 3"),
+    ({"cu_seqlens_q": int32(0, 20, 40), "max_seqlen_q": 20}, "cu_seqlens_q[1] is 20", "the packed rows, 3"),
+    ({"max_seqlen_q": 1}, "cu_seqlens_q[1] - cu_seqlens_q[0] is 2", "must be at most max_seqlen_q, 1"),
+    ({"max_seqlen_q": -1}, "max_seqlen_q is -1", "must be an integer in 0..2147483647"),
+    ({"max_seqlen_q": 2.0}, "max_seqlen_q is 2.0", "must be an integer in 0..2147483647"),
+    ({"bias": zeros(1, 1)}, "bias is (1, 1)", "packed queries take none"),
+    ({"bias": 1.0}, "bias is 'float'", "packed queries take none"),
+    ({"mask": torch.ones(3).bool()}, "mask is (3,)", "packed queries take none"),
+    ({"mask": [True]}, "mask is 'list'", "packed queries take none"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("op", PAGED)
-@pytest.mark.parametrize("bad", BAD_RAGGED.values(), ids=BAD_RAGGED)
+@pytest.mark.parametrize("bad", BAD_RAGGED, ids=lambda bad: bad[1])
 def test_bad_packed_queries_are_named(op: str, bad: tuple[dict[str, Any], str, str]) -> None:
     changes, what, limit = bad
     assert_refused(op, ragged(op) | changes, what, limit)
@@ -253,3 +173,78 @@ def test_max_seqlen_q_goes_with_packed_queries(op: str) -> None:
         assert out.shape == (3, 4, 16)
         made = portattn.plan(op, **ragged(op), max_seqlen_q=most).problem
         assert (made.seq_q, made.total_q) == (3 if most is None else min(most, 3), 3)
+
+
+def test_packed_parts_must_go_together() -> None:
+    for shape, what, limit in (
+        ((2, 4, 8), "q_rope's tokens is 2", "must be q_nope's, 3"),
+        ((3, 2, 8), "q_rope's heads is 2", "must be q_nope's, 4"),
+    ):
+        assert_refused("mla_attention", ragged("mla_attention") | {"q_rope": torch.zeros(shape)}, what, limit)
+
+
+def test_scale_has_no_default() -> None:
+    given = good("mla_attention")
+    del given["scale"]
+    with pytest.raises(TypeError, match="scale"):
+        perform("mla_attention", given)
+
+
+def test_parts_of_one_tensor_of_queries_are_taken_as_they_are() -> None:
+    """q_nope and q_rope are usually two slices of one projection."""
+    both = torch.randn(2, 4, 1, 24)
+    pages = torch.randn(5, 4, 24)
+    given = good("mla_attention") | {"kv_pages": pages}
+    sliced = perform("mla_attention", given, q_nope=both[..., :16], q_rope=both[..., 16:])
+    own = perform("mla_attention", given, q_nope=both[..., :16].clone(), q_rope=both[..., 16:].clone())
+    assert torch.equal(sliced, own)
+
+
+def test_what_does_not_count_can_be_anything() -> None:
+    """Negative tokens are padding, places behind `counts` hold anything, and so does a head without any."""
+    beyond = torch.full((2, 4, 3), 10**6, dtype=torch.int32)
+    beyond[..., 0] = -(2**31)
+    beyond[..., 1] = 6
+    for given, capacity in ((good("sparse_attention"), 7), (sparse_paged(), 8)):
+        perform("sparse_attention", given | {"indices": beyond.clamp(max=capacity - 1), "counts": counts(3)})
+        perform("sparse_attention", given | {"indices": beyond, "counts": torch.full((2, 4), 2).int()})
+        out, lse = perform(
+            "sparse_attention", given | {"indices": beyond, "counts": torch.zeros(2, 4).int()}, return_lse=True
+        )
+        assert not out.any()
+        assert torch.isneginf(lse).all()
+
+
+def test_a_cache_without_pages_has_no_token() -> None:
+    """Whatever a full table says: there is nothing that it could lead to."""
+    none = {"k_cache": torch.zeros(0, 4, 2, 16), "v_cache": torch.zeros(0, 4, 2, 16), "seqlens_k": None}
+    given = sparse_paged() | none | {"indices": torch.full((2, 4, 3), -1).int()}
+    assert not perform("sparse_attention", given).any()
+    assert portattn.plan("sparse_attention", **given).problem.seq_k == 0
+    assert_refused(
+        "sparse_attention", given | {"indices": indices(0, 0, 0)}, "indices[0, 0, 0] is 0", "must be below 0"
+    )
+
+
+def test_every_length_there_is_when_none_is_given() -> None:
+    assert portattn.plan("sparse_attention", **good("sparse_attention")).problem.seq_k == 7
+    made = portattn.plan("sparse_attention", **(sparse_paged() | {"seqlens_k": None})).problem
+    assert (made.seq_k, made.page_size, made.seqlens_k) == (12, 4, False)
+
+
+def test_fewest_bits_and_tables_are_right() -> None:
+    one, two = torch.ones(4).int(), torch.full((4,), 2).int()
+    for magicpig in ((1, 2), (one, two), (2**15 - 1, 2**15 - 1)):
+        assert torch.isfinite(perform("sparse_attention", good("sparse_attention"), magicpig=magicpig)).all()
+
+
+def test_integers_and_tensors_say_the_same() -> None:
+    torch.manual_seed(0)
+    given = good("sparse_attention") |{
+        "q": torch.randn(2, 4, 1, 16), "k_cache": torch.randn(2, 2, 7, 16), "v_cache": torch.randn(2, 2, 7, 16),
+    }  # fmt: skip
+    expected = perform("sparse_attention", given, magicpig=(4, 30))
+    assert not torch.equal(expected, perform("sparse_attention", given))
+    four, thirty = torch.full((4,), 4).int(), torch.full((4,), 30).int()
+    for magicpig in ((four, 30), (4, thirty), [four, thirty]):
+        assert torch.equal(perform("sparse_attention", given, magicpig=magicpig), expected)

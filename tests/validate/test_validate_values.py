@@ -1,5 +1,4 @@
-"""When lengths, page ids, indices and counts are read back, and that nothing is raised where they are not; the cures
-that errors name."""
+"""When lengths, page ids, indices and counts are read back, and when they are not; the cures that errors name."""
 
 from __future__ import annotations
 
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from good_calls import OPS, assert_refused, good, int32, perform, ragged, sparse_paged
+from torch import zeros
 
 import portattn
 from portattn.config import Settings
 from portattn.validate import values
-
-zeros = torch.zeros
 
 # Calls whose shapes are right, and whose values are not.
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,214 +102,116 @@ FUSED = zeros(5, 2, 4, 2, 16)
 BSHD = {name: tensor.transpose(1, 2) for name, tensor in good("attention").items()}
 # Mistakes of callers who know other libraries: the operation, the arguments that are changed, the error's beginning,
 # the cure in it, and the arguments after that cure, with which the call runs (None: the error only names a limit).
-Cured = dict[str, Any] | None
-CURES: dict[str, tuple[str, dict[str, Any], str, str, Cured]] = {
-    # torch's SDPA
-    "an added mask as mask": (
-        "attention", {"mask": zeros(5, 7)}, "mask.dtype is torch.float32", "bias=", {"bias": zeros(5, 7)},
-    ),
-    "a bool mask as bias": (
-        "attention", {"bias": torch.ones(5, 7).bool()}, "bias.dtype is torch.bool", "mask=",
-        {"mask": torch.ones(5, 7).bool()},
-    ),
-    "a mask of ones and zeros": (
-        "attention", {"mask": torch.ones(5, 7, dtype=I64)}, "mask.dtype is torch.int64", "mask.bool()",
-        {"mask": torch.ones(5, 7).bool()},
-    ),
-    "a bias of integers": (
-        "attention", {"bias": torch.ones(5, 7, dtype=I64)}, "bias.dtype is torch.int64", "bias.float()",
-        {"bias": torch.ones(5, 7)},
-    ),
-    "a padding mask (B, Sk)": (
-        "attention", {"mask": ONES.bool()}, "mask.shape is (2, 7)", "mask[:, None, None]",
-        {"mask": ONES.bool()[:, None, None]},
-    ),
-    "a mask (B, Sq, Sk)": (
-        "attention", {"mask": torch.ones(2, 5, 7).bool()}, "mask.shape is (2, 5, 7)", "mask[:, None]",
-        {"mask": torch.ones(2, 1, 5, 7).bool()},
-    ),
-    "a transposed mask": ("attention", {"mask": torch.ones(7, 5).bool()}, "mask.shape is (7, 5)", "(2, 4, 5, 7)", None),
-    "a bias in another dtype": (
-        "attention", {"bias": zeros(5, 7).half()}, "bias.dtype is torch.float16", "must be torch.float32",
-        {"bias": zeros(5, 7)},
-    ),
-    "torch's lower right": (
-        "attention", {"causal": "lower_right"}, "causal is 'lower_right'", "'bottom_right')",
-        {"causal": "bottom_right"},
-    ),
-    "torch's upper left": (
-        "attention", {"causal": "CAUSAL_UPPER_LEFT"}, "causal is 'CAUSAL_UPPER_LEFT'", "(hint: 'top_left')",
-        {"causal": "top_left"},
-    ),
-    "causal is None": ("attention", {"causal": None}, "causal is None", "False", {"causal": False}),
-    "no dropout as None": (
-        "attention", {"dropout_p": None}, "dropout_p is None", "0.0 drops nothing", {"dropout_p": 0.0},
-    ),
-    "all is dropped": ("attention", {"dropout_p": 1.0}, "dropout_p is 1.0", "in [0, 1)", None),
-    "float64": (
-        "attention", {"q": zeros(2, 4, 5, 16).double()}, "q.dtype is torch.float64", "float()",
-        {"q": zeros(2, 4, 5, 16)},
-    ),
-    "queries of integers": (
-        "attention", {"q": torch.zeros(2, 4, 5, 16, dtype=I64)}, "q.dtype is torch.int64", "torch.float32", None,
-    ),
-    "one sequence of one head": (
-        "attention", {"q": zeros(5, 16)}, "q.ndim is 2", "q[None, None]", {"q": zeros(2, 4, 5, 16)},
-    ),
-    "one sequence": ("attention", {"q": zeros(4, 5, 16)}, "q.ndim is 3", "q[None]", {"q": zeros(2, 4, 5, 16)}),
-    "an array": (
-        "attention", {"k": np.zeros((2, 2, 7, 16), np.float32)}, "k is 'ndarray'", "torch.from_numpy(k)",
-        {"k": zeros(2, 2, 7, 16)},
-    ),
-    "a list": ("attention", {"q": [[1.0]]}, "q is 'list'", "torch.tensor(q)", None),
-    "mixed dtypes": (
-        "attention", {"k": zeros(2, 2, 7, 16).half()}, "k.dtype is torch.float16", "must be q's, torch.float32",
-        {"k": zeros(2, 2, 7, 16)},
-    ),
-    "another device": (
-        "attention", {"k": torch.zeros(2, 2, 7, 16, device="meta")}, "k.device is 'meta'", "must be q's, cpu", None,
-    ),
-    "heads that do not divide": (
-        "attention", {"q": zeros(2, 8, 16, 16), "k": zeros(2, 3, 16, 16), "v": zeros(2, 3, 16, 16)}, "heads_q is 8",
-        "a multiple of the 3 key/value heads (heads_k)", None,
-    ),
-    "a trained scale": (
-        "attention", {"scale": torch.tensor(0.5, requires_grad=True)}, "scale.requires_grad is True", "multiply q",
-        {"scale": 1.0},
-    ),
-    "a scale for each head": (
-        "attention", {"scale": torch.ones(4)}, "scale is tensor(", "must be one finite number", None,
-    ),
-    # flash_attn
-    "rows before heads": (
-        "attention", {"q": zeros(2, 5, 4, 16), "k": zeros(2, 7, 2, 16), "v": zeros(2, 7, 2, 16)}, "heads_q is 5",
-        "give layout='bshd'", BSHD | {"layout": "bshd"},
-    ),
-    "rows before heads, decoding": (
-        "decode_attention", {"q": zeros(2, 1, 4, 16), "k_cache": zeros(2, 7, 2, 16), "v_cache": zeros(2, 7, 2, 16)},
-        "heads_q is 1", "give layout='bshd'",
-        {"q": zeros(2, 1, 4, 16), "k_cache": zeros(2, 7, 2, 16), "v_cache": zeros(2, 7, 2, 16), "layout": "bshd"},
-    ),
-    "q alone has rows first": (
-        "attention", {"q": zeros(2, 5, 4, 16)}, "heads_q is 5", "q.transpose(1, 2)", {"q": zeros(2, 4, 5, 16)},
-    ),
-    "capital letters": (
-        "attention", BSHD | {"layout": "BSHD"}, "layout is 'BSHD'", "layout='bshd'", BSHD | {"layout": "bshd"},
-    ),
-    "a window of one number": ("attention", {"window": 4}, "window is 4", "(W - 1, 0)", {"window": (3, 0)}),
-    "a window of one side": ("attention", {"window": (4,)}, "window is (4,)", "(W - 1, 0)", {"window": (3, 0)}),
-    "a window in a list": ("attention", {"window": [4, 0]}, "window is [4, 0]", "tuple(window)", {"window": (4, 0)}),
-    "a window in a tensor": (
-        "attention", {"window": torch.tensor([4.0, 0.0])}, "window is tensor(", "tuple(int(x) for x in window)",
-        {"window": (4, 0)},
-    ),
-    "a window below -1": (
-        "attention", {"window": (-5, 0)}, "window's left is -5", "None or -1 for no limit", {"window": (-1, 0)},
-    ),
-    "half a window": ("attention", {"window": (4.0, 0)}, "window's left is 4.0", "an integer", {"window": (4, 0)}),
-    "a negative softcap": ("attention", {"softcap": -1.0}, "softcap is -1.0", "None or 0 for none", {"softcap": 0}),
-    "slopes in a list": (
-        "attention", {"alibi_slopes": [0.5] * 4}, "alibi_slopes is 'list'", "torch.tensor(alibi_slopes, device",
-        {"alibi_slopes": torch.ones(4)},
-    ),
-    "slopes in half": (
-        "attention", {"alibi_slopes": torch.ones(4).half()}, "alibi_slopes.dtype is torch.float16", "torch.float32",
-        {"alibi_slopes": torch.ones(4)},
-    ),
-    "a seed of an integer": (
-        "attention", {"dropout_p": 0.1, "dropout_seed": 7}, "dropout_seed is 'int'",
-        "torch.tensor([dropout_seed], dtype=torch.int64", {"dropout_p": 0.1, "dropout_seed": torch.tensor([7])},
-    ),
-    "int64 cu_seqlens": (
-        "varlen_attention", {"cu_seqlens_q": torch.tensor([0, 4, 9])}, "cu_seqlens_q.dtype is torch.int64",
-        "cu_seqlens_q.int()", {"cu_seqlens_q": int32(0, 4, 9)},
-    ),
-    "cu_seqlens in a list": (
-        "varlen_attention", {"cu_seqlens_q": [0, 4, 9]}, "cu_seqlens_q is 'list'",
-        "torch.tensor(cu_seqlens_q, dtype=torch.int32", {"cu_seqlens_q": int32(0, 4, 9)},
-    ),
-    "lengths as cu_seqlens": (
-        "varlen_attention", {"cu_seqlens_q": int32(4, 5, 9)}, "cu_seqlens_q[0] is 4", "must be 0",
-        {"cu_seqlens_q": int32(0, 4, 9)},
-    ),
-    "cu_seqlens elsewhere": (
-        "varlen_attention", {"cu_seqlens_k": torch.zeros(3, dtype=I32, device="meta")}, "cu_seqlens_k.device is 'meta'",
-        "must be q's, cpu", None,
-    ),
-    "cu_seqlens beyond the rows": (
-        "varlen_attention", {"cu_seqlens_k": int32(0, 5, 20)}, "cu_seqlens_k[2] is 20", "the packed rows, 12", None,
-    ),
-    "the longest as a tensor": (
-        "varlen_attention", {"max_seqlen_q": torch.tensor(5)}, "max_seqlen_q is tensor(5)", "int(max_seqlen_q)",
-        {"max_seqlen_q": 5},
-    ),
-    "the longest is too short": (
-        "varlen_attention", {"max_seqlen_q": 4}, "cu_seqlens_q[2] - cu_seqlens_q[1] is 5", "max_seqlen_q, 4",
-        {"max_seqlen_q": 5},
-    ),
-    "a batch for packed rows": ("varlen_attention", {"q": zeros(2, 4, 5, 16)}, "q.ndim is 4", "are attention's", None),
-    # vLLM, FlashInfer, SGLang
-    "int64 lengths": (
-        "attention", {"seqlens_k": torch.tensor([7, 3])}, "seqlens_k.dtype is torch.int64", "seqlens_k.int()",
-        {"seqlens_k": int32(7, 3)},
-    ),
-    "lengths in a list": (
-        "attention", {"seqlens_k": [7, 3]}, "seqlens_k is 'list'", "torch.tensor(seqlens_k, dtype=torch.int32",
-        {"seqlens_k": int32(7, 3)},
-    ),
-    "cumulative lengths": (
-        "attention", {"seqlens_k": int32(0, 7, 10)}, "seqlens_k.shape is (3,)", "seqlens_k.diff()",
-        {"seqlens_k": int32(0, 7, 10).diff()},
-    ),
-    "a length beyond the keys": ("attention", {"seqlens_k": int32(8, 3)}, "seqlens_k[0] is 8", "in 0..7", None),
-    "NHD": (
-        "paged_attention", {"page_layout": "NHD"}, "page_layout is 'NHD'", "page_layout='phd'", {"page_layout": "phd"},
-    ),
-    "HND": (
-        "paged_attention", HPD | {"page_layout": "HND"}, "page_layout is 'HND'", "page_layout='hpd'",
-        HPD | {"page_layout": "hpd"},
-    ),
-    "heads before rows of pages": (
-        "paged_attention", HPD, "heads_q is 4", "give page_layout='hpd'", HPD | {"page_layout": "hpd"},
-    ),
-    "keys and values in one tensor": (
-        "paged_attention", {"v_pages": FUSED}, "v_pages.ndim is 5", "v_pages[:, 1]", {"v_pages": FUSED[:, 1]},
-    ),
-    "a cache of slots": (
-        "paged_attention", {"k_pages": zeros(20, 2, 16), "v_pages": zeros(20, 1, 2, 16)}, "k_pages.ndim is 3",
-        "k_pages[:, None]", {"k_pages": zeros(20, 1, 2, 16), "v_pages": zeros(20, 1, 2, 16), "seqlens_k": int32(3, 1)},
-    ),
-    "int64 page ids": (
-        "paged_attention", {"page_table": torch.zeros(2, 3, dtype=I64)}, "page_table.dtype is torch.int64",
-        "page_table.int()", {"page_table": torch.zeros(2, 3, dtype=I32)},
-    ),
-    "page ids in a list": (
-        "paged_attention", {"page_table": [[0, 1, 2], [3, 4, 0]]}, "page_table is 'list'",
-        "torch.tensor(page_table, dtype=torch.int32", {"page_table": torch.zeros(2, 3, dtype=I32)},
-    ),
-    "flat page ids": (
-        "paged_attention", {"page_table": torch.zeros(6, dtype=I32)}, "page_table is (6,)", "PageTable.from_csr", None,
-    ),
-    "one query without an axis": ("paged_attention", {"q": zeros(2, 4, 16)}, "q.ndim is 3", "cu_seqlens_q", None),
-    "no lengths": ("paged_attention", {"seqlens_k": None}, "seqlens_k is None", "shape (batch,)", None),
-    # FlexAttention
-    "a function as mask": (
-        "attention", {"mask": lambda b, h, i, j: i >= j}, "mask is 'function'", "block_mask=create_block_mask", None,
-    ),
-    "a function as block mask": (
-        "attention", {"block_mask": lambda b, h, i, j: i >= j}, "block_mask is 'function'",
-        "create_block_mask(block_mask", None,
-    ),
-    "an SDPBackend": (
-        "attention", {"backend": torch.nn.attention.SDPBackend.MATH}, "backend is <SDPBackend", "the name of a path",
-        {"backend": "reference"},
-    ),
+CURES: dict[str, list[tuple[dict[str, Any], str, str, dict[str, Any] | None]]] = {
+    "attention": [
+        # torch's SDPA
+        ({"mask": zeros(5, 7)}, "mask.dtype is torch.float32", "bias=", {"bias": zeros(5, 7)}),
+        ({"bias": torch.ones(5, 7).bool()}, "bias.dtype is torch.bool", "mask=", {"mask": torch.ones(5, 7).bool()}),
+        ({"mask": torch.ones(5, 7, dtype=I64)}, "mask.dtype is torch.int64", "mask.bool()",
+         {"mask": torch.ones(5, 7).bool()}),
+        ({"bias": torch.ones(5, 7, dtype=I64)}, "bias.dtype is torch.int64", "bias.float()",
+         {"bias": torch.ones(5, 7)}),
+        ({"mask": ONES.bool()}, "mask.shape is (2, 7)", "mask[:, None, None]", {"mask": ONES.bool()[:, None, None]}),
+        ({"mask": torch.ones(2, 5, 7).bool()}, "mask.shape is (2, 5, 7)", "mask[:, None]",
+         {"mask": torch.ones(2, 1, 5, 7).bool()}),
+        ({"mask": torch.ones(7, 5).bool()}, "mask.shape is (7, 5)", "(2, 4, 5, 7)", None),
+        ({"bias": zeros(5, 7).half()}, "bias.dtype is torch.float16", "must be torch.float32", {"bias": zeros(5, 7)}),
+        ({"causal": "lower_right"}, "causal is 'lower_right'", "'bottom_right')", {"causal": "bottom_right"}),
+        ({"causal": "CAUSAL_UPPER_LEFT"}, "causal is 'CAUSAL_UPPER_LEFT'", "(hint: 'top_left')",
+         {"causal": "top_left"}),
+        ({"causal": None}, "causal is None", "False", {"causal": False}),
+        ({"dropout_p": None}, "dropout_p is None", "0.0 drops nothing", {"dropout_p": 0.0}),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0", "in [0, 1)", None),
+        ({"q": zeros(2, 4, 5, 16).double()}, "q.dtype is torch.float64", "float()", {"q": zeros(2, 4, 5, 16)}),
+        ({"q": zeros(2, 4, 5, 16, dtype=I64)}, "q.dtype is torch.int64", "torch.float32", None),
+        ({"q": zeros(5, 16)}, "q.ndim is 2", "q[None, None]", {"q": zeros(2, 4, 5, 16)}),
+        ({"q": zeros(4, 5, 16)}, "q.ndim is 3", "q[None]", {"q": zeros(2, 4, 5, 16)}),
+        ({"k": np.zeros((2, 2, 7, 16), np.float32)}, "k is 'ndarray'", "torch.from_numpy(k)",
+         {"k": zeros(2, 2, 7, 16)}),
+        ({"q": [[1.0]]}, "q is 'list'", "torch.tensor(q)", None),
+        ({"k": zeros(2, 2, 7, 16).half()}, "k.dtype is torch.float16", "must be q's, torch.float32",
+         {"k": zeros(2, 2, 7, 16)}),
+        ({"k": zeros(2, 2, 7, 16, device="meta")}, "k.device is 'meta'", "must be q's, cpu", None),
+        ({"q": zeros(2, 8, 16, 16), "k": zeros(2, 3, 16, 16), "v": zeros(2, 3, 16, 16)}, "heads_q is 8",
+         "a multiple of the 3 key/value heads (heads_k)", None),
+        ({"scale": torch.tensor(0.5, requires_grad=True)}, "scale.requires_grad is True", "multiply q", {"scale": 1.0}),
+        ({"scale": torch.ones(4)}, "scale is tensor(", "must be one finite number", None),
+        # flash_attn
+        ({"q": zeros(2, 5, 4, 16), "k": zeros(2, 7, 2, 16), "v": zeros(2, 7, 2, 16)}, "heads_q is 5",
+         "give layout='bshd'", BSHD | {"layout": "bshd"}),
+        ({"q": zeros(2, 5, 4, 16)}, "heads_q is 5", "q.transpose(1, 2)", {"q": zeros(2, 4, 5, 16)}),
+        (BSHD | {"layout": "BSHD"}, "layout is 'BSHD'", "layout='bshd'", BSHD | {"layout": "bshd"}),
+        ({"window": 4}, "window is 4", "(W - 1, 0)", {"window": (3, 0)}),
+        ({"window": (4,)}, "window is (4,)", "(W - 1, 0)", {"window": (3, 0)}),
+        ({"window": [4, 0]}, "window is [4, 0]", "tuple(window)", {"window": (4, 0)}),
+        ({"window": torch.tensor([4.0, 0.0])}, "window is tensor(", "tuple(int(x) for x in window)",
+         {"window": (4, 0)}),
+        ({"window": (-5, 0)}, "window's left is -5", "None or -1 for no limit", {"window": (-1, 0)}),
+        ({"window": (4.0, 0)}, "window's left is 4.0", "an integer", {"window": (4, 0)}),
+        ({"softcap": -1.0}, "softcap is -1.0", "None or 0 for none", {"softcap": 0}),
+        ({"alibi_slopes": [0.5] * 4}, "alibi_slopes is 'list'", "torch.tensor(alibi_slopes, device",
+         {"alibi_slopes": torch.ones(4)}),
+        ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes.dtype is torch.float16", "torch.float32",
+         {"alibi_slopes": torch.ones(4)}),
+        ({"dropout_p": 0.1, "dropout_seed": 7}, "dropout_seed is 'int'",
+         "torch.tensor([dropout_seed], dtype=torch.int64", {"dropout_p": 0.1, "dropout_seed": torch.tensor([7])}),
+        # vLLM, FlashInfer, SGLang
+        ({"seqlens_k": torch.tensor([7, 3])}, "seqlens_k.dtype is torch.int64", "seqlens_k.int()",
+         {"seqlens_k": int32(7, 3)}),
+        ({"seqlens_k": [7, 3]}, "seqlens_k is 'list'", "torch.tensor(seqlens_k, dtype=torch.int32",
+         {"seqlens_k": int32(7, 3)}),
+        ({"seqlens_k": int32(0, 7, 10)}, "seqlens_k.shape is (3,)", "seqlens_k.diff()",
+         {"seqlens_k": int32(0, 7, 10).diff()}),
+        ({"seqlens_k": int32(8, 3)}, "seqlens_k[0] is 8", "in 0..7", None),
+        # FlexAttention
+        ({"mask": lambda b, h, i, j: i >= j}, "mask is 'function'", "block_mask=create_block_mask", None),
+        ({"block_mask": lambda b, h, i, j: i >= j}, "block_mask is 'function'", "create_block_mask(block_mask", None),
+        ({"backend": torch.nn.attention.SDPBackend.MATH}, "backend is <SDPBackend", "the name of a path",
+         {"backend": "reference"}),
+    ],
+    "decode_attention": [
+        ({"q": zeros(2, 1, 4, 16), "k_cache": zeros(2, 7, 2, 16), "v_cache": zeros(2, 7, 2, 16)}, "heads_q is 1",
+         "give layout='bshd'",
+         {"q": zeros(2, 1, 4, 16), "k_cache": zeros(2, 7, 2, 16), "v_cache": zeros(2, 7, 2, 16), "layout": "bshd"}),
+    ],
+    "varlen_attention": [
+        ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, "cu_seqlens_q.dtype is torch.int64", "cu_seqlens_q.int()",
+         {"cu_seqlens_q": int32(0, 4, 9)}),
+        ({"cu_seqlens_q": [0, 4, 9]}, "cu_seqlens_q is 'list'", "torch.tensor(cu_seqlens_q, dtype=torch.int32",
+         {"cu_seqlens_q": int32(0, 4, 9)}),
+        ({"cu_seqlens_q": int32(4, 5, 9)}, "cu_seqlens_q[0] is 4", "must be 0", {"cu_seqlens_q": int32(0, 4, 9)}),
+        ({"cu_seqlens_k": zeros(3, dtype=I32, device="meta")}, "cu_seqlens_k.device is 'meta'", "must be q's, cpu",
+         None),
+        ({"cu_seqlens_k": int32(0, 5, 20)}, "cu_seqlens_k[2] is 20", "the packed rows, 12", None),
+        ({"max_seqlen_q": torch.tensor(5)}, "max_seqlen_q is tensor(5)", "int(max_seqlen_q)", {"max_seqlen_q": 5}),
+        ({"max_seqlen_q": 4}, "cu_seqlens_q[2] - cu_seqlens_q[1] is 5", "max_seqlen_q, 4", {"max_seqlen_q": 5}),
+        ({"q": zeros(2, 4, 5, 16)}, "q.ndim is 4", "are attention's", None),
+    ],
+    "paged_attention": [
+        ({"page_layout": "NHD"}, "page_layout is 'NHD'", "page_layout='phd'", {"page_layout": "phd"}),
+        (HPD | {"page_layout": "HND"}, "page_layout is 'HND'", "page_layout='hpd'", HPD | {"page_layout": "hpd"}),
+        (HPD, "heads_q is 4", "give page_layout='hpd'", HPD | {"page_layout": "hpd"}),
+        ({"v_pages": FUSED}, "v_pages.ndim is 5", "v_pages[:, 1]", {"v_pages": FUSED[:, 1]}),
+        ({"k_pages": zeros(20, 2, 16), "v_pages": zeros(20, 1, 2, 16)}, "k_pages.ndim is 3", "k_pages[:, None]",
+         {"k_pages": zeros(20, 1, 2, 16), "v_pages": zeros(20, 1, 2, 16), "seqlens_k": int32(3, 1)}),
+        ({"page_table": zeros(2, 3, dtype=I64)}, "page_table.dtype is torch.int64", "page_table.int()",
+         {"page_table": zeros(2, 3, dtype=I32)}),
+        ({"page_table": [[0, 1, 2], [3, 4, 0]]}, "page_table is 'list'", "torch.tensor(page_table, dtype=torch.int32",
+         {"page_table": zeros(2, 3, dtype=I32)}),
+        ({"page_table": zeros(6, dtype=I32)}, "page_table is (6,)", "PageTable.from_csr", None),
+        ({"q": zeros(2, 4, 16)}, "q.ndim is 3", "cu_seqlens_q", None),
+        ({"seqlens_k": None}, "seqlens_k is None", "shape (batch,)", None),
+    ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", CURES)
-def test_an_error_names_argument_value_and_the_right_cure(mistake: str) -> None:
-    op, changes, said, cure, cured = CURES[mistake]
+@pytest.mark.parametrize(
+    ("op", "mistake"),
+    [(op, row) for op, rows in CURES.items() for row in rows],
+    ids=lambda at: at if isinstance(at, str) else at[1],
+)
+def test_an_error_names_argument_value_and_the_right_cure(op: str, mistake: tuple[Any, ...]) -> None:
+    changes, said, cure, cured = mistake
     assert_refused(op, good(op) | changes, said, cure)
     if cured is not None:
         perform(op, good(op) | cured)

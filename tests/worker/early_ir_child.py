@@ -1,8 +1,6 @@
-"""Run by test_early_ir.py in a process of its own: the beginning of a compile, with or without its IR made early.
-
-Reads a request from its first argument, and prints in which order IR and the digest of Triton's files were made, and
-under which key the kernel would be kept. The second argument is "early" or "plain".
-"""
+"""Run by test_worker_compiles.py in a process of its own: the beginning of a compile, with or without its IR made
+early. Reads a request from its first argument, and prints in which order IR and the digest of Triton's files were made,
+and under which key the kernel would be kept. The second argument is "early" or "plain"."""
 
 # ruff: noqa: E402 - what serve.py makes importable comes after it
 

@@ -5,35 +5,36 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import io
 import json
+import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from places import ROOT
 from support import fake_python
-from worker_children import SECONDS, running
+from worker_children import SECONDS, folder_of, gone, process_of, running
 
 from portattn.worker import serve
+from portattn.worker.child import PROTOCOL
 from portattn.worker.client import SERVE, Worker
 from portattn.worker.client import cause as cause_of
-from portattn.worker.protocol import PROTOCOL
 
 
 def test_a_wrong_protocol_version_is_refused() -> None:
     """By the very process that is spoken to, without Triton."""
     lines = [{"version": 1, "id": 4, "task": "compile"}, {"task": "compile"}, {"version": 2, "id": 6, "task": "bake"}]
     foreign = (
-        "os:getcwd",
-        "portattn:plan",
-        "portattn.worker.serve",
-        "portattn.worker.serve:sys.exit",
-        ["portattn.a:b"],
-    )
+        "os:getcwd", "portattn:plan", "portattn.worker.serve", "portattn.worker.serve:sys.exit", ["portattn.a:b"],
+    )  # fmt: skip
     lines += [{"version": 2, "id": 7, "task": task} for task in foreign]
     done = subprocess.run(
         [sys.executable, str(SERVE)], input="".join(json.dumps(line) + "\n" for line in lines),
@@ -52,18 +53,6 @@ def test_environment_is_restored_after_a_failure() -> None:
     serve.serve(io.StringIO(json.dumps(request) + "\n"), answers)
     assert json.loads(answers.getvalue().splitlines()[-1])["ok"] is False
     assert "PLANTED" not in os.environ
-
-
-ENDS = {
-    # behaviour -> outcome, kind, what the message holds
-    "ok": ("ok", "", ""),
-    "error": ("error", "RuntimeError", "PassManager::run failed"),
-    "crash": ("crash", "SIGABRT", "Assertion `!repl` failed."),
-    "exit": ("crash", "exit status 3", "exit status 3"),
-    "hang": ("hang", "timeout", "no answer in 3 s"),
-    "no json": ("error", "ProtocolError", "'Segmentation fault?', which is not JSON"),
-    "closes its answers": ("hang", "timeout", "closed its answers"),
-}
 
 
 def saying(folder: Path, line: str) -> str:
@@ -88,16 +77,6 @@ def test_a_worker_of_another_protocol_is_refused(tmp_path: Path, ok: bool) -> No
     )
 
 
-@pytest.mark.parametrize(
-    "line", ["{}", '{"ok": "yes"}', '{"ok": true, "facts": 3}', '{"stage": 1}', "[1]", "null", "1e999x"]
-)
-def test_what_is_no_message_is_a_protocol_error(tmp_path: Path, line: str) -> None:
-    with Worker(python=saying(tmp_path, line)) as worker:
-        reply = worker.request("hello", SECONDS)
-    assert (reply.outcome, reply.kind) == ("error", "ProtocolError")
-    assert line in reply.message
-
-
 @pytest.mark.compiles
 def test_hello_says_the_versions() -> None:
     with Worker() as worker:
@@ -119,7 +98,6 @@ def test_a_child_is_started_ahead_of_its_first_request() -> None:
     """It imports its compiler meanwhile, and is the one that is asked; to start it again does nothing."""
     with Worker(ahead=True) as worker:
         worker.start()
-        assert worker._child is not None
         started = worker._child.process.pid
         worker.start()
         reply = worker.request("hello", SECONDS)
@@ -185,22 +163,6 @@ def test_variables_are_set_and_taken_away(tmp_path: Path, monkeypatch: pytest.Mo
         assert worker.request("hello", SECONDS).message == "unset inner unset"
 
 
-@pytest.mark.parametrize("behaviour", ENDS)
-def test_every_end_is_a_reply(tmp_path: Path, behaviour: str) -> None:
-    script, requests = fake_python(tmp_path, behaviour)
-    outcome, kind, message = ENDS[behaviour]
-    with Worker(python=str(script)) as worker:
-        begun = time.monotonic()
-        reply = worker.request("compile", 3 if behaviour in ("hang", "closes its answers") else SECONDS, env={})
-        assert time.monotonic() - begun < 60
-        assert (reply.outcome, reply.kind) == (outcome, kind)
-        assert message in reply.message
-        assert reply.stage == "ttgir"
-        again = worker.request("compile", 3 if behaviour in ("hang", "closes its answers") else SECONDS, env={})
-        assert again.outcome == outcome
-    assert len(requests.read_text().splitlines()) == 2
-
-
 def test_a_python_that_is_no_python(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho error: no such toolchain >&2\nexit 2\n")
@@ -250,7 +212,141 @@ def test_what_the_interpreter_wrapped_is_told_as_it_was_raised(monkeypatch: pyte
         except InterpreterError as error:
             raise InterpreterError(repr(error)) from error
 
-    monkeypatch.setattr("portattn.testing.run_plan.compare", task)
-    said = serve.answer({"version": PROTOCOL, "task": "portattn.testing.run_plan:compare"}, lambda line: None)
+    monkeypatch.setattr("portattn.testing.verdict.compare", task)
+    said = serve.answer({"version": PROTOCOL, "task": "portattn.testing.verdict:compare"}, lambda line: None)
     assert (said["kind"], said["message"]) == ("NotImplementedError", "Block pointers have been removed")
     assert "InterpreterError" in said["log"]
+
+
+def test_closing_ends_the_process(tmp_path: Path) -> None:
+    script, _ = fake_python(tmp_path, "ok")
+    worker = Worker(python=str(script))
+    worker.close()  # never started
+    assert worker.request("compile", SECONDS).outcome == "ok"
+    process = process_of(worker)
+    worker.close()
+    assert gone(process)
+
+
+def test_nothing_is_left_of_a_child_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\nmktemp -d > "$0.part"\nmv "$0.part" "$0.made"\nexec sleep 60\n')
+    script.chmod(0o755)
+    note = tmp_path / "python.made"
+    with Worker(python=str(script)) as worker:
+        asking = threading.Thread(target=worker.request, args=("compile", SECONDS))
+        asking.start()
+        deadline = time.monotonic() + SECONDS
+        while not note.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        made = Path(note.read_text().strip())
+        assert made.is_dir()
+        assert made.is_relative_to(tmp_path)
+    asking.join(30)
+    assert {path.name for path in tmp_path.iterdir()} == {"python", "python.made"}
+
+
+def test_a_child_whose_parent_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """By a real child, which sees that nobody can ask any more."""
+    code = (
+        "import os, signal, sys, tempfile\n"
+        "from portattn.worker.client import Worker\n"
+        "worker = Worker()\n"
+        "print(worker.request('none', 60.0).kind, os.listdir(tempfile.gettempdir()), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert told.stdout.startswith("ProtocolError ['portattn-worker-"), told
+    deadline = time.monotonic() + SECONDS
+    while any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_child_that_nobody_waits_for_leaves_nothing(tmp_path: Path) -> None:
+    """Its parent is killed while it compiles: it has nobody to tell, and ends."""
+    left, folder = tmp_path / "left", tmp_path / "modules"
+    left.mkdir()
+    folder.mkdir()
+    begun = tmp_path / "begun"
+    (folder / "naps.py").write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(2)\n")
+    code = (
+        "from portattn.worker.client import Worker\n"
+        f"worker = Worker(environment={{'PYTHONPATH': {str(folder)!r}}})\n"
+        "signature = dict(module='naps', function='f', types={}, constants={}, divisible=[], small=[], options={})\n"
+        "worker.request('compile', 60.0, signature=signature, target=['cuda', 80, 32])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(left)})
+    deadline = time.monotonic() + SECONDS
+    while not begun.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [path.name.startswith("portattn-worker-") for path in left.iterdir()] == [True]
+    parent.kill()
+    parent.wait()
+    while any(left.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(left.iterdir())
+
+
+def test_a_child_whose_folder_was_tidied_away_is_started_again(tmp_path: Path) -> None:
+    script, requests = fake_python(tmp_path, "ok")
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        before = process_of(worker)
+        shutil.rmtree(folder_of(worker))
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        assert process_of(worker) != before
+        assert gone(before)
+        assert folder_of(worker).is_dir()
+    assert len(requests.read_text().splitlines()) == 2
+
+
+def test_a_forked_process_that_can_start_none_harms_nobody(tmp_path: Path) -> None:
+    script, _ = fake_python(tmp_path, "ok")
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        process, folder = process_of(worker), folder_of(worker)
+
+        def asks() -> None:
+            worker.python = str(tmp_path / "gone")
+            assert worker.request("compile", SECONDS).stage == "start"
+            worker.close()
+
+        forked = multiprocessing.get_context("fork").Process(target=asks, daemon=True)
+        forked.start()
+        forked.join(60)
+        forked.kill()
+        assert forked.exitcode == 0
+        assert not gone(process)
+        assert folder.is_dir()
+
+
+def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
+    script, _ = fake_python(tmp_path, "ok")
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        process = process_of(worker)
+
+        def asks(told: Connection) -> None:
+            worker.close()  # not ours
+            reply = worker.request("compile", SECONDS)
+            told.send((reply.outcome, process_of(worker)))
+            worker.close()
+
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        # As if another thread were in the middle of a request while this process is forked.
+        forked = multiprocessing.get_context("fork").Process(target=asks, args=(theirs,), daemon=True)
+        with worker._lock, worker._state:
+            forked.start()
+        outcome, pid = ours.recv() if ours.poll(60) else ("nothing", 0)
+        forked.join(60)
+        forked.kill()
+        assert (outcome, forked.exitcode) == ("ok", 0)
+        assert pid not in (0, process)
+        assert not gone(process)
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        assert process_of(worker) == process

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from support import problem
 from worker_children import SECONDS, process_of, running
 
-from portattn.compile.compile_check import compile_in, over_limit
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.compile.ensure_compiled import compile_fields, compile_in, over_limit
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call, signature
+from portattn.launch.kernelcall import signatures
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
+from portattn.schema.plan import Plan
+from portattn.schema.problem import Problem
+from portattn.schema.toolchain import installed_toolchain
 from portattn.worker.client import Reply, Worker
 
 
@@ -92,11 +102,8 @@ def compile_planted(worker: Worker, module: str, seconds: float = SECONDS, **fie
 def test_crash_hang_and_error_are_told_apart(planted: Worker) -> None:
     reply = compile_planted(planted, "raises")
     assert (reply.outcome, reply.stage, reply.kind, reply.message) == (
-        "error",
-        "parse",
-        "ImportError",
-        "no such kernel",
-    )
+        "error", "parse", "ImportError", "no such kernel",
+    )  # fmt: skip
     first = process_of(planted)
 
     reply = compile_planted(planted, "aborts")
@@ -136,3 +143,45 @@ def test_a_signature_is_plain_data() -> None:
     assert {"q", "k", "v", "out"} <= set(seen.divisible)
     assert "q" in seen.small
     assert seen.options["num_warps"] == made.launch.num_warps
+
+
+CHILD = Path(__file__).with_name("early_ir_child.py")
+
+
+def asked(kind: str) -> dict[str, Any]:
+    """The request to compile a kernel for sm_90."""
+    release = installed_toolchain()
+    if not release.within("triton", ">=3.6"):
+        pytest.skip(f"IR is made early with Triton 3.6 and newer, and this is {release}")
+    target = parse_target("cuda:sm_90", str(release))
+    if kind == "gluon":
+        p = Problem(
+            batch=2, heads_q=4, heads_k=2, seq_q=512, seq_k=512, head_dim=64, dtype="bf16", causal="bottom_right"
+        )
+        launch, *_ = signatures(ForwardVariant(), meta_call(p))
+        made = Plan(problem=p, target=target.name, toolchain=str(release), requested="auto", path="gluon_forward")
+        return compile_fields(launch, made, target)
+    p = problem(op="decode_attention", seq_q=1, seq_k=4096, head_dim=64)
+    made = plan(p, target)
+    launches, *_ = kernel_calls(made, meta_call(p), target.arch.cores)
+    return compile_fields(launches[-1], made, target)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["core", "gluon"])
+def test_ir_is_made_before_the_digest_and_kept_under_the_same_key(kind: str, tmp_path: Path) -> None:
+    request = tmp_path / "request.json"
+    request.write_bytes(msgspec.json.encode(asked(kind)))
+    found = {}
+    for how in ("early", "plain"):
+        own = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / how)}
+        own.pop("TRITON_INTERPRET", None)
+        (tmp_path / how).mkdir()
+        command = [sys.executable, str(CHILD), str(request), how, kind]
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        found[how] = json.loads(done.stdout.splitlines()[-1])
+    assert found["early"]["order"] == ["ir", "digest"]
+    assert found["plain"]["order"] == ["ir"]
+    assert len(found["early"]["kept"]) == 1
+    assert found["early"]["kept"] == found["plain"]["kept"]

@@ -1,377 +1,46 @@
-"""What triton-ascend makes of a plan's kernels, executed on a CPU through MLIR and read by lints: the parent's side."""
+"""Runs triton-ascend's lowering on a CPU by MLIR: LinalgExecutor (lints too) in the parent, the rest in a child."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import ctypes
+import hashlib
+import itertools
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
 
-from portattn.backends.ascend.linalg.text import OWN_BUFFERS
-from portattn.backends.ascend.linalg.tools import missing
-from portattn.launch import KernelCall, signature
+from portattn.backends.ascend.linalg.llvm_tools import LinalgError, missing_reason, need
+from portattn.backends.ascend.linalg.mlir_text import OWN_BUFFERS, Argument, footprint, kernel_of, lints, read, upstream
+from portattn.launch import KernelCall, has_rows, kernel_calls, signature
+from portattn.planning.registry import Registry
+from portattn.schema.call import Call
 from portattn.schema.target import Target
+from portattn.schema.tensors import spans
 from portattn.testing.executor import Executor
-from portattn.testing.findings import Facts, Lint, LintName
+from portattn.testing.findings import Facts, Lint
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.testing.verdict import call_of, judge, plan_of
 from portattn.worker.client import Reply
-
-_LINE = re.compile(r"^\s*(?:(?P<results>%[^=]*?)\s*=\s*)?\"?(?P<name>[a-z_]\w*(?:\.\w+)+|call|return)\"?(?P<rest>.*)$")
-_VALUE = re.compile(r"%[\w.$-]+(?:#\d+)?")
-_TYPE = re.compile(r"\b(?:tensor|memref)<((?:[\d?]+x)*)([a-z]+\d*)")
-_CONSTANT = re.compile(r"arith\.constant (-?\d+) : (?:index|i\d+)")
-WIDTHS = {"i1": 1, "index": 8}  # bytes of an element; others say their bits
-
-
-class Loop(msgspec.Struct, frozen=True):
-    """An scf.for, from its `first` line to its `last`.
-
-    trips       how often it runs, where its bounds are constants
-    attributes  what its closing line says
-    carries     types of the values that it hands from one step to the next
-    """
-
-    trips: int | None
-    first: int
-    last: int
-    attributes: str
-    carries: str
-
-
-class Operation(msgspec.Struct, frozen=True):
-    """One operation. line: its place in the text; reads: values that it names, results without their `#n`."""
-
-    line: int
-    name: str
-    results: tuple[str, ...]
-    reads: tuple[str, ...]
-    text: str
-
-    def type_of_result(self) -> tuple[tuple[int, ...], str] | None:
-        """Shape and element type of the last tensor or memref that it names; None where it names none."""
-        found = tensors(self.text)
-        return found[-1] if found else None
-
-
-class Module(msgspec.Struct, frozen=True):
-    """A lowered text. made: the operation that gives each value; loops: every scf.for, outermost first."""
-
-    operations: tuple[Operation, ...]
-    made: dict[str, Operation]
-    loops: tuple[Loop, ...]
-
-    def around(self, line: int) -> list[Loop]:
-        """The loops that hold a line, outermost first."""
-        return [loop for loop in self.loops if loop.first < line < loop.last]
-
-
-def read(text: str) -> Module:
-    """Read a lowered text."""
-    operations: list[Operation] = []
-    constants: dict[str, int] = {}
-    opened: list[tuple[int, Operation | None]] = []
-    loops: list[Loop] = []
-    scopes: list[dict[str, str]] = [{}]
-
-    def resolved(name: str) -> str:
-        name = name.partition("#")[0]
-        return next((scope[name] for scope in reversed(scopes) if name in scope), name)
-
-    for number, line in enumerate(text.splitlines()):
-        stripped = line.strip()
-        if stripped.startswith("}") and opened:
-            first, operation = opened.pop()
-            scopes.pop()
-            if operation is not None and operation.name == "scf.for":
-                attributes = stripped[1:].strip()
-                carries = operation.text.partition("->")[2]
-                loops.append(Loop(_trips(operation, constants), first, number, attributes, carries))
-        found = _LINE.match(line)
-        operation = None
-        if found and not stripped.startswith(("}", "func.func")):
-            names = [name.partition(":")[0].strip() for name in (found["results"] or "").split(",") if name]
-            results = tuple(f"{name}@{number}" for name in names)
-            reads = tuple(map(resolved, _VALUE.findall(found["rest"])))
-            operation = Operation(number, found["name"], results, reads, stripped)
-            operations.append(operation)
-            scopes[-1] |= dict(zip(names, results, strict=True))
-            constant = _CONSTANT.search(stripped)
-            if constant:
-                constants[results[0]] = int(constant[1])
-        if stripped.endswith("{"):
-            opened.append((number, operation))
-            scopes.append({})
-    made = {result: operation for operation in operations for result in operation.results}
-    return Module(tuple(operations), made, tuple(sorted(loops, key=lambda loop: loop.first)))
-
-
-def tensors(text: str) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and element type of every tensor and memref type in a text; -1 for a size that is not known."""
-    return [
-        (tuple(-1 if size == "?" else int(size) for size in sizes.split("x") if size), element)
-        for sizes, element in _TYPE.findall(text)
-    ]
-
-
-def _trips(loop: Operation, constants: dict[str, int]) -> int | None:
-    bounds = loop.reads[1:4]  # after the loop's own variable
-    if len(bounds) != 3 or any(name not in constants for name in bounds):
-        return None
-    first, last, step = (constants[name] for name in bounds)
-    return max(-(-(last - first) // step), 0) if step > 0 else None
-
-
-def size_of(shape: tuple[int, ...], element: str) -> int:
-    """Bytes of a tile; sizes that are not known count as 1."""
-    width = WIDTHS.get(element) or -(-int(re.sub(r"\D", "", element) or 8) // 8)
-    for size in shape:
-        width *= max(size, 1)
-    return width
-
-
-# Tiles of these are never stored: constants and repeated rows are operands of the operation that reads them.
-_FREE = ("tensor.empty", "linalg.fill", "linalg.broadcast", "arith.constant", "tensor.expand_shape",
-         "tensor.collapse_shape", "tensor.extract_slice", "linalg.transpose")  # fmt: skip
-_LOADED = "bufferization.to_tensor"
-# Operands of products lie in the cube unit's own buffers.
-_PRODUCTS = ("linalg.matmul", "linalg.batch_matmul")
-
-
-def footprint(module: Module) -> int:
-    """Bytes of the tiles that live at the line where most do."""
-    readers: dict[str, list[Operation]] = defaultdict(list)
-    for operation in module.operations:
-        for name in operation.reads:
-            readers[name].append(operation)
-    change: dict[int, int] = defaultdict(int)
-    for operation in module.operations:
-        shape = operation.type_of_result()
-        if operation.name in _FREE or not operation.results or shape is None or len(operation.results) != 1:
-            continue
-        if operation.name.startswith(("memref.", "scf.", "bufferization.")) and operation.name != _LOADED:
-            continue
-        # What a loop hands to its next step is counted with the loop.
-        used = [reader for reader in readers[operation.results[0]] if reader.name != "scf.yield"]
-        if not used or all(_into_product(reader, operation.results[0], readers) for reader in used):
-            continue
-        change[operation.line] += size_of(*shape)
-        change[max(_end(module, operation, reader) for reader in used)] -= size_of(*shape)
-    for loop in module.loops:  # what a loop carries lives as long as it runs
-        for shape in tensors(loop.carries):
-            change[loop.first] += size_of(*shape)
-            change[loop.last] -= size_of(*shape)
-    live = most = 0
-    for line in sorted(change):
-        live += change[line]
-        most = max(most, live)
-    return most
-
-
-def _into_product(reader: Operation, value: str, readers: dict[str, list[Operation]]) -> bool:
-    """Whether a reader is a product that takes the value as an operand, at once or transposed."""
-    if reader.name in _PRODUCTS:
-        return value in reader.reads[:2]
-    if reader.name == "linalg.transpose":
-        return all(_into_product(next_, reader.results[0], readers) for next_ in readers[reader.results[0]])
-    return False
-
-
-def _end(module: Module, operation: Operation, reader: Operation) -> int:
-    """The line before which a value that this reader takes must live."""
-    for loop in module.around(reader.line):
-        if operation.line < loop.first:
-            return loop.last
-    in_place = reader.name.startswith(("arith.", "math.")) or (
-        reader.name.startswith("linalg.") and reader.reads[-1] == operation.results[0]
-    )
-    return reader.line if in_place else reader.line + 1
-
-
-GATHER = "ExtractedLoadOrStore"  # the adapter's mark on a loop that it has made of one load or store
-_FOREIGN = re.compile(r"(?:^|=)\s*\"?((?:tt|hivm|hfusion|triton_\w+)\.[\w.]+)\"?[( ]", re.MULTILINE)
-
-
-# What reads or writes memory: its word, and which of the values that it names is the memory.
-_MEMORY_OF = {
-    "memref.copy": ("load", 0),
-    "memref.load": ("load", 0),
-    "memref.store": ("store", 1),
-    "bufferization.materialize_in_destination": ("store", 1),
-}
-
-
-def lints(
-    text: str,
-    function: str,
-    arguments: Sequence[str] = (),
-    grid: Sequence[int] = (),
-    max_programs: int = 65535,
-    scratchpad_bytes: int = 0,
-) -> list[Lint]:
-    """Every lint that fires on a lowered kernel.
-
-    arguments     names of its run-time arguments in order, for messages
-    grid          of the launch; max_programs: what the chip launches
-    scratchpad_bytes  bytes of the chip's unified buffer that tiles can have; 0 leaves its lint out
-    """
-    module = read(text)
-    names = {f"%arg{OWN_BUFFERS + index}": name for index, name in enumerate(arguments)}
-    found = [*_gathers(module, names), *_whole_tiles(module, names), *_masked_stores(module, names)]
-    left = sorted(set(_FOREIGN.findall(text)))
-    if left:
-        found.append(("leftover", len(left), f"left unconverted: {', '.join(left)}", 0))
-    bare = list(_uninitialised(module))
-    if bare:
-        lines = ", ".join(str(operation.line + 1) for operation in bare)
-        found.append(
-            ("uninitialised-reduction", len(bare), f"the reduction starts from whatever was there (line {lines})", 0)
-        )
-    programs = 1
-    for size in grid:
-        programs *= size
-    if programs > max_programs:
-        found.append(("programs", programs, f"{programs} programs, the chip launches {max_programs}", max_programs))
-    if scratchpad_bytes:
-        used = footprint(module)
-        if used > scratchpad_bytes:
-            message = f"about {used} bytes of tiles live at once, the unified buffer has room for {scratchpad_bytes}"
-            found.append(("unified-buffer", used, message, scratchpad_bytes))
-    return [Lint(name=n, function=function, value=v, message=m, limit=limit) for n, v, m, limit in found]
-
-
-_Found = tuple[LintName, int, str, int]
-
-
-def _gathers(module: Module, names: dict[str, str]) -> Iterator[_Found]:
-    """Loads and stores that became a loop: of one element, or of one row a step."""
-    total: dict[tuple[LintName, str, str], int] = {}
-    for operation in module.operations:
-        if operation.name not in _MEMORY_OF:
-            continue
-        around = [loop for loop in module.around(operation.line) if GATHER in loop.attributes]
-        if not around:
-            continue
-        copies = 1
-        for loop in around:
-            copies *= loop.trips or 1
-        what, place = _MEMORY_OF[operation.name]
-        memory = operation.reads[place]
-        source = _base(module, memory)
-        if not source.startswith("%arg"):
-            continue
-        single = operation.name in ("memref.load", "memref.store") or _elements(module, memory) == 1
-        key: tuple[LintName, str, str] = ("scalar-loop" if single else "row-loop", what, names.get(source, source))
-        total[key] = max(total.get(key, 0), copies)
-    for (name, what, source), copies in total.items():
-        each = "one element" if name == "scalar-loop" else "one row"
-        yield name, copies, f"a {what} of {source} is {copies} copies of {each}, one after another", 0
-
-
-def _whole_tiles(module: Module, names: dict[str, str]) -> Iterator[_Found]:
-    """Loads that read a whole tile, and select by the mask afterwards."""
-    found: dict[str, int] = {}
-    for select in module.operations:
-        if select.name != "arith.select" or len(select.reads) != 3:
-            continue
-        loaded = _loaded_whole(module, select.reads[1])
-        if loaded and _loaded_whole(module, select.reads[2]) is None:
-            found[loaded] = found.get(loaded, 0) + 1
-    for source, count in found.items():
-        name = names.get(source, source)
-        times = "once" if count == 1 else f"in {count} places"
-        yield "whole-tile-load", count, f"{name} is read whole and masked afterwards, {times}", 0
-
-
-def _masked_stores(module: Module, names: dict[str, str]) -> Iterator[_Found]:
-    """Masked stores that became load, select, store: they write back what other programs may have changed."""
-    found: dict[str, int] = {}
-    for store in module.operations:
-        if store.name != "bufferization.materialize_in_destination":
-            continue
-        value, into = module.made.get(store.reads[0]), _base(module, store.reads[-1])
-        if value is None or value.name != "arith.select" or len(value.reads) != 3:
-            continue
-        if any(_loaded_whole(module, source) == into for source in value.reads[1:]):
-            found[into] = found.get(into, 0) + 1
-    for source, count in found.items():
-        name = names.get(source, source)
-        yield "masked-store", count, f"a masked store to {name} reads the tile, and writes all of it back", 0
-
-
-def _uninitialised(module: Module) -> Iterator[Operation]:
-    """Yield the reductions whose accumulator is uninitialised."""
-    for operation in module.operations:
-        if operation.name != "linalg.reduce":
-            continue
-        for name in operation.reads[len(operation.reads) // 2 :]:  # as many accumulators as inputs, and after them
-            origin = module.made.get(name)
-            if origin is not None and origin.name in ("tensor.empty", "bufferization.alloc_tensor"):
-                yield operation
-                break
-
-
-def _loaded_whole(module: Module, value: str) -> str | None:
-    """Return the argument that a tile was copied from without a mask, or None."""
-    origin = module.made.get(value)
-    while origin is not None and origin.name in ("arith.extf", "arith.extsi", "arith.extui", "arith.trunci"):
-        origin = module.made.get(origin.reads[0])
-    if origin is not None and origin.name == "scf.for":
-        return _looped(module, origin)
-    if origin is None or origin.name != "bufferization.to_tensor":
-        return None
-    held = origin.reads[0]
-    for copy in module.operations:
-        if copy.name != "memref.copy" or _base(module, copy.reads[1]) != held:
-            continue
-        source = module.made.get(copy.reads[0])
-        # What the mask bounds is a subview of run-time size.
-        if source is not None and source.name == "memref.reinterpret_cast":
-            return _base(module, copy.reads[0])
-    return None
-
-
-def _looped(module: Module, operation: Operation) -> str | None:
-    """The argument whose elements a loop puts into the tile that it gives."""
-    loop = next(loop for loop in module.loops if loop.first == operation.line)
-    if GATHER not in loop.attributes:
-        return None
-    inside = (o for o in module.operations if loop.first < o.line < loop.last and o.name == "memref.load")
-    return next((_base(module, load.reads[0]) for load in inside), None)
-
-
-def _base(module: Module, value: str) -> str:
-    """The allocation that a view is of."""
-    origin = module.made.get(value)
-    while origin is not None and origin.name in ("memref.subview", "memref.reinterpret_cast", "memref.cast"):
-        value = origin.reads[0]
-        origin = module.made.get(value)
-    return value
-
-
-def _elements(module: Module, value: str) -> int:
-    origin = module.made.get(value)
-    found = origin.type_of_result() if origin is not None else None
-    count = 1
-    for size in found[0] if found else ():
-        count *= size if size > 0 else 2  # a size that is not known: at least not one element
-    return count
-
 
 TEXT = "linalg"  # the lowered text among a worker's facts
 
 
 class LinalgExecutor(Executor):
-    """Lowered launches, executed on this machine's CPU."""
-
     name = "lowered"
     level = "lowering-checked"
-    task = "portattn.backends.ascend.linalg.execute:compare"
-    code_task = "portattn.backends.ascend.linalg.execute:run_code"
+    task = "portattn.backends.ascend.linalg.executor:compare"
+    code_task = "portattn.backends.ascend.linalg.executor:run_code"
     asks = "text"
     lowers_to = "linalg"
 
     def lacks(self, target: Target) -> str:
-        return self.declines(target) or missing()
+        return self.declines(target) or missing_reason()
 
     def where(self, target: Target) -> str:
         return f"x86, as {target.toolchain} lowers it for {target.arch.name}"
@@ -380,7 +49,7 @@ class LinalgExecutor(Executor):
         return str(reply.facts.get(TEXT, ""))
 
     def analyze(self, reply: Reply, launch: KernelCall, target: Target) -> tuple[Facts, list[Lint]]:
-        """Facts and lints of one lowered launch; the reply's facts hold its text, the facts returned do not."""
+        """Return facts and lints of one lowered launch; the reply's facts hold its text, the returned ones do not."""
         facts = dict(reply.facts)
         text = str(facts.pop(TEXT, ""))
         names = tuple(signature(launch).types)
@@ -393,3 +62,284 @@ class LinalgExecutor(Executor):
             name = lint.name.replace("-", "_")
             facts[name] = int(facts.get(name, 0)) + lint.value
         return facts, found
+
+
+RUNTIME = Path(__file__).with_name("runtime.c")
+# Tensors become buffers, structured operations loops, and everything LLVM. What differs from triton-ascend's own list
+# for CPUs: bf16 is expanded in integers, mathematics goes to libm, and memory comes from runtime.c.
+PASSES = (
+    "--convert-elementwise-to-linalg",
+    "--eliminate-empty-tensors",
+    "--empty-tensor-to-alloc-tensor",
+    "--one-shot-bufferize=allow-return-allocs-from-loops=true",
+    "--convert-linalg-to-loops",
+    "--expand-strided-metadata",
+    "--lower-affine",
+    "--convert-scf-to-cf",
+    "--memref-expand",
+    "--arith-expand=include-bf16=true",
+    "--convert-math-to-llvm",
+    "--convert-math-to-libm",
+    "--finalize-memref-to-llvm=use-generic-functions=true",
+    "--convert-arith-to-llvm",
+    "--convert-cf-to-llvm",
+    "--convert-func-to-llvm",
+    "--lower-affine",  # lowering memrefs made more of both
+    "--convert-arith-to-llvm",
+    "--reconcile-unrealized-casts",
+)
+
+
+def build_runtime(programs: dict[str, str], folder: Path) -> Path:
+    made = folder / "runtime.so"
+    _run("cc", [programs["cc"], "-O2", "-fPIC", "-shared", str(RUNTIME), "-o", str(made), "-lm"])
+    return made
+
+
+def library(text: str, programs: dict[str, str], folder: Path) -> Path:
+    """Compile a lowered kernel to a shared library; raise LinalgError with the refusing program's message."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def at(suffix: str) -> str:
+        return str(folder / f"{digest}{suffix}")
+
+    Path(at(".mlir")).write_text(upstream(text))
+    _run("mlir-opt", [programs["mlir-opt"], at(".mlir"), *PASSES, "-o", at(".llvm.mlir")])
+    _run("mlir-translate", [programs["mlir-translate"], "--mlir-to-llvmir", at(".llvm.mlir"), "-o", at(".ll")])
+    # The code runs on the machine that makes it. llc contracts and reorders nothing unless told to.
+    native = ("-O2", "-mcpu=native", "-relocation-model=pic", "-filetype=obj")
+    _run("llc", [programs["llc"], *native, at(".ll"), "-o", at(".o")])
+    _run("cc", [programs["cc"], "-shared", at(".o"), "-o", at(".so"), "-lm"])
+    return Path(at(".so"))
+
+
+def _run(name: str, command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        died = f"died of signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        raise LinalgError(f"{name}: {died}\n{done.stderr.strip()[-4000:]}")
+
+
+MOST_FAULTS = 256  # as in runtime.c
+
+
+class Stray(msgspec.Struct, frozen=True):
+    """An access outside an argument's memory."""
+
+    argument: str
+    what: str  # "reads", "writes" or "touches"
+    offset: int  # bytes from the argument's first element
+    size: int  # bytes of the argument
+
+    def __str__(self) -> str:
+        if self.offset < 0:
+            return f"{self.what} {self.argument} {-self.offset} bytes before its start"
+        return f"{self.what} {self.argument} {self.offset - self.size} bytes after its end"
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = (("buffer", ctypes.c_int32), ("wrote", ctypes.c_int32), ("offset", ctypes.c_int64))
+
+
+_runtime: ctypes.CDLL | None = None
+
+
+def load_runtime(make: Callable[[], Path]) -> ctypes.CDLL:
+    """Load runtime.c's functions once a process and install its signal handler; `make` compiles the library."""
+    global _runtime
+    if _runtime is None:
+        loaded = ctypes.CDLL(str(make()), mode=ctypes.RTLD_GLOBAL)
+        loaded.guard_buffer.restype = ctypes.c_void_p
+        loaded.guard_buffer.argtypes = (ctypes.c_size_t,)
+        if loaded.guard_install():
+            raise LinalgError("the handler of stray accesses cannot be installed")
+        _runtime = loaded
+    return _runtime
+
+
+class GuardedBuffers:
+    def __init__(self, runtime: ctypes.CDLL) -> None:
+        self._runtime = runtime
+        self._held: list[tuple[str, int, torch.Tensor]] = []  # name, address, tensor
+
+    def add(self, name: str, tensor: torch.Tensor) -> int:
+        """Copy the storage that the tensor spans and return the copy's address. Raise LinalgError without memory."""
+        size = spans(tensor)
+        address = self._runtime.guard_buffer(size)
+        if not address:
+            raise LinalgError(f"no guarded memory for the {size} bytes of {name}")
+        ctypes.memmove(address, tensor.data_ptr(), size)
+        self._held.append((name, address, tensor))
+        return int(address)
+
+    def strays(self) -> list[Stray]:
+        """Return the stray accesses so far: per argument the nearest to its memory, reads and writes apart."""
+        faults = (_Fault * MOST_FAULTS)()
+        count = min(self._runtime.guard_faults(faults, MOST_FAULTS), MOST_FAULTS)
+        found: dict[tuple[str, str, bool], Stray] = {}
+        words = {1: "writes", 0: "reads", -1: "touches"}
+        for fault in faults[:count]:
+            name, _, tensor = self._held[fault.buffer]
+            stray = Stray(name, words[fault.wrote], fault.offset, spans(tensor))
+            key = (name, stray.what, fault.offset < 0)
+            if key not in found or abs(fault.offset) < abs(found[key].offset):
+                found[key] = stray
+        for index, (name, _, tensor) in enumerate(self._held):
+            if self._runtime.guard_broken(index):
+                found.setdefault((name, "writes", True), Stray(name, "writes", -1, spans(tensor)))
+        return list(found.values())
+
+    def changed(self) -> list[str]:
+        names = []
+        for name, address, tensor in self._held:
+            size = spans(tensor)
+            if ctypes.string_at(address, size) != ctypes.string_at(tensor.data_ptr(), size):
+                names.append(name)
+        return names
+
+    def give_back(self, names: tuple[str, ...]) -> None:
+        """Copy these arguments' memory back into their tensors."""
+        for name, address, tensor in self._held:
+            if name in names:
+                ctypes.memmove(tensor.data_ptr(), address, spans(tensor))
+
+
+@contextmanager
+def guard_buffers(runtime: ctypes.CDLL) -> Iterator[GuardedBuffers]:
+    try:
+        yield GuardedBuffers(runtime)
+    finally:
+        runtime.guard_release()
+
+
+# Types of a pointer's elements, as the text spells them.
+ELEMENT_OF = {
+    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i8", torch.int8: "i8",
+}  # fmt: skip
+NUMBER_OF = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+WORKSPACE = 1 << 16  # bytes for the lock and the workspace that the adapter adds; kernels without atomics use neither
+# Arguments that a kernel may write, by the names that all core kernels have for them.
+OUTPUTS = ("out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes")
+
+
+class LaunchReport(msgspec.Struct, frozen=True):
+    strays: tuple[Stray, ...]
+    wrote_inputs: tuple[str, ...]
+
+
+class Programs:
+    """Kernels made executable in this process, each text once."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[ctypes.CDLL, Any]] = {}
+
+    def launch(
+        self, text: str, grid: tuple[int, ...], arguments: dict[str, Any], outputs: tuple[str, ...] = OUTPUTS
+    ) -> LaunchReport:
+        """Run every program of a launch; `arguments`: run-time ones in the kernel's order. Raises LinalgError."""
+        kernel = kernel_of(text)
+        if text not in self._loaded:
+            self._loaded[text] = _load(text, kernel.name)
+        runtime, function = self._loaded[text]
+        if len(kernel.arguments) != len(arguments):
+            given = f"{len(arguments)} of {', '.join(arguments)}"
+            raise LinalgError(f"{kernel.name} takes {len(kernel.arguments)} arguments, not the {given}")
+        own = ctypes.create_string_buffer(WORKSPACE)
+        sizes = (*grid, 1, 1)[:3]
+        with guard_buffers(runtime) as buffers:
+            passed: list[Any] = [*_memref(ctypes.addressof(own), WORKSPACE) * OWN_BUFFERS]
+            for (name, value), kind in zip(arguments.items(), kernel.arguments, strict=True):
+                _check(kernel.name, name, value, kind)
+                if isinstance(value, torch.Tensor):
+                    passed += _memref(buffers.add(name, value), value.numel())
+                else:
+                    passed.append(NUMBER_OF[kind.kind](value))
+            passed += [ctypes.c_int32(size) for size in sizes]
+            for place in itertools.product(*map(range, sizes)):
+                runtime.scratch_reset()
+                function(*passed, *(ctypes.c_int32(i) for i in place))
+            wrote = tuple(name for name in buffers.changed() if name not in outputs)
+            buffers.give_back(outputs)
+            return LaunchReport(tuple(buffers.strays()), wrote)
+
+
+def _load(text: str, name: str) -> tuple[ctypes.CDLL, Any]:
+    """Return the runtime's library and a kernel's function. Their files are deleted: the code may end this process."""
+    programs = need()
+    with tempfile.TemporaryDirectory(prefix="portattn-linalg-") as made:
+        runtime = load_runtime(lambda: build_runtime(programs, Path(made)))
+        path = library(text, programs, Path(made))
+        try:
+            return runtime, getattr(ctypes.CDLL(str(path)), name)
+        except (OSError, AttributeError) as error:
+            raise LinalgError(f"{name}: the compiled code cannot be loaded: {error}") from None
+
+
+def _memref(address: int, elements: int) -> list[Any]:
+    """Return a one-dimensional memref's descriptor: allocated and aligned pointer, offset, size, stride."""
+    pointer = ctypes.c_void_p(address)
+    return [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(elements), ctypes.c_int64(1)]
+
+
+def _check(kernel: str, name: str, value: Any, kind: Argument) -> None:
+    if isinstance(value, torch.Tensor):
+        given = ELEMENT_OF.get(value.dtype, str(value.dtype))
+        fits = kind.pointer and kind.kind == given
+    else:
+        given = "f32" if isinstance(value, float) else "i32"
+        fits = not kind.pointer and (kind.kind == given or (given == "i32" and kind.kind == "i64"))
+    if not fits:
+        wants = f"a pointer to {kind.kind}" if kind.pointer else kind.kind
+        raise LinalgError(f"{kernel}: {name} is {given}, and the lowered kernel takes {wants} there")
+    if not kind.pointer and kind.kind not in NUMBER_OF:
+        raise LinalgError(f"{kernel}: {name} has the type {kind.kind}, which no core kernel has")
+
+
+_programs: Programs | None = None
+
+
+def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """Execute lowered `texts`: verdict.judge's facts, and `strays`. Outputs start as NaN. Raises LinalgError."""
+    global _programs
+    _programs = _programs or Programs()
+    target = Registry.load().target(request["target"])
+    with nan_filled_memory(), torch.no_grad():
+        plan, call = plan_of(request, target), call_of(request)
+        launches, out, lse = kernel_calls(plan, call, target.arch.cores)
+        found: list[str] = []
+        if has_rows(plan):
+            for launch, text in zip(launches, request["texts"], strict=True):
+                enter(f"execute {launch.function}")
+                seen = _programs.launch(text, launch.grid, arguments_of(launch), outputs_of(call))
+                found += complaints(launch.function, seen)
+    enter("judge")
+    return {"facts": judge(call, out, lse) | {"strays": "; ".join(found)}}
+
+
+def arguments_of(launch: KernelCall) -> dict[str, Any]:
+    """Return the run-time arguments that the compiled kernel still takes."""
+    taken = signature(launch).types
+    return {name: value for name, value in launch.arguments.items() if name in taken}
+
+
+def outputs_of(call: Call) -> tuple[str, ...]:
+    """Return the arguments that kernels may write to: an operation that fills a cache writes it and its scales."""
+    if not call.problem.writes:
+        return OUTPUTS
+    return ("k", "v", "k_scale", "v_scale") if call.problem.kv_scales == "token" else ("k", "v")
+
+
+def complaints(function: str, seen: LaunchReport) -> list[str]:
+    """Describe a launch's accesses to memory that is not its own, a sentence each."""
+    inputs = [f"{function} writes its input {name}" for name in seen.wrote_inputs]
+    return [*(f"{function} {stray}" for stray in seen.strays), *inputs]
+
+
+def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Execute a probe's kernel (testing/execute_code.py)."""
+    lacking = missing_reason()
+    if lacking:
+        return {"missing": lacking}
+    seen = Programs().launch(request["texts"]["linalg"], tuple(request["grid"]), arguments, tuple(request["outputs"]))
+    return {"strays": [*map(str, seen.strays), *(f"writes its input {name}" for name in seen.wrote_inputs)]}

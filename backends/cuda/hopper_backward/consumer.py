@@ -3,7 +3,7 @@
     S = K Qᵀ    P = exp(S - LSE)    dV += P dO    dP = V dOᵀ    dS = P (dP - delta)    dK += dS Q    dQ = dSᵀ K
 
 Scores are transposed, so that P and dS are operands of dV and dK as they lie in registers. The order of the statements
-of a step is its schedule; which one is best depends on the width (variant.SCHEDULES).
+of a step is its schedule; which one is best depends on the width (variant.BackwardSchedule).
 """
 
 from triton.experimental import gluon
@@ -11,17 +11,62 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.hopper_backward.form import BackwardState
-from portattn.backends.cuda.hopper_backward.memory import clear_rows_outside, rows_stored
-from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, query_tiles, work_of
-from portattn.backends.cuda.hopper_backward.warpgroup_ping_pong import block_number
+from portattn.backends.cuda.gluon_names import arrive, store, sync
+from portattn.backends.cuda.hopper_backward.tile_scheduler import (
+    BackwardState,
+    block_number,
+    first_seen,
+    query_tiles,
+    work_of,
+)
 from portattn.backends.cuda.hopper_forward.fragments import following
-from portattn.backends.cuda.hopper_forward.work import last_seen, position_of
-from portattn.backends.cuda.named_barriers import arrive, sync
+from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, last_seen
+
+
+@gluon.jit
+def rows_stored(place, desc, pointer, stride_h, stride_s, slot, head, first, rows, ROWS: gl.constexpr,
+                DIM: gl.constexpr, VARYING: gl.constexpr):  # fmt: skip
+    """Store rows of shared memory to global memory, with 8 warps.
+
+    The last rows of a packed sequence are stored through pointers, so that the next sequence's rows keep their values.
+
+    place    [1, 1, ROWS, DIM], written and fenced
+    pointer  the tensor of `desc`, with its strides in steps of 8 elements
+    rows     rows that are left in the sequence
+    """
+    if VARYING != "packed" or rows >= ROWS:
+        store(desc, [slot, head, first, 0], place)
+        tma.store_wait(0)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])
+        flat = place.reshape([ROWS, DIM])
+        # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
+        start = pointer + (first.to(gl.int64) * stride_s + head.to(gl.int64) * stride_h) * 8
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        column = gl.arange(0, 16, gl.SliceLayout(0, layout))
+        offsets = gl.expand_dims(row * stride_s * 8, 1) + gl.expand_dims(column, 0)
+        inside = gl.expand_dims(row < rows, 1)
+        for j in gl.static_range(DIM // 16):
+            there = inside & gl.expand_dims(column // 8 < desc.shape[3] // 8 - j * 2, 0)
+            gl.store(start + (offsets + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
+
+
+@gluon.jit
+def clear_rows_outside(place, first, end, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """Clear the rows of shared memory before `first` and from `end` on, by 8 warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    flat = place.reshape([ROWS, DIM])
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    there = (row >= first) & (row < end)
+    for j in gl.static_range(DIM // 64):  # few registers at a time: accumulators have most of them
+        part = flat.slice(j * 64, 64, dim=1)
+        part.store(gl.where(there, part.load(layout), 0.0).to(place.dtype))
+
 
 # Named barriers: all of the consumer; a tile of dQ lies in shared memory; that memory may be written again; buffer b of
 # Q, and of dO, may be loaded again.
@@ -36,7 +81,7 @@ PARTY: gl.constexpr = gl.constexpr(THREADS.value + 32)  # they, and the producer
 
 @gluon.jit
 def _scores(slot, shared, form):
-    """S of a tile, begun."""
+    """Begin S of a tile."""
     k = shared.k.reshape([form.KEYS, form.DIM])
     q = shared.q.index(slot).reshape([form.ROWS, form.DIM]).permute((1, 0))
     zeros = gl.zeros([form.KEYS, form.ROWS], gl.float32, form.SCORES)
@@ -45,7 +90,7 @@ def _scores(slot, shared, form):
 
 @gluon.jit
 def _dp(slot, shared, form):
-    """dP of a tile, begun."""
+    """Begin dP of a tile."""
     v = shared.v.reshape([form.KEYS, form.DIM])
     do = shared.do.index(slot).reshape([form.ROWS, form.DIM]).permute((1, 0))
     zeros = gl.zeros([form.KEYS, form.ROWS], gl.float32, form.SCORES)
@@ -54,7 +99,7 @@ def _dp(slot, shared, form):
 
 @gluon.jit
 def _dq(shared, form):
-    """dQ of the tile whose dS lies in shared memory, begun."""
+    """Begin dQ of the tile whose dS lies in shared memory."""
     k = shared.k.reshape([form.KEYS, form.DIM])
     zeros = gl.zeros([form.ROWS, form.DIM], gl.float32, form.QUERIES)
     return warpgroup_mma(shared.ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
@@ -62,23 +107,14 @@ def _dq(shared, form):
 
 @gluon.jit
 def _masked(p, m, work, sizes, form):
-    """P of a tile in which some row does not see all of the keys."""
+    """Return P of a tile in which some row does not see all of the keys."""
     keys = gl.expand_dims(work.start + gl.arange(0, form.KEYS, gl.SliceLayout(1, form.SCORES)), 1)
     rows = gl.expand_dims(m * form.ROWS + gl.arange(0, form.ROWS, gl.SliceLayout(0, form.SCORES)), 0)
-    position = position_of(work, form)
-    keep = keys >= 0
-    if form.RAGGED or form.UNSEEN:
-        keep = keys < last_seen(work, sizes, form)
-    if form.RIGHT:
-        keep = keep & (keys <= rows + (position + sizes.right))
-    if form.LEFT:
-        keep = keep & (keys >= rows + (position - sizes.left))
-    return gl.where(keep, p, 0.0)
+    return gl.where(attention_mask(keys, rows, work, sizes, form), p, 0.0)
 
 
 @gluon.jit
 def _weights(s, slot, m, tiles, work, scale, sizes, shared, form):
-    """P of a tile."""
     p = gl.exp2(s * scale - shared.statistics.index(slot).slice(0, 1).load(form.SCORES))
     if form.MASKED:
         # A branch, not a loop of its own for masked tiles: accumulators that go from loop to loop are spilled.
@@ -93,7 +129,7 @@ def _weights(s, slot, m, tiles, work, scale, sizes, shared, form):
 @gluon.jit
 def put(dq, shared, form):
     """A tile of dQ into shared memory, for the writer: a lane's registers side by side, lanes side by side, so that
-    banks do not conflict. kernels of rows.py undo the order."""
+    banks do not conflict. auxiliary_kernels.query_gradients undoes the order."""
     columns: gl.constexpr = form.DIM // 16
     x = gl.permute(gl.reshape(dq, [4, 2, 8, 2, columns, 4, 2]), (4, 0, 3, 2, 5, 1, 6))
     sync(DQ_FREE, PARTY)
@@ -104,7 +140,7 @@ def put(dq, shared, form):
 
 @gluon.jit
 def _plain(state, m, more, tiles, work, scale, sizes, shared, form):
-    """One tile after the other, with dQ before dK."""
+    """Process one tile after the other, with dQ before dK."""
     dtype: gl.constexpr = shared.k.dtype
     slot = state.slot
     mbarrier.wait(shared.q_full.index(slot), state.phase)
@@ -210,7 +246,7 @@ def _step(state, m, more, tiles, work, scale, sizes, shared, form):
 
 @gluon.jit
 def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form):
-    """Eight warps."""
+    """Compute dK, dV and dQ's tiles, by eight warps."""
     dtype: gl.constexpr = shared.k.dtype
     for j in gl.static_range(form.STAGES):  # every buffer starts free
         arrive(Q_FREE + j, PARTY)

@@ -7,9 +7,9 @@ A block per tile of keys and key head, for all query heads of the head's group:
     writer     one warp, or two in turns: adds tiles of dQ to float32 sums in memory, by TMA's reduction
 
 The sums' order is not the same every time, so that dQ is not repeatable bit by bit. Where that is asked for, blocks add
-to a tile of dQ in turns, by two writers (warpgroup_ping_pong.py). With 256 columns additions would be bound by the L2
-(some 2 TB/s on an H200); there, and where blocks would wait too long for their turn (order.py), dQ has a kernel of its
-own (queries.py), for two products more. rows.py has the kernels before and after.
+to a tile of dQ in turns, by two writers (tile_scheduler.py). With 256 columns additions would be bound by the L2
+(some 2 TB/s on an H200); there, and where blocks would wait too long for their turn (in_turns), dQ has a kernel of its
+own (queries.py), for two products more. ../auxiliary_kernels.py has the kernels before and after.
 
 Rows that do not count may be NaN, and 0·NaN is NaN. K and V are cleared in shared memory where no query sees them.
 Tiles of Q and dO with rows that attend nothing, or that are behind a sequence's last, are brought from copies that the
@@ -22,33 +22,31 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from portattn.backends.cuda.gluon_names import load, reduce_add
+from portattn.backends.cuda.gluon_names import arrive, load, reduce_add, sync
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
-from portattn.backends.cuda.hopper_backward.form import BackwardForm, BackwardSharedMemory, BackwardSizes
 from portattn.backends.cuda.hopper_backward.tile_scheduler import (
-    attending,
-    member_of,
-    place_of,
-    query_tiles,
-    tile_at,
-    work_of,
-)
-from portattn.backends.cuda.hopper_backward.warpgroup_ping_pong import (
     TO_FIRST,
     TO_SECOND,
     WRITERS,
+    BackwardForm,
+    BackwardSharedMemory,
+    BackwardSizes,
+    attending,
     block_number,
     draw,
     earlier_end,
+    member_of,
     pass_turn,
+    place_of,
+    query_tiles,
+    tile_at,
     wait_for,
+    work_of,
 )
-from portattn.backends.cuda.named_barriers import arrive, sync
 
 
 @gluon.jit
 def _rows_loaded(desc, edge_desc, work, head, m, barrier, place, sizes, form):
-    """A tile of query rows, on its way."""
     row = m * form.ROWS
     if form.EDGES:
         first, end = attending(work, sizes, form)
@@ -64,7 +62,7 @@ def _rows_loaded(desc, edge_desc, work, head, m, barrier, place, sizes, form):
 
 @gluon.jit
 def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form):
-    """One warp."""
+    """Load keys, values and query tiles, by one warp."""
     work = work_of(block_number(shared, form, 1), sizes, form, form.KEYS, True, 1)
     tiles = query_tiles(work, sizes, form)
     count = tiles.end - tiles.begin
@@ -100,7 +98,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
 
 @gluon.jit
 def _write(dq_desc, sizes, shared, form):
-    """One warp. The order of tiles is the producer's; a late consumer puts a tile of zeros first."""
+    """Add dQ's tiles to memory, by one warp. Tiles come in the producer's order; a late consumer puts zeros first."""
     if form.MESSAGES:
         rows: gl.constexpr = form.DIM // 4 // form.MESSAGES
         work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 1)
@@ -127,7 +125,7 @@ def _write(dq_desc, sizes, shared, form):
 @gluon.jit
 def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
     """One warp of two, which write tiles in turns: one waits until its additions are complete while the other adds.
-    This function does the steps of warpgroup_ping_pong.py. A late consumer's first tile, of zeros, is not added."""
+    This function does the steps of tile_scheduler.py. A late consumer's first tile, of zeros, is not added."""
     rows: gl.constexpr = form.DIM // 4 // form.MESSAGES
     mine: gl.constexpr = TO_SECOND if second else TO_FIRST
     other: gl.constexpr = TO_FIRST if second else TO_SECOND
@@ -189,7 +187,7 @@ def scheduled_backward(
 
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc  (B, H, S, D) by blocks of ROWS, ROWS, KEYS, … rows and DIM
           columns; packed tensors are one batch
-    edge_q_desc, edge_do_desc  (2·B, Hq, ROWS, D): tiles with rows that do not count (rows.py); None without EDGES
+    edge_q_desc, edge_do_desc  (2·B, Hq, ROWS, D): tiles with rows that do not count; None without EDGES
     statistics_desc  (2·tiles, ROWS) float32 by blocks of 2: of each query tile LSE in powers of 2, and delta
     dq_desc   (tiles·DIM/4, 256) float32: sums of dQ, to be added to; None where MESSAGES is 0
     turns     (1 + tiles,) int32, all 0: the next block's number, and of each tile of dQ whose turn it is; None without

@@ -18,14 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.gluon_names import aggregate, load
-from portattn.backends.cuda.hopper_backward.form import BackwardSizes
-from portattn.backends.cuda.hopper_backward.memory import clear_rows_outside, rows_stored
-from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, work_of
+from portattn.backends.cuda.gluon_names import aggregate, arrive, load, sync
+from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
+from portattn.backends.cuda.hopper_backward.consumer import clear_rows_outside, rows_stored
+from portattn.backends.cuda.hopper_backward.tile_scheduler import BackwardSizes, first_seen, work_of
 from portattn.backends.cuda.hopper_forward.fragments import following
-from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of
-from portattn.backends.cuda.named_barriers import arrive, sync
-from portattn.backends.cuda.sizes import STATISTICS_ROWS
+from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, key_tiles, last_seen
 
 # Named barriers: all of the consumer; buffer b of K, and of V, may be loaded again.
 TOGETHER: gl.constexpr = gl.constexpr(5)
@@ -38,7 +36,7 @@ _STATISTICS: gl.constexpr = gl.constexpr(STATISTICS_ROWS)
 
 @aggregate
 class QueriesForm:
-    """What is compiled in; form.BackwardForm says what the names mean. K_STAGES and V_STAGES are buffers."""
+    """Constants of a compiled kernel, named as in BackwardForm. K_STAGES and V_STAGES count buffers."""
 
     ROWS: gl.constexpr
     KEYS: gl.constexpr
@@ -74,8 +72,6 @@ class QueriesForm:
 
 @aggregate
 class QueriesSharedMemory:
-    """What lies in shared memory."""
-
     q: gl.shared_memory_descriptor  # [1, 1, ROWS, DIM]; in the end dQ
     do: gl.shared_memory_descriptor  # [1, 1, ROWS, DIM]
     k: gl.shared_memory_descriptor  # [K_STAGES][1, 1, KEYS, DIM]
@@ -92,8 +88,6 @@ class QueriesSharedMemory:
 
 @aggregate
 class QueriesState:
-    """Between two steps of a loop over key tiles."""
-
     s: gl.tensor  # the tile's scores, complete
     dq: gl.tensor  # [ROWS, DIM] float32
     k_slot: gl.tensor
@@ -109,7 +103,7 @@ class QueriesState:
 
 @gluon.jit
 def _produce(q_desc, do_desc, k_desc, v_desc, sizes, shared, form):
-    """One warp."""
+    """Load query rows and key tiles, by one warp."""
     work = work_of(gl.program_id(0), sizes, form, form.ROWS, False, 1)
     begin, _clean, _unclean, end = key_tiles(work.start, form.ROWS, work, sizes, form)
     at, kv_head = work.q_first + work.start, work.head // sizes.share
@@ -143,7 +137,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, sizes, shared, form):
 
 @gluon.jit
 def _scores(slot, shared, form):
-    """S of a tile, begun."""
+    """Begin S of a tile."""
     q = shared.q.reshape([form.ROWS, form.DIM])
     k = shared.k.index(slot).reshape([form.KEYS, form.DIM]).permute((1, 0))
     zeros = gl.zeros([form.ROWS, form.KEYS], gl.float32, form.SCORES)
@@ -152,23 +146,15 @@ def _scores(slot, shared, form):
 
 @gluon.jit
 def _masked(ds, n, work, sizes, form):
-    """dS of a tile that some row does not see whole. P and dP may both be NaN there."""
+    """Return dS of a tile that some row does not see whole. P and dP may both be NaN there."""
     keys = gl.expand_dims(n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES)), 0)
     rows = gl.expand_dims(work.start + gl.arange(0, form.ROWS, gl.SliceLayout(1, form.SCORES)), 1)
-    position = position_of(work, form)
-    keep = keys >= 0
-    if form.RAGGED or form.UNSEEN:
-        keep = keys < last_seen(work, sizes, form)
-    if form.RIGHT:
-        keep = keep & (keys <= rows + (position + sizes.right))
-    if form.LEFT:
-        keep = keep & (keys >= rows + (position - sizes.left))
-    return gl.where(keep, ds, 0.0)
+    return gl.where(attention_mask(keys, rows, work, sizes, form), ds, 0.0)
 
 
 @gluon.jit
 def _step(state, n, more, clean, unclean, work, sizes, lse, delta, scale, shared, form):
-    """dQ += dS K of a tile, and the next tile's scores."""
+    """Add dS K of a tile to dQ, and begin the next tile's scores."""
     dtype: gl.constexpr = shared.k.dtype
     mbarrier.wait(shared.v_full.index(state.v_slot), state.v_phase)
     do = shared.do.reshape([form.ROWS, form.DIM])
@@ -196,7 +182,7 @@ def _step(state, n, more, clean, unclean, work, sizes, lse, delta, scale, shared
 
 @gluon.jit
 def _statistics(statistics, work, sizes, form):
-    """LSE in powers of 2, and delta, of the block's rows."""
+    """Load LSE in powers of 2, and delta, of the block's rows."""
     rows = work.start + gl.arange(0, form.ROWS, gl.SliceLayout(1, form.SCORES))
     tile = (work.slot * sizes.heads + work.head) * sizes.query_tiles + work.tile
     at = tile.to(gl.int64) * (2 * _STATISTICS) + (rows // _STATISTICS * (2 * _STATISTICS) + rows % _STATISTICS)
@@ -207,7 +193,7 @@ def _statistics(statistics, work, sizes, form):
 
 @gluon.jit
 def _consume(dq_desc, out, stride_h, stride_s, statistics, scale, factor, sizes, shared, form):
-    """Eight warps."""
+    """Compute dQ of the block's rows, by eight warps."""
     dtype: gl.constexpr = shared.k.dtype
     for j in gl.static_range(form.K_STAGES):  # every buffer starts free
         arrive(K_FREE + j, PARTY)

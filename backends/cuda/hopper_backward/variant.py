@@ -1,35 +1,157 @@
-"""The explicitly scheduled backward for Hopper as a path: what it takes, and how it is launched."""
+"""The explicitly scheduled backward for Hopper as a path: problems, schedules (repeatable ones derived), launches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from portattn.backends.cuda.canaries import BACKWARD
-from portattn.backends.cuda.copies import with_copies
-from portattn.backends.cuda.counters import multiprocessors
-from portattn.backends.cuda.descriptors import flat, make_descriptor
-from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
-from portattn.backends.cuda.hopper_backward.order import arch, limited_right, slots, tiles_of, together
-from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, BackwardSchedule, choice, width
-from portattn.backends.cuda.sizes import STATISTICS_ROWS
+from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
+from portattn.backends.cuda.launch_parts import flat, make_descriptor, multiprocessors, with_copies
+from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign
 from portattn.planning.backend import Variant
-from portattn.planning.kernel_specs import heads_together
+from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.symbolic_int import most
+from portattn.schema.symbolic_int import least, most
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
-    from portattn.schema.target import Target
+    from portattn.schema.target import Arch, Target
     from portattn.schema.toolchain import Toolchain
+
+MOST_TOGETHER = 32  # heads that are worked on side by side
+FEW = 8  # blocks a multiprocessor
+# The same in turns under a causal mask: fewer heads have more blocks at work at a time, and the later ones, which have
+# little to do, wait for each other (H200, S = 16,384: 1.06 of the time in any order by 2 heads, 1.03 by 8).
+LEAST_IN_TURNS = 8
+# Under a causal mask no fewer heads are worked on at a time than have a block for each multiprocessor, and than these.
+FEWEST = 4
+# In turns, blocks of a head that start together follow each other at a distance of some tiles. A launch may wait so for
+# at most this part of its time; else a kernel of its own for dQ is faster.
+LAG = 2
+PART = 3
+
+
+def arch() -> Arch:
+    from portattn.planning.registry import Registry  # which imports the backends
+
+    return Registry.load().arch("cuda:sm_90")
+
+
+def slots(p: Problem) -> int:
+    return 1 if p.packed else p.batch
+
+
+def tiles_of(rows: int, total: int | None, p: Problem, size: int) -> int:
+    """Return a head's tiles of so many rows; for packed rows the numbers that look sequences up (tile_scheduler.py)."""
+    return ceil_div(rows, size) if total is None else total // size + p.batch + 1
+
+
+def limited_right(p: Problem) -> bool:
+    """Return whether queries do not see all keys after their own position."""
+    return p.causal != "none" or p.window_right != UNLIMITED
+
+
+def together(p: Problem, tiles: int, cores: int, turns: bool = False) -> int:
+    """Return the number of key heads whose blocks run side by side, the longest first.
+
+    Few or causal blocks: about as many heads as keep the chip busy; else as many as have their queries and the queries'
+    gradients in the cache's share. Causal times of four heads of 4,096 keys at a time, over all side by side: 0.82
+    with 32/8 heads (4 sequences), 0.91 with 16/4, 0.95 with 16/16 (one sequence); eight of 2,048 keys 0.96, four 1.25
+    (H200, bf16, D = 128)."""
+    heads = p.heads_k * slots(p)
+    if tiles * heads < FEW * cores:
+        causal = limited_right(p) and p.window_left == UNLIMITED
+        return least(most(cores // most(tiles, 1), FEWEST), heads) if causal and not turns else heads
+    of_head = 2 * _rows(p) * (p.head_dim + p.head_dim_v) * p.group
+    fewest = LEAST_IN_TURNS if turns and limited_right(p) else 1
+    return least(most(least(arch().cache_share // most(of_head, 1), MOST_TOGETHER), fewest), heads)
+
+
+def in_turns(p: Problem, keys: int) -> bool:
+    """Return whether blocks of so many keys should add to dQ in turns: a launch's wait against its work."""
+    cores, causal = arch().cores, limited_right(p) and p.window_left == UNLIMITED
+    tiles = tiles_of(p.seq_k, p.total_k, p, keys)
+    blocks = tiles * p.heads_k * slots(p)
+    if causal and blocks <= cores and p.seq_q >= p.seq_k:
+        return True  # all run at once, and each has less to do than the one that it waits for
+    beside = most(together(p, tiles, cores, turns=True), 1)
+    following, seen = least(ceil_div(p.seq_k, keys), ceil_div(cores, beside)), _rows(p)
+    if p.window_left != UNLIMITED:  # so many blocks see a tile; so many rows see a block
+        following = least(following, ceil_div(p.window_left, keys) + 2)
+        seen = least(seen, p.window_left + keys)
+    of_block = ceil_div(seen, STATISTICS_ROWS) * p.group
+    if causal:
+        of_block = ceil_div(of_block, 2)
+    work = most(of_block, blocks * of_block // cores)
+    # Where blocks are not a multiple of the multiprocessors, it waits while others would have nothing to do.
+    idle = 0 if causal else ceil_div(blocks, cores) * of_block - work
+    return bool(PART * (LAG * following - idle) <= work)
+
+
+def _rows(p: Problem) -> int:
+    """Return the mean number of query rows of a sequence."""
+    return p.seq_q if p.total_q is None else ceil_div(p.total_q, most(p.batch, 1))
+
+
+WIDTHS = (64, 128, 256)  # head dimensions that the kernels have; others are padded by what TMA reads as zeros
+
+
+class BackwardSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of tile_scheduler.BackwardForm; with `messages` = 0 another kernel computes dQ. Raises ValueError."""
+
+    keys: int
+    stages: int
+    messages: int
+    late: bool = False
+    stagger: int = 0
+    turns: bool = False
+
+    def __post_init__(self) -> None:
+        if self.late and not self.messages:
+            raise ValueError("late is about dQ that is added: messages must not be 0")
+        if self.messages and self.keys != 128:
+            raise ValueError("dQ is added by blocks of 128 keys")
+        if self.turns and (not self.messages or self.stagger):
+            raise ValueError("turns are about dQ that is added: messages must not be 0, and stagger must be")
+
+
+class TimedBackwardSchedule(NamedTuple):
+    schedule: BackwardSchedule
+    timed_with: str
+
+
+# Of the kernel of dQ: keys of a tile, buffers of K, buffers of V. With 128 columns a second buffer of V made it 1.10
+# to 1.12 times as long (H200, bf16, Triton 3.6.0, B·S = 16k, H·D = 2,048: full 1,233 µs for 1,108, causal 660 for 601
+# at S = 4,096; causal 2,447 for 2,199 at 16,384).
+QUERIES = {64: (128, 2, 2), 128: (128, 2, 1), 256: (64, 2, 1)}
+
+
+def width(head_dim: int) -> int:
+    return next((w for w in WIDTHS if w >= head_dim), head_dim)
+
+
+def choice(problem: Problem, toolchain: Toolchain) -> TimedBackwardSchedule:
+    """Return a problem's schedule, for heads up to the widest of WIDTHS. Raises LookupError without an entry."""
+    found = find_schedule("gluon_backward", problem, toolchain)
+    if found is None:
+        raise LookupError(f"gluon_backward has no schedule for {problem}: backends/cuda/tuning/sm_90.toml")
+    schedule, timed_with = msgspec.convert(found[0], BackwardSchedule), found[1]
+    if problem.deterministic and schedule.messages:
+        # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel.
+        if in_turns(problem, schedule.keys):
+            return TimedBackwardSchedule(msgspec.structs.replace(schedule, stagger=0, turns=True), "")
+        return TimedBackwardSchedule(BackwardSchedule(keys=schedule.keys, stages=2, messages=0), "")
+    return TimedBackwardSchedule(schedule, timed_with)
+
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
@@ -41,10 +163,7 @@ ROW_WARPS = {64: 4, 128: 8, 256: 8}
 
 
 class BackwardVariant(Variant):
-    """Gradients of attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16.
-
-    toolchain  the compiler whose schedules it takes
-    """
+    """Gradients of attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16."""
 
     name = "gluon_backward"
     ops = ("attention_backward", "varlen_attention_backward")
@@ -74,11 +193,9 @@ class BackwardVariant(Variant):
         self.toolchain = toolchain
 
     def for_toolchain(self, toolchain: Toolchain) -> BackwardVariant:
-        """The same kernels with that compiler's schedules."""
         return self if toolchain == self.toolchain else type(self)(toolchain)
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        """Why the kernels cannot run the problem, or are not for it; None when they run."""
         p, found = problem, target.toolchain
         asked = [name for name in p.demands() if name not in self.takes]
         empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
@@ -103,24 +220,21 @@ class BackwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
-        """What runs calls like this one: given q, k, v, forward_out, forward_lse, grad_out, grad_lse, lengths, and
-        grad_q, grad_k, grad_v and `out` (delta) to fill."""
+        """Return a function that runs calls like this one, given the tensors by name; it fills `out` with delta."""
         return launcher(call, choice(call.problem, self.toolchain).schedule)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
-        """The schedule, and the width that heads are padded to."""
+        """Return the schedule, and the width that heads are padded to."""
         return {"width": width(problem.head_dim), **msgspec.structs.asdict(choice(problem, self.toolchain).schedule)}
 
     def timed_with(self, problem: Problem) -> str:
-        """What the tuning data says of the schedule; nobody timed repeatable dQ of narrow heads."""
+        """Return the tuning data's compiler of the schedule; repeatable dQ of narrow heads was never timed."""
         return choice(problem, self.toolchain).timed_with
 
     def described(self, call: Call) -> StepLauncher:
-        """The launches of calls like this one."""
         return steps_of(call, choice(call.problem, self.toolchain).schedule)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's tensors, and the results', as a Call has them."""
         seen = dict(tensors)
         for name in ("q", "k", "v", "forward_out", "grad_out", "grad_q", "grad_k", "grad_v"):
             if problem.packed:
@@ -134,18 +248,16 @@ class BackwardVariant(Variant):
 
 
 def launcher(call: Call, schedule: BackwardSchedule) -> Callable[[Mapping[str, Any]], None]:
-    """What runs calls like this one with a schedule."""
     steps = steps_of(call, schedule)
     return steps if call.scale == 0.0 else with_copies(steps, call, ("q", "k", "v", "grad_out"), ())
 
 
 def steps_of(call: Call, schedule: BackwardSchedule) -> StepLauncher:
-    """The launches of calls like this one with a schedule."""
     return _BackwardLauncher(call, schedule)
 
 
 def _edges(p: Problem) -> bool:
-    """Whether rows that count and rows that do not may share a tile of queries, other than behind the tensor's end."""
+    """Return whether valid and invalid rows may share a tile of queries, except behind the tensor's end."""
     if p.packed or p.seqlens_q:
         return True
     right = 0 if p.causal != "none" else p.window_right
@@ -155,7 +267,7 @@ def _edges(p: Problem) -> bool:
 
 
 class _BackwardLauncher(StepLauncher):
-    """Statistics of the rows; dK, dV and sums of dQ; dQ from its sums, or by a kernel of its own."""
+    """Launches of row statistics; of dK, dV and sums of dQ; of dQ from its sums, or by a kernel of its own."""
 
     def __init__(self, call: Call, schedule: BackwardSchedule) -> None:
         import torch
@@ -185,12 +297,11 @@ class _BackwardLauncher(StepLauncher):
         return [self._statistics(tensors), self._keys(tensors), last]
 
     def _lengths(self) -> dict[str, str]:
-        """Arguments and their roles."""
         kind = "cu_seqlens" if self._problem.packed else "seqlens"
         return {"lengths_q": f"{kind}_q", "lengths_k": f"{kind}_k"}
 
     def _statistics(self, tensors: Mapping[str, Any]) -> Step:
-        from portattn.backends.cuda.hopper_backward.rows import row_statistics
+        from portattn.backends.cuda.auxiliary_kernels import row_statistics
         from portattn.launch.arguments import outer_strides
 
         p, dim = self._problem, self._dim
@@ -261,7 +372,7 @@ class _BackwardLauncher(StepLauncher):
         return Step(scheduled_queries, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS, **FUSED}, roles)
 
     def _gradients(self, tensors: Mapping[str, Any]) -> Step:
-        from portattn.backends.cuda.hopper_backward.rows import query_gradients
+        from portattn.backends.cuda.auxiliary_kernels import query_gradients
         from portattn.launch.arguments import outer_strides
 
         p, dim = self._problem, self._dim
@@ -298,5 +409,5 @@ def _steps_of_8(name: str, x: Any) -> dict[str, int]:
 
 
 def _maybe(x: Any, rows: int, dim: int) -> Any:
-    """A tensor's descriptor by blocks of so many rows; itself where rows is 0, and None where it is absent."""
+    """Return a tensor's descriptor by blocks of so many rows, or itself if rows is 0; None if it is absent."""
     return make_descriptor(x, rows, dim) if x is not None and rows else x

@@ -1,4 +1,14 @@
-"""Small pieces of the Hopper forward's consumers: what is done to a tile of scores or of values."""
+"""Tiles in registers of the Hopper forward: rows' maxima and sums, masks, soft caps, operands, rescaling.
+
+Rescaling only where a row's maximum has grown much (Form.LAZY): weights may be relative to any number, which the last
+division removes. So a row keeps the maximum that they are relative to until a tile's is more than 2^GROWTH times as
+large; weights are then at most 2^GROWTH, which fp16 holds, and so are their sums in float32. A row's LSE is that number
+and the logarithm of the sum of its weights, as ever, and so are the partial results of split keys.
+
+A vote of a warp's lanes tells whether the factor of any of its rows is not 1, and the products that follow are a branch
+of that warp alone: no warp waits for another. With scores of one size hardly any tile takes it. The idea is
+FlashAttention-4's.
+"""
 
 import math
 
@@ -6,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from portattn.backends.cuda.sizes import GROUP_ROWS
+from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
 
@@ -28,7 +38,7 @@ def following(slot, phase, count: gl.constexpr):
 
 @gluon.jit
 def line_numbers(layout: gl.constexpr, form):
-    """Which query each of a warp group's rows is, from the first."""
+    """Return the query number of each of a warp group's rows, from the first."""
     rows = gl.arange(0, _ROWS, layout)
     if form.HEADS > 1:
         rows = rows // form.HEADS
@@ -49,13 +59,13 @@ def row_maximum(s, form):
 
 @gluon.jit
 def split_columns(x, columns: gl.constexpr):
-    """The first and the last half of the columns. No register moves."""
+    """Return the first and the last half of the columns. No register moves."""
     return gl.split(gl.permute(gl.reshape(x, [_ROWS, 2, columns // 2]), (0, 2, 1)))
 
 
 @gluon.jit
 def whole(first, last, form):
-    """Halves of scores' columns side by side again."""
+    """Join halves of scores' columns side by side again."""
     found = gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), [_ROWS, form.KEYS])
     return gl.convert_layout(found, form.SCORES, assert_trivial=True)
 
@@ -130,7 +140,7 @@ TANH: gl.constexpr = gl.constexpr(_TANH)
 
 @gluon.jit
 def apply_softcap(s, scale, softcap, form):
-    """Raw scores capped: softcap·tanh(s·scale), with log2(e) in softcap and the cap itself in scale."""
+    """Cap raw scores: softcap·tanh(s·scale), with log2(e) in softcap and the cap itself in scale."""
     if form.SOFTCAP:
         s = gl.inline_asm_elementwise(
             TANH, "=f,f,f,f", [s, scale, softcap], dtype=gl.float32, is_pure=True, pack=1
@@ -149,7 +159,7 @@ def masked_scores(s, row_start, row_end, n, form):
 
 @gluon.jit
 def clear(v, first, end, form):
-    """Zeros in the rows of V before `first` and from `end` on."""
+    """Clear the rows of V before `first` and from `end` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, form.KEYS, gl.SliceLayout(1, layout)), 1)
     there = (row >= first) & (row < end)
@@ -157,3 +167,64 @@ def clear(v, first, end, form):
         part = v.slice(j * 64, 64, dim=1)
         part.store(gl.where(there, part.load(layout), 0.0).to(v.dtype))
     fence_async_shared()
+
+
+GROWTH: gl.constexpr = gl.constexpr(8.0)  # in powers of 2
+_THREADS = 128  # of a warp group
+
+
+def _multiplied(numbers: int) -> str:
+    """PTX. A thread's numbers are of two rows, by turns two of one and two of the other; so are their factors, which
+    are the operands after them. A factor that is NaN is not 1."""
+    kept = "".join(f"mov.b32 ${i}, ${numbers + i};\n" for i in range(numbers))
+    multiplied = "".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};\n" for i in range(numbers))
+    return f"""{{
+.reg .pred some, other;
+setp.neu.f32 some, ${2 * numbers}, 1.0;
+setp.neu.f32 other, ${2 * numbers + 2}, 1.0;
+or.pred some, some, other;
+vote.sync.any.pred some, some, 0xffffffff;
+{kept}@!some bra.uni KEPT;
+{multiplied}KEPT:
+}}"""
+
+
+def _operands(numbers: int) -> str:
+    return ",".join(["=f"] * numbers + ["f"] * 2 * numbers)
+
+
+_NUMBERS = {dim: GROUP_ROWS * dim // _THREADS for dim in (64, 128, 256)}
+_CODE = {dim: _multiplied(numbers) for dim, numbers in _NUMBERS.items()}
+_OPERANDS = {dim: _operands(numbers) for dim, numbers in _NUMBERS.items()}
+
+
+@gluon.constexpr_function
+def _code(dim):
+    return _CODE[dim]
+
+
+@gluon.constexpr_function
+def _constraints(dim):
+    return _OPERANDS[dim]
+
+
+@gluon.constexpr_function
+def _pack(dim):
+    return _NUMBERS[dim]
+
+
+@gluon.jit
+def rescaled_where_needed(acc, factor, form):
+    """Multiply acc [64, DIM] by each row's factor."""
+    code: gl.constexpr = _code(form.DIM)
+    constraints: gl.constexpr = _constraints(form.DIM)
+    pack: gl.constexpr = _pack(form.DIM)
+    factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, form.OUTPUT)), 1)
+    # Not pure: it stays where it stands, outside the products that are under way.
+    return gl.inline_asm_elementwise(code, constraints, [acc, factor], dtype=gl.float32, is_pure=False, pack=pack)
+
+
+@gluon.jit
+def reference(before, found):
+    """Return the base of a row's weights, in powers of 2: as before or the maximum found; -inf until there is one."""
+    return gl.where(found > before + GROWTH, found, before)

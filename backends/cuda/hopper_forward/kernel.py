@@ -20,24 +20,68 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from portattn.backends.cuda.gluon_names import load
+from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
+from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.consumer import consume
-from portattn.backends.cuda.hopper_forward.form import Form, ForwardSharedMemory, Sizes, Work
-from portattn.backends.cuda.hopper_forward.fp8_forward import transposed_first
 from portattn.backends.cuda.hopper_forward.fragments import following
-from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
+from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
-from portattn.backends.cuda.hopper_forward.tile_queue import BOXES, FIELDS, send
-from portattn.backends.cuda.hopper_forward.work import tile_keys, work_of
-from portattn.backends.cuda.named_barriers import sync
-from portattn.backends.cuda.sizes import GROUP_ROWS
+from portattn.backends.cuda.hopper_forward.tile_scheduler import (
+    BOXES,
+    FIELDS,
+    Form,
+    ForwardSharedMemory,
+    Sizes,
+    Work,
+    send,
+    tile_keys,
+    work_of,
+)
+
+
+@gluon.jit
+def _piece(n, j: gl.constexpr, length, form):
+    """The number, among a sequence's, of key tile n's piece j. After the last one with a key the last one again: the
+    table has no page there, and what is brought is masked."""
+    return gl.minimum(n * form.PIECES + j, gl.maximum(length - 1, 0) // form.PIECE)
+
+
+@gluon.jit
+def pages_of(table, n, length, form):
+    """Load the pages of key tile n's pieces. A missing one is brought as zeros."""
+    pages = (gl.load(table + _piece(n, 0, length, form) // (form.PAGE // form.PIECE)),)
+    for j in gl.static_range(1, form.PIECES):
+        page = gl.load(table + _piece(n, j, length, form) // (form.PAGE // form.PIECE))
+        pages = pages + (page,)  # type: ignore[assignment]  # noqa: RUF005  # Triton takes no other way to add to one
+    return pages
+
+
+@gluon.jit
+def bring(desc, pages, n, length, head, barrier, buffers, slot, form):
+    """Key tile n, piece by piece, into a buffer; the loads arrive at one barrier.
+
+    A tile in shared memory is its blocks of 64 columns one after the other, each its rows one after the other, in
+    patterns of 8 rows. So a piece of a block is whole patterns side by side, and an array of pieces has the tile's
+    bytes.
+    """
+    parts: gl.constexpr = form.DIM // form.WIDE
+    count: gl.constexpr = parts * form.PIECES
+    shape: gl.constexpr = [form.STAGES * count, 1, 1, form.PIECE, form.WIDE]
+    if form.PIECES > 1:
+        buffers = reinterpreted(buffers, buffers.dtype, shape, desc.layout)
+    for j in gl.static_range(form.PIECES):
+        row = _piece(n, j, length, form) % (form.PAGE // form.PIECE) * form.PIECE
+        for c in gl.static_range(parts):
+            place = buffers.index(slot * count + c * form.PIECES + j)
+            load(desc, [pages[j], head, row, c * form.WIDE], barrier, place)
+
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
 def _draw(counter, tiles):
-    """The number of the next tile. The very last draw of a launch leaves the counter at 0 for the next one."""
+    """Draw the number of the next tile. A launch's very last draw resets the counter to 0 for the next one."""
     blocks = gl.num_programs(0)
     tile = gl.atomic_add(counter, 1) + blocks
     if tile == tiles + blocks - 1:
@@ -47,7 +91,7 @@ def _draw(counter, tiles):
 
 @gluon.jit
 def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form):
-    """One warp."""
+    """Load the tiles of queries, keys and values, by one warp."""
     tiles = sizes.row_tiles * sizes.heads
     if not form.PACKED:
         tiles = tiles * sizes.batches * sizes.splits
@@ -142,8 +186,8 @@ def scheduled_forward(
     page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
           not reach is not read
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
-          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of transposed.py. With INT8
-          q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T)
+          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of auxiliary_kernels.py. With
+          INT8 q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T)
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap

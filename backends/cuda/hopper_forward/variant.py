@@ -12,25 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from portattn.backends.cuda.canaries import FORWARD
-from portattn.backends.cuda.copies import with_copies
-from portattn.backends.cuda.counters import multiprocessors
-from portattn.backends.cuda.descriptors import make_descriptor
-from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
-from portattn.backends.cuda.hopper_forward.tile_scheduler import (
-    PAGE_STEP,
-    WIDTHS,
-    heads_of,
-    pieces,
-    row_tiles,
-    tiles_of,
-    width,
-)
-from portattn.backends.cuda.merging import merging
-from portattn.backends.cuda.schedules import find_schedule, tuning
-from portattn.backends.cuda.sizes import GROUP_ROWS
+from portattn.backends.cuda.hopper_forward import GROUP_ROWS
+from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
+from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign, tuning
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
-from portattn.planning.splits import split_cheapest
+from portattn.planning.kernel_specs.base import split_cheapest
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.ops import BACKWARD
@@ -44,6 +31,41 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Arch, Target
     from portattn.schema.toolchain import Toolchain
+
+WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
+PAGE_STEP = 16  # tokens of a page: a multiple of so many
+SWIZZLED = 64  # 16-bit columns of one swizzled block of shared memory: 128 bytes
+
+
+def width(head_dim: int) -> int:
+    return next((w for w in WIDTHS if w >= head_dim), head_dim)
+
+
+def heads_of(p: Problem) -> int:
+    """Return the query heads that share tiles: over pages the largest power of two up to 64 that divides a group."""
+    if not p.page_size:
+        return 1
+    return math.gcd(operator.index(p.group), GROUP_ROWS)
+
+
+def pieces(p: Problem, most: int) -> tuple[int, int]:
+    """Return the keys and columns of one load, of a tile of `most` keys, a power of two.
+
+    A load never crosses a page's end; of a tile over several pages it has one block of columns, an array of its own."""
+    keys = math.gcd(operator.index(p.page_size), most)
+    return keys, width(p.head_dim) if keys == most else SWIZZLED
+
+
+def row_tiles(p: Problem, rows: int) -> int:
+    """Return a head's tiles of so many rows; for packed rows the tile numbers that tile_scheduler.py looks up."""
+    rows //= heads_of(p)
+    return ceil_div(p.seq_q, rows) if p.total_q is None else p.total_q // rows + p.batch + 1
+
+
+def tiles_of(p: Problem, rows: int) -> int:
+    """Return the tiles of so many rows of all heads, and of all sequences."""
+    return row_tiles(p, rows) * (p.heads_q // heads_of(p)) * (1 if p.packed else p.batch)
+
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
@@ -61,15 +83,10 @@ FEW_TILES = 45
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the kernel is scheduled; kernel.Form says what each means.
+    """How the kernel is scheduled; tile_scheduler.Form describes the fields. in_turn: tiles of many heads in turn.
 
-    kept, halved, columns  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
-    in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
-             the other
-    lazy     not of e4m3 operands
-
-    Raises ValueError for reg_q or parts without own_out, and for other columns than 0 and 64.
-    """
+    kept, halved, columns: of e4m3 operands alone (columns 0: all of a head); lazy: of any others. Raises ValueError for
+    reg_q or parts without own_out, and for other columns than 0 and 64."""
 
     groups: int
     keys: int
@@ -122,8 +139,6 @@ LEGEND = MappingProxyType(
 
 
 class TimedSchedule(NamedTuple):
-    """A schedule, and the compiler that it was timed with for such problems; empty where it was not."""
-
     schedule: Schedule
     timed_with: str
 
@@ -131,9 +146,7 @@ class TimedSchedule(NamedTuple):
 class ForwardVariant(Variant):
     """attention, varlen_attention and paged_attention on sm_90: heads up to 256 wide, fp16 and bf16.
 
-    toolchain  the compiler whose schedules it takes
-    entries    what tuning/sm_90.toml calls the kernel of these schedules
-    """
+    entries: the kernel's name in tuning/sm_90.toml"""
 
     name = "gluon_forward"
     entries = "gluon_forward"
@@ -153,11 +166,9 @@ class ForwardVariant(Variant):
         self.toolchain = toolchain
 
     def for_toolchain(self, toolchain: Toolchain) -> ForwardVariant:
-        """The same kernel with that compiler's schedules."""
         return self if toolchain == self.toolchain else type(self)(toolchain)
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        """Why the kernel cannot run the problem, or is not for it; None when it runs."""
         p, found = problem, target.toolchain
         taken = self.takes if p.op in BACKWARD else self.takes - {"needs_grad"}
         asked = [name for name in p.demands() if name not in taken]
@@ -183,8 +194,7 @@ class ForwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """What the tuning data says of problems that the core is faster at; and pages of few rows, whose keys the core
-        splits."""
+        """Return the reason: the tuning data's, or pages of few rows, whose keys the core splits."""
         said = tuning().left_to_core(self.entries, problem.features(), self.toolchain)
         if said or not problem.page_size:
             return said
@@ -196,37 +206,33 @@ class ForwardVariant(Variant):
         return f"it has tiles of rows for less than {FEW_TILES} % of the chip's cores, and does not split keys of pages"
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
-        """What runs calls like this one."""
         chosen = choice(call.problem, self.toolchain, self.entries)
         assert chosen is not None
         return launcher(call, chosen.schedule)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
-        """The schedule, and the width that heads are padded to."""
+        """Return the schedule, and the width that heads are padded to."""
         chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
-        """Over how many blocks keys are split, on a chip of as many cores as the arch says, and heads side by side."""
+        """Return the number of key splits on a chip of the arch's number of cores, and of heads side by side."""
         chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         splits = _splits(problem, chosen.schedule, _arch().cores)
         return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
 
     def timed_with(self, problem: Problem) -> str:
-        """What the tuning data says of the schedule."""
         chosen = choice(problem, self.toolchain, self.entries)
         return "" if chosen is None else chosen.timed_with
 
     def described(self, call: Call) -> StepLauncher:
-        """The launches of calls like this one."""
         chosen = choice(call.problem, self.toolchain, self.entries)
         assert chosen is not None
         return steps_of(call, chosen.schedule)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's tensors, and the results', as a Call has them."""
         swapped = problem.layout == "bshd"
         seen = dict(tensors)
         for name in ("q", "k", "v", "out"):
@@ -248,35 +254,33 @@ def _arch() -> Arch:
 def choice(
     problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name
 ) -> TimedSchedule | None:
-    """The first entry of the tuning data for this compiler with a schedule whose conditions hold."""
+    """Return the first entry of the tuning data for this compiler with a schedule whose conditions hold."""
     found = find_schedule(variant, problem, toolchain)
     return None if found is None else TimedSchedule(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
 
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
-    """What runs calls like this one with a schedule: given tensors by the Call's names, and `out` and `lse`."""
+    """Return a function that runs calls like this one with a schedule, given tensors by name, `out` and `lse`."""
     return with_copies(steps_of(call, schedule), call, ("q", "k", "v"), ("q",))
 
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
-    """The launches of calls like this one with a schedule."""
     return ForwardLauncher(call, schedule)
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
-    """Blocks that share a tile's keys."""
     # A sink counts once; and partial results have the kernel's width.
     whole = p.packed or p.page_size or p.sinks or p.head_dim_v not in WIDTHS
     return 1 if whole else split_count(tiles_of(p, GROUP_ROWS * s.groups), ceil_div(p.seq_k, s.keys), cores)
 
 
 def _together(p: Problem, s: Schedule) -> int:
-    """Heads whose tiles are drawn side by side: 1 where tiles are all as long, or the schedule says so."""
+    """Return the heads whose tiles are drawn side by side: 1 if tiles are equally long, or the schedule says so."""
     return heads_together(p, _arch()) if s.in_turn and uneven(p) else 1
 
 
 def uneven(p: Problem) -> bool:
-    """Whether tiles of rows may see different numbers of keys, so that their order matters."""
+    """Return whether tiles of rows may see different numbers of keys, so that their order matters."""
     return p.packed or _limited_right(p)
 
 
@@ -285,7 +289,7 @@ def _limited_right(p: Problem) -> bool:
 
 
 def split_count(tiles: int, key_tiles: int, cores: int) -> int:
-    """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
+    """Return the number of blocks for a tile's keys, one block a core at a time: least time, in key tiles."""
     if tiles >= SPLIT_THRESHOLD * cores:
         return 1
     ends, merge = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
@@ -293,12 +297,12 @@ def split_count(tiles: int, key_tiles: int, cores: int) -> int:
 
 
 class ForwardLauncher(StepLauncher):
-    """One launch; where keys are split a second one, which merges."""
+    """One launch; with split keys a second one, which merges."""
 
     def __init__(self, call: Call, schedule: Schedule) -> None:
         import torch
 
-        from portattn.backends.cuda.counters import counter
+        from portattn.backends.cuda.launch_parts import counter
 
         p, s, device = call.problem, schedule, call.q.device
         self.problem, self.schedule = p, s

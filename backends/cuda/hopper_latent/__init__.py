@@ -1,1 +1,5 @@
 """`gluon_mla`: latent attention for Hopper, explicitly scheduled."""
+
+# Imports nothing: the kernel also compiles without the rest of portattn.
+RANK, ROPE = 512, 64  # columns of a row: V, which is the first part of K, and the rest of K
+ROWS, KEYS = 64, 64  # query rows of a block, keys of its tiles

@@ -31,10 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.gluon_names import aggregate, load, reinterpreted, store
-from portattn.backends.cuda.named_barriers import arrive, sync
-from portattn.backends.cuda.sizes import KEYS, ROPE, ROWS
-from portattn.backends.cuda.sizes import RANK as LATENT  # columns that are V too: the kernel's word for them
+from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, store, sync
+from portattn.backends.cuda.hopper_latent import KEYS, ROPE, ROWS
+from portattn.backends.cuda.hopper_latent import RANK as LATENT  # columns that are V too: the kernel's word for them
 
 CHUNKS = 4  # a tile's scores begin when the first of so many parts of its 512 columns is there (2, 4 or 8)
 
@@ -64,7 +63,7 @@ _OUTPUT_ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
 
 @aggregate
 class LatentSharedMemory:
-    """What lies in shared memory; [chunk], [half] and [buffer] are leading indices."""
+    """Buffers and barriers in shared memory; [chunk], [half] and [buffer] are leading indices."""
 
     q: gl.shared_memory_descriptor  # [chunk][1, heads, queries, _CHUNK]
     q_tail: gl.shared_memory_descriptor  # [1][1, heads, queries, ROPE]
@@ -85,7 +84,7 @@ class LatentSharedMemory:
 
 @aggregate
 class LatentWork:
-    """Which rows and keys are this block's."""
+    """Rows and keys of this block."""
 
     batch: gl.tensor
     head: gl.tensor  # the first of the block's heads
@@ -126,7 +125,7 @@ def _zero():
 # ---------------------------------------------------------------------------------------------------------------------
 @gluon.jit
 def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, shared):
-    """One warp: the queries once, then every tile of the share into the buffer of its parity."""
+    """Load the queries once, then every tile of the share into the buffer of its parity, by one warp."""
     mbarrier.expect(shared.q_full, _ROWS * (_LATENT + _ROPE) * 2)
     for j in gl.static_range(_CHUNKS):
         q_at = [work.batch, work.head, work.query, j * _CHUNK]
@@ -165,7 +164,7 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, 
 # ---------------------------------------------------------------------------------------------------------------------
 @gluon.jit
 def _values(shared, buffer: gl.constexpr, half: gl.constexpr):
-    """V of a tile, one half's columns: chunks side by side are laid out as one of their joint width."""
+    """Return V of a tile, one half's columns: chunks side by side are laid out as one of their joint width."""
     halves = reinterpreted(shared.k, shared.k.dtype, [4, _KEYS, _HALF], shared.k.layout)
     return halves.index(2 * buffer + half)
 
@@ -180,7 +179,7 @@ def _values_there(shared, buffer: gl.constexpr, half: gl.constexpr, phase):
 
 @gluon.jit
 def _clear_unwritten(v, valid):
-    """Zeros in the rows of V from `valid` on: their weight is 0, but what a page holds there may be NaN."""
+    """Clear the rows of V from `valid` on: their weight is 0, but a page may hold NaN there."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     there = gl.arange(0, _KEYS, gl.SliceLayout(1, layout))[:, None] < valid
     for j in gl.static_range(_HALF // 64):  # few registers at a time: the accumulator has most of them
@@ -253,7 +252,7 @@ def _own_values(state, s, new_max, shared, phase, key, work, scale, half: gl.con
 
 @gluon.jit
 def _other_values(state, shared, phase, half: gl.constexpr):
-    """acc += P V of a tile of the other parity, begun. Returns the accumulator and the rest of the new state."""
+    """Begin acc += P V of a tile of the other parity; return the accumulator and the rest of the new state."""
     buffer: gl.constexpr = 1 - half
     sync(_MAXIMUM + buffer, _CONSUMERS)
     new_max = shared.row_max.load(_ROW)
@@ -275,7 +274,7 @@ def _other_tile(state, shared, phase, half: gl.constexpr):
 
 @gluon.jit
 def _even_owner(state, shared, work, row_end, scale):
-    """Warp group 0 over the share: an own tile, a tile of the other's, ..."""
+    """Run warp group 0 over the share: an own tile, a tile of the other's, ..."""
     for i in range(0, work.tiles, 2):
         phase = i // 2 & 1
         key = (work.first + i) * _KEYS
@@ -289,7 +288,7 @@ def _even_owner(state, shared, work, row_end, scale):
 
 @gluon.jit
 def _odd_owner(state, shared, work, row_end, scale):
-    """Warp group 1 over the share: the own tile's scores are under way before the other's tile is ready."""
+    """Run warp group 1 over the share: the own tile's scores are under way before the other's tile is ready."""
     for i in range(0, work.tiles - 1, 2):
         phase = i // 2 & 1
         key = (work.first + i + 1) * _KEYS
@@ -311,7 +310,7 @@ def _odd_owner(state, shared, work, row_end, scale):
 @gluon.jit
 def _consume(out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, half: gl.constexpr,
              QUERIES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
-    """One warp group: 256 columns of the output."""
+    """Compute 256 columns of the output, by one warp group."""
     rows = gl.arange(0, _ROWS, _ROW)
     row_end = gl.full([_ROWS], 0, gl.int32, _ROW) + work.length
     if CAUSAL:

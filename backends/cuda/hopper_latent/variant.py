@@ -9,14 +9,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.canaries import LATENT
-from portattn.backends.cuda.copies import with_copies
-from portattn.backends.cuda.counters import multiprocessors
-from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
-from portattn.backends.cuda.merging import merging
-from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
+from portattn.backends.cuda.hopper_latent import KEYS, RANK, ROPE, ROWS
+from portattn.backends.cuda.launch_parts import merging, multiprocessors, with_copies
+from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
-from portattn.planning.splits import split_cheapest
+from portattn.planning.kernel_specs.base import split_cheapest
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
@@ -53,7 +51,6 @@ class LatentVariant(Variant):
     canaries = LATENT
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        """Why the kernel cannot run the problem; None when it can."""
         p, found = problem, target.toolchain
         asked = [name for name in p.demands() if name not in self.takes]
         empty = [name for name in ("batch", "seq_q", "seq_k") if getattr(p, name) == 0]
@@ -77,25 +74,22 @@ class LatentVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
-        """What runs calls like this one: given q, q_rope, k (P, 1, page, 576), page_table, seqlens_k, out and lse."""
+        """Return a function for calls like this one, of q, q_rope, k (P, 1, page, 576) and other tensors by name."""
         rows = ("q", "q_rope")
         return with_copies(self.described(call), call, rows, rows)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
-        """Heads and queries of a block. Over how many blocks keys are split depends on the chip's number of cores."""
+        """Return heads and queries of a block; the number of key splits depends on the chip's number of cores."""
         heads, queries = row_tile(problem.seq_q)
         return {"heads": heads, "queries": queries, "keys": KEYS, "splits": problem.num_splits or "by the chip"}
 
     def timed_with(self, problem: Problem) -> str:
-        """Its one schedule was measured."""
         return str(TIMED_WITH)
 
     def described(self, call: Call) -> StepLauncher:
-        """The launches of calls like this one."""
         return _LatentLauncher(call)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's tensors, and the results', as a Call has them."""
         swapped = problem.layout == "bshd"
         rows = {name: tensors[name].transpose(1, 2) if swapped else tensors[name] for name in ("q", "q_rope", "out")}
         others = {name: tensors[name] for name in ("page_table", "seqlens_k", "lse")}
@@ -103,23 +97,20 @@ class LatentVariant(Variant):
 
 
 def row_tile(seq_q: int) -> tuple[int, int]:
-    """(heads, queries) of a block: 64 rows, the queries of a head side by side."""
+    """Return (heads, queries) of a block: 64 rows, the queries of a head side by side."""
     queries = min(next_power_of_two(seq_q), ROWS)
     return ROWS // queries, queries
 
 
 def split_count(row_tiles: int, batch: int, capacity: int, cores: int) -> int:
-    """Over how many blocks to split a sequence's keys, one block a core at a time: least time, counted in tiles.
-
-    capacity  the most keys that a sequence can have. The lengths themselves stay on the device
-    """
+    """Return the least-time number of blocks, one a core at a time, for a sequence's keys, at most `capacity`."""
     ends, merge = 4, 4  # a block's start and end, and the way of a partial result through memory, in tiles
     tiles = most(1, ceil_div(capacity, KEYS))
     return split_cheapest(row_tiles * batch, tiles, cores, least(tiles, 2 * cores), ends, 0, merge)
 
 
 class _LatentLauncher(StepLauncher):
-    """One kernel, and where keys are split a second one, which merges."""
+    """One kernel, and with split keys a second one, which merges."""
 
     def __init__(self, call: Call) -> None:
         import torch
@@ -162,7 +153,7 @@ class _LatentLauncher(StepLauncher):
 
 
 def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> dict[str, Any]:
-    """Of q and q_rope (64 rows), of the latent rows (a chunk of their first 512 columns, and the rest), and of out."""
+    """Return descriptors of q and q_rope (64 rows), the latent rows (512 columns by chunks, the rest), and out."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from portattn.backends.cuda.hopper_latent.kernel import CHUNKS

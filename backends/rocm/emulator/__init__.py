@@ -1,7 +1,4 @@
-"""Functional models of chips that are not here: they execute the very machine code that a compiler made.
-
-`portattn.backends.rocm.emulator.amdgpu` models AMD GPUs.
-"""
+"""Functional models of absent chips, which execute a compiler's machine code; `amdgpu` models AMD GPUs."""
 
 from __future__ import annotations
 

@@ -1,17 +1,9 @@
-"""The public operations, one file each. Each looks for a cached launch; validation, planning and dispatch do the rest.
+"""The public operations: a signature and a docstring each, from which `@operation` makes the function."""
 
-The tensors and values of `try_cached` stand in the order of the operation's row (schema/ops.py).
-"""
-
-from portattn.api.ops.append import append_kv
-from portattn.api.ops.decode import decode_attention
-from portattn.api.ops.dense import attention
-from portattn.api.ops.inspect_calls import explain, make_request, plan, prepare
-from portattn.api.ops.latent import mla_attention
-from portattn.api.ops.paged import paged_attention
-from portattn.api.ops.sparse import sparse_attention
-from portattn.api.ops.varlen import varlen_attention
-from portattn.api.ops.write import write_pages
+from portattn.api.ops.decode import decode_attention, mla_attention, paged_attention, sparse_attention
+from portattn.api.ops.dense import attention, varlen_attention
+from portattn.api.ops.write import append_kv, write_pages
+from portattn.api.prepare import explain, make_request, plan, prepare
 
 __all__ = [
     "append_kv",

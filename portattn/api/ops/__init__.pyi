@@ -5,14 +5,14 @@ from typing import Literal, overload
 
 import torch
 
-from portattn.api.block_mask import BlockMask as BlockMask
-from portattn.api.ops.append import append_kv as append_kv
-from portattn.api.ops.inspect_calls import explain as explain
-from portattn.api.ops.inspect_calls import make_request as make_request
-from portattn.api.ops.inspect_calls import plan as plan
-from portattn.api.ops.inspect_calls import prepare as prepare
+from portattn.api.masks import BlockMask as BlockMask
+from portattn.api.ops.write import append_kv as append_kv
 from portattn.api.ops.write import write_pages as write_pages
 from portattn.api.page_table import PageTable as PageTable
+from portattn.api.prepare import explain as explain
+from portattn.api.prepare import make_request as make_request
+from portattn.api.prepare import plan as plan
+from portattn.api.prepare import prepare as prepare
 from portattn.api.request import Window as Window
 from portattn.validate.checks import Number as Number
 
@@ -41,36 +41,6 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None, num_splits: int | None = None,
-    return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
-    validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
-    causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
-    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    return_lse: Literal[False] = False, layout: str = 'bhsd', backend: str | None = None,
-    validate: bool | None = None) -> torch.Tensor: ...
-@overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
-    causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
-    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    return_lse: Literal[True], layout: str = 'bhsd', backend: str | None = None,
-    validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
-    causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
-    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -156,6 +126,36 @@ def sparse_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     scale: Number | None = None, softcap: Number | None = None, alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, num_splits: int | None = None, return_lse: bool = False, layout: str = 'bhsd',
     page_layout: str = 'phd', backend: str | None = None,
+    validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
+    causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
+    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    return_lse: Literal[False] = False, layout: str = 'bhsd', backend: str | None = None,
+    validate: bool | None = None) -> torch.Tensor: ...
+@overload
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
+    causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
+    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    return_lse: Literal[True], layout: str = 'bhsd', backend: str | None = None,
+    validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
+    causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
+    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,

@@ -1,11 +1,4 @@
-"""flash_attn's module over portattn: `from portattn.integrations.flash_attn import flash_attn_func`, and so on.
-
-The functions of FlashAttention-2 are here and in `flash_attn_interface`, `bert_padding` beside them, as in flash_attn;
-`portattn.integrations.flash_attn_interface` has FlashAttention-3's.
-
-`__version__` is the version of flash_attn that these functions follow, for code that asks for a minimum of it;
-portattn's own is `portattn.__version__`.
-"""
+"""flash_attn's module over portattn: generation 2's functions; `flash_attn_interface` beside it has generation 3's."""
 
 from portattn.integrations.flash_attn.flash_attn_interface import (
     flash_attn_func,
@@ -17,7 +10,7 @@ from portattn.integrations.flash_attn.flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
-__version__ = "2.8.3"
+__version__ = "2.8.3"  # of the flash_attn that is followed, for code that asks for a minimum
 
 __all__ = [
     "flash_attn_func",

@@ -5,14 +5,14 @@ from typing import Literal, overload
 
 import torch
 
+from portattn.integrations.flash_attn.core import WindowSize as WindowSize
+from portattn.integrations.flash_attn.core import _get_block_size_n as _get_block_size_n
 from portattn.integrations.flash_attn.low_level import USE_TRITON_ROCM as USE_TRITON_ROCM
 from portattn.integrations.flash_attn.low_level import _flash_attn_backward as _flash_attn_backward
 from portattn.integrations.flash_attn.low_level import _flash_attn_forward as _flash_attn_forward
 from portattn.integrations.flash_attn.low_level import _flash_attn_varlen_backward as _flash_attn_varlen_backward
 from portattn.integrations.flash_attn.low_level import _flash_attn_varlen_forward as _flash_attn_varlen_forward
 from portattn.integrations.flash_attn.low_level import flash_attn_gpu as flash_attn_gpu
-from portattn.integrations.flash_attn.options import WindowSize as WindowSize
-from portattn.integrations.flash_attn.probabilities import _get_block_size_n as _get_block_size_n
 from portattn.validate.checks import Number as Number
 
 @overload

@@ -1,9 +1,4 @@
-"""What a kernel of the Hugging Face Hub exports for transformers: flash_attn's functions, with attention sinks.
-
-transformers looks at the parameters of these functions to find out what they can do. Without `s_aux` it leaves a
-model's sinks out of the call, and the results are wrong without a word; so they have it here, beside flash_attn's own
-arguments.
-"""
+"""flash_attn's functions with attention sinks `s_aux`, which transformers looks for in a Hub kernel's parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +6,18 @@ from typing import Any
 
 import torch
 
-from portattn.integrations.flash_attn.cache import attend_cached
-from portattn.integrations.flash_attn.cached_call import CachedCall
-from portattn.integrations.flash_attn.calls import Packing, attention_of, scores_of
-from portattn.integrations.flash_attn.options import WindowSize, check_bool, infinite, rename_errors, splits_of
+from portattn.integrations.flash_attn.core import (
+    Packing,
+    WindowSize,
+    attention_of,
+    check_bool,
+    infinite,
+    rename_errors,
+    scores_of,
+    splits_of,
+)
+from portattn.integrations.flash_attn.kvcache import attend_cached
+from portattn.integrations.flash_attn.kvcache_checks import CachedCall
 from portattn.validate.checks import Number
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -36,11 +39,10 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """flash_attn's flash_attn_func, with sinks.
+    """Run flash_attn's flash_attn_func, with sinks s_aux (Hq,): one more score of each row, without a value.
 
-    s_aux  (Hq,): one more score of each row, without a value
-
-    Returns and raises as portattn.integrations.flash_attn.flash_attn_func does.
+    Returns:
+        As portattn.integrations.flash_attn.flash_attn_func.
     """
     op = "flash_attn_func"
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -67,11 +69,10 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """flash_attn's flash_attn_varlen_func, with sinks.
+    """Run flash_attn's flash_attn_varlen_func, with sinks s_aux (Hq,): one more score of each row, without a value.
 
-    s_aux  (Hq,): one more score of each row, without a value
-
-    Returns and raises as portattn.integrations.flash_attn.flash_attn_varlen_func does.
+    Returns:
+        As portattn.integrations.flash_attn.flash_attn_varlen_func.
     """
     op = "flash_attn_varlen_func"
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -102,11 +103,10 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     s_aux: torch.Tensor | None = None,
 ) -> Any:
-    """flash_attn's flash_attn_with_kvcache, with sinks.
+    """Run flash_attn's flash_attn_with_kvcache, with sinks s_aux (Hq,): one more score of each row, without a value.
 
-    s_aux  (Hq,): one more score of each row, without a value
-
-    Returns and raises as portattn.integrations.flash_attn.flash_attn_with_kvcache does.
+    Returns:
+        As portattn.integrations.flash_attn.flash_attn_with_kvcache.
     """
     op = "flash_attn_with_kvcache"
     wanted = check_bool(op, "return_softmax_lse", return_softmax_lse)
@@ -122,7 +122,7 @@ def flash_attn_with_kvcache(
 
 
 def _sinks(s_aux: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Sinks in a dtype that the operations take. Models have them in their own; what is no number's is left to fail."""
+    """Return sinks in a dtype of the operations, since models keep them in their own; other values fail later."""
     if not isinstance(s_aux, torch.Tensor) or not isinstance(q, torch.Tensor) or s_aux.dtype == q.dtype:
         return s_aux
     return s_aux.to(torch.float32) if s_aux.dtype in _SINKS else s_aux

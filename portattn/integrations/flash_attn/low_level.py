@@ -1,33 +1,84 @@
-"""The functions below flash_attn's public ones: its forward and backward passes apart from each other, for code that
-joins them itself (ring attention). They record nothing for autograd.
-
-flash_attn's extension has other argument orders: `flash_attn_gpu` has its functions `fwd`, `varlen_fwd`, `bwd` and
-`varlen_bwd`.
-"""
+"""flash_attn's forward and backward passes without autograd, for code that joins them (ring attention)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from portattn.api import kernel_backward
-from portattn.api.request import request_of
-from portattn.api.signatures import named_arguments
+from portattn.api import backward
+from portattn.api.signatures import request_of
+from portattn.config import current
 from portattn.errors import ArgumentError
-from portattn.integrations.flash_attn.calls import Packing, attend, scores_of, shape_of, size_of
-from portattn.integrations.flash_attn.options import (
+from portattn.integrations.flash_attn.core import (
+    Packing,
+    attend,
     check_memory,
     check_tensors,
+    lengths_of,
     rename_errors,
     repeated_bits,
+    scores_of,
+    shape_of,
+    size_of,
     splits_of,
 )
-from portattn.integrations.flash_attn.used import used_rows
-from portattn.validate.checks import Number, check_share
+from portattn.integrations.flash_attn.kvcache_checks import places
+from portattn.validate.checks import Number, check_dense, check_share
+from portattn.validate.values import cu_seqlens, reads
+
+
+@dataclass(frozen=True)
+class UsedRows:
+    """Valid rows of packed sequences, and the sequences that they make up."""
+
+    given: torch.Tensor
+    used: torch.Tensor
+    beginnings: torch.Tensor
+
+    def packed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the valid rows of (T, ...), one after the other; rows behind them are arbitrary."""
+        if not rows.shape[0]:
+            return rows
+        sequence, within = places(self.beginnings, rows.shape[0])
+        return rows[(self.given[sequence] + within).clamp(0, rows.shape[0] - 1)]
+
+    def restored(self, rows: torch.Tensor, empty: float) -> torch.Tensor:
+        """Return results (T, ...) in their rows' places, with `empty` in invalid rows."""
+        if not rows.shape[0]:
+            return rows
+        at = torch.arange(rows.shape[0], device=rows.device)
+        sequence, within = places(self.given, rows.shape[0])
+        counts = (within < self.used[sequence]) & (at < self.given[-1])
+        found = rows[(self.beginnings[sequence] + within).clamp(0, rows.shape[0] - 1)]
+        return torch.where(counts.view(-1, *[1] * (rows.ndim - 1)), found, empty)
+
+
+def used_rows(op: str, side: str, beginnings: Any, used: Any, rows: torch.Tensor) -> UsedRows | None:
+    """Check seqused_* and return its rows, or None if all rows count; `rows` is the packed tensor (T, ...)."""
+    if used is None:
+        return None
+    check_dense(op, f"seqused_{side}", used)
+    lengths, name = lengths_of(op, f"cu_seqlens_{side}", beginnings), f"seqused_{side}"
+    if not isinstance(used, torch.Tensor) or used.dtype != torch.int32 or used.shape != lengths.shape:
+        given = (tuple(used.shape), used.dtype) if isinstance(used, torch.Tensor) else type(used).__name__
+        raise ArgumentError(op, name, given, f"must be an int32 torch.Tensor of shape (batch,), {tuple(lengths.shape)}")
+    if used.device != lengths.device:
+        raise ArgumentError(op, f"{name}.device", str(used.device), f"must be cu_seqlens_{side}'s, {lengths.device}")
+    if not torch.compiler.is_dynamo_compiling() and reads(current(), used):
+        total = rows.shape[0] if rows.ndim else 0
+        if beginnings.shape[0]:  # the operation sees what counts alone, which begins at 0 whatever was given
+            cu_seqlens(op, side, beginnings, total, total)
+        for index, (value, length) in enumerate(zip(used.tolist(), lengths.tolist(), strict=True)):
+            if not 0 <= value <= length:
+                raise ArgumentError(op, f"{name}[{index}]", value, f"must be in 0..{length}, the sequence's rows")
+    used = torch.minimum(used.clamp(min=0), lengths)
+    return UsedRows(beginnings, used, torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)))
+
 
 USE_TRITON_ROCM = os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE", "FALSE") == "TRUE"
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -96,7 +147,6 @@ def _flash_attn_varlen_forward(
 
 
 def _with_state(found: Any) -> Four:
-    """Return the results with the seed as rng_state: zeros without dropout, which draws none."""
     out, lse, signed, seed = found
     return out, lse, signed, out.new_zeros(1, dtype=torch.int64) if seed is None else seed
 
@@ -123,11 +173,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write the gradients to dq, dk and dv, and return the row sums of dout·out, float32 (B, Hq, Sq).
-
-    dq, dk, dv  like q, k and v; None where a gradient is not wanted
-    rng_state   of the forward pass; needed with dropout_p > 0
-    """
+    """Write dq, dk and dv (None: unwanted), and return rowsum(dout·out); dropout needs the forward's rng_state."""
     op = "_flash_attn_backward"
     scores = scores_of(op, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     given = {"q": q, "k": k, "v": v, "layout": "bshd"}
@@ -187,16 +233,16 @@ def _gradients(
     op: str, operation: str, given: Mapping[str, Any], dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     into: Mapping[str, torch.Tensor | None], deterministic: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Write gradients by what the forward pass gave; return the row sums of dout·out, laid out as the LSE is."""
+    """Write gradients from the forward pass's results; return the row sums of dout·out, laid out like the LSE."""
     check_tensors(op, dout=dout, q=given["q"], k=given["k"], v=given["v"], out=out, softmax_lse=lse)
     memories = {name: memory for name, memory in into.items() if memory is not None}
     for name, memory in memories.items():
         check_memory(op, f"d{name}", memory, name, given[name])
-    parts = request_of(operation, named_arguments(operation)(**given, return_lse=True)).parts
+    parts = request_of(operation, **given, return_lse=True).parts
     lse = torch.where(torch.isposinf(lse), -torch.inf, lse)
     # `kernel_backward` ignores out and LSE where no kernel runs. In ring attention these are of more keys than k has.
     with repeated_bits(op, deterministic):
-        made = kernel_backward.gradients(operation, *parts, out, lse, dout, None, list(memories), "reference")
+        made = backward.gradients(operation, *parts, out, lse, dout, None, list(memories), "reference")
     assert made is not None  # the reference takes every call
     for name, memory in memories.items():
         memory.copy_(made[name])
@@ -205,7 +251,6 @@ def _gradients(
 
 @torch.no_grad()
 def _into(op: str, out: Any, found: Four) -> Four:
-    """Return the results with `out` in the caller's memory, if there is one."""
     if out is None:
         return found
     check_memory(op, "out", out, "the result", found[0])
@@ -217,7 +262,6 @@ def fwd(
     q: Any, k: Any, v: Any, out: Any, alibi: Any, dropout_p: Number, scale: float, causal: bool, left: int, right: int,
     softcap: Number, return_softmax: bool, generator: None,
 ) -> Four:  # fmt: skip
-    """Run `_flash_attn_forward`, with the extension's arguments."""
     _check_no_generator("fwd", generator)
     found = _flash_attn_forward(q, k, v, dropout_p, scale, causal, left, right, softcap, alibi, return_softmax)
     return _into("fwd", out, found)
@@ -229,7 +273,6 @@ def varlen_fwd(
     alibi: Any, max_q: int, max_k: int, dropout_p: Number, scale: float, zero_tensors: bool, causal: bool, left: int,
     right: int, softcap: Number, return_softmax: bool, generator: None, num_splits: int = 0,
 ) -> Four:  # fmt: skip
-    """Run `_flash_attn_varlen_forward`, with the extension's arguments."""
     _check_no_generator("varlen_fwd", generator)
     found = _flash_attn_varlen_forward(
         q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, scale, causal, left, right, softcap, alibi, return_softmax,
@@ -275,9 +318,10 @@ def _or_new(memory: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _check_no_generator(op: str, generator: Any) -> None:
-    """Raise unless the slot is empty: torch's own generator decides what dropout drops."""
+    """Raise ArgumentError for a generator: dropout draws from torch's own."""
     if generator is not None:
         raise ArgumentError(op, "generator", shape_of(generator), "the `generator` argument is no longer supported")
 
 
+# The functions of flash_attn's extension, which has other argument orders.
 flash_attn_gpu = SimpleNamespace(fwd=fwd, varlen_fwd=varlen_fwd, bwd=bwd, varlen_bwd=varlen_bwd)

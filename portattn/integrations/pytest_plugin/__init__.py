@@ -1,12 +1,7 @@
 """The pytest plug-in: portattn's conformance cases as tests, and a team's own kernels per target and compiler.
 
-pytest loads this module in every run of an environment that has portattn. It imports pytest alone; what the options,
-the fixture and the marker need is imported when one of them is used.
-
-session.py      what the tests of one process share: children that compile, the run that cells belong to
-conformance.py  cells of the matrix as items
-targets.py      the fixture `portattn_target`
-quirk_marks.py  the marker `portattn_quirk`
+pytest loads it in every run of an environment with portattn: it imports pytest alone until an option, the fixture or
+the marker is used.
 """
 
 from __future__ import annotations
@@ -83,15 +78,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
         session.begin(config, nodes)
     if nodes:
-        from portattn.integrations.pytest_plugin import conformance
-
-        conformance.need(config)  # here, since under pytest-xdist this process collects nothing
+        session.check_nodes(config)  # here, since under pytest-xdist this process collects nothing
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_OfWorkers())
 
 
 class _OfWorkers:
-    """Under pytest-xdist: a usage error that workers find as they collect is one of the whole run."""
+    """Report workers' usage errors at collection once, as the whole run's, under pytest-xdist."""
 
     found = False
 
@@ -130,9 +123,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     # First, so that -k, -m, --deselect and --last-failed see the conformance cases.
     try:
         if config.getoption("portattn_conformance") is not None:
-            from portattn.integrations.pytest_plugin import conformance
+            from portattn.integrations.pytest_plugin.session import collect_cases
 
-            items.extend(conformance.collect(session))
+            items.extend(collect_cases(session))
         marked = [item for item in items if item.get_closest_marker(QUIRK)]
         if marked:
             _quirk_marks().resolve(marked)
@@ -149,12 +142,12 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 def _quirk_marks() -> Any:
     """Return the marker's module. Raises UsageError if a package of the extra `tools` is not installed."""
     try:
-        from portattn.integrations.pytest_plugin import quirk_marks
+        from portattn.integrations.pytest_plugin import targets
     except ModuleNotFoundError as error:
         from portattn.source_tree import install_extra
 
         raise pytest.UsageError(f"the marker {QUIRK} needs {error.name}: {install_extra('tools')}") from None
-    return quirk_marks
+    return targets
 
 
 @pytest.hookimpl(wrapper=True)
@@ -167,10 +160,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
 
 @pytest.fixture(scope="session")
 def portattn_target(request: pytest.FixtureRequest) -> KernelTarget:
-    """A target of --portattn-target with a toolchain of --portattn-toolchain; its `compile` compiles a kernel for it.
-
-    Skipped where the toolchain is not here, with the command that creates it, and without --portattn-target.
-    """
+    """Return a target of --portattn-target with a toolchain, whose `compile` compiles a kernel; skip without one."""
     from portattn.integrations.pytest_plugin import targets
 
     return targets.kernel_target(request)

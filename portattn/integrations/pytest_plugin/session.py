@@ -1,39 +1,39 @@
-"""What the tests of one process share: the options, children that compile, and the run that cells belong to."""
+"""Shared state of one process's tests: options, children that compile, the matrix's run; and its cells as items."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import pytest
 
 from portattn.errors import ArgumentError, PortattnError
-from portattn.integrations.pytest_plugin import NODES, OPTIONS
-from portattn.planning.detect_target import devices
+from portattn.integrations.pytest_plugin import CONFORMANCE, NODES, OPTIONS
+from portattn.planning.registry import devices
 from portattn.schema.target import Target
-from portattn.tools.matrix import expected, provenance, request, select
-from portattn.tools.matrix.cells import Cell
+from portattn.tools.compare import sides, verdict
+from portattn.tools.compare.changes import Change, Diff, Place, compare, places_now
+from portattn.tools.compare.verdict import FAIL_ON, STATUSES, ExpectedFailure, RunFinding, Verdict, of_run, words
+from portattn.tools.matrix import provenance, select
+from portattn.tools.matrix.cells import Cell, Snapshot, entry, snapshot, word
 from portattn.tools.matrix.cells import Run as MatrixRun
-from portattn.tools.matrix.diff import Change, Place, places_now
-from portattn.tools.matrix.expected import ExpectedFailure
 from portattn.tools.matrix.problems import SetName
 from portattn.tools.matrix.run import Checkers, Options, Workers, make_cell
 from portattn.tools.matrix.select import CellSpec
-from portattn.tools.matrix.snapshot import Snapshot
-from portattn.tools.matrix.verdict import FAIL_ON, STATUSES, words
-from portattn.tools.number_ranges import LONGEST
 from portattn.tools.own_kernels import SECONDS
+from portattn.tools.param_types import LONGEST
 
 # Options of `matrix run` that errors name -> the plug-in's.
 NAMES = {
     "--targets": OPTIONS["portattn_target"],
     "--toolchain": OPTIONS["portattn_toolchain"],
-    "--ops": OPTIONS["portattn_conformance"],
+    "--problems": OPTIONS["portattn_conformance"],
     "--baseline": OPTIONS["portattn_baseline"],
     "--fail-on": OPTIONS["portattn_fail_on"],
 }
@@ -42,31 +42,22 @@ OF_CASES = ("portattn_baseline", "portattn_expected")  # options that say someth
 
 
 class SessionRequest(NamedTuple):
-    """What a run of pytest was asked for.
+    """Request of a pytest run, from its options."""
 
-    where     targets, each with one toolchain
-    which     set of problems; empty without --portattn-conformance
-    specs     cells to make
-    before    what they are compared with
-    was       place of a cell -> its place in that
-    gone      cells of that which are none of this run's
-    nodes     ids of conformance cases that were given as arguments
-    """
-
-    where: tuple[Target, ...]
-    which: SetName | None
-    specs: tuple[CellSpec, ...]
-    before: Snapshot | None
-    was: dict[Place, Place]
-    gone: tuple[Change, ...]
+    where: tuple[Target, ...]  # each with one toolchain
+    which: SetName | None  # set of problems; empty without --portattn-conformance
+    specs: tuple[CellSpec, ...]  # cells to make
+    before: Snapshot | None  # earlier run to compare with
+    was: dict[Place, Place]  # place of a cell -> its place in `before`
+    gone: tuple[Change, ...]  # cells of `before` that this run lacks
     expected: tuple[ExpectedFailure, ...]
     fail_on: frozenset[str]
     seconds: float
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # ids of conformance cases among the arguments
 
 
 def read_options(config: pytest.Config, nodes: Sequence[str]) -> SessionRequest:
-    """What the options say. Raises pytest.UsageError on any that is wrong, naming option, value and limit."""
+    """Return the options' request, or raise pytest.UsageError with option, value and limit."""
     try:
         return _chosen(config, nodes)
     except ArgumentError as error:
@@ -99,10 +90,10 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> SessionRequest:
         if all(str(target.toolchain) != str(toolchain) for target in where):
             raise ArgumentError("pytest", "--toolchain", str(toolchain), "compiles for none of the targets")
     found = _file(config, "portattn_baseline")
-    before = request.baseline(found, which) if which else None
+    before = sides.baseline(found, which) if which else None
     listed = _file(config, "portattn_expected")
     specs = select.specs(select.problems(which, ops), where) if which else []
-    was, gone = _earlier(before, specs, request.MatrixRequest(where, globs, ops, which or "full"))
+    was, gone = _earlier(before, specs, sides.MatrixRequest(where, globs, ops, which or "full"))
     return SessionRequest(
         where=tuple(where),
         which=which,
@@ -110,7 +101,7 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> SessionRequest:
         before=before,
         was=was,
         gone=gone,
-        expected=expected.read(listed) if listed else (),
+        expected=verdict.read(listed) if listed else (),
         fail_on=fail_on,
         seconds=SECONDS if seconds is None else seconds,
         nodes=tuple(nodes),
@@ -118,7 +109,7 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> SessionRequest:
 
 
 def _alone(config: pytest.Config, selection: str | None, targets: Sequence[str], nodes: Sequence[str]) -> None:
-    """Raise UsageError on an option that means nothing without another one."""
+    """Raise UsageError on an option that needs another one."""
     conformance = OPTIONS["portattn_conformance"]
     if selection is None:
         for name in OF_CASES:
@@ -133,10 +124,7 @@ def _alone(config: pytest.Config, selection: str | None, targets: Sequence[str],
 
 
 def _selection(text: str | None) -> tuple[SetName | None, list[str]]:
-    """The set of problems that a selection names, and globs on them. An empty text is the quick set.
-
-    Raises UsageError on a path: pytest gives an option with a value that may be left out what comes next.
-    """
+    """Return a selection's problems and globs; a path is an error: pytest takes it for the option's omitted value."""
     if text is None:
         return None, []
     name = OPTIONS["portattn_conformance"]
@@ -151,21 +139,20 @@ def _selection(text: str | None) -> tuple[SetName | None, list[str]]:
 
 
 def _file(config: pytest.Config, name: str) -> Path | None:
-    """A file that an option names, as pytest was started; pytest itself does not change its folder before it runs."""
     text = config.getoption(name)
     return config.invocation_params.dir / text if text else None
 
 
 def _earlier(
-    before: Snapshot | None, specs: Sequence[CellSpec], asked_for: request.MatrixRequest
+    before: Snapshot | None, specs: Sequence[CellSpec], asked_for: sides.MatrixRequest
 ) -> tuple[dict[Place, Place], tuple[Change, ...]]:
     """Return the map from this run's cells to an earlier run's, and the cells that are gone."""
     if before is None:
         return {}, ()
     asked_for.must_share(before, specs)
-    planned = request.planned_snapshot(specs, asked_for.which)
+    planned = sides.planned_snapshot(specs, asked_for.which)
     counts = asked_for.counts(before, planned)
-    counted = [entry for entry in before.entries if counts(entry)]
+    counted = [one for one in before.entries if counts(one)]
     gone = [change for change in asked_for.compared(before, planned).changes if "gone" in change.kinds]
     return {now: was for was, now in places_now(counted, planned.entries).items()}, tuple(gone)
 
@@ -193,7 +180,7 @@ class PluginSession:
 
     @cached_property
     def run(self) -> MatrixRun:
-        """The run of the matrix that this one is a part of: what its cells depend on."""
+        """The run of the matrix that this one is a part of: its cells depend on it."""
         return provenance.this_run(
             self.asked.specs, self.asked.which or "", self.command, self.options.here, seconds=self.options.seconds
         )
@@ -209,20 +196,17 @@ class PluginSession:
 
 
 def begin(config: pytest.Config, nodes: Sequence[str]) -> None:
-    """Read the options. Raises pytest.UsageError."""
     command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
     config.stash[KEY] = PluginSession(read_options(config, nodes), command)
 
 
 def end(config: pytest.Config) -> None:
-    """End the children."""
     shared = config.stash.get(KEY, None)
     if shared is not None:
         shared.close()
 
 
 def of(config: pytest.Config) -> PluginSession:
-    """What was made by `begin`; where no option was given, with what they are by default."""
     if KEY not in config.stash:
         begin(config, ())
         config.add_cleanup(lambda: end(config))
@@ -233,3 +217,150 @@ def header(config: pytest.Config) -> str:
     asked = of(config).asked
     cases = f"; {len(asked.specs)} conformance cases of the {asked.which} set" if asked.which else ""
     return f"portattn: {', '.join(map(str, asked.where))}{cases}"
+
+
+# Conformance cases: cells of the matrix as pytest's items, each red, green or skipped by the matrix's verdict.
+
+ROOT = NODES.removesuffix("::")
+
+
+class Red(Exception):
+    """A red case, with the text for the reader."""
+
+
+def collect_cases(session: pytest.Session) -> list[pytest.Item]:
+    nodes = of(session.config).asked.nodes
+    root = Root.from_parent(session, name=ROOT, nodeid=ROOT)
+    return [item for item in session.genitems(root) if not nodes or any(_within(item.nodeid, node) for node in nodes)]
+
+
+def check_nodes(config: pytest.Config) -> None:
+    asked = of(config).asked
+    ids = [f"{NODES}{spec.target.name}::{spec.target.toolchain}::{slug(spec.named.name)}" for spec in asked.specs]
+    ids += [f"{NODES}{gone.target}::{gone.toolchain}::{slug(gone.name)}" for gone in asked.gone]
+    for node in asked.nodes:
+        if not any(_within(one, node) for one in ids):
+            raise pytest.UsageError(f"{node} names no conformance case of this run; --collect-only lists them")
+
+
+def _within(nodeid: str, given: str) -> bool:
+    return nodeid == given or nodeid.startswith(given.removesuffix("::") + "::")
+
+
+def slug(name: str) -> str:
+    """Return a problem's name as a part of an id, without blanks and punctuation that a shell or -k would mind."""
+    return re.sub(r"[^\w.=+/-]+", "_", name).strip("_")
+
+
+class Root(pytest.Collector):
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        asked = of(self.config).asked
+        columns: dict[tuple[str, str], list[CellSpec | Change]] = {}
+        for spec in asked.specs:
+            columns.setdefault((spec.target.name, str(spec.target.toolchain)), []).append(spec)
+        for change in asked.gone:
+            columns.setdefault((change.target, change.toolchain), []).append(change)
+        for (target, toolchain), cases in columns.items():
+            yield ColumnCollector.from_parent(self, name=f"{target}::{toolchain}", cases=cases)
+
+
+class ColumnCollector(pytest.Collector):
+    """The cases of one target and toolchain."""
+
+    def __init__(self, *, cases: list[CellSpec | Change], **fields: Any) -> None:
+        super().__init__(**fields)
+        self.cases = cases
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        for case in self.cases:
+            if isinstance(case, Change):
+                yield MissingCellItem.from_parent(self, name=slug(case.name), change=case)
+            else:
+                yield CellItem.from_parent(self, name=slug(case.named.name), spec=case)
+
+
+class _Item(pytest.Item):
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.add_marker(CONFORMANCE)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        # The name is no end of the id: pytest would take its dots for those between classes.
+        return self.config.rootpath / ROOT, 0, "  ".join(str(value) for _, value in self.user_properties[:3])
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return the cell's text, without a traceback."""
+        return str(excinfo.value) if isinstance(excinfo.value, Red) else super().repr_failure(excinfo, style)
+
+    def tell(self, **properties: str) -> None:
+        """Add to the properties that pytest hands on, to JUnit XML for one."""
+        self.user_properties += [(f"portattn_{name}", value) for name, value in properties.items() if value]
+
+
+class CellItem(_Item):
+    def __init__(self, *, spec: CellSpec, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.spec = spec
+        self.tell(target=spec.target.name, toolchain=str(spec.target.toolchain), problem=spec.named.name)
+
+    def runtest(self) -> None:
+        shared = of(self.config)
+        cell = shared.cell(self.spec)
+        asked = shared.asked
+        judged = of_run(
+            shared.run, [cell], fail_on=asked.fail_on, expected=asked.expected, changes=self._changes(cell), whole=False
+        )
+        seen = entry(cell)
+        quirks = ", ".join(dict.fromkeys(note.id for note in cell.footnotes))
+        self.tell(status=cell.status, level=word(seen), path=seen.path, quirks=quirks)
+        about = "\n".join(_about(cell, word(seen)))
+        self.add_report_section("call", ROOT, about)
+        _report(cell, judged)
+
+    def _changes(self, cell: Cell) -> Diff | None:
+        shared = of(self.config)
+        before = shared.asked.before
+        if before is None:
+            return None
+        place = (cell.target, cell.toolchain, cell.name)
+        was = shared.asked.was.get(place)
+        return compare(before, snapshot(shared.run, [cell], "this run"), lambda one: one.place == was)
+
+
+def _report(cell: Cell, judged: Verdict) -> None:
+    if judged.findings:
+        log = [f"what {cell.stage} printed:", cell.log] if cell.log else []
+        raise Red("\n".join([*(line for one in judged.findings for line in _lines(one)), *log]))
+    expected = judged.expected.get(cell.id)
+    if expected is not None:
+        text = f"expected to fail until {expected.expires} ({expected.owner}): {expected.reason}"
+        pytest.xfail(text)
+        raise Red(f"{text}\n{cell.status}: {cell.reason}")  # with --runxfail the line before does nothing
+    if cell.status != "PASS":
+        raise pytest.skip.Exception(f"{cell.status}: {cell.reason}", _use_item_location=True)
+
+
+class MissingCellItem(_Item):
+    def __init__(self, *, change: Change, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.change = change
+        self.tell(target=change.target, toolchain=change.toolchain, problem=change.name)
+
+    def runtest(self) -> None:
+        causes = [f"cause: {cause}" for cause in self.change.causes]
+        raise Red("\n".join([f"gone: {self.change.told['gone']}", *causes]))
+
+
+def _lines(finding: RunFinding) -> Iterator[str]:
+    yield f"{finding.kind}: {finding.text}"
+    for cause in finding.causes:
+        yield f"  cause: {cause}"
+
+
+def _about(cell: Cell, level: str) -> Iterator[str]:
+    yield f"{level}{f': {cell.reason}' if cell.reason else ''}"
+    yield f"path: {cell.plan.path if cell.plan else 'none'}"
+    for no in cell.plan.rejected if cell.plan else ():
+        yield f"  not {no.path}: {no.reason}"
+    for note in cell.footnotes:
+        yield f"quirk {note.id} ({note.role}): {note.sentence}"

@@ -1,28 +1,26 @@
-"""The fixture `portattn_target`: a target with a toolchain, and compiling a kernel for it."""
+"""The fixture `portattn_target`, a target with a toolchain that compiles a test's kernel, and marks of quirks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from portattn.config import current
 from portattn.errors import ArgumentError, PortattnError
-from portattn.integrations.pytest_plugin import FIXTURE, OPTIONS, session
+from portattn.integrations.pytest_plugin import FIXTURE, OPTIONS, QUIRK, session
 from portattn.planning.registry import Registry
+from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
-from portattn.tools.own_kernels import CompiledKernel, compile_for
+from portattn.tools.own_kernels import CompiledKernel, CompileError, compile_for
+from portattn.tools.quirks.probe_results import BUG_FOUND, Outcome, matches
 
 
 class KernelTarget:
-    """What a test gets as `portattn_target`.
-
-    target     the portattn.Target: backend, arch with the chip's limits, toolchain
-    name       BACKEND:ARCH
-    toolchain  NAME==VERSION
-    """
+    """Value of the fixture `portattn_target`: `target`, `name` (BACKEND:ARCH) and `toolchain` (NAME==VERSION)."""
 
     def __init__(self, target: Target, shared: session.PluginSession) -> None:
         self.target, self._shared = target, shared
@@ -48,19 +46,22 @@ class KernelTarget:
     ) -> CompiledKernel:
         """Compile a kernel for this target with its toolchain, in a child process. No device is needed.
 
-        kernel      a @triton.jit function at the top of a module's file, autotuned or not. The child imports that
-                    file; what it imports besides Triton need not be in the lab's environment
-        signature   run-time argument -> Triton's type: `*fp16`, `i32`, `fp32`
-        constexprs  tl.constexpr argument -> number, text, bool or None; those with a default may be left out
-        divisible   arguments that are multiples of 16; every pointer where None
-        env         variables that the compiler reads, for this compile
-        seconds     limit of time; --portattn-seconds, or 120
-        options     of the compiler: num_warps, num_stages, ...
+        Args:
+            kernel: a @triton.jit function at the top of a module's file, autotuned or not. The child imports that file;
+                modules that it imports besides Triton need not be in the lab's environment
+            signature: run-time argument -> Triton's type: `*fp16`, `i32`, `fp32`
+            constexprs: tl.constexpr argument -> number, text, bool or None; optional if it has a default
+            divisible: arguments that are multiples of 16; None for every pointer
+            env: variables that the compiler reads, for this compile
+            seconds: limit of time; None for --portattn-seconds, or 120
+            options: of the compiler: num_warps, num_stages, ...
 
-        Returns a Compiled: `spills`, `registers`, `shared_memory`, `facts`, `assembly`.
+        Returns:
+            A CompiledKernel: `spills`, `registers`, `shared_memory`, `facts`, `assembly`.
 
-        Raises ArgumentError on a kernel that no child can import and on arguments that are not the kernel's,
-        CompileError where the compiler fails, dies or does not end; its text has the end of the compiler's log.
+        Raises:
+            ArgumentError: No child can import the kernel, or the arguments are not the kernel's.
+            CompileError: The compiler fails, dies or hangs; the text has the end of its log.
         """
         return compile_for(
             self._shared.workers.compiler(self.toolchain),
@@ -79,7 +80,6 @@ class KernelTarget:
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """One case of a test for each target and toolchain, where the test does not name its own."""
     own = (
         mark.args[0] if mark.args else mark.kwargs.get("argnames", "")
         for mark in metafunc.definition.iter_markers("parametrize")
@@ -90,7 +90,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def kernel_target(request: pytest.FixtureRequest) -> KernelTarget:
-    """The fixture's value; skips the test where nothing compiles for it here."""
+    """Return the fixture's value; skip the test if no compiler for it is here."""
     found = target_of(getattr(request, "param", None))
     if found is None:
         pytest.skip(f"no {OPTIONS['portattn_target']} says what to compile for")
@@ -104,10 +104,7 @@ def kernel_target(request: pytest.FixtureRequest) -> KernelTarget:
 
 
 def target_of(param: Any) -> Target | None:
-    """The target that a parameter of the fixture means: (target, toolchain) of the options, or a test's own text.
-
-    Raises UsageError on a text that names none.
-    """
+    """Return the target of a fixture's parameter: (target, toolchain) of the options, or a test's own text."""
     if param is None:
         return None
     name, toolchain = param if isinstance(param, tuple) else (param, None)
@@ -118,7 +115,6 @@ def target_of(param: Any) -> Target | None:
 
 
 def _lacks(toolchain: str) -> str:
-    """Why nothing compiles with a toolchain here; empty where something does."""
     if is_installed(toolchain):
         return ""
     try:
@@ -126,3 +122,108 @@ def _lacks(toolchain: str) -> str:
     except PortattnError as error:
         return f"not compiled here: {error}"
     return ""
+
+
+KEY = pytest.StashKey[tuple[Quirk, ...]]()  # of an item: the quirks that it must fail for
+
+
+def resolve(items: list[pytest.Item]) -> None:
+    """Determine each marked item's quirks that apply; UsageError for an unknown id or a test without the fixture."""
+    try:
+        registry = Registry.load()
+        forced = registry.overrides(current().quirks)
+    except PortattnError as error:
+        raise pytest.UsageError(str(error)) from None
+    for item in items:
+        named = [quirk for mark in item.iter_markers(QUIRK) for quirk in _quirks(item, mark, registry)]
+        if FIXTURE not in getattr(item, "fixturenames", ()):
+            raise pytest.UsageError(f"{item.nodeid}: the marker {QUIRK} needs the fixture {FIXTURE}, which it lacks")
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        target = target_of(params.get(FIXTURE))
+        if target is not None:
+            found = tuple(quirk for quirk in named if _applies(quirk, target, *forced))
+            item.stash[KEY] = found
+            item.user_properties += [("portattn_target", target.name), ("portattn_toolchain", str(target.toolchain))]
+            if found:
+                item.user_properties.append(("portattn_quirks", ", ".join(quirk.id for quirk in found)))
+
+
+def _quirks(item: pytest.Item, mark: pytest.Mark, registry: Registry) -> Iterator[Quirk]:
+    if not mark.args or mark.kwargs or not all(isinstance(text, str) for text in mark.args):
+        raise pytest.UsageError(f"{item.nodeid}: the marker {QUIRK} takes ids of quirks, as in {QUIRK}('rocm-0015')")
+    for text in mark.args:
+        try:
+            yield registry.quirk(text, item.nodeid, QUIRK)
+        except PortattnError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def _applies(quirk: Quirk, target: Target, on: frozenset[str], off: frozenset[str]) -> bool:
+    """Return whether a quirk applies to a target and its toolchain, whatever portattn's own kernels and problems."""
+    if quirk.id in off or not quirk.names_chip(target):
+        return False
+    return quirk.id in on or quirk.in_range(target.toolchain)
+
+
+def judge(item: pytest.Item, call: Any, report: pytest.TestReport) -> None:
+    """Change the report of a test that must fail: xfail for its reason; red if it passes or fails otherwise."""
+    quirks = item.stash.get(KEY, ())
+    if not quirks or item.config.option.runxfail or call.when == "teardown":
+        return
+    if report.skipped or hasattr(report, "wasxfail"):
+        return
+    ids = ", ".join(quirk.id for quirk in quirks)
+    if call.excinfo is None:
+        if call.when == "call":
+            report.outcome = "failed"
+            report.longrepr = "\n".join(_passed(quirk, item) for quirk in quirks)
+        return
+    found = next((quirk for quirk in quirks if _explains(quirk, call.excinfo.value)), None)
+    if found is not None:
+        report.outcome = "skipped"
+        report.wasxfail = f"{found.id}: {found.title}"
+    else:
+        wanted = "; ".join(_wanted(quirk) for quirk in quirks)
+        report.sections.append((QUIRK, f"expected to fail for {ids}, and fails for another reason than {wanted}"))
+
+
+def _passed(quirk: Quirk, item: pytest.Item) -> str:
+    properties = dict(item.user_properties)
+    target, toolchain = properties["portattn_target"], properties["portattn_toolchain"]
+    return (
+        f"passes, though {quirk.id} applies to {target} with {toolchain}: {quirk.title}. The quirk may be retired, or "
+        f"its range narrowed: `portattn quirks probe {quirk.id} --target {target} --toolchain {toolchain}` looks."
+    )
+
+
+def _wanted(quirk: Quirk) -> str:
+    if quirk.evidence.signature:
+        return f"its signature {quirk.evidence.signature!r}"
+    return {
+        "hang": "a compile that does not end",
+        "wrong-result": "a failed assertion",
+        "slow": "a failed assertion",
+    }.get(quirk.symptom, "a signature, of which the entry has none")
+
+
+def _explains(quirk: Quirk, error: BaseException) -> bool:
+    return any(matches(quirk, *said) for one in _chain(error) for said in _said(one))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _said(error: BaseException) -> Iterator[tuple[Outcome, str, str]]:
+    """Yield a failure as a probe's arm: outcome, kind, text; nothing if a compile says nothing of the compiler."""
+    if isinstance(error, CompileError):
+        if not error.unavailable:
+            yield ("hang" if error.outcome == "hang" else "fail"), error.kind, error.log
+    else:
+        # An assertion says what no compiler does, as a probe's own `BugFound`: wrong numbers, slow code.
+        kind = BUG_FOUND if isinstance(error, AssertionError) else type(error).__name__
+        yield "fail", kind, f"{type(error).__name__}: {error}"

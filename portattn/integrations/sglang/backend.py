@@ -1,4 +1,4 @@
-"""The attention backend of models with keys and values of each head."""
+"""SGLang's attention backends: for models with keys and values of each head, and with multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -10,26 +10,69 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
 from portattn.api import ops
-from portattn.api.tree_mask import tree_mask
+from portattn.api.masks import tree_mask
 from portattn.integrations.sglang.capabilities import FLOAT8, refuse
-from portattn.integrations.sglang.pools import Pools
+
+
+class Pools:
+    def __init__(self, runner: Any) -> None:
+        self.page_size: int = runner.page_size
+        self.kv = runner.token_to_kv_pool
+        self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self.context: int = self.req_to_token.shape[1]
+        self.has_window_pool = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
+
+    def columns(self, tokens: int) -> int:
+        return -(-min(max(tokens, 1), self.context) // self.page_size)
+
+    def in_window_pool(self, layer_id: int) -> bool:
+        return self.has_window_pool and bool(self.kv.layers_mapping[layer_id][1])
+
+    def fill_table(self, out: torch.Tensor, requests: torch.Tensor, start: torch.Tensor | None = None) -> None:
+        """Write the requests' page ids to `out` (B, columns) int32, none beyond a request's row.
+
+        `start` (B,), for pages of one token, skips tokens: an encoder-decoder request has its encoder's tokens first.
+        """
+        if start is None:
+            firsts = self.req_to_token[:, :: self.page_size][:, : out.shape[1]]
+            torch.index_select(firsts, 0, requests, out=out)
+        else:
+            columns = start.long()[:, None] + torch.arange(out.shape[1], device=out.device)
+            out.copy_(self.req_to_token[requests.long()[:, None], columns.clamp_(max=self.context - 1)])
+        if self.page_size > 1:
+            out.div_(self.page_size, rounding_mode="floor")
+
+    def fill_window_table(self, out: torch.Tensor, table: torch.Tensor) -> None:
+        """Write the window pool's counterparts of `table`'s pages to `out`; 0 for a dropped page: no query sees it."""
+        slots = self.kv.translate_loc_from_full_to_swa(table.long() * self.page_size)
+        out.copy_(slots.div(self.page_size, rounding_mode="floor").clamp_(min=0))
+
+    def pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+        """Return keys and values of a layer, (P, page, Hk, D) and (P, page, Hk, Dv) or heads first, and page_layout."""
+        keys, values = self.kv.get_kv_buffer(layer_id)
+        if keys.ndim == 4:
+            return keys, values, "hpd"
+        return self._in_pages(keys), self._in_pages(values), "phd"
+
+    def latent_pages(self, layer_id: int) -> torch.Tensor:
+        return self._in_pages(self.kv.get_key_buffer(layer_id).squeeze(1))
+
+    def _in_pages(self, slots: torch.Tensor) -> torch.Tensor:
+        # A pool's size need not be a multiple of its pages'; no page of its allocator begins in the rest.
+        whole = slots.shape[0] // self.page_size
+        return slots[: whole * self.page_size].unflatten(0, (whole, self.page_size))
 
 
 def words_of(mask: torch.Tensor, lengths: torch.Tensor, drafted: int, full: bool) -> torch.Tensor:
-    """Which drafted tokens each drafted token attends.
+    """Return the tree_mask words (B, n) int64 of `portattn.paged_attention` for SGLang's flat bool or uint8 mask.
 
-    mask     bool or uint8, flat. Sequences that it ends before (those that pad a CUDA graph's batch) get any words
-    lengths  (B,) keys of each sequence before its drafted tokens
-    drafted  tokens of each sequence, n
-    full     the mask has the columns of earlier keys
-
-    Returns (B, n) int64 words as `portattn.paged_attention` takes them (`tree_mask`). Nothing waits for the device, and
-    shapes depend on B and n alone, so a CUDA graph can hold it.
-    """
+    Nothing waits for the device: a CUDA graph can hold it. `lengths` (B,) are keys before the `drafted` tokens, whose
+    columns `full` masks have too; padding sequences beyond the mask get any words."""
     count = lengths.shape[0]
     number = torch.arange(drafted, device=mask.device)
     before = lengths.long() if full else torch.zeros_like(lengths, dtype=torch.int64)
@@ -43,47 +86,35 @@ def words_of(mask: torch.Tensor, lengths: torch.Tensor, drafted: int, full: bool
 
 
 def chain(count: int, drafted: int, device: torch.device | str) -> torch.Tensor:
-    """The words of drafted tokens each of which attends all before it: (count, drafted) int64."""
+    """Return the words of drafted tokens that each attend all before it: (count, drafted) int64."""
     rows = torch.ones(drafted, drafted, dtype=torch.bool, device=device).tril()
     return tree_mask(rows).expand(count, drafted).contiguous()
 
 
 @dataclass
 class Metadata:
-    """One forward's. B sequences; C columns of a page table.
+    """Metadata of one forward: B sequences, C columns of a page table."""
 
-    queries        of each sequence; 0 where they are packed
-    table          (B, C) int32
-    lengths        (B,) int32: keys of each sequence, its new ones included
-    window_table   (B, C) int32: the same pages in the pool of sliding windows, where there is one
-    window_slots   (T,) int64: where that pool stores the new tokens
-    cross_table, cross_lengths  of an encoder-decoder model's encoder
-    cu_seqlens_q   (B + 1,) int32, and max_seqlen_q, of packed queries
-    tree           (B, queries) int64: portattn's tree_mask
-    """
-
-    queries: int
-    table: torch.Tensor
-    lengths: torch.Tensor
-    window_table: torch.Tensor | None = None
-    window_slots: torch.Tensor | None = None
-    cross_table: torch.Tensor | None = None
+    queries: int  # of each sequence; 0 for packed queries
+    table: torch.Tensor  # (B, C) int32
+    lengths: torch.Tensor  # (B,) int32: keys of each sequence, new ones included
+    window_table: torch.Tensor | None = None  # (B, C) int32: the same pages in the pool of sliding windows
+    window_slots: torch.Tensor | None = None  # (T,) int64: slots of the new tokens in that pool
+    cross_table: torch.Tensor | None = None  # of an encoder-decoder model's encoder
     cross_lengths: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32, of packed queries
     max_seqlen_q: int | None = None
-    tree: torch.Tensor | None = None
+    tree: torch.Tensor | None = None  # (B, queries) int64: portattn's tree_mask
 
 
 class Batches:
-    """Makes the Metadata of SGLang's ForwardBatch."""
-
     def __init__(self, pools: Pools, device: Any, drafted: int | None, encoder: bool) -> None:
         self.pools, self.device, self.drafted, self.encoder = pools, device, drafted, encoder
         self._static: dict[str, torch.Tensor] = {}
         self._without_tree: set[tuple[int, int]] = set()  # batches and queries of graphs whose kernels read no tree
 
     def queries_of(self, batch: Any, in_graph: bool) -> int:
-        """Queries of each sequence, 0 where they are packed."""
+        """Return the queries of each sequence, 0 for packed queries."""
         mode = batch.forward_mode
         if mode.is_decode_or_idle():
             return 1
@@ -96,7 +127,7 @@ class Batches:
         )
 
     def eager(self, batch: Any) -> Metadata:
-        """New tensors, no wider than the batch's longest sequence where SGLang knows it on the host."""
+        """Return new tensors, no wider than the batch's longest sequence if the host knows it."""
         queries = self.queries_of(batch, in_graph=False)
         count, known = batch.req_pool_indices.shape[0], batch.seq_lens_cpu
         longest = self.pools.context
@@ -117,7 +148,6 @@ class Batches:
         return made
 
     def allocate(self, most_sequences: int, most_tokens: int) -> None:
-        """The buffers of CUDA graphs, for batches of up to so many sequences and tokens."""
         columns, whole = self.pools.columns(self.pools.context), {"dtype": torch.int32, "device": self.device}
         made = {"table": torch.zeros(most_sequences, columns, **whole), "lengths": torch.zeros(most_sequences, **whole)}
         if self.pools.has_window_pool:
@@ -131,7 +161,7 @@ class Batches:
         self._static = made
 
     def captured(self, batch: Any, in_capture: bool) -> Metadata:
-        """Views of the buffers for a batch of this size, filled: before a capture, and before each replay of it."""
+        """Return filled views of the buffers for a batch of this size: before a capture, and before each replay."""
         mode = batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()):
             refuse(
@@ -158,7 +188,7 @@ class Batches:
         return made
 
     def fill(self, made: Metadata, batch: Any) -> None:
-        """Write a batch into `made`. Nothing waits for the device."""
+        """Write a batch into `made` without waiting for the device."""
         requests, encoder = batch.req_pool_indices, batch.encoder_lens
         self.pools.fill_table(made.table, requests, encoder)
         made.lengths.copy_(batch.seq_lens)
@@ -209,10 +239,7 @@ LENDING = ("EAGLE", "EAGLE3")
 
 
 class PagedBackend(AttentionBackend):
-    """Extend, decode and verification over SGLang's pools, through `portattn.paged_attention`.
-
-    runner  the ModelRunner, accepted by `capabilities.check`
-    """
+    """Extend, decode and verification over SGLang's pools, through `portattn.paged_attention`."""
 
     needs_cpu_seq_lens = False
 
@@ -230,13 +257,12 @@ class PagedBackend(AttentionBackend):
         self._verify_mask: VerifyMask | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """What the layers of an eager forward share."""
+        """Make the metadata that the layers of an eager forward share."""
         self._check_batch(forward_batch)
         self.forward_metadata = self.batches.eager(forward_batch)
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers that captured graphs read, of the largest batch."""
         self.batches.allocate(max_bs, max_num_tokens)
         lends = get_spec().speculative_algorithm in LENDING and not self.is_draft_runner
         if lends and self.drafted:
@@ -253,24 +279,24 @@ class PagedBackend(AttentionBackend):
         self.forward_metadata = self.batches.captured(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Nothing: all metadata is in the buffers before the graph runs."""
+        """Do nothing: all metadata is in the buffers before the graph runs."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of the sequences that pad a graph's batch, as SGLang's other backends have it."""
+        """Return the length of sequences that pad a graph's batch, as in SGLang's other backends."""
         return 1
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """The buffer in which the draft worker builds its trees, n × n bools a sequence."""
+        """Buffer in which the draft worker builds its trees, n × n bools a sequence."""
         return self._verify_mask
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing: trees are read when the verification's metadata is made, which is after the draft."""
+        """Do nothing: trees are read for the verification's metadata, after the draft."""
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
     ) -> torch.Tensor:
-        """New tokens of each sequence, over all its tokens: q (T, Hq·D), k (T, Hk, D), v (T, Hk, Dv) → (T, Hq·Dv)."""
+        """Attend new tokens to all tokens of their sequences: q (T, Hq·D), k (T, Hk, D), v (T, Hk, Dv) → (T, Hq·Dv)."""
         sinks = self._sinks(given, q)
         if layer.attn_type is AttentionType.ENCODER_ONLY and not save_kv_cache and k is not None:
             return self._dense(q, k, v, layer, sinks)
@@ -281,14 +307,13 @@ class PagedBackend(AttentionBackend):
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
     ) -> torch.Tensor:
-        """One new token of each sequence, over all its tokens: q (B, Hq·D) → (B, Hq·Dv)."""
+        """Attend one new token of each sequence to all its tokens: q (B, Hq·D) → (B, Hq·Dv)."""
         sinks = self._sinks(given, q)
         if save_kv_cache:
             self._save(k, v, layer, forward_batch)
         return self._attend(q, layer, sinks)
 
     def _check_batch(self, batch: Any) -> None:
-        """Refuse a batch that the settings did not tell of."""
         mode, spec = batch.forward_mode, batch.spec_info
         if mode.is_decode() and spec is not None:
             refuse(
@@ -305,7 +330,7 @@ class PagedBackend(AttentionBackend):
             refuse("spec_info.ragged_verify_layout", spec.ragged_verify_layout, "must be None")
 
     def _sinks(self, given: dict[str, Any], q: torch.Tensor) -> torch.Tensor | None:
-        """The sinks among the arguments of a layer's own call; every other one is refused by its name."""
+        """Return the sinks among a layer's own arguments; refuse all others by name."""
         sinks = given.pop("sinks", None)
         for name, value in given.items():
             if value is not None and value is not False:
@@ -315,7 +340,6 @@ class PagedBackend(AttentionBackend):
         return sinks
 
     def _save(self, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, batch: Any) -> None:
-        """Store new keys and values, by the pool's own writer."""
         if k is None or v is None:
             return
         slots = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
@@ -361,7 +385,7 @@ class PagedBackend(AttentionBackend):
         return rows
 
     def _dense(self, q: Any, k: Any, v: Any, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
-        """A whole sequence at once, of which nothing is stored."""
+        """Attend whole sequences without storing them."""
         made = self._metadata
         if made.cu_seqlens_q is None:
             refuse("save_kv_cache", False, "must be True but where whole sequences are encoded")
@@ -374,7 +398,6 @@ class PagedBackend(AttentionBackend):
         return rows
 
     def _layer(self, layer: Any) -> dict[str, Any]:
-        """What a layer's own settings are called here."""
         causal = not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER
         left = layer.sliding_window_size
         # SGLang's window does not count the query's own key, like ours. An encoder's layer looks as far ahead.
@@ -385,3 +408,71 @@ class PagedBackend(AttentionBackend):
             "window": (left, 0 if causal else left) if windowed else None,
             "softcap": layer.logit_cap or None,
         }
+
+
+class LatentBackend(PagedBackend):
+    """Extend, decode and verification over a latent pool (DeepSeek, Kimi and others).
+
+    Unabsorbed layers serve prompts without a cached prefix."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.rank: int = self.token_to_kv_pool.kv_lora_rank
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
+    ) -> torch.Tensor:
+        """Attend q (T, H·(R + E)), or (T, H·R) with q_rope (T, H·E) → (T, H·R); unabsorbed layers like PagedBackend."""
+        q_rope, k_rope = given.pop("q_rope", None), given.pop("k_rope", None)
+        sinks = self._sinks(given, q)
+        if layer.v_head_dim != self.rank:
+            if forward_batch.attn_attend_prefix_cache or forward_batch.mha_one_shot:
+                refuse("mha_one_shot", True, "keys and values of a prefix must not be expanded")
+            if save_kv_cache:
+                refuse("save_kv_cache", True, "must be False where keys and values of each head are given")
+            return self._dense(q, k, v, layer, sinks)
+        if save_kv_cache and k is not None:
+            self._save_latent(k, k_rope, layer, forward_batch)
+        return self._attend_latent(q, q_rope, layer, sinks)
+
+    forward_decode = forward_extend
+
+    def _save_latent(self, k: torch.Tensor, k_rope: torch.Tensor | None, layer: Any, batch: Any) -> None:
+        if k_rope is not None:
+            k = torch.cat((k.view(-1, 1, self.rank), k_rope.view(k.shape[0], 1, layer.qk_head_dim - self.rank)), dim=-1)
+        if layer.k_scale is not None and self._float8(layer) is not None:
+            k = k / layer.k_scale
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, k[..., : self.rank])
+
+    def _attend_latent(
+        self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        made, heads = self._metadata, layer.tp_q_head_num
+        named = self._layer(layer)
+        rope = layer.qk_head_dim - self.rank
+        if q_rope is None:
+            q_nope, q_rope = q.reshape(-1, heads, layer.qk_head_dim).split((self.rank, rope), dim=-1)
+        else:
+            q_nope = q.reshape(-1, heads, self.rank)
+            q_rope = q_rope.reshape(q_nope.shape[0], heads, rope)
+        if made.queries == 0:
+            named |= {"cu_seqlens_q": made.cu_seqlens_q, "max_seqlen_q": made.max_seqlen_q}
+        else:
+            q_nope, q_rope = (part.unflatten(0, (-1, made.queries)) for part in (q_nope, q_rope))
+            named |= {"layout": "bshd", "tree_mask": made.tree}
+        pages = self.pools.latent_pages(layer.layer_id)
+        float8 = self._float8(layer) is not None
+        out: Any
+        if rope:
+            if float8:
+                named["kv_scale"] = layer.k_scale
+            out = ops.mla_attention(q_nope, q_rope, pages, made.table, made.lengths, sinks=sinks, **named)
+        else:  # nothing is rotated: all of a row is key and value
+            if float8:
+                named |= {"k_scale": layer.k_scale, "v_scale": layer.k_scale}
+            both = pages.unsqueeze(2)
+            out = ops.paged_attention(
+                q_nope, both, both, made.table, made.lengths, sinks=sinks, page_layout="phd", **named
+            )
+        rows: torch.Tensor = out.reshape(-1, heads * self.rank)
+        return rows

@@ -1,4 +1,4 @@
-"""What SGLang can be served, decided when it makes the backend: before the first token, with the feature's name."""
+"""Check of SGLang's features when it makes the backend: unsupported ones are refused by name, before any token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from portattn.errors import ArgumentError
-from portattn.integrations.sglang.names import WHO
-from portattn.planning.detect_target import detect_target
-from portattn.planning.requested_backend import check_settings
+from portattn.planning.planner import check_settings
+from portattn.planning.registry import detect_target
 from portattn.schema.problem_limits import MAX_HEAD_DIM
 
+WHO = "portattn.integrations.sglang"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 MAX_DRAFT = 64  # bits of the word that says what a drafted token attends: portattn.tree_mask
@@ -29,11 +29,7 @@ def refuse(name: str, value: object, why: str = ELSEWHERE) -> NoReturn:
 
 
 def check(runner: Any) -> None:
-    """Refuse a model runner that has something which is not served.
-
-    Returns nothing. Raises ArgumentError: the setting, chip, pool or layer, and its value; SettingError: a setting of
-    portattn's own.
-    """
+    """Refuse an unsupported setting, chip, pool or layer by name and value."""
     _check_device(torch.device(runner.device))
     _check_settings()
     _check_runner(runner)
@@ -48,12 +44,12 @@ def check(runner: Any) -> None:
 
 
 def pools_of(pool: Any) -> list[Any]:
-    """The pools whose buffers are read: the one, or the two of a model with sliding windows."""
+    """Return the pools whose buffers are read: one, or the two of a model with sliding windows."""
     return [pool.full_kv_pool, pool.swa_kv_pool] if isinstance(pool, SWAKVPool) else [pool]
 
 
 def _check_device(device: torch.device) -> None:
-    """The chip, and whether portattn's settings name what it has: nobody hears of them before the first call."""
+    """Check the chip and portattn's settings, whose errors would otherwise come with the first call."""
     target, unknown = detect_target(device.type, device.index)
     if unknown or target.arch.refused:
         refuse("device", str(device), f"kernels do not run on it: {unknown or target.arch.refused}")

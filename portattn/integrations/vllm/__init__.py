@@ -1,15 +1,4 @@
-"""portattn as an attention backend of vLLM: `AttentionConfig(backend="PORTATTN")`, or `--attention-backend PORTATTN`.
-
-vLLM loads `register` as a general plug-in (the entry point of portattn's distribution). It adds names and selects
-nothing: PORTATTN, and PORTATTN_MLA for latent attention. What the backends cannot do they refuse when vLLM asks,
-as it builds the model's layers.
-
-capabilities.py  what both backends say of themselves: chips, sizes, the versions that they were tested with
-backend.py       the backend of full heads: dtypes, caches, features
-shards.py        keys that several ranks share (decode context parallelism)
-caches.py        numbers and scales inside vLLM's cache tensors, and how new tokens are written
-mla.py           latent attention
-"""
+"""portattn as an attention backend of vLLM: `AttentionConfig(backend="PORTATTN")`, `--attention-backend PORTATTN`."""
 
 from __future__ import annotations
 
@@ -29,15 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make the backends' names known to vLLM in this process. A second call changes nothing.
-
-    vLLM calls it as a plug-in in each of its processes. A release that takes no new names, or has no registry of
-    backends, keeps those that it has, and a warning says so.
-
-    Returns nothing.
-
-    Raises ModuleNotFoundError where vLLM is not installed.
-    """
+    """Register the backends' names with vLLM, as a plug-in in each of its processes; a second call changes nothing."""
     try:
         registry = import_module(_REGISTRY)
         names = registry.AttentionBackendEnum
@@ -57,16 +38,12 @@ def register() -> None:
 
 
 def _restored(name: str) -> Any:
-    """A member by its name, in a process that may not have loaded plug-ins yet. Pickles hold calls of it.
-
-    Raises KeyError where this vLLM takes no new names.
-    """
+    """Return a member by its name, also before plug-ins are loaded: pickles hold calls of it."""
     register()
     return import_module(_REGISTRY).AttentionBackendEnum[name]
 
 
 def _member(names: Any, name: str, value: str) -> Any:
-    """A member more of an enum that is closed, as later releases of vLLM add theirs."""
     member = object.__new__(names)
     member._name_, member._value_ = name, value
     type.__setattr__(names, name, member)

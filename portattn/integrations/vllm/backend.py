@@ -1,4 +1,4 @@
-"""The backend of attention over full heads: what it takes, besides what both backends do (capabilities.py)."""
+"""vLLM's backend of attention over full heads: its features, beside caches.py's, which both backends share."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from portattn.api.merge_states import merge_states
 from portattn.api.out_argument import into
 from portattn.api.request import Window
 from portattn.errors import ArgumentError
-from portattn.integrations.vllm import NAME, caches, shards
-from portattn.integrations.vllm.capabilities import Capabilities
+from portattn.integrations.vllm import NAME, caches, metadata
+from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import PortattnMetadata, PortattnMetadataBuilder
 
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 def _paged(place: torch.Tensor | None, *arguments: Any, **named: Any) -> Any:
-    """`paged_attention`, into place where there is one."""
     if place is None:
         return ops.paged_attention(*arguments, **named)
     return into(place, "paged_attention", *arguments, **named)
 
 
 class PortattnImpl(AttentionImpl[PortattnMetadata]):
-    """One layer. Not supported, and not declared: fused quantisation of the output."""
+    """One layer. Fused quantization of the output is neither supported nor declared."""
 
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
@@ -68,7 +67,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self.sinks = sinks
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
         if self.dcp_world_size > 1 and attn_type not in ENCODERS:
-            shards.refuse_features(
+            metadata.refuse_features(
                 attn_type=None if attn_type == AttentionType.DECODER else AttentionType(attn_type).value,
                 alibi_slopes=alibi_slopes, sliding_window=sliding_window,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,
@@ -76,12 +75,12 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             if self.num_kv_heads != 1:
                 limit = "must be 1: with decode context parallelism ranks have one key head each"
                 raise ArgumentError(NAME, "num_kv_heads", self.num_kv_heads, limit)
-        self.dcp_combine = shards.combine() if self.dcp_world_size > 1 else None
+        self.dcp_combine = metadata.combine() if self.dcp_world_size > 1 else None
         self._cache: torch.Tensor | None = None
         self._views: caches.Views | None = None
 
     def views(self, kv_cache: torch.Tensor) -> caches.Views:
-        """The layer's cache as portattn takes it; the same objects as long as the cache is the same tensor."""
+        """Return the layer's cache as portattn takes it, cached while the cache is the same tensor."""
         if self._views is None or kv_cache is not self._cache:
             self._views = caches.views(kv_cache, self.kv_cache_dtype, self.head_size)
             self._cache = kv_cache
@@ -95,7 +94,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write new keys (tokens, Hk, D) and values (tokens, Hk, Dv) to their slots. Encoders keep none."""
+        """Write new keys (tokens, Hk, D) and values (tokens, Hk, Dv) to their slots; encoders keep none."""
         if self.attn_type not in ENCODERS and kv_cache.numel():
             caches.write(key, value, self.views(kv_cache), slot_mapping, layer)
 
@@ -111,10 +110,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a batch's rows (tokens, Hq, D) into output (tokens, Hq, Dv), which is returned.
-
-        Rows behind the batch's own are left as they are. Without metadata, in vLLM's profiling run, the output is 0.
-        """
+        """Attend a batch's rows (tokens, Hq, D) into output (tokens, Hq, Dv); 0 without metadata (profiling)."""
         if output_scale is not None or output_block_scale is not None:
             given = "output_scale" if output_scale is not None else "output_block_scale"
             limit = "must be None: the output is not quantised, as fused_output_quant_supported says"
@@ -138,7 +134,6 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
     def _decode(
         self, place: torch.Tensor, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata
     ) -> None:
-        """Attention over the cache, causal or not as the batch says, into place."""
         if batch.causal is not None:
             window = self.window if batch.causal else self.window_both
             self._attend(place, layer, query, kv_cache, batch, batch.seq_lens, batch.causal, window)
@@ -152,7 +147,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         torch.add(causal, other, out=place)
 
     def _window_of_ranges(self, layer: Any, longest: int) -> Window | None:
-        """What a row of a range of multimodal tokens sees: the range's end, and as far back as a causal row."""
+        """Return the window of a row in a range of multimodal tokens: to the range's end, and causally far back."""
         back = self.back
         if back is None:
             return None
@@ -166,10 +161,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self, place: torch.Tensor | None, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor,
         batch: PortattnMetadata, lengths: torch.Tensor, causal: bool, window: Window | None, **other: Any,
     ) -> Any:  # fmt: skip
-        """One call over the cache, (tokens, Hq, Dv), into place where there is one.
-
-        Without a place and with return_lse in `other`, its LSE (tokens, Hq) too.
-        """
+        """Attend over the cache into `place` if given; without it, return_lse adds the LSE (tokens, Hq)."""
         of = self.views(kv_cache)
         k_scale, v_scale = caches.scales(of, layer)
         shared: dict[str, Any] = {
@@ -204,7 +196,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         batch: PortattnMetadata,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention over caches of several ranks, and over the new tokens, which every rank has."""
+        """Attend over caches of several ranks, and over the new tokens, which every rank has."""
         lengths = batch.context_lens
         assert lengths is not None
         new: Any = ops.varlen_attention(
@@ -227,7 +219,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
     def _encode(
         self, place: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PortattnMetadata
     ) -> None:
-        """Attention of packed sequences to themselves, in both directions, into place."""
+        """Attend packed sequences to themselves, in both directions, into place."""
         into(
             place, "varlen_attention", query, key, value, batch.query_start_loc, batch.query_start_loc,
             batch.max_query_len, batch.max_query_len, scale=self.scale, window=self.window_both, softcap=self.softcap,
@@ -241,8 +233,6 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
 
 
 class PortattnBackend(Capabilities):
-    """Attention over vLLM's paged cache, and encoders' without one."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         *caches.PLAIN, *caches.FLOAT8, *caches.TOKEN_SCALES, *caches.BLOCK_SCALES,
@@ -282,5 +272,4 @@ class PortattnBackend(Capabilities):
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """vLLM's own list of reasons, and what decode context parallelism does not go with."""
-        return [*super().validate_configuration(*arguments, **named), *shards.reasons(**named)]
+        return [*super().validate_configuration(*arguments, **named), *metadata.reasons(**named)]

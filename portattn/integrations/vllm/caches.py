@@ -1,27 +1,29 @@
-"""Keys, values and scales inside vLLM's cache tensors.
+"""Keys, values and scales inside vLLM's cache tensors, and the capabilities that both backends share.
 
-A layer's cache is (blocks, Hk, block, content), of any strides: the physical orders that vLLM knows differ in them
-alone. A token's content is [K | V], or with scales for each token and head [K | float32 | V | float32].
-
-Of nvfp4 it is (blocks, 2 Hk, block, D / 2 + D / 16), whose blocks' bytes are [K | its scales | V | its scales]: each of
-the four (Hk, block, …) or (block, Hk, …), as the strides say. FlashInfer's backend of vLLM has the same, from 0.32 on,
-but on sm_100, where the scales of values are in another order.
+A cache is (blocks, Hk, block, content), of any strides; content is [K | V], or with token scales [K | float32 | V |
+float32]. An nvfp4 cache is (blocks, 2 Hk, block, D / 2 + D / 16), a block's bytes [K | its scales | V | its scales], as
+in vLLM's FlashInfer from 0.32 on, except on sm_100, whose value scales have another order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import vllm
+from packaging.version import InvalidVersion, Version
 from vllm import envs
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import NAME
-from portattn.schema.problem_limits import NV_BLOCK
+from portattn.planning.planner import wrong_settings
+from portattn.planning.registry import parse_target
+from portattn.schema.problem_limits import FORMATS, MAX_HEAD_DIM
 
 # cache_dtype of vLLM -> how its numbers are read; None where they are of the dtype that the tensor has.
 PLAIN = ("auto", "float16", "bfloat16")
@@ -29,14 +31,12 @@ FLOAT8 = {"fp8": None, "fp8_e4m3": None, "fp8_e5m2": torch.float8_e5m2}  # None:
 TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": None}
 SCALE_BYTES = 4  # a float32
 BLOCK_SCALES = ("nvfp4",)  # two e2m1 numbers a byte, and an e4m3 scale for each 16 of a row
+NV_BLOCK = FORMATS["nvfp4"].block
 
 
 @dataclass
 class Views:
-    """One cache tensor as portattn takes it: pages (P, Hk, page, D), and scales (P, Hk, page) where tokens have them.
-
-    Of nvfp4 pages are (P, Hk, page, D / 2) bytes, with the scales (P, Hk, page, D / 16) of their blocks.
-    """
+    """One cache tensor as portattn takes it: pages (P, Hk, page, D), for nvfp4 D / 2 bytes, and scales, if any."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -47,17 +47,14 @@ class Views:
 
 
 def stored_dtype(cache_dtype: str) -> torch.dtype | None:
-    """The dtype of a quantised cache's numbers on this platform; None for a cache in 16 or 32 bits."""
+    """Return the dtype of a quantized cache's numbers on this platform; None for a cache in 16 or 32 bits."""
     if cache_dtype in PLAIN:
         return None
     return (FLOAT8 | TOKEN_SCALES)[cache_dtype] or current_platform.fp8_dtype()
 
 
 def views(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
-    """Split a layer's cache tensor. No copy is made.
-
-    Raises ArgumentError where the tensor is not what the dtype and the head size say.
-    """
+    """Split a layer's cache tensor without a copy, or raise ArgumentError if the dtype and head size do not fit it."""
     if cache_dtype in BLOCK_SCALES:
         return _views_of_blocks(cache, cache_dtype, head_size)
     width = SCALE_BYTES if cache_dtype in TOKEN_SCALES else 0
@@ -103,12 +100,10 @@ def _views_of_blocks(cache: torch.Tensor, cache_dtype: str, head_size: int) -> V
 
 
 def bytes_in_blocks(head_size: int) -> int:
-    """Bytes of a token's keys, or values, of one head in nvfp4, scales included."""
     return head_size // 2 + head_size // NV_BLOCK
 
 
 def with_scales(spec: Any) -> Any:
-    """The cache's specification with room for the scales that its mode has for each token, or for blocks of a row."""
     if spec.state_content_bytes is not None:
         return spec
     if spec.kv_quant_mode.is_nvfp4:
@@ -123,12 +118,12 @@ def with_scales(spec: Any) -> Any:
 
 
 def layout_asked_for() -> str | None:
-    """The layout that VLLM_KV_CACHE_LAYOUT names, which vLLM then takes or refuses; None where it chooses itself."""
+    """Return the layout that VLLM_KV_CACHE_LAYOUT names, which vLLM takes or refuses; None for its own choice."""
     return envs.VLLM_KV_CACHE_LAYOUT
 
 
 def wrong_layout(cache_dtype: str, name: str | None) -> str | None:
-    """The layouts that a cache of the dtype needs, where the one of this name is none of them; None where it is."""
+    """Return the layouts that a cache of the dtype needs, unless the named layout is one of them (None)."""
     layout = KVCacheLayout.__members__.get(name or "")  # no member: NHD and HND, which are LBNHC and LBHNC
     if cache_dtype not in BLOCK_SCALES or layout is None or layout.is_block_compact:
         return None
@@ -137,10 +132,7 @@ def wrong_layout(cache_dtype: str, name: str | None) -> str | None:
 
 
 def refuse_layout(spec: Any, vllm_config: Any) -> None:
-    """Refuse the layout that vLLM took for a cache, before the cache is made.
-
-    Raises ArgumentError with the layout's name and those that would do.
-    """
+    """Raise ArgumentError for an unsupported layout of vLLM's cache, with the supported ones, before it is made."""
     if not spec.kv_quant_mode.is_nvfp4:
         return
     layout = vllm_config.cache_config.kv_cache_layout
@@ -150,7 +142,7 @@ def refuse_layout(spec: Any, vllm_config: Any) -> None:
 
 
 def write(key: torch.Tensor, value: torch.Tensor, to: Views, slots: torch.Tensor, layer: Any) -> None:
-    """Write new tokens to their slots; those with slot -1 are padding, and so are rows without a slot."""
+    """Write new tokens to their slots; tokens with slot -1, or without a slot, are padding."""
     tokens = slots.shape[0]
     k_scale, v_scale = scales(to, layer)
     ops.write_pages(
@@ -160,9 +152,93 @@ def write(key: torch.Tensor, value: torch.Tensor, to: Views, slots: torch.Tensor
 
 
 def scales(of: Views, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The scales of a cache: those in it, the layer's, or none."""
     if of.k.dtype.itemsize > 1:
         return None, None
     if of.k_scale is not None:
         return of.k_scale, of.v_scale
     return layer._k_scale, layer._v_scale
+
+
+# The first and the last release that tests/engines/vllm ran with; every patch release of them counts.
+OLDEST, NEWEST = (0, 31), (0, 33)
+
+
+def unsupported_version(version: str = vllm.__version__) -> str:
+    try:
+        release = Version(version).release[:2]
+    except InvalidVersion:
+        release = ()
+    if OLDEST <= release <= NEWEST:
+        return ""
+    tested = " to ".join(".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    return f"vLLM {version} is not supported: portattn was tested with {tested}"
+
+
+BLOCK = 16  # tokens: kernels read pages of any size, but none smaller was tried with vLLM
+
+
+class Capabilities(AttentionBackend):
+    """The answers; a backend lists it before vLLM's own base class, so that these come first."""
+
+    forward_includes_kv_cache_update: ClassVar[bool] = False
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK)]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or block_size % BLOCK == 0
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return False: vLLM asks for adaptive verification, whose graphs mix requests of different numbers of rows."""
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether kernels run on the chip, by its file; other vendors' numbers are no CUDA capabilities."""
+        if capability is None or not current_platform.is_cuda():
+            return True
+        try:
+            target = parse_target(f"cuda:sm_{capability.major}{capability.minor}")
+        except ArgumentError:  # a chip that portattn has no file of
+            return False
+        return not target.arch.refused
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
+    ) -> str | None:
+        cache = kv_cache_dtype or "auto"
+        if cache in ("float16", "bfloat16") and getattr(torch, cache) != dtype:
+            return f"a {cache} cache needs queries of {cache}, and they are {dtype}"
+        if cache not in PLAIN and dtype == torch.float32:
+            return f"a {cache} cache needs queries of float16 or bfloat16, and they are {dtype}"
+        if cache in TOKEN_SCALES and head_size % SCALE_BYTES:
+            return f"a {cache} cache needs a head size that is a multiple of {SCALE_BYTES}, not {head_size}"
+        if cache in BLOCK_SCALES and head_size % NV_BLOCK:
+            return f"a {cache} cache needs a head size that is a multiple of {NV_BLOCK}, not {head_size}"
+        asked = layout_asked_for()
+        needed = wrong_layout(cache, asked)
+        if needed is not None:
+            return f"a {cache} cache needs {needed}, not {asked}"
+        return None
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
+        """Return an untested version, a wrong setting, and vLLM's own list of reasons."""
+        first = (unsupported_version(), wrong_settings("portattn.integrations.vllm"))
+        return [*filter(None, first), *super().validate_configuration(*arguments, **named)]

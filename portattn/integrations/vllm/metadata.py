@@ -1,22 +1,92 @@
-"""What a batch looks like: built once a step, read by the forward of every layer.
-
-The tensors are the model runner's own, which it fills anew for each step at the same addresses, so what a CUDA graph
-captured stays right. Nothing here reads a device's tensor on the host.
-"""
+"""A batch and its shards, built once a step: tensors keep their addresses, so that CUDA graphs stay valid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from portattn.errors import ArgumentError
-from portattn.integrations.vllm import NAME, caches, shards
+from portattn.integrations.vllm import NAME, caches
+
+
+class LayerGroupShards:
+    """Sharing of one layer group's caches among ranks (decode context parallelism); world == 1 without it.
+
+    Each rank attends its cache with the query heads of all, and vLLM's collectives merge by the LSE; attention among a
+    step's new tokens, present on every rank, is merged in."""
+
+    def __init__(self, kv_cache_spec: Any, vllm_config: Any, device: torch.device) -> None:
+        self.world, self.rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
+        self.interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        # Of its own, and kept: a captured graph reads it at this address.
+        most = vllm_config.scheduler_config.max_num_seqs if self.world > 1 else 0
+        self._lens = torch.zeros(most, dtype=torch.int32, device=device)
+
+    def context_lens(self, common: Any) -> torch.Tensor | None:
+        """Return (requests,) int32, keys of each request's past in this rank's cache; None for unshared caches."""
+        if self.world == 1:
+            return None
+        if isinstance(common.causal, torch.Tensor):
+            limit = "must be a bool with decode context parallelism"
+            raise ArgumentError(NAME, "causal", "a tensor", limit)
+        count = common.seq_lens.shape[0]
+        if count > self._lens.shape[0]:  # more than the scheduler's limit: only where no scheduler is
+            self._lens = self._lens.new_zeros(count)
+        rows = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
+        lens = get_dcp_local_seq_lens(common.seq_lens - rows, self.world, self.rank, self.interleave)
+        return self._lens[:count].copy_(lens)
+
+
+def no_request_has_a_past(common: Any) -> bool:
+    """Return whether a batch has beginnings of prompts alone, as the host knows it; all ranks find the same."""
+    bound = common.seq_lens_cpu_upper_bound
+    if bound is None:
+        return False
+    count = bound.shape[0]
+    rows = common.query_start_loc_cpu[1 : count + 1] - common.query_start_loc_cpu[:count]
+    return bool((bound <= rows).all())
+
+
+def combine() -> Callable[..., Any]:
+    """Return vLLM's configured merge of the ranks' results; its kernels are imported only if ranks share."""
+    from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
+
+    config = get_current_vllm_config_or_none()
+    by_all_to_all = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
+    return dcp_a2a_lse_reduce if by_all_to_all else cp_lse_ag_out_rs
+
+
+def refuse_features(**given: Any) -> None:
+    """Raise ArgumentError for the first given feature, which needs a key's position or keys of another layer."""
+    for name, value in given.items():
+        if value:
+            raise ArgumentError(NAME, name, value, "is not supported with decode context parallelism")
+
+
+def reasons(use_dcp: bool = False, head_size: int = 1, **asked: Any) -> list[str]:
+    """Return why a configuration cannot have decode context parallelism; empty if it can or vLLM does not ask."""
+    if not use_dcp:
+        return []
+    names = {
+        "has_sliding_window": "sliding windows", "use_non_causal": "attention in both directions",
+        "use_mm_prefix": "partial multimodal token full attention",
+    }  # fmt: skip
+    found = [f"{what} with DCP not supported" for name, what in names.items() if asked.get(name)]
+    if asked.get("attn_type") == AttentionType.ENCODER_DECODER:  # an encoder's keys are no past of the decoder's rows
+        found.append("cross attention with DCP not supported")
+    if head_size & (head_size - 1):  # vLLM's kernels that merge ranks have tiles of a head
+        found.append(f"head size {head_size} with DCP not supported: no power of 2")
+    return found
+
 
 CLAMP = "mm_prefix_clamp_sliding_window"  # of a configuration, a model's class and a layer
 Ranges = Mapping[int, Sequence[tuple[int, int]]]  # request -> first and last position of each range
@@ -24,57 +94,37 @@ Ranges = Mapping[int, Sequence[tuple[int, int]]]  # request -> first and last po
 
 @dataclass
 class Cut:
-    """One sequence of a batch that was taken apart.
-
-    first, behind  rows of its request before its first row, and behind its last one
-    both           its rows are a range's, and attend in both directions
-    """
+    """One sequence of a split batch."""
 
     request: int
-    first: int
-    behind: int
-    both: bool
+    first: int  # rows of its request before its first row
+    behind: int  # rows of its request behind its last row
+    both: bool  # its rows are a range's, and attend in both directions
 
 
 @dataclass
 class Segments:
-    """A batch that was taken apart: what vLLM says of requests, for each sequence. On the batch's device.
+    """The sequences of a split batch, on the batch's device."""
 
-    requests  (sequences,) int64: the request of each
-    first, behind  (sequences,) int32, and both (sequences,) bool: of Cut
-    longest   tokens of the longest range up to the last of its rows here: as far back as a row of it sees
-    """
-
-    requests: torch.Tensor
-    first: torch.Tensor
-    behind: torch.Tensor
-    both: torch.Tensor
-    longest: int
+    requests: torch.Tensor  # (sequences,) int64: the request of each
+    first: torch.Tensor  # (sequences,) int32, as in Cut
+    behind: torch.Tensor  # (sequences,) int32
+    both: torch.Tensor  # (sequences,) bool
+    longest: int  # tokens of the longest range up to the last of its rows here: as far back as a row of it sees
 
     def starts(self, query_start_loc: torch.Tensor) -> torch.Tensor:
-        """(sequences + 1,) int32: their rows. The device alone may know requests' boundaries."""
         begin = query_start_loc.index_select(0, self.requests) + self.first
         return torch.cat((begin, query_start_loc[-1:]))
 
     def lengths(self, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sequences,) int32 each: keys of the causal sequences, and of the others; 0 elsewhere."""
+        """Return (sequences,) int32 each: keys of the causal sequences, and of the others; 0 elsewhere."""
         keys = seq_lens.index_select(0, self.requests) - self.behind
         causal = keys.masked_fill(self.both, 0)
         return causal, keys - causal
 
 
 def cuts(ranges: Ranges, starts: Sequence[int], keys: Sequence[int]) -> tuple[list[Cut], int]:
-    """Take a batch apart.
-
-    ranges  of requests, by positions
-    starts  (requests + 1) first rows of the requests
-    keys    (requests) keys of each, its new rows included; exact where a range has rows
-
-    Returns the sequences in the order of rows, every request in at least one, and as `longest` 0 where no range has a
-    row here.
-
-    Raises ArgumentError for ranges of one request that overlap.
-    """
+    """Split a batch at ranges of multimodal tokens; return its sequences in the order of rows, and the longest."""
     made: list[Cut] = []
     longest = 0
     for request, begin in enumerate(starts[:-1]):
@@ -101,11 +151,7 @@ def cuts(ranges: Ranges, starts: Sequence[int], keys: Sequence[int]) -> tuple[li
 
 
 def segments(common: Any) -> Segments | None:
-    """A batch's sequences, of vLLM's CommonAttentionMetadata; None where no row is in a range with another row.
-
-    Raises ArgumentError for ranges that overlap, and where lengths are not known on the host or the batch is not
-    causal.
-    """
+    """Return a batch's sequences from vLLM's CommonAttentionMetadata; None if no row shares a range with another."""
     ranges: Ranges | None = getattr(common, "mm_req_doc_ranges", None)
     # A single row is the last one, and sees all keys up to itself as it is.
     if not ranges or common.max_query_len <= 1 or not any(ranges.values()):
@@ -128,17 +174,10 @@ def segments(common: Any) -> Segments | None:
 
 
 def refuse_short_windows(names: Iterable[str], layers: Mapping[str, Any], model: Any) -> None:
-    """Refuse layers whose window may be shorter than a range that it does not clamp.
+    """Raise ArgumentError for layers whose window may be shorter than a range that it does not clamp.
 
-    vLLM gives no range longer than the model's window, so that a layer with this window shows a row all of its range.
-    With a shorter one the row's keys would begin with the range, not with the window. But vLLM keeps longer ranges
-    where the configuration or the model's class says that windows clamp them; of the class, its layers tell.
-
-    names   the layers in question
-    layers  all of the model's, by name
-
-    Raises ArgumentError with the layer's name.
-    """
+    vLLM gives no range longer than the model's window, but keeps longer ones if windows clamp them, as the
+    configuration or a layer says. A shorter window of a layer would begin with the range."""
     if model is None or not getattr(model, "is_mm_prefix_lm", False):
         return
     kept = any(getattr(one, CLAMP, False) for one in (model.hf_text_config, *layers.values()))
@@ -156,19 +195,7 @@ def refuse_short_windows(names: Iterable[str], layers: Mapping[str, Any], model:
 
 @dataclass
 class PortattnMetadata(AttentionMetadata):
-    """One batch.
-
-    single           every request has one query row at most, so row b is request b's
-    causal           of all requests; None where requests differ
-    causal_lens, other_lens  (requests,) int32, where they differ: seq_lens of the causal requests, and of the others;
-                     0 elsewhere
-    segments         how ranges of multimodal tokens take the batch apart; None where no row is in one
-    mm_prefix_range  the batch that was taken apart: sequences instead of requests, with causality of each. Models whose
-                     layers differ clear the field of this name for those that have no ranges
-    longest_range    tokens of a range that a row sees, in a batch that was taken apart; else 0
-    context_lens     (requests,) int32: keys of the past in this rank's cache, where ranks share a request's keys
-    has_past         whether a request may have a past: alike on all ranks
-    """
+    """One batch."""
 
     num_actual_tokens: int
     num_reqs: int
@@ -177,26 +204,26 @@ class PortattnMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
-    single: bool
-    causal: bool | None = True
+    single: bool  # every request has one query row at most, so row b is request b's
+    causal: bool | None = True  # of all requests; None if they differ
     per_request: torch.Tensor | None = None
-    causal_lens: torch.Tensor | None = None
-    other_lens: torch.Tensor | None = None
-    segments: Segments | None = None
+    causal_lens: torch.Tensor | None = None  # (requests,) int32 if they differ: seq_lens of causal ones, else 0
+    other_lens: torch.Tensor | None = None  # the same of the others
+    segments: Segments | None = None  # split of the batch by ranges of multimodal tokens, if any
+    # The split batch. vLLM clears the field of this name for layers without ranges, if layers differ.
     mm_prefix_range: PortattnMetadata | None = None
-    longest_range: int = 0
-    context_lens: torch.Tensor | None = None
-    has_past: bool = True
+    longest_range: int = 0  # tokens of a range that a row sees, in a split batch
+    context_lens: torch.Tensor | None = None  # (requests,) int32: keys of the past in this rank's cache
+    has_past: bool = True  # whether a request may have a past: the same on all ranks
 
     def but(self, **fields: Any) -> PortattnMetadata:
-        """A copy with other fields. vLLM derives classes of fast prefill, whose __init__ dataclasses.replace misses."""
+        """Return a copy with other fields; dataclasses.replace misses the __init__ of vLLM's fast-prefill classes."""
         made = copy(self)
         for name, value in fields.items():
             setattr(made, name, value)
         return made
 
     def take_apart(self) -> None:
-        """Make mm_prefix_range of segments, and of requests as they are now."""
         if self.segments is None:
             return
         causal_lens, other_lens = self.segments.lengths(self.seq_lens)
@@ -212,7 +239,6 @@ class PortattnMetadata(AttentionMetadata):
         )
 
     def split_by_causality(self) -> None:
-        """Fill causal_lens and other_lens from seq_lens as they are now, by the device alone."""
         if self.per_request is not None:
             assert self.causal_lens is not None
             assert self.other_lens is not None
@@ -221,7 +247,7 @@ class PortattnMetadata(AttentionMetadata):
 
 
 class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
-    """Graphs are captured for batches whose requests have equally many rows: decode, and speculative verification."""
+    """Build metadata; graphs are captured for requests with equally many rows: decode, and speculative verification."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table: bool = True
@@ -233,7 +259,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
-        self._shards = shards.LayerGroupShards(kv_cache_spec, vllm_config, device)
+        self._shards = LayerGroupShards(kv_cache_spec, vllm_config, device)
         # Whether there is a past is decided on the host, which does not see what a drafter advances.
         self.supports_draft_decode_metadata_update = self._shards.world == 1
         layers = vllm_config.compilation_config.static_forward_context
@@ -241,13 +267,13 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """A graph of several rows a request could be replayed for a part of a prompt that has ranges."""
+        """Return single-token graphs for prefix-LM models: graphs of more rows could replay prompts with ranges."""
         if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PortattnMetadata:
-        """The batch as forward takes it. `common_prefix_len` and `fast_build` change nothing."""
+        """Build the batch for forward; `common_prefix_len` and `fast_build` change nothing."""
         common = common_attn_metadata
         each = isinstance(common.causal, torch.Tensor)
         made = PortattnMetadata(
@@ -269,7 +295,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
         made.context_lens = self._shards.context_lens(common)
-        made.has_past = made.context_lens is None or not shards.no_request_has_a_past(common)
+        made.has_past = made.context_lens is None or not no_request_has_a_past(common)
         made.segments = segments(common)
         if made.segments is not None and made.context_lens is not None:
             limit = "must be None with decode context parallelism"
@@ -278,7 +304,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PortattnMetadata:
-        """The batch as a graph holds it: whether its requests have a past is not known yet."""
+        """Build the batch for a graph, which cannot know whether its requests have a past."""
         made = self.build(0, common_attn_metadata)
         made.has_past = True
         return made
@@ -286,11 +312,10 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
     def update_block_table(
         self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PortattnMetadata:
-        """The same batch over another group's blocks."""
         made = metadata.but(block_table=blk_table, slot_mapping=slot_mapping, mm_prefix_range=None)
         made.take_apart()
         return made
 
     def update_draft_decode_metadata(self, metadata: PortattnMetadata) -> None:
-        """Follow lengths that a drafter has advanced on the device. A graph can hold this."""
+        """Follow lengths that a drafter has advanced on the device; a graph can hold this."""
         metadata.split_by_causality()

@@ -1,8 +1,4 @@
-"""Multi-head latent attention: decoding over the latent cache is portattn's, prefill stays vLLM's own.
-
-vLLM's common MLA layer projects prefill back to full heads and gives it to one of its prefill backends. What it asks
-an MLA backend for is the absorbed form over cached rows, which is `mla_attention`.
-"""
+"""Multi-head latent attention: portattn decodes over the latent cache; prefill stays vLLM's own."""
 
 from __future__ import annotations
 
@@ -24,23 +20,19 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from portattn.api import ops
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import MLA_NAME, caches
-from portattn.integrations.vllm.capabilities import Capabilities
+from portattn.integrations.vllm.caches import Capabilities
 
 
 @dataclass
 class PortattnMLADecodeMetadata(MLACommonDecodeMetadata):
-    """The batch's decoding requests, which come first in it.
-
-    query_start_loc  (requests + 1,) int32: their rows
-    max_query_len    rows of the longest of them, or more
-    """
+    """The batch's decoding requests, its first ones; max_query_len may exceed the longest one's rows."""
 
     query_start_loc: torch.Tensor
     max_query_len: int
 
 
 class PortattnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """vLLM's own, with rows of different numbers in one decode batch."""
+    """vLLM's builder, with rows of different numbers in one decode batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
@@ -48,7 +40,7 @@ class PortattnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """With decode context parallelism requests of several rows are prefill, which a graph of decoding has not."""
+        """Return single-token graphs for decode context parallelism: requests of several rows are prefill there."""
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
@@ -113,7 +105,7 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write latent rows (tokens, R) and rotary rows (tokens, 1, E) behind each other to their slots."""
+        """Write latent rows (tokens, R) and rotary rows (tokens, 1, E), side by side, to their slots."""
         if not kv_cache.numel():
             return
         slots = slot_mapping.flatten()
@@ -134,10 +126,7 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The decoding rows: queries (tokens, H, R) and (tokens, H, E), or both in one (tokens, H, R + E).
-
-        Returns out (tokens, H, R), and the LSE (tokens, H) where decode context parallelism merges ranks.
-        """
+        """Decode queries (tokens, H, R) and (tokens, H, E), or both in one; return the LSE if ranks are merged."""
         batch = attn_metadata.decode
         assert isinstance(batch, PortattnMLADecodeMetadata)
         nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
@@ -161,8 +150,6 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
 
 class PortattnMLABackend(Capabilities, MLACommonBackend):
-    """Latent attention over vLLM's paged cache."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 

@@ -1,7 +1,4 @@
-"""What the planner knows of each core kernel: which op it serves, what it reads, what it cannot do. No torch here.
-
-A module for each family of kernels, on `base`; this one has the table of all of them.
-"""
+"""The planner's data about each core kernel, a module per family on `base`; without torch."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ from portattn.planning.kernel_specs.base import (
     packed_tiles,
     tile_width,
 )
-from portattn.planning.kernel_specs.decode import DecodeSplit, MlaSplit, PagedSplit
-from portattn.planning.kernel_specs.forward import DenseForward, VarlenForward
-from portattn.planning.kernel_specs.sparse import SparseSplit
-from portattn.planning.kernel_specs.writing import CacheWrite, PagedWrite
+from portattn.planning.kernel_specs.decode import DecodeSplit, MlaSplit, PagedSplit, SparseSplit
+from portattn.planning.kernel_specs.dense import DenseForward, VarlenForward
+from portattn.planning.kernel_specs.write import CacheWrite, PagedWrite
 
 __all__ = [
     "CORES",
@@ -58,6 +54,6 @@ KERNEL_NAMES = tuple(k.name for k in CORES.values())
 
 
 def of_gradients(pattern: str) -> bool:
-    """Whether a glob matches kernels of gradients, and no others of the core's."""
+    """Return whether a glob matches gradient kernels and no other core kernels."""
     matched = [kernel for kernel in CORES.values() if fnmatch.fnmatchcase(kernel.name, pattern)]
     return bool(matched) and all(kernel.of_rows for kernel in matched)

@@ -1,11 +1,10 @@
-"""The kernels of gradients, of sequences of one length and of packed ones."""
+"""Gradient kernels, for dense and packed sequences."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from portattn.planning.kernel_specs.base import (
-    MASKED,
     MIN_DOT,
     SCORED,
     TAKES,
@@ -13,6 +12,7 @@ from portattn.planning.kernel_specs.base import (
     ceil_div,
     drops,
     packed_tiles,
+    score_tensors,
 )
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
@@ -21,14 +21,13 @@ from portattn.schema.symbolic_int import most
 
 
 class DenseBackward(CoreKernel):
-    """Gradients, by three kernels: backward_keys and backward_rows hold block_m keys or rows, and go through block_n of
-    the others at a time. The rows' values may be others than the keys' (Launch.of_rows)."""
+    """Gradients: backward_keys and backward_rows hold block_m keys or rows, and go through block_n of the others."""
 
     name = "dense_backward"
     function = "backward_keys"
     of_rows = "backward_rows"
     op = "attention_backward"
-    takes = TAKES | SCORED | MASKED | {
+    takes = TAKES | SCORED | score_tensors(op) | {
         "seqlens_q", "leftpad_q", "leftpad_k", "dropout", "grad_lse", "grad_bias", "grad_slopes", "deterministic",
     }  # fmt: skip
     choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "drops", "parts")
@@ -36,15 +35,12 @@ class DenseBackward(CoreKernel):
     max_head_dim_v = 256
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
-        """Of the launch that has the most."""
         return most(self.key_tiles(problem, launch), self.row_tiles(problem, launch))
 
     def key_tiles(self, problem: Problem, launch: Launch) -> int:
-        """Tiles of keys of all sequences and key/value heads."""
         return problem.batch * problem.heads_k * ceil_div(problem.seq_k, launch.block_m)
 
     def row_tiles(self, problem: Problem, launch: Launch) -> int:
-        """Tiles of query rows of all sequences and query heads."""
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.of_rows().block_m)
 
     def rows(self, problem: Problem) -> int:
@@ -62,8 +58,7 @@ class DenseBackward(CoreKernel):
         return found | {"DROPS": drops(problem, lowering)}
 
     def drops_by_keys(self, problem: Problem, lowering: Lowering) -> str:
-        """`drops` of the kernel that holds keys. Its tiles of rows begin at the first row that sees a key. Where that
-        is, only the sizes of a call without lengths say."""
+        """Return `drops` of backward_keys, whose row tiles begin at the first row that sees a key."""
         found = drops(problem, lowering)
         if found != "tiles":
             return found
@@ -83,11 +78,11 @@ _FORWARD_ONLY = frozenset({"MAIN", "BLOCK_TAIL", "BIAS_BY_KEY", "MASK_BY_KEY", "
 
 
 class VarlenBackward(DenseBackward):
-    """Gradients of packed sequences, by the same kernels: a program finds its sequence by its number."""
+    """Gradients of packed sequences by the same kernels: a program finds its sequence by its number."""
 
     name = "varlen_backward"
     op = "varlen_attention_backward"
-    takes = TAKES | SCORED | {"dropout", "grad_lse", "grad_slopes", "deterministic"}
+    takes = TAKES | SCORED | score_tensors(op) | {"dropout", "grad_lse", "grad_slopes", "deterministic"}
 
     def key_tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_k * packed_keys(problem, launch)
@@ -97,5 +92,4 @@ class VarlenBackward(DenseBackward):
 
 
 def packed_keys(problem: Problem, launch: Launch) -> int:
-    """As packed_tiles, of packed keys."""
     return (problem.total_k or 0) // launch.block_m + problem.batch + 1

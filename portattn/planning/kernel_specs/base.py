@@ -1,4 +1,4 @@
-"""CoreKernel: what the planner asks of every core kernel, and the arithmetic of tiles. No torch here."""
+"""Part of every core kernel's data: CoreKernel, tiles, numbers of splits, and problems that warps_apart takes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.ops import BACKWARD
+from portattn.schema.ops import BACKWARD, COMMON, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.symbolic_int import least, most, next_power_of_two
+from portattn.schema.symbolic_int import least, most, next_power_of_two, traceable
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
@@ -26,49 +26,38 @@ def ceil_div(a: int, b: int) -> int:
 
 
 # What every core kernel can do beyond plain attention: names of Problem.demands.
-TAKES = frozenset(
-    {"seqlens_k", "softcap", "alibi_slopes", "sinks", "return_lse", "negative_scale", "gqa", "head_dim_v"}
-)
+TAKES = frozenset({"seqlens_k", "softcap", "return_lse", "negative_scale", "gqa", "head_dim_v"})
 SCORED = {"causal", "causal_top_left", "window", "chunk"}  # of kernels that know where a key is beside its query
-MASKED = {"bias", "mask"}
+
+
+def score_tensors(op: str) -> frozenset[str]:
+    """Return the op's features whose tensors its kernel takes."""
+    return frozenset(name for name in COMMON if name in ROWS[op].tensors)
 
 
 class CoreKernel:
-    """One kernel of portattn/kernels/ as one op uses it, as the planner sees it.
+    """One kernel of portattn/kernels/ as one op uses it."""
 
-    name         kernel name in quirks, tuning and records
-    function     the function in its source; ops that share one differ by its optional arguments
-    op           the op that it serves
-    choices      the Lowering fields that it reads; of a problem's plan some of them may say nothing (`read`)
-    takes        what it can do beyond plain attention; a problem that asks for anything else is not planned for it
-    max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
-    splits_keys  whether it spreads one row's keys over programs (Launch.splits)
-    of_rows      the second function of gradients, whose tiles may be others (Launch.of_rows); empty for other kernels
-    forms        the function that runs in place of `function` where warps are apart (`form`), if there is one
-    """
-
-    name: str
-    function: str
+    name: str  # in quirks, tuning and records
+    function: str  # ops that share it differ by its optional arguments
     op: str
-    choices: tuple[str, ...]
-    takes: frozenset[str] = frozenset()
+    choices: tuple[str, ...]  # Lowering fields that it reads
+    takes: frozenset[str] = frozenset()  # features beyond plain attention
     max_head_dim = 576
     max_head_dim_v = 512
-    splits_keys = False
-    of_rows = ""
-    forms: tuple[str, ...] = ()
+    splits_keys = False  # whether it spreads one row's keys over programs (Launch.splits)
+    of_rows = ""  # second gradient function, with its own tiles (Launch.of_rows)
+    forms: tuple[str, ...] = ()  # functions that may replace `function` if warps are apart
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Those that compute its products."""
         return (self.function, *((self.of_rows,) if self.of_rows else ()), *self.forms)
 
     def form(self, lowering: Lowering) -> str:
-        """The one of `forms` that runs with a lowering; empty where `function` does."""
         return self.forms[0] if self.forms and lowering.warps == "apart" else ""
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
-        """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""
+        """Return (reason, hint) why the kernel cannot serve the problem on any chip; None if it can."""
         for field, widest in (("head_dim", self.max_head_dim), ("head_dim_v", self.max_head_dim_v)):
             width = getattr(problem, field)
             if width > widest:
@@ -86,15 +75,15 @@ class CoreKernel:
         return tuple(name for name in self.choices if not unread.get(name, False))
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
-        """Pieces of work, splits included: the number of programs unless the grid is persistent."""
+        """Return the pieces of work, splits included: the number of programs unless the grid is persistent."""
         raise NotImplementedError
 
     def rows(self, problem: Problem) -> int:
-        """Query rows that one tile could hold at most."""
+        """Return the most query rows that one tile could hold."""
         return problem.seq_q if problem.total_q is None else average_rows(problem)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
-        """Choices that the problem leaves no freedom in, which no quirk overrules: (choice, value, why)."""
+        """Return the choices that the problem forces and no quirk overrules: (choice, value, why)."""
         found = []
         if lowering.load == "descriptor" and not problem.aligned:
             # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
@@ -104,7 +93,7 @@ class CoreKernel:
         return tuple(found)
 
     def in_one_tile(self, problem: Problem, launch: Launch) -> bool:
-        """Whether a program's keys fit one tile, whatever lengths there are."""
+        """Return whether a program's keys fit one tile, for any lengths."""
         return False
 
     def fit(
@@ -117,10 +106,7 @@ class CoreKernel:
         pinned: Container[str] = frozenset(),
         split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
-        """The launch with what follows from the problem's sizes filled in (splits, smaller tiles).
-
-        Values whose names are pinned are kept as they are.
-        """
+        """Return the launch adapted to the problem's sizes (splits, smaller tiles), except values in `pinned`."""
         # Short queries leave most rows of a large tile empty: no wider than the next power of two, 16 at least.
         # Where the caller asks for results that do not depend on the batch, packed lengths must not choose the tile.
         if "block_m" not in pinned and not (problem.num_splits and problem.packed):
@@ -131,7 +117,6 @@ class CoreKernel:
         return launch if self.splits_keys and "splits" in pinned else msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        """The kernel's tl.constexpr arguments."""
         choices = {name.upper(): getattr(lowering, name) for name in self.choices}
         main, tail = head_columns(problem)
         exact = "reads" in self.choices and lowering.reads == "inside"
@@ -155,36 +140,32 @@ class CoreKernel:
 
 
 def drops(problem: Problem, lowering: Lowering) -> str:
-    """How kernels tell which scores are dropped (kernels/dropout.py): by random numbers made for each of the `scores`,
-    or once for four of them, where `tiles` begin at positions that are multiples of 16: not behind padding on the left.
+    """Return how kernels draw dropout: a random number per score ("scores"), or one for four ("tiles").
 
-    A kernel without dropout has one form.
+    Tiles must begin at multiples of 16 positions, which left padding prevents. A kernel without dropout has one form.
     """
     placed = problem.dropout and not problem.leftpad_k
     return lowering.drops if placed or lowering.drops == "halves" else "scores"
 
 
 def tile_width(columns: int, exact: bool) -> int:
-    """Columns of the tile that holds so many columns of a product's operand."""
+    """Return the columns of the tile that holds `columns` of a product's operand."""
     return columns if exact else max(next_power_of_two(columns), MIN_DOT)
 
 
 def head_columns(problem: Problem) -> tuple[int, int]:
-    """(columns of the first product of Q·Kᵀ, columns of the second): a wide head is read in two parts.
-
-    The second is 0 for heads up to 512. A latent row is cut where V ends.
-    """
+    """Return the columns of a wide head's two products (0 for the second up to 512); latent rows are cut after V."""
     main = min(problem.head_dim, WIDEST_TILE) if problem.op != "mla_attention" else problem.head_dim_v
     return main, problem.head_dim - main
 
 
 def average_rows(problem: Problem) -> int:
-    """Rows of a packed sequence on average: their lengths are on the device, their number is not."""
+    """Return the average rows of a packed sequence: the host knows no lengths, only their number."""
     return ceil_div(problem.total_q or 0, max(problem.batch, 1))
 
 
 def heads_together(problem: Problem, arch: Arch) -> int:
-    """Heads whose row tiles are worked on side by side where tiles differ in length (Arch.cache_share): 1 to 64."""
+    """Return how many heads' row tiles run side by side if tiles differ in length (Arch.cache_share): 1 to 64."""
     if not arch.cache_share:
         return 1
     keys = problem.seq_k if problem.total_k is None else ceil_div(problem.total_k, max(problem.batch, 1))
@@ -196,5 +177,101 @@ def heads_together(problem: Problem, arch: Arch) -> int:
 
 
 def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:
-    """Tiles that hold all packed rows whatever the sequences' lengths (kernels/tiles.py, packed_tile)."""
+    """Return the tiles that hold all packed rows for any sequence lengths (kernels/tiles.py, packed_tile)."""
     return (problem.total_q or 0) * per_row // launch.block_m + problem.batch + 1
+
+
+NEARLY = 85  # per cent of the best: fewer splits than the best are taken where they are nearly as good
+
+
+@traceable("split_evenly")
+def split_evenly(programs: int, key_tiles: int, slots: int, limit: int) -> int:
+    """Return the fewest splits that cost nearly as little as the best, in waves · key tiles of the longest share.
+
+    `programs` is their number without splits, `slots` as many as the chip runs at a time. A split reads whole key
+    tiles, so uneven shares leave some programs idle in the last step."""
+    count = range(1, min(limit, key_tiles, max(slots // programs, 1) * 2) + 1)
+    costs = [ceil_div(programs * splits, slots) * ceil_div(key_tiles, splits) for splits in count]
+    best = min(costs)
+    return next(splits for splits, cost in zip(count, costs, strict=True) if 100 * best >= NEARLY * cost)
+
+
+@traceable("split_cheapest")
+def split_cheapest(
+    programs: int, key_tiles: int, cores: int, limit: int, ends: int, merge_once: int, merge_each: int
+) -> int:
+    """Return the fewest splits of least time, one program a core at a time, counted in key tiles.
+
+    `ends` is a program's start and end, `merge_once` the merge of partial results, `merge_each` its part for each wave.
+    """
+
+    def cost(splits: int) -> int:
+        once, each = (merge_once, merge_each) if splits > 1 else (0, 0)
+        return ceil_div(programs * splits, cores) * (ceil_div(key_tiles, splits) + ends + each) + once
+
+    return min(range(1, limit + 1), key=cost)
+
+
+WARPS_APART = "warps_apart"  # of the kernels that have the choice
+# What its loop can do.
+WARP_SPLIT_FEATURES = frozenset(
+    {"seqlens_k", "leftpad_k", "causal", "causal_top_left", "sinks", "return_lse", "negative_scale", "gqa",
+     "head_dim_v", "num_splits", "packed"}
+)  # fmt: skip
+MAX_WARP_SPLIT = 8
+WARP_SPLIT_PRECISIONS = ("bf16x6", "tf32x3")  # of float32; products as they are have no matrix instructions
+# Its constants that decode_split has too.
+WARP_SPLIT_CONSTANTS = (
+    "GROUP", "SPLIT", "PAGE_SIZE", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
+    "NEGATED", "SEARCH", "EXP", "MASK_VALUE", "PAGE_LOOP", "FOLLOWED", "PIPELINE",
+)  # fmt: skip
+Limits = tuple[tuple[str, str, str], ...]
+
+
+def no_warp_split(problem: Problem, lowering: Lowering, launch: Launch) -> str:
+    """Return why warps cannot attend keys of their own; empty if they can."""
+    asked = sorted(set(problem.demands()) - WARP_SPLIT_FEATURES - {"needs_grad"})
+    dense, warps = problem.op == "attention", launch.num_warps
+    reasons = {
+        f"their loop takes no {', '.join(asked)}": bool(asked),
+        "decodes have 16-bit numbers": not dense and (problem.dtype == "fp32" or problem.kv_format != "as_q"),
+        "tensors have float32 numbers": dense and (problem.dtype != "fp32" or problem.kv_format != "as_q"),
+        f"dot_precision is one of {', '.join(WARP_SPLIT_PRECISIONS)}": dense
+        and lowering.dot_precision not in WARP_SPLIT_PRECISIONS,
+        "tensors have as many key heads as query heads": dense and problem.group > 1,
+        f"their loop has rows of at most {WIDEST_TILE} columns": head_columns(problem)[1] != 0,
+        "their tiles are powers of two": lowering.reads == "inside",
+        f"a warp has at least {MIN_DOT} keys of a tile": launch.block_n < MIN_DOT * warps,
+        f"1, 2, 4 or {MAX_WARP_SPLIT} warps' results are merged": warps > MAX_WARP_SPLIT or warps & (warps - 1) != 0,
+    }
+    return next((text for text, holds in reasons.items() if holds), "")
+
+
+def warp_split_limits(
+    found: Limits, problem: Problem, lowering: Lowering, launch: Launch, pipelines: tuple[str, ...]
+) -> Limits:
+    """Add the limits of a lowering with warps apart, or "joint" if the problem cannot have it."""
+    why = no_warp_split(problem, lowering, launch)
+    if why:
+        return (*found, ("warps", "joint", why))
+    single = [limit for limit in found if limit[0] == "pipeline" and lowering.pipeline == "single"]
+    found = tuple(limit for limit in found if limit[0] not in ("load", "pipeline"))
+    if lowering.grid != "tiles":
+        found = (*found, ("grid", "tiles", "warps apart have a program for each tile"))
+    if lowering.load != "pointer":
+        found = (*found, ("load", "pointer", "warps apart read by pointers"))
+    if lowering.pipeline not in pipelines:
+        return (*found, ("pipeline", "plain", "the loop of warps apart has no other"))
+    return (*found, *single)
+
+
+def warp_split_constants(found: dict[str, Any], problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+    precision = lowering.dot_precision if problem.dtype == "fp32" else "ieee"  # products of 16-bit numbers have one
+    return {name: found[name] for name in WARP_SPLIT_CONSTANTS} | {
+        "PARTS": launch.num_warps,
+        "DOT_PRECISION": precision,
+    }
+
+
+def warp_split_unread(problem: Problem) -> tuple[str, ...]:
+    return ("k_tile", "block_order", "q_operand", *(() if problem.dtype == "fp32" else ("dot_precision",)))

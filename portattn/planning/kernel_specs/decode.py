@@ -1,4 +1,4 @@
-"""The kernels that split a row's keys over programs: of a contiguous cache, of pages and of latent rows."""
+"""The kernels that split a row's keys over programs: of contiguous caches, pages, latent rows and chosen tokens."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ from typing import Any
 
 import msgspec
 
-from portattn.planning.kernel_specs import apart
 from portattn.planning.kernel_specs.base import (
-    MASKED,
     MIN_DOT,
     SCORED,
     TAKES,
+    WARPS_APART,
     WIDEST_TILE,
     CoreKernel,
     ceil_div,
     head_columns,
     packed_tiles,
+    score_tensors,
+    split_evenly,
+    warp_split_constants,
+    warp_split_limits,
+    warp_split_unread,
 )
-from portattn.planning.splits import split_evenly
 from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.ops import ADDED
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import MAX_SPLITS, NVFP4, PAIRED, UNLIMITED, WORD_ALIGNMENT
-from portattn.schema.symbolic_int import least, most
+from portattn.schema.problem_limits import MAX_SPLITS, UNLIMITED, WORD_ALIGNMENT
+from portattn.schema.symbolic_int import least, most, next_power_of_two
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
-ALIGNED = 16  # bytes: what Problem.aligned says of rows
-# Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
-# four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
-MIN_DOT_INT4 = 32  # and of nvfp4's, which share the bytes
+ALIGNED = 16  # bytes, as in Problem.aligned
+
+
+def least_depth(problem: Problem) -> int:
+    """Return the least depth of a product of bytes that hold several numbers; 0 for other caches."""
+    # Triton 3.6.0 gives operands of int4 a kWidth of 8 for sm_90, of which four threads make 32: with tiles of 16
+    # columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
+    per_byte = problem.cache_format.per_byte
+    return MIN_DOT * per_byte if per_byte > 1 else 0
 
 
 class DecodeSplit(CoreKernel):
@@ -39,9 +48,9 @@ class DecodeSplit(CoreKernel):
     name = "decode_split"
     function = "decode_split"
     op = "decode_attention"
-    takes = TAKES | SCORED | MASKED | {"tree_mask", "leftpad_k", "num_splits", "kv_format"}
+    takes = TAKES | SCORED | score_tensors(op) | {"leftpad_k", "num_splits", "kv_format"}
     splits_keys = True
-    forms: tuple[str, ...] = (apart.FORM,)
+    forms: tuple[str, ...] = (WARPS_APART,)
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
         "reads", "unpack", "warps",
@@ -56,8 +65,8 @@ class DecodeSplit(CoreKernel):
         narrowest = 0
         if unpack != "bytes":  # each number of a word has a tile of its own
             narrowest = MIN_DOT * problem.numbers_of_word
-        elif problem.kv_format in PAIRED and lowering.reads != "inside":
-            narrowest = MIN_DOT_INT4
+        elif lowering.reads != "inside":
+            narrowest = least_depth(problem)
         found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
         if found["BLOCK_TAIL"]:
             found["BLOCK_TAIL"] = max(found["BLOCK_TAIL"], narrowest)
@@ -71,6 +80,7 @@ class DecodeSplit(CoreKernel):
             "PAGE_LOOP": lowering.page_loop,
             "KV_FORMAT": problem.kv_format,
             "KV_SCALES": problem.kv_scales,
+            "PER": problem.cache_format.per_byte,
             "UNPACK": unpack,
             "ALIGNED": ALIGNED if problem.aligned else WORD_ALIGNMENT,
             # Rows of quantised numbers are 64 to 128 bytes. Of pages that hold a token's heads side by side, memory is
@@ -79,13 +89,13 @@ class DecodeSplit(CoreKernel):
             "FOLLOWED": False,  # the launch says so (portattn/launch/decode.py)
         }
         if self.form(lowering):
-            return apart.constants(found, problem, lowering, launch)
+            return warp_split_constants(found, problem, lowering, launch)
         return found
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
         if self.form(lowering):
-            found = apart.limits(found, problem, lowering, launch, ("plain",))
+            found = warp_split_limits(found, problem, lowering, launch, ("plain",))
         if lowering.unpack == "bytes" or "unpack" not in self.choices:
             return found
         why = no_words(problem)
@@ -100,7 +110,7 @@ class DecodeSplit(CoreKernel):
 
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
         unread: tuple[str, ...] = ()
-        if problem.kv_format in PAIRED:  # rows of bytes become rows of numbers, which are transposed then
+        if problem.cache_format.per_byte > 1:  # rows of bytes become rows of numbers, which are transposed then
             unread = "k_tile", "block_order"
         if "unpack" in self.choices and lowering.unpack != "bytes":
             unread = (
@@ -110,18 +120,17 @@ class DecodeSplit(CoreKernel):
                 "dot_precision",
             )  # kernels/attend_packed16.py has one way of each
         if self.form(lowering):
-            unread = apart.unread(problem)
+            unread = warp_split_unread(problem)
         return tuple(name for name in self.choices if name not in unread)
 
     def natural_scores(self, problem: Problem) -> bool:
-        """Whether the kernel holds scores as they are even where its exponentials have base 2 (kernels/tiles.py)."""
-        return problem.alibi_slopes or problem.bias
+        """Return whether the kernel keeps natural scores although its exponentials have base 2 (kernels/tiles.py)."""
+        return any(getattr(problem, name) for name in ADDED)
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
 
     def row_tiles(self, problem: Problem, launch: Launch) -> int:
-        """Row tiles of one sequence and key/value head; of packed queries, of all sequences."""
         if problem.packed:
             return packed_tiles(problem, launch, problem.group)
         return ceil_div(problem.seq_q * problem.group, launch.block_m)
@@ -143,8 +152,8 @@ class DecodeSplit(CoreKernel):
         split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
         launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
-        if problem.kv_format == NVFP4 and "block_n" not in pinned:  # the depth of the values' product
-            launch = msgspec.structs.replace(launch, block_n=most(launch.block_n, MIN_DOT_INT4))
+        if problem.cache_format.block and "block_n" not in pinned:  # the depth of the values' product
+            launch = msgspec.structs.replace(launch, block_n=most(launch.block_n, least_depth(problem)))
         if "splits" in pinned:
             return launch
         if problem.num_splits:
@@ -156,7 +165,7 @@ class DecodeSplit(CoreKernel):
         )
 
     def keys(self, problem: Problem) -> int:
-        """Most keys that one row can attend."""
+        """Return the most keys that one row can attend."""
         found = problem.seq_k
         if problem.window_left != UNLIMITED:
             right = 0 if problem.causal != "none" else problem.window_right
@@ -165,10 +174,7 @@ class DecodeSplit(CoreKernel):
         return least(found, problem.chunk + problem.seq_q - 1) if problem.chunk else found
 
     def splits(self, programs: int, key_tiles: int, cores: int, occupancy: int, split_threshold: float) -> int:
-        """Over how many programs to split a row's keys.
-
-        split_threshold: programs a core from which on keys are not split, as the cores are full anyway
-        """
+        """Return the splits of a row's keys; from `split_threshold` programs per core on, which fill the chip, 1."""
         if programs >= split_threshold * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
             return 1
         return split_evenly(programs, key_tiles, cores * occupancy, MAX_SPLITS)
@@ -179,7 +185,7 @@ class PagedSplit(DecodeSplit):
 
     name = "paged_split"
     op = "paged_attention"
-    takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
+    takes = TAKES | SCORED | score_tensors(op) | {"num_splits", "packed", "kv_format"}
     # The rotated loop begins a step ahead: for an empty share of the keys it would look up a page that is not there.
     choices: tuple[str, ...] = (*(name for name in DecodeSplit.choices if name != "pipeline"), "page_loop")
 
@@ -217,24 +223,78 @@ class MlaSplit(PagedSplit):
 
     name = "mla_split"
     op = "mla_attention"
-    takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
+    takes = TAKES | SCORED | score_tensors(op) | {"num_splits", "packed", "kv_format"}
     forms = ()
     choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name not in ("unpack", "warps"))
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
-        if problem.kv_format == "fp8_ds_mla" and lowering.load != "pointer":
-            why = "rows of fp8_ds_mla hold numbers of three types"
+        if problem.cache_format.latent and lowering.load != "pointer":
+            why = f"rows of {problem.kv_format} hold numbers of three types"
             found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
         return found
 
 
 def no_words(problem: Problem) -> str:
-    """Why a cache's rows cannot be read as 16-bit words (kernels/attend_packed16.py); empty where they can."""
+    """Return why a cache's rows cannot be read as 16-bit words (kernels/attend_packed16.py); empty if they can."""
     if problem.kv_format == "as_q":
         return "the cache is not quantised"
+    if not problem.cache_format.words:
+        return f"the loop over words reads no {problem.kv_format}"
     if not problem.words:
         return f"rows are no whole words of {problem.numbers_of_word} numbers at multiples of {WORD_ALIGNMENT} bytes"
     if head_columns(problem)[1]:
         return f"the loop over words has rows of at most {WIDEST_TILE} columns"
     return ""
+
+
+class SparseSplit(DecodeSplit):
+    """Token-sparse decode: chosen rows are gathered, and each head has its own."""
+
+    name = "sparse_split"
+    function = "sparse_split"
+    op = "sparse_attention"
+    takes = TAKES | score_tensors(op) | {"num_splits", "paged", "log_weights", "magicpig", "kv_format"}
+    choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
+    max_head_dim_v = 576  # no accumulator of a product holds its columns
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.seq_q != 1:
+            return f"seq_q is {problem.seq_q}, and a chosen token is one query's", "pass one query a sequence"
+        return super().cannot(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return ()
+
+    def natural_scores(self, problem: Problem) -> bool:
+        return True
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.group
+
+    def rows(self, problem: Problem) -> int:
+        return 1
+
+    def keys(self, problem: Problem) -> int:
+        return problem.tokens
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        # No product is computed from these tiles: their width needs no least.
+        exact = lowering.reads == "inside"
+        return {
+            **{name.upper(): getattr(lowering, name) for name in self.choices if name != "reads"},
+            "SPLIT": launch.splits > 1,
+            "PAGE_SIZE": problem.page_size,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_D": problem.head_dim if exact else next_power_of_two(problem.head_dim),
+            "BLOCK_DV": problem.head_dim_v if exact else next_power_of_two(problem.head_dim_v),
+            "BLOCK_N": launch.block_n,
+            # Only loads that feed a product are fetched ahead by themselves: here the loop says it.
+            "STAGES": launch.num_stages,
+            "SOFTCAP": problem.softcap,
+            "NEGATED": problem.negative_scale,
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
+            "PER": problem.cache_format.per_byte,
+        }

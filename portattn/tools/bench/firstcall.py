@@ -1,10 +1,6 @@
-"""What the first call of a tuned problem costs, in processes of their own: with empty caches, then with those it left,
-then with those and after a warm-up.
+"""Time the first call of a tuned problem in new processes: with empty caches, with its caches, and after a warm-up.
 
-    python -m portattn.tools.bench.firstcall CASE [warm]
-
-prints one JSON object: {"first_s", "second_s", "path", "warmup_s"}.
-"""
+`python -m portattn.tools.bench.firstcall CASE [warm]` prints {"first_s", "second_s", "path", "warmup_s"} as JSON."""
 
 from __future__ import annotations
 
@@ -21,49 +17,30 @@ from typing import Any
 import msgspec
 
 from portattn.tools.bench.cases import Case
+from portattn.tools.bench.sets import SETS
 
 COLD_START = "cold-start"  # the set's name
 SECONDS = 300.0  # limit of a process
-_HEADS: dict[str, Any] = {"heads_q": 32, "heads_k": 8, "head_dim": 128}
-CASES = (
-    Case(name="first attention", op="attention", batch=4, seq_q=4096, seq_k=4096, causal="bottom_right", **_HEADS),
-    Case(name="first decode", op="decode_attention", batch=64, seq_q=1, seq_k=8192, **_HEADS),
-    Case(name="first paged", op="paged_attention", batch=64, seq_q=1, seq_k=8192, page_size=16, **_HEADS),
-)
+CASES = tuple(SETS[COLD_START])
 # Where compiled kernels and verdicts are kept; torch's own caches have no part in a call of ours.
 _CACHES = ("PORTATTN_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 class FirstCall(msgspec.Struct, frozen=True, kw_only=True, tag="first-call"):
-    """Seconds of a case's first calls.
-
-    run       index of the run among the result's runs
-    empty_s   the first call of a process, until its result is there, with empty caches
-    kept_s    the first call of a later process, which finds the first one's caches
-    second_s  that process's second call
-    warmup_s  `portattn.warmup` in a third process, with the same caches
-    warmed_s  that process's first call
-    path      the plan's
-    failed    why there are no figures
-    """
-
     set: str = COLD_START
     case: str
-    run: int
-    empty_s: float | None = None
-    kept_s: float | None = None
-    second_s: float | None = None
-    warmup_s: float | None = None
-    warmed_s: float | None = None
+    run: int  # index of the run among the result's runs
+    empty_s: float | None = None  # the first call of a process, until its result is there, with empty caches
+    kept_s: float | None = None  # the first call of a later process with the caches that the first one left
+    second_s: float | None = None  # that process's second call
+    warmup_s: float | None = None  # `portattn.warmup` in a third process, with the same caches
+    warmed_s: float | None = None  # that process's first call
     path: str = ""
-    failed: str = ""
+    failed: str = ""  # why there are no figures
 
 
 def measure(case: Case, run: int, seconds: float = SECONDS, variables: Mapping[str, str] | None = None) -> FirstCall:
-    """Time the first calls of a case in three processes that share new caches.
-
-    variables  of their environment, beside this process's
-    """
+    """Time the first calls of a case in three processes that share new caches; variables: of their environment."""
     with tempfile.TemporaryDirectory(prefix="portattn-bench-") as folder:
         caches = {name: os.path.join(folder, name) for name in _CACHES}
         path = os.pathsep.join(map(os.path.abspath, sys.path))  # of this folder, in which the children do not start
@@ -98,7 +75,7 @@ def _why(failure: Exception) -> str:
 
 
 def time_calls(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
-    """What the child does: tensors first, so that the device is up before the clock starts."""
+    """Run the child's calls: tensors first, so that the device is up before the clock starts."""
     import torch
 
     import portattn

@@ -1,55 +1,45 @@
-"""The project's goals as data, and what a result says of them: reported, no exit status depends on it."""
+"""The project's goals (goals.toml), and a result's verdicts on them; no exit status depends on a verdict."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from portattn.schema import toml_reader
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
-from portattn.tools.bench.firstcall import COLD_START
+from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.results import Figures, Result, Row, quickest
+from portattn.tools.bench.rounds import ratio
 from portattn.tools.bench.sets import SETS
-from portattn.tools.bench.timing import ratio
 
 Metric = Literal["ratio", "of_floor", "host_us", "host_ratio", "first_s"]
 Take = Literal["every", "geomean"]
 Status = Literal["met", "done", "missed", "incomplete", "not measured"]
 
 
-class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the goals.
-
-    sets     whose cases count; only: those whose names hold this text; without: those whose names do not hold it
-    least_bytes  only cases whose attended keys and values are as large as this in the queries' dtype
-    metric   ratio: the peer's device time over ours · of_floor: the least time that the card allows over ours ·
-             host_us: time to enqueue a call · host_ratio: the peer's over ours · first_s: seconds of the first call
-    take     the limit holds for every cell, or for the geometric mean of all
-    against  libraries of which the fastest counts, or another contender of ours; none named: the fastest of all peers
-             that can do the case
-    mine     which of our contenders
-    limit    at least this (a ratio), or at most (a time); done: with which it counts as done, if that is less
-    """
-
+class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
-    sets: tuple[str, ...]
+    sets: tuple[str, ...]  # whose cases count; only, without: text that their names must, and must not, hold
     only: str = ""
     without: str = ""
-    least_bytes: int = 0
+    least_bytes: int = 0  # least size of a case's attended keys and values in the queries' dtype
+    # ratio: the peer's device time over ours · of_floor: the card's least time over ours · host_us: time to enqueue a
+    # call · host_ratio: the peer's over ours · first_s: seconds of the first call
     metric: Metric = "ratio"
-    take: Take = "every"
+    take: Take = "every"  # the limit holds for every cell, or for the geometric mean of all
+    # the fastest of these libraries, or another contender of ours; empty: the fastest peer of the case
     against: tuple[str, ...] = ()
-    mine: str = OURS
-    limit: float
-    done: float | None = None
+    mine: str = OURS  # the contender of ours
+    limit: float  # at least this ratio, or at most this time
+    done: float | None = None  # a weaker limit at which the goal counts as done
 
     @property
     def cells(self) -> list[tuple[str, Case]]:
-        """(set, case) of every cell that counts."""
         cells = [(name, case) for name in self.sets for case in SETS[name] if self.only in case.name]
         cells = [cell for cell in cells if not self.without or self.without not in cell[1].name]
         return [cell for cell in cells if cell[1].unquantised().read_bytes() >= self.least_bytes]
@@ -60,76 +50,28 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_against(self) -> str:
-        """Whom ours are held against, in words; empty where that is nobody."""
         if self.metric in ("ratio", "host_ratio"):
             return ", ".join(self.against) or "best peer"
         return "the card" if self.metric == "of_floor" else ""
 
 
-DENSE_PEERS = ("sdpa-cudnn", "fa3")
-SDPA = ("sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient")
-GIGABYTE = 10**9
-GOALS = (
-    Goal(name="dense forward, every cell", sets=("dense18",), against=DENSE_PEERS, limit=1.0, done=0.97),
-    Goal(
-        name="dense forward, geomean", sets=("dense18",), take="geomean", against=DENSE_PEERS, limit=1.08, done=1.05
-    ),
-    Goal(name="GQA 8:1", sets=("dense-gqa",), limit=1.0),
-    Goal(name="packed random lengths", sets=("dense-packed",), limit=1.0),
-    Goal(name="window of 1k", sets=("dense-window",), limit=1.0),
-    Goal(name="batch 1, short queries", sets=("dense-short-q",), limit=1.0),
-    Goal(name="256, 512, 64k, 128k; fp16", sets=("dense-beyond",), limit=1.0),
-    Goal(
-        name="portable core, geomean", sets=("dense18",), take="geomean", against=("sdpa-cudnn",), mine=CORE, limit=0.88
-    ),
-    Goal(name="decode", sets=("decode",), limit=1.0),
-    Goal(name="paged decode", sets=("paged",), limit=1.0),
-    Goal(
-        name="quantised paged decode of 1 GB, of our own unquantised", sets=("paged-quantised",), without="int4",
-        least_bytes=GIGABYTE, against=("unquantised",), limit=1.8,
-    ),
-    Goal(
-        name="int4 paged decode of 1 GB, of our own unquantised", sets=("paged-quantised",), only="int4",
-        least_bytes=GIGABYTE, against=("unquantised",), limit=3.0,
-    ),
-    Goal(
-        name="quantised paged decode of 1 GB, of the copy rate", sets=("paged-quantised",), least_bytes=GIGABYTE,
-        metric="of_floor", limit=0.9,
-    ),
-    Goal(name="the seed's kernels, each", sets=("seed",), without="magicpig", against=("seed",), limit=1.0),
-    Goal(
-        name="the seed's kernels, geomean", sets=("seed",), without="magicpig", take="geomean", against=("seed",),
-        limit=2.5,
-    ),
-    Goal(name="small, fp32", sets=("small",), only="fp32", against=("sdpa",), limit=2.5),
-    Goal(name="small, fp16", sets=("small",), only="fp16", against=("sdpa",), limit=1.0),
-    Goal(name="enqueue time, µs", sets=("host",), metric="host_us", limit=10.0),
-    Goal(name="enqueue time below SDPA's", sets=("host",), metric="host_ratio", against=("sdpa",), limit=1.0),
-    Goal(name="backward, every cell", sets=("backward18",), limit=1.05, done=0.98),
-    Goal(name="backward, geomean", sets=("backward18",), take="geomean", limit=1.08),
-    Goal(
-        name="backward, portable core of cuDNN", sets=("backward18",), take="geomean", against=("sdpa-cudnn",),
-        mine=CORE, limit=0.75,
-    ),
-    Goal(
-        name="backward, portable core of FlexAttention", sets=("backward18",), take="geomean", against=("flex",),
-        mine=CORE, limit=1.15,
-    ),
-    Goal(name="backward, GQA 8:1", sets=("backward_more",), only="gqa", limit=1.0),
-    Goal(name="backward, packed", sets=("backward_more",), only="packed", limit=1.0),
-    Goal(name="backward, window of 1k", sets=("backward_more",), only="window", limit=1.0),
-    Goal(name="backward, fp32", sets=("backward_more",), only="fp32", against=SDPA, limit=1.0),
-    Goal(
-        name="backward, deterministic in 1.15 of the other's time", sets=("backward_more",), only="deterministic",
-        against=(UNORDERED,), limit=1 / 1.15,
-    ),
-    Goal(name="first call, s", sets=(COLD_START,), metric="first_s", limit=3.0),
-)  # fmt: skip
+class _GoalsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    goal: tuple[Goal, ...]
+
+
+FILE = Path(__file__).parent / "goals.toml"
+
+
+def read_goals(path: Path = FILE) -> tuple[Goal, ...]:
+    """Return a file's goals. Raises DataError (file, line, key) where it departs from Goal's fields."""
+    data, text = toml_reader.read(path)
+    return toml_reader.convert(data, _GoalsFile, path, text).goal
+
+
+GOALS = read_goals()
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """A goal's metric in one cell. peer: whom it is held against; of of_floor, the card's limit."""
-
     set: str
     case: str
     value: float
@@ -137,27 +79,18 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GoalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a result says of a goal.
-
-    status   met · done: inside the goal's `done` · missed · incomplete: what is there meets it, but cells are missing ·
-             not measured
-    value    the worst cell's, or the geometric mean; cells: how many have a value, of how many
-    worst    the worst cell; under: cells beyond the limit
-    missing  why cells have none, each reason once
-    """
-
     goal: Goal
+    # met · done: inside the goal's `done` · missed · incomplete: met so far, but cells are missing · not measured
     status: Status
-    value: float | None
+    value: float | None  # the worst cell's, or the geometric mean; cells: how many have a value, of how many
     cells: int
     of: int
-    worst: Value | None = None
+    worst: Value | None = None  # the worst cell; under: cells beyond the limit
     under: tuple[Value, ...] = ()
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # why cells have no value, each reason once
 
 
 def goal_results(result: Result, goals: Iterable[Goal] = GOALS) -> list[GoalResult]:
-    """A verdict for each goal."""
     return [_goal_result(goal, result) for goal in goals]
 
 
@@ -193,7 +126,6 @@ def _within(goal: Goal, value: float, limit: float) -> bool:
 
 
 def _value(goal: Goal, set_: str, case: Case, result: Result) -> Value | str:
-    """The goal's metric in one cell, or why there is none."""
     if goal.metric == "first_s":
         call = next((c for c in result.first_calls if c.case == case.name), None)
         if call is None or call.empty_s is None:
@@ -220,7 +152,7 @@ def _value(goal: Goal, set_: str, case: Case, result: Result) -> Value | str:
 
 
 def _host(goal: Goal, row: Row, mine: Figures, result: Result) -> Value | str:
-    """A peer that cannot do this very case counts with its shortest enqueue time in the set: less is not to be had."""
+    """Return a host-time metric; a peer that cannot do the case counts with its shortest enqueue time in the set."""
     if mine.host_us is None:
         return f"{goal.mine} was not timed"
     if goal.metric == "host_us":

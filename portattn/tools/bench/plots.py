@@ -1,7 +1,8 @@
-"""Rates against lengths, drawn from a result alone: a figure a set, a panel a head dim, a line a library."""
+"""Figures of a result: rates against lengths, a panel a head dim, a line a library; and releases beside each other."""
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -9,47 +10,22 @@ from typing import Any
 
 from portattn.errors import PortattnError
 from portattn.files import write_whole
+from portattn.schema import toml_reader
 from portattn.source_tree import install_extra
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import CORE, MINE, OURS, PREPARED, UNORDERED
+from portattn.tools.bench.comparison import CaseOfReleases, Comparison
+from portattn.tools.bench.contenders import MINE, OURS
 from portattn.tools.bench.peers import REFERENCES
 from portattn.tools.bench.results import Figures, Result, Row
 
 FORMATS = ("svg", "png")
-# One colour a library in every figure: ours dark and thick, the others as far apart as ten can be (Tol's and Okabe and
-# Ito's palettes, which colour-blind readers tell apart); and a mark of its own, for print.
-STYLES: dict[str, tuple[str, str, str]] = {
-    OURS: ("#000000", "o", "-"),
-    PREPARED: ("#000000", "s", ":"),
-    CORE: ("#777777", "o", "--"),
-    UNORDERED: ("#777777", "s", ":"),
-    "sdpa": ("#88CCEE", "x", ":"),
-    "sdpa-cudnn": ("#0072B2", "^", "-"),
-    "sdpa-flash": ("#56B4E9", "v", "-"),
-    "sdpa-efficient": ("#44AA99", "<", "-"),
-    "fa3": ("#D55E00", "D", "-"),
-    "flash_attn": ("#E69F00", "d", "-"),
-    "flashmla": ("#CC79A7", "P", "-"),
-    "flashinfer": ("#009E73", "X", "-"),
-    "flex": ("#882255", ">", "-"),
-    "xformers": ("#AA4499", "*", "-"),
-    "flag_gems": ("#999933", "h", "-"),
-    "torch-varlen": ("#332288", "1", "-"),
-    "torch-gather": ("#332288", "2", "-"),
-    "sage": ("#661100", "3", "-"),
-    "unquantised": ("#777777", "+", "-."),
-    "seed": ("#117733", "p", "-"),
-}
 OTHER = ("#BBBBBB", ".", "-")
 Position = tuple[int, int, int]  # keys, batch, query rows: an abscissa
 PANEL = (4.4, 3.2)  # inches
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """Write NAME.svg and NAME.png for each set with cases of more than one length; the paths.
-
-    Raises PortattnError where matplotlib is not installed.
-    """
+    """Write NAME.svg and .png for each set with several lengths; return the paths. PortattnError without matplotlib."""
     figure = figure_class()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -60,8 +36,16 @@ def draw(result: Result, folder: Path) -> list[Path]:
     return written
 
 
+@functools.cache
+def styles() -> dict[str, tuple[str, str, str]]:
+    """Return colour, mark and line by contender or library. Raises DataError (file, line) if it cannot be read."""
+    path = Path(__file__).with_suffix(".toml")
+    content, text = toml_reader.read(path)
+    return toml_reader.convert(content, dict[str, tuple[str, str, str]], path, text)
+
+
 def figure_class() -> Callable[..., Any]:
-    """Matplotlib's Figure, set so that the same figures give the same file. Raises PortattnError without matplotlib."""
+    """Return matplotlib's Figure, set up for reproducible files. Raises PortattnError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -73,7 +57,6 @@ def figure_class() -> Callable[..., Any]:
 
 
 def save(shown: Any, folder: Path, name: str) -> list[Path]:
-    """Write a figure in each of FORMATS, each file whole or not at all; the paths."""
     paths = []
     for form in FORMATS:
         data, path = io.BytesIO(), folder / f"{name}.{form}"
@@ -84,8 +67,7 @@ def save(shown: Any, folder: Path, name: str) -> list[Path]:
 
 
 def lines(rows: Iterable[Row]) -> dict[str, dict[Position, float]]:
-    """What a panel shows: of each line (one of ours, or a library with the fastest way in which it was called) its rate
-    at each position, in TB/s where the op reads a cache and else in TFLOP/s. Ours come last, to lie on top."""
+    """Return a panel's lines, ours last to be drawn on top: TB/s if the op reads a cache, else TFLOP/s."""
     found: dict[str, dict[Position, float]] = {}
     for row in rows:
         for figures in row.contenders:
@@ -99,7 +81,6 @@ def lines(rows: Iterable[Row]) -> dict[str, dict[Position, float]]:
 
 
 def panels(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Rows by panel: (what sets a line of panels apart, head dim), in the order of the set."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         found.setdefault((_facet(row.case), row.case.head_dim), []).append(row)
@@ -164,7 +145,7 @@ def _panel(axes: Any, rows: list[Row], title: str, result: Result, handles: dict
         label, value = ceiling
         handles[label] = axes.axhline(value, color="#AAAAAA", linestyle=(0, (1, 2)), linewidth=1)
     for name, line in lines(rows).items():
-        colour, mark, dash = STYLES.get(name, OTHER)
+        colour, mark, dash = styles().get(name, OTHER)
         there = [(places.index(place), line[place]) for place in places if place in line]
         (handles[name],) = axes.plot(
             *zip(*there, strict=True), color=colour, marker=mark, linestyle=dash, markersize=5,
@@ -177,7 +158,7 @@ def _panel(axes: Any, rows: list[Row], title: str, result: Result, handles: dict
 
 
 def _batch_varies(groups: Iterable[Sequence[Row]]) -> bool:
-    """Whether an abscissa has to tell its batch: where decoding, or where a panel has one length twice."""
+    """Return whether ticks must tell the batch: the op decodes, or a panel has one length twice."""
     for rows in groups:
         places = {_position(row.case) for row in rows}
         if len({keys for keys, _, _ in places}) < len(places) or rows[0].case.reads_cache:
@@ -196,3 +177,102 @@ def _ceiling(row: Row, result: Result) -> tuple[str, float] | None:
     if limits is None:
         return None
     return ("copy rate", limits.copy_tbs) if row.case.reads_cache else ("GEMM rate", limits.gemm_tflops)
+
+
+# A release has a colour and a mark of its own. Okabe and Ito's palette, which colour-blind readers tell apart, without
+# its yellow, which is faint on white. Of more releases than colours, pairs still differ: there is one mark more.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKS = ("o", "^", "s", "D", "v", "P", "X", "*")
+OF_PEER = "best peer’s time over portattn’s;\nabove 1 is faster"
+OF_BEST = "best release’s time over this one’s;\nmedian over rounds"
+CASE, LETTER = 0.36, 0.048  # inches: of a figure's width for each case, of its height for a letter of a case's label
+BESIDE = 0.6  # of a case's width: releases' marks stand side by side in it, so that equal ones are all seen
+
+
+def draw_releases(whole: Comparison, folder: Path) -> list[Path]:
+    """Write releases-SET.svg and .png for sets with several cases of ours. Raises PortattnError without matplotlib."""
+    figure = figure_class()
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, cases in of_sets(whole).items():
+        metric, series = release_series(cases, whole.started)
+        if len(cases) > 1 and any(value is not None for line in series.values() for value in line):
+            shown = _releases_figure(figure, name, whole, cases, metric, series)
+            written += save(shown, folder, f"releases-{name}")
+    return written
+
+
+def of_sets(whole: Comparison) -> dict[str, list[CaseOfReleases]]:
+    found: dict[str, list[CaseOfReleases]] = {}
+    for case in whole.cases:
+        if case.contender == OURS:
+            found.setdefault(case.set, []).append(case)
+    return found
+
+
+def release_series(
+    cases: Sequence[CaseOfReleases], releases: Iterable[str]
+) -> tuple[str, dict[str, list[float | None]]]:
+    """Return the drawn figure (`ratio`, or `of_best` in a set without peers) and its values by release."""
+    peers = any(of.ratio is not None for case in cases for of in case.releases.values())
+    metric = "ratio" if peers else "of_best"
+    return metric, {
+        release: [getattr(case.releases.get(release), metric, None) for case in cases] for release in releases
+    }
+
+
+def labels(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Split names into common words and the rest; names stay whole if a rest would be empty or repeated."""
+    words = [name.split() for name in names]
+    shared = [word for word in words[0] if all(word in others for others in words)]
+    left = [" ".join(word for word in one if word not in shared) for one in words]
+    if not all(left) or len(set(left)) < len(set(names)):
+        return "", list(names)
+    return " ".join(shared), left
+
+
+def _releases_figure(
+    figure: Callable[..., Any], name: str, whole: Comparison, cases: Sequence[CaseOfReleases], metric: str,
+    series: dict[str, list[float | None]],
+) -> Any:  # fmt: skip
+    shared, texts = labels([case.case for case in cases])
+    size = (PANEL[0] + CASE * len(cases), PANEL[1] + 0.9 + LETTER * max(map(len, texts)))
+    shown = figure(figsize=size, layout="constrained")
+    axes = shown.subplots()
+    axes.axhline(1.0, color="#555555", linewidth=0.8, zorder=1)
+    for i, (release, values) in enumerate(series.items()):
+        aside = BESIDE * ((i + 0.5) / len(series) - 0.5)
+        there = [(place + aside, value) for place, value in enumerate(values) if value is not None]
+        axes.plot(
+            [x for x, _ in there], [y for _, y in there], color=COLOURS[i % len(COLOURS)],
+            marker=MARKS[i % len(MARKS)], linestyle="none", markersize=5, label=_plain(release),
+        )  # fmt: skip
+    for place, case in enumerate(cases):
+        if all(values[place] is None for values in series.values()):
+            timed = any(of.ms is not None for of in case.releases.values())
+            axes.text(
+                place, 0.03, "no peer" if timed else "not timed", transform=axes.get_xaxis_transform(), rotation=90,
+                ha="center", va="bottom", fontsize=7, color="#777777",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+    axes.set_xticks(
+        range(len(texts)), [_plain(text) for text in texts], fontsize=7, rotation=60, ha="right", rotation_mode="anchor"
+    )
+    axes.set_xlim(-0.6, len(texts) - 0.4)
+    for place in range(1, len(texts)):  # a case's marks lie between two of these
+        axes.axvline(place - 0.5, color="#EEEEEE", linewidth=0.6, zorder=0)
+    axes.set_xlabel(_plain("case" if shared in ("", name) else f"case; all are {shared}"), fontsize=8)
+    axes.set_ylabel(OF_PEER if metric == "ratio" else OF_BEST, fontsize=8)
+    axes.grid(True, axis="y", linewidth=0.4, color="#DDDDDD")
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", labelsize=7)
+    runs = [run for run in whole.releases if not run.failed]
+    told = dict.fromkeys((*(run.chip for run in runs if run.chip), *(run.date[:10] for run in runs)))
+    shown.suptitle(_plain(f"{name}, releases of Triton: {', '.join(told)}"), fontsize=10)
+    shown.legend(loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    return shown
+
+
+def _plain(text: str) -> str:
+    """Escape a file's text, which matplotlib would take for a formula."""
+    return text.replace("$", r"\$")

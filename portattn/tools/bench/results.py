@@ -1,31 +1,46 @@
-"""What becomes of the figures: a Run is one process, a Row one case of one set, a Figures one contender there.
+"""Results and their provenance: a BenchRun is one process, a Row one case of one set, a Figures one contender there.
 
-The schema of rows.jsonl (a Run, then its rows and first calls, a line each, as they are done) and of bench.json, which
-holds the same and what follows from it: summaries of the sets and verdicts on the goals. docs/performance/README.md
-describes both. What is measured is in Row and Figures; rates, fractions and ratios beside it follow from that.
-"""
+rows.jsonl: a run, then rows and first calls; bench.json adds summaries and verdicts (docs/performance/README.md)."""
 
 from __future__ import annotations
 
+import datetime
 import math
+import platform
+import shlex
+import shutil
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
+import torch
 
+import portattn
+from portattn.errors import ArgumentError, DataError
+from portattn.files import write_whole
+from portattn.planning.core_path import kernel_source_digest
+from portattn.planning.registry import this_target
+from portattn.schema.toolchain import installed_toolchain
+from portattn.source_tree import source_commit_text
+from portattn.tools import run_log
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.clock import Ceilings, Spread
 from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.peers import REFERENCES, UNQUANTISED, library
-from portattn.tools.bench.timing import ratio
+from portattn.tools.bench.peers import PEERS, REFERENCES, UNQUANTISED, library
+from portattn.tools.bench.peers.packages import version
+from portattn.tools.bench.rounds import Ceilings, Spread, ratio
+from portattn.tools.run_log import UNREADABLE, RunLog, encode_record, lines
 
 SCHEMA = 3
+T = TypeVar("T")
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
-    """Clocks in MHz, power in W, temperature in °C, at one moment. None: cannot be read here."""
+    """Clocks in MHz, power in W, temperature in °C, at one moment; None: cannot be read here."""
 
     sm_mhz: float | None = None
     memory_mhz: float | None = None
@@ -35,15 +50,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchRun(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
-    """One process that measured: chip, toolchain, code, date and command, without which a figure means nothing.
-
-    versions   of torch, cuDNN, CUDA or ROCm, the driver, Python and the peers that are installed
-    peers      of each peer "here", or why it is absent
-    libraries  op libraries by their files' names: "loaded", or why not
-    asked      sets and names of the cells that it was to measure, those that an earlier run has measured among them
-    ceilings   None where only enqueuing was timed
-    state      after the ceilings were measured: a warm card
-    """
+    """One process that measured: chip, toolchain, code, date and command."""
 
     schema: int = SCHEMA
     date: str
@@ -55,55 +62,45 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     target: str
     toolchain: str
     device: dict[str, Any]
-    versions: dict[str, str]
-    peers: dict[str, str]
-    libraries: dict[str, str]
+    versions: dict[str, str]  # of torch, cuDNN, CUDA or ROCm, the driver, Python and the installed peers
+    peers: dict[str, str]  # of each peer "here", or why it is absent
+    libraries: dict[str, str]  # op libraries by their files' names: "loaded", or why not
     sets: tuple[str, ...]
     cells: int
+    # sets and names of the requested cells, including cells that an earlier run has measured
     asked: tuple[tuple[str, str], ...] = ()
     rounds: int
     backend: str
     core: bool
     only_host: bool
-    ceilings: Ceilings | None = None
-    state: DeviceState | None = None
+    ceilings: Ceilings | None = None  # None if only enqueuing was timed
+    state: DeviceState | None = None  # after the ceilings were measured: a warm card
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One contender of a row.
-
-    path          of portattn's own: the plan's path
-    refused       why it was not timed; empty where it was
-    error         its largest error against float64; None where it is infinite or never came to be. Of a backward: in
-                  parts of the budget, the largest of the result and the three gradients
-    rounds_ms     device time of one call, round by round, in milliseconds; graph_ms: replayed from a graph
-    no_graph      why there is no graph
-    host_us       time to enqueue one call, in microseconds
-    admit_s       seconds that it took to make it, which compiles it, and to check it
-    extra_bytes   memory allocated at the peak of a call (of our own only); of a backward, beyond the gradients, of all
-    ms, tflops    median of rounds_ms, and what follows: tflops, and of ops that read a cache tbs
-    of_floor      the least time that the case can take on this card, over the time; tbs and of_floor of a peer that
-                  reads a quantised case's numbers in 16 bits count those
-    ratio         the best peer's time over this one's, of the same round: the median (of our own only)
-    graph_ratio   the same of graphs; the best peer is that of graphs
-    """
-
     name: str
-    path: str = ""
-    refused: str = ""
+    path: str = ""  # of portattn's own: the plan's path
+    refused: str = ""  # why it was not timed, or ""
+    # its largest error against float64; None if infinite or unknown. Of a backward: the largest part of the budget,
+    # over the result and the three gradients
     error: float | None = None
-    admit_s: float | None = None
+    admit_s: float | None = None  # seconds to make it, which compiles it, and to check it
+    # device time of one call, round by round, in milliseconds; graph_ms: replayed from a graph
     rounds_ms: tuple[float, ...] = ()
     graph_ms: tuple[float, ...] = ()
-    no_graph: str = ""
-    host_us: Spread | None = None
+    no_graph: str = ""  # why there is no graph
+    host_us: Spread | None = None  # time to enqueue one call, in microseconds
+    # memory allocated at the peak of a call, of our own only; of a backward, of all, beyond the gradients
     extra_bytes: int | None = None
+    # ms, tflops, tbs: median of rounds_ms, and rates from it; tbs of ops that read a cache
     ms: float | None = None
     tflops: float | None = None
     tbs: float | None = None
+    # the card's least time for the case over the time; a peer that reads a quantised case's numbers in 16 bits has tbs
+    # and of_floor of those
     of_floor: float | None = None
-    ratio: float | None = None
-    graph_ratio: float | None = None
+    ratio: float | None = None  # the best peer's time over this one's, of the same round: the median (of our own only)
+    graph_ratio: float | None = None  # the same of graphs; the best peer is that of graphs
 
     @property
     def library(self) -> str:
@@ -111,7 +108,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peer(self) -> bool:
-        """Whether it is one that ours are compared with."""
         return self.name not in MINE and self.name not in REFERENCES
 
     @property
@@ -120,38 +116,26 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spread(self) -> float | None:
-        """Largest over smallest round, less 1."""
         return max(self.rounds_ms) / min(self.rounds_ms) - 1 if self.rounds_ms else None
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
-    """One case of one set.
-
-    run         index among the result's runs
-    floor_ms    the larger of flops over the GEMM ceiling and read_bytes over the copy ceiling; limit: its name
-    budget      the largest allowed error; 1 of a backward, whose errors are parts of their budgets
-    best_peer   the fastest peer's contender; best_graph: of graphs
-    plan        portattn's plan in words
-    state       the device's state during the rounds
-    checked     part of each contender's result that was compared with float64; all of it is checked to be finite
-    seconds     that the row took in all; reference_s, timing_s: shares of the float64 results and of timing
-    """
-
     set: str
     case: Case
-    run: int
+    run: int  # index among the result's runs
     flops: int
     read_bytes: int
+    # the larger of flops over the GEMM ceiling and read_bytes over the copy ceiling; limit: its name
     floor_ms: float | None
     limit: str
-    budget: float | None
+    budget: float | None  # the largest allowed error; 1 of a backward, whose errors are parts of their budgets
     contenders: tuple[Figures, ...]
-    best_peer: str = ""
+    best_peer: str = ""  # the fastest peer's contender; best_graph: of graphs
     best_graph: str = ""
-    plan: tuple[str, ...] = ()
-    state: DeviceState | None = None
-    checked: str = ""
-    seconds: float = 0.0
+    plan: tuple[str, ...] = ()  # portattn's plan in words
+    state: DeviceState | None = None  # the device's state during the rounds
+    checked: str = ""  # part of each contender's result compared with float64; all of it is checked to be finite
+    seconds: float = 0.0  # of the whole row; reference_s, timing_s: shares of the float64 results and of timing
     reference_s: float | None = None
     timing_s: float | None = None
 
@@ -164,17 +148,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
 
     @property
     def failed(self) -> bool:
-        """Whether one of portattn's own contenders was wrong or could not run."""
         return any(f.refused for f in self.contenders if f.name in MINE)
 
 
 def fastest(contenders: Iterable[Figures], graphs: bool = False) -> Figures | None:
-    """The fastest peer, by medians of device time."""
     return quickest((f for f in contenders if f.peer), graphs)
 
 
 def quickest(contenders: Iterable[Figures], graphs: bool = False) -> Figures | None:
-    """The fastest of all that were timed, by medians of device time."""
+    """Return the fastest timed contender, by medians of device time."""
     timed = [f for f in contenders if (f.graph_ms if graphs else f.rounds_ms)]
     return min(timed, key=lambda f: statistics.median(f.graph_ms if graphs else f.rounds_ms), default=None)
 
@@ -183,7 +165,7 @@ def row(
     set_: str, case: Case, run: int, limits: Ceilings | None, budget: float | None, measured: Mapping[str, Figures],
     **others: Any,
 ) -> Row:  # fmt: skip
-    """A row with everything that follows from what was measured; others: further fields of the Row."""
+    """Return a Row with all fields derived from the measured ones; others: further fields of the Row."""
     flops, read = case.flops(), case.read_bytes()
     floor, limit = limits.floor_ms(flops, read) if limits else (None, "")
     wide = case.unquantised().read_bytes()
@@ -215,7 +197,7 @@ def row(
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What is in rows.jsonl, in the order in which it was measured."""
+    """The content of rows.jsonl, in the order of measurement."""
 
     runs: list[BenchRun]
     rows: list[Row]
@@ -231,7 +213,6 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def sets(self) -> list[str]:
-        """Sets of which there is anything, in the order in which the runs named them."""
         named = dict.fromkeys(name for run in self.runs for name in run.sets)
         there = {r.set for r in self.rows} | {c.set for c in self.first_calls}
         return [name for name in named if name in there]
@@ -252,5 +233,220 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Return whether portattn was wrong, or could not run, on any case."""
         return any(r.failed for r in self.rows) or any(c.failed for c in self.first_calls)
+
+
+ROWS = "rows.jsonl"
+# A run goes on with another's rows only where these agree: else the rows would not be of one thing.
+SAME = ("portattn", "kernels", "chip", "toolchain", "commit", "backend", "core", "only_host", "rounds")
+_lines = msgspec.json.Decoder(BenchRun | Row | FirstCall)
+
+
+class _Versioned(msgspec.Struct):
+    schema: int
+
+
+class Store(RunLog):
+    """The folder of a run; a context that holds its lock. Raises ArgumentError if it is locked or cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / ROWS, folder / ".lock", op="bench", option="--out", shown=folder)
+        self.folder = folder
+
+    def start(self) -> Path | None:
+        """Begin without rows; move existing rows to a dated file and return its path."""
+        kept = self.rotate()
+        self.path.touch()
+        return kept
+
+    def resume(self, run: BenchRun) -> Result:
+        """Return the folder's rows without a truncated line. Raises ArgumentError without rows of this run (SAME)."""
+        if not self.path.exists():
+            raise ArgumentError("bench", "--resume", str(self.path), "there is no such file to go on with")
+        found = read(self.path, resumed=True)
+        for name in SAME:
+            before, now = getattr(found.runs[0], name), getattr(run, name)
+            if before != now:
+                raise ArgumentError(
+                    "bench", "--resume", str(self.path), f"its {name} is {before!r} and this run's is {now!r}"
+                )
+        whole = self.path.read_bytes()
+        if not whole.endswith(b"\n"):
+            write_whole(self.path, whole[: whole.rfind(b"\n") + 1])
+        return found
+
+    def replace(self, result: Result) -> None:
+        """Write these runs, rows and first calls and no others. The old file stays if the disk is full."""
+        items = (*result.runs, *result.rows, *result.first_calls)
+        write_whole(self.path, b"".join(encode_record(item) for item in items))
+
+
+def read(path: Path, resumed: bool = False) -> Result:
+    """Read a rows.jsonl, a bench.json or a folder with either; `resumed`: see `run_log.lines`. Raises DataError."""
+    if path.is_dir():
+        path = path / ROWS if (path / ROWS).exists() else path / "bench.json"
+    data = run_log.read(path)
+    if path.suffix != ".jsonl":
+        return decode(path, data, Result, SCHEMA, "results of portattn bench")
+    result = Result(runs=[], rows=[])
+    for number, line in lines(path, data, resumed):
+        try:
+            item = _lines.decode(line)
+        except UNREADABLE as error:
+            raise DataError(path, number, f"not a line of bench results: {error}") from None
+        if isinstance(item, BenchRun):
+            _check(path, number, item.schema)
+        result.add(item)
+    if not result.runs:
+        raise DataError(path, None, "holds no run")
+    return result
+
+
+def decode(path: Path, data: bytes, kind: type[T], schema: int, what: str) -> T:
+    """Return a JSON document of a schema version. Raises DataError for another version, and for other files."""
+    try:
+        _check(path, None, msgspec.json.decode(data, type=_Versioned).schema, schema)
+        return msgspec.json.decode(data, type=kind)
+    except UNREADABLE as error:
+        raise DataError(path, None, f"no {what}: {error}") from None
+
+
+def _check(path: Path, line: int | None, version: int, schema: int = SCHEMA) -> None:
+    if version != schema:
+        raise DataError(path, line, f"schema version {version}; this portattn reads version {schema}")
+
+
+def merge_results(parts: Mapping[Path, Result]) -> Result:
+    """Merge parts, the last run with all requests. Raises ArgumentError if two differ in SAME or share a case."""
+    (first, base), *_ = parts.items()
+    found = Result(runs=[], rows=[])
+    places: dict[tuple[str, str], Path] = {}
+    asked: dict[tuple[str, str], None] = {}
+    for path, part in parts.items():
+        for name in SAME:
+            ours, theirs = getattr(base.runs[0], name), getattr(part.runs[0], name)
+            if ours != theirs:
+                said = f"its {name} is {theirs!r} and that of {first} is {ours!r}"
+                raise ArgumentError("bench join", "RESULTS", str(path), said)
+        for set_, case in part.done:
+            if (set_, case) in places:
+                said = f"it has measured {case!r} of the set {set_!r}, and so has {places[set_, case]}"
+                raise ArgumentError("bench join", "RESULTS", str(path), said)
+            places[set_, case] = path
+        before = len(found.runs)
+        found.runs += part.runs
+        found.rows += [msgspec.structs.replace(row, run=row.run + before) for row in part.rows]
+        found.first_calls += [msgspec.structs.replace(call, run=call.run + before) for call in part.first_calls]
+        asked |= dict.fromkeys(part.runs[-1].asked)
+    found.runs[-1] = msgspec.structs.replace(found.runs[-1], asked=tuple(asked))
+    return found
+
+
+_QUERY = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_version"
+
+
+def provenance(device: str, program: str = "portattn") -> dict[str, str]:
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command(sys.argv, program),
+        "commit": source_commit_text(Path(portattn.__file__).parent),
+        "chip": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": str(torch.__version__),
+        "toolchain": str(installed_toolchain()),
+        "python": platform.python_version(),
+    }
+
+
+def this_run(
+    *, sets: tuple[str, ...], asked: tuple[tuple[str, str], ...], rounds: int, backend: str, core: bool,
+    only_host: bool, peers: Mapping[str, str], libraries: Mapping[str, str], ceilings: Ceilings | None,
+    commit: str = "",
+) -> BenchRun:  # fmt: skip
+    """Return the BenchRun of this process; an empty `commit` is replaced by git's."""
+    found = provenance("cuda")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    state, driver = DeviceProbe().read()
+    versions = {
+        "python": found["python"], "torch": found["torch"], "cuda": str(torch.version.cuda or ""),
+        "rocm": str(torch.version.hip or ""), "cudnn": str(torch.backends.cudnn.version() or ""), "driver": driver,
+    } | {n: version(p.distribution) for n, p in PEERS.items() if p.distribution and peers.get(n) == "here"}  # fmt: skip
+    device = {
+        "multi_processors": properties.multi_processor_count, "memory_bytes": properties.total_memory,
+        "l2_bytes": getattr(properties, "L2_cache_size", None), "host": f"{platform.system()} {platform.machine()}",
+    }  # fmt: skip
+    return BenchRun(
+        date=found["date"], command=found["command"], commit=commit or found["commit"], portattn=portattn.__version__,
+        kernels=kernel_source_digest(), chip=found["chip"], target=str(this_target()), toolchain=found["toolchain"],
+        device=device, versions={name: text for name, text in versions.items() if text}, peers=dict(peers),
+        libraries=dict(libraries), sets=sets, cells=len(asked), asked=asked, rounds=rounds, backend=backend, core=core,
+        only_host=only_host, ceilings=ceilings, state=state,
+    )  # fmt: skip
+
+
+def command(argv: list[str], program: str = "portattn") -> str:
+    """Return the command line with absolute paths reduced to file names: results are read elsewhere."""
+    shown = [Path(word).name if word.startswith("/") else word for word in argv[1:]]
+    return shlex.join([*program.split(), *shown])
+
+
+class DeviceProbe:
+    """Ask nvidia-smi in a process of its own: a probe begun before the rounds tells clocks and power during them."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+        tool = shutil.which("nvidia-smi")
+        if tool and torch.version.cuda:
+            uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+            which = ["-i", f"GPU-{uuid}"] if uuid else []
+            try:
+                self._child = subprocess.Popen(
+                    [tool, *which, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"],
+                    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                )  # fmt: skip
+            except OSError:
+                self._child = None
+
+    def read(self) -> tuple[DeviceState | None, str]:
+        if self._child is None:
+            return torch_state(), ""
+        try:
+            text, _ = self._child.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            return torch_state(), ""
+        return parse_device_state(text) or (torch_state(), "")
+
+
+def parse_device_state(text: str) -> tuple[DeviceState, str] | None:
+    """Parse nvidia-smi's answer, in which a missing figure is [N/A]."""
+    lines = text.strip().splitlines()
+    words = [word.strip() for word in lines[0].split(",")] if lines else []
+    if len(words) != len(_QUERY.split(",")):
+        return None
+    sm, memory, power, limit, temperature = (_number(word) for word in words[:-1])
+    return (
+        DeviceState(sm_mhz=sm, memory_mhz=memory, power_w=power, power_limit_w=limit, temperature_c=temperature),
+        words[-1],
+    )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def torch_state() -> DeviceState | None:
+    asked: dict[str, Any] = {
+        "sm_mhz": lambda: float(torch.cuda.clock_rate()),
+        "power_w": lambda: torch.cuda.power_draw() / 1e3,
+        "temperature_c": lambda: float(torch.cuda.temperature()),
+    }
+    found = {}
+    for name, ask in asked.items():
+        try:
+            found[name] = ask()
+        except (RuntimeError, ImportError, AssertionError, AttributeError):
+            continue
+    return DeviceState(**found) if found else None

@@ -1,26 +1,27 @@
-"""Running cells: gate, then time, then one row a cell."""
+"""Run cells: gate, then time, then write one row a cell."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
 
-from portattn.tools.bench import firstcall, peers, results, timing
-from portattn.tools.bench.backward import GradientContender, own_builds
-from portattn.tools.bench.cases import Case
-from portattn.tools.bench.clock import Ceilings, Clock
-from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, plan_of
-from portattn.tools.bench.gate import FAILURES, Admission, DeviceLost, Say, admit, reason
+from portattn.tools.bench import firstcall, peers, results, rounds
+from portattn.tools.bench.cases import Case, Cell
+from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, explain_plans, own_builds
+from portattn.tools.bench.gate import FAILURES, Admission, DeviceLost, Say, admit, reason, same_path
 from portattn.tools.bench.peers import PEERS, Peer
-from portattn.tools.bench.provenance import DeviceProbe
-from portattn.tools.bench.results import Figures, Row
-from portattn.tools.bench.schedule import Cell
+from portattn.tools.bench.releases import PreparedCase, ReleaseProcess
+from portattn.tools.bench.results import DeviceProbe, Figures, Row
+from portattn.tools.bench.rounds import Ceilings, DeviceClock
 from portattn.tools.bench.tensors import Tensors
 
 GRAPH_BELOW_MS = 1.0  # of eager time: in longer calls, what a launch costs is nothing
@@ -29,89 +30,80 @@ GRAPH_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """How to measure.
-
-    wanted     names of the peers to time, where they are here; others: peers that files brought
-    core       the portable core beside the plan's own choice
-    only_host  enqueue times and nothing else
-    """
-
     rounds: int = 5
     backend: str = "auto"
-    wanted: Sequence[str] = tuple(PEERS)
+    wanted: Sequence[str] = tuple(PEERS)  # names of the peers to time if they are here; others: peers from files
     others: Mapping[str, Peer] = field(default_factory=dict)
-    core: bool = False
-    only_host: bool = False
+    core: bool = False  # the core kernel beside the plan's own choice
+    only_host: bool = False  # enqueue times and nothing else
 
 
 def run_case(
-    set_: str, case: Case, index: int, device: torch.device, clock: Clock, limits: Ceilings | None,
-    options: BenchOptions, say: Say = lambda what: None,
-) -> Row:  # fmt: skip
-    """Gate and time one case. Who is wrong, or cannot run it, has a reason instead of a time.
+    set_: str, case: Case, indices: Mapping[str, int], device: torch.device, clock: DeviceClock,
+    limits: Ceilings | None, options: BenchOptions, processes: Mapping[str, ReleaseProcess] | None = None,
+    say: Say = lambda what: None,
+) -> dict[str, Row]:  # fmt: skip
+    """Gate and time one case, telling `say` each step; return rows by release. Raises DeviceLost.
 
-    index  of the run that the row belongs to
-    say    is told what is done next: "float64", a contender's name as it is made and checked, "timing"
-
-    Raises DeviceLost when the device takes no more work.
-    """
-    begun = time.monotonic()
-    try:
-        t = Tensors.random(case, device)
-        builds = own_builds(case, t, options.backend, options.core)
-        builds |= peers.contenders(case, t, options.wanted, options.others)
-        admitted = admit(case, t, builds, clock.lost, say)
-    except torch.OutOfMemoryError as failure:
-        empty = {OURS: Figures(name=OURS, refused=reason(failure))}
-        return results.row(set_, case, index, limits, None, empty, seconds=time.monotonic() - begun)
-    same = same_path(admitted)
+    Without processes portattn is timed in this process, as the release "". Else each release's contenders take turns as
+    `contender @release`. A wrong contender has a reason and no time."""
+    begun, here = time.monotonic(), not processes
+    everyone, t = Admission(math.nan), None
+    if here or options.wanted or options.others:
+        try:
+            t = Tensors.random(case, device)
+            builds = own_builds(case, t, options.backend, options.core) if here else {}
+            builds |= peers.contenders(case, t, options.wanted, options.others)
+            everyone = admit(case, t, builds, clock.lost, say)
+        except torch.OutOfMemoryError as failure:
+            everyone = Admission(math.nan, refused=dict.fromkeys([OURS] if here else options.wanted, reason(failure)))
+    prepared: dict[str, PreparedCase] = {}
+    mine: dict[str, tuple[str, str]] = {}  # name among all -> release and name among its own
+    if here:
+        plan = explain_plans(case, t, everyone.contenders.get(OURS), options.backend)
+        prepared[""] = PreparedCase(budget=everyone.budget, same=same_path(everyone), plan=plan)
+        mine = {name: ("", name) for name in (*everyone.contenders, *everyone.refused) if name in MINE}
+    for release, process in (processes or {}).items():
+        own, prepared[release] = process.prepare(case, options.backend, options.core)
+        everyone.contenders |= {f"{name} @{release}": one for name, one in own.contenders.items()}
+        everyone.errors |= {f"{name} @{release}": error for name, error in own.errors.items()}
+        everyone.refused |= {f"{name} @{release}": why for name, why in own.refused.items()}
+        mine |= {f"{name} @{release}": (release, name) for name in (*own.contenders, *own.refused)}
     say("timing")
     timing_begun = time.monotonic()
-    measured, probe = time_contenders(case, admitted, clock, options)
-    timing_s = time.monotonic() - timing_begun
-    if same:  # the plan takes the core anyway
-        measured[CORE] = msgspec.structs.replace(measured[OURS], name=CORE, admit_s=admitted.admit_s.get(CORE))
-    plan = explain_plans(case, t, admitted.contenders.get(OURS), options.backend)
-    return results.row(
-        set_, case, index, limits, admitted.budget, measured, plan=plan, state=probe.read()[0],
-        checked=admitted.checked, seconds=time.monotonic() - begun, reference_s=admitted.reference_s, timing_s=timing_s,
-    )  # fmt: skip
-
-
-def explain_plans(case: Case, t: Tensors, ours: Contender | None, backend: str) -> tuple[str, ...]:
-    """What portattn's plan says of itself; of a backward the forward's and, where it tells one, its own."""
-    if ours is None:
-        return ()
-    with ours.around():
-        plans = [plan_of(case, t.leaves() if case.backward else t, backend)]
-    if isinstance(ours, GradientContender) and ours.plan is not None:
-        plans.append(ours.plan)
-    return tuple(line for plan in plans for line in plan.explain().splitlines())
-
-
-def same_path(admitted: Admission) -> bool:
-    """Whether the core is what the plan chose; it is not timed twice then. A backward may not tell its path."""
-    ours, core = (admitted.contenders.get(name) for name in (OURS, CORE))
-    if ours is None or core is None or not ours.path or ours.path != core.path:
-        return False
-    del admitted.contenders[CORE]
-    return True
+    measured, probe = time_contenders(case, everyone, clock, options, mine)
+    now, state = time.monotonic(), probe.read()[0]
+    more: dict[str, Any] = {}
+    if here:
+        more = {"checked": everyone.checked, "reference_s": everyone.reference_s, "timing_s": now - timing_begun}
+    others = {name: figures for name, figures in measured.items() if name not in mine}
+    rows = {}
+    for release, made in prepared.items():
+        found = {
+            name: msgspec.structs.replace(measured[whole], name=name)
+            for whole, (of, name) in mine.items()
+            if of == release
+        }
+        if made.same:  # the plan takes the core anyway
+            found[CORE] = msgspec.structs.replace(found[OURS], name=CORE, admit_s=everyone.admit_s.get(CORE))
+        ordered = {name: found[name] for name in MINE if name in found}
+        budget = made.budget if made.budget is not None and math.isfinite(made.budget) else None
+        rows[release] = results.row(
+            set_, case, indices[release], limits, budget, ordered | others, plan=made.plan, state=state,
+            seconds=now - begun, **more,
+        )  # fmt: skip
+    return rows
 
 
 def time_contenders(
-    case: Case, admitted: Admission, clock: Clock, options: BenchOptions, mine: Collection[str] = MINE
+    case: Case, admitted: Admission, clock: DeviceClock, options: BenchOptions, mine: Collection[str]
 ) -> tuple[dict[str, Figures], DeviceProbe]:
-    """Everything that is measured of who was admitted, and why there is nothing of the others.
-
-    mine  names of portattn's own contenders
-
-    Raises DeviceLost.
-    """
+    """Return figures of admitted contenders and refusals of the others (`mine`: portattn's own). Raises DeviceLost."""
     contenders, refused = admitted.contenders, dict(admitted.refused)
-    turns, graphs, no_graph = timing.Turns(), timing.Turns(), dict[str, str]()
+    turns, graphs, no_graph = rounds.Turns(), rounds.Turns(), dict[str, str]()
     probe = DeviceProbe()
     if not options.only_host:
-        turns = timing.interleaved(contenders, clock, case.timing, options.rounds)
+        turns = rounds.interleaved(contenders, clock, case.timing, options.rounds)
         refused |= {name: f"failed when it was timed: {why}" for name, why in turns.failed.items()}
         contenders = {name: contender for name, contender in contenders.items() if name not in turns.failed}
         graphs, no_graph = _graphs(case, contenders, turns, clock)
@@ -141,15 +133,13 @@ def time_contenders(
     return measured, probe
 
 
-def _extra_bytes(contender: Contender, clock: Clock) -> int:
-    """What a call allocates at its peak: a forward's result with it, without a backward's gradients."""
+def _extra_bytes(contender: Contender, clock: DeviceClock) -> int:
     return max(clock.peak_extra_bytes(contender.run) - contender.result_bytes, 0)
 
 
 def _graphs(
-    case: Case, contenders: Mapping[str, Contender], turns: timing.Turns, clock: Clock
-) -> tuple[timing.Turns, dict[str, str]]:
-    """The same calls replayed from graphs, taking turns too; and why some have none."""
+    case: Case, contenders: Mapping[str, Contender], turns: rounds.Turns, clock: DeviceClock
+) -> tuple[rounds.Turns, dict[str, str]]:
     replays, without = {}, {}
     for name, contender in contenders.items():
         if case.backward:
@@ -162,46 +152,49 @@ def _graphs(
             replays[name] = Contender(clock.graphed(contender))
         except FAILURES as failure:  # a path that waits for the device cannot be captured
             without[name] = reason(failure)
-    graphs = timing.interleaved(replays, clock, case.timing, GRAPH_ROUNDS)
+    graphs = rounds.interleaved(replays, clock, case.timing, GRAPH_ROUNDS)
     return graphs, without | graphs.failed
 
 
+Item = Row | firstcall.FirstCall
+
+
 def run_cells(
-    cells: Sequence[Cell],
-    index: int,
-    clock: Clock,
-    limits: Ceilings | None,
-    options: BenchOptions,
-    done: Callable[[Row | firstcall.FirstCall], None],
-    budget: float | None = None,
-    device: torch.device | None = None,
-    say: Callable[[str, str], None] = lambda case, what: None,
-) -> int:
-    """Measure cells as long as `each_cell` does; how many were done. `done` gets each as it is finished."""
+    cells: Sequence[Cell], indices: Mapping[str, int], clock: DeviceClock, limits: Ceilings | None,
+    options: BenchOptions, done: Callable[[dict[str, Item]], None], budget: float | None = None,
+    device: torch.device | None = None, say: Callable[[str, str], None] = lambda case, what: None,
+    processes: Mapping[str, ReleaseProcess] | None = None,
+) -> int:  # fmt: skip
+    """Measure cells as `each_cell` does; `done` gets items by release ("": this process), on DeviceLost too."""
     where = device or torch.device("cuda", torch.cuda.current_device())
+    several = processes or {}
 
     def measure(set_: str, case: Case) -> None:
         if set_ == firstcall.COLD_START:
-            done(firstcall.measure(case, index))
+            if several:
+                done({name: process.first_call(case, indices[name]) for name, process in several.items()})
+            else:
+                done({"": firstcall.measure(case, indices[""])})
             return
+        telling = functools.partial(say, case.name)
         try:
-            found = run_case(set_, case, index, where, clock, limits, options, functools.partial(say, case.name))
+            done(dict(run_case(set_, case, indices, where, clock, limits, options, several, telling)))
         except DeviceLost as lost:  # kept, so that a run that goes on does not end here again
             who = {lost.name: Figures(name=lost.name, refused=str(lost))}
-            done(results.row(set_, case, index, limits, None, who))
+            done({name: results.row(set_, case, index, limits, None, who) for name, index in indices.items()})
             raise
-        done(found)
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        finally:
+            for process in several.values():
+                process.drop()
+            if where.type == "cuda":
+                with contextlib.suppress(RuntimeError):  # of a lost device, which the DeviceLost under way tells
+                    torch.cuda.empty_cache()
 
     return each_cell(cells, measure, budget)
 
 
 def each_cell(cells: Sequence[Cell], measure: Callable[[str, Case], None], budget: float | None = None) -> int:
-    """Measure cells until they are all done, or another one would go beyond `budget` seconds if it took as long as the
-    median so far: the first one loads libraries and compiles, and those that follow often take less. How many were
-    done.
-    """
+    """Measure until a median cell (the first one compiles) would exceed `budget` seconds; return how many were done."""
     begun, took = time.monotonic(), list[float]()
     for count, (set_, case) in enumerate(cells):
         since = time.monotonic()

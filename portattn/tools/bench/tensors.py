@@ -9,21 +9,22 @@ from itertools import accumulate
 import msgspec
 import torch
 
-from portattn.reference.stored import E2M1, of_blocks
-from portattn.reference.stored import dequantize as widened_int4
-from portattn.reference.writing import MIDDLE, four_bits, int4_step
-from portattn.reference.writing import in_blocks as blocks_of
-from portattn.schema.problem_limits import NVFP4
-from portattn.schema.tensors import BLOCK_SCALES, INT4, KV_DTYPE, PACKED, TORCH_DTYPE
+from portattn.reference.blocks import E2M1, of_blocks
+from portattn.reference.blocks import dequantize as widened_int4
+from portattn.reference.write import four_bits, int4_step
+from portattn.reference.write import in_blocks as blocks_of
+from portattn.schema.problem_limits import FORMATS, cache_format
+from portattn.schema.tensors import BLOCK_SCALES, KV_DTYPE, PACKED, TORCH_DTYPE
 from portattn.tools.bench.cases import SCALE_BYTES, Case
 
 E4M3_LARGEST = torch.finfo(BLOCK_SCALES).max
-LARGEST_INT4 = 7.0  # on both sides of 0, where 8 stands for it
+INT4 = FORMATS["int4"]
 
 
 def in_blocks(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Keys or values (…, width) in nvfp4, as write_pages stores them: bytes (…, width / 2), their scale () or None, and
-    the e4m3 scales of their blocks (…, width / 16). The scale lets the largest block's be e4m3's largest."""
+    """Return keys or values (…, width) in nvfp4, as write_pages stores them: bytes, scale () or None, block scales.
+
+    Bytes (…, width / 2), e4m3 block scales (…, width / 16); the largest block's scale becomes e4m3's largest."""
     numbers, scale = values.float(), None
     if case.kv_scales != "none":
         scale = (values.abs().amax().float() / (E2M1[-1] * E4M3_LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)
@@ -33,16 +34,13 @@ def in_blocks(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def quantize_kv(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys or values (…, width) in the case's format, and their scales: (…) for each token, (), or None.
+    """Return keys or values (…, width) in the case's format, and their scales: (…) for each token, (), or None.
 
-    int4 is two numbers a byte, (…, width / 2). A scale lets the largest number that goes with it fill the format's
-    range. With `case.inline_scales` numbers and scales are views of the same rows, [numbers | scale]; a row's bytes
-    must then be a multiple of 4. Tensors without data (the meta device) give such ones.
-    """
-    if case.kv_format == INT4:
+    int4 is two numbers a byte, (…, width / 2). A scale maps its largest number to the end of the format's range. With
+    `case.inline_scales` numbers and scales are views of rows [numbers | scale], whose bytes must be a multiple of 4."""
+    if case.kv_format == "int4":
         return _in_pairs(case, values.float())
-    dtype = KV_DTYPE[case.kv_format]
-    largest = torch.iinfo(dtype).max if dtype is torch.int8 else torch.finfo(dtype).max
+    dtype, largest = KV_DTYPE[case.kv_format], FORMATS[case.kv_format].largest
     numbers = values.float()
     scale = None
     if case.kv_scales != "none":
@@ -57,19 +55,17 @@ def quantize_kv(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _in_pairs(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in int4, as write_pages stores it."""
     if case.kv_scales == "token":
         step, zero = int4_step(values)
         numbers = four_bits(values / step[..., None], zero[..., None]).view(PACKED)
         scale = (step.view(torch.int32) | zero).view(torch.float32)
     else:
-        scale = (values.abs().amax() / LARGEST_INT4).clamp_min(torch.finfo(torch.float32).tiny)
-        numbers = four_bits(values / scale, torch.full((), MIDDLE, device=values.device)).view(PACKED)
+        scale = (values.abs().amax() / INT4.largest).clamp_min(torch.finfo(torch.float32).tiny)
+        numbers = four_bits(values / scale, torch.full((), INT4.zero, device=values.device)).view(PACKED)
     return _in_rows(numbers, scale) if case.inline_scales else (numbers, scale)
 
 
 def _in_rows(numbers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as two views of rows [numbers | scale]."""
     width = numbers.shape[-1]
     rows = numbers.new_empty((*numbers.shape[:-1], width + SCALE_BYTES), dtype=torch.uint8)
     inside, beside = rows[..., :width].view(numbers.dtype), rows[..., width:].view(torch.float32)[..., 0]
@@ -81,32 +77,26 @@ def _in_rows(numbers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 def dequantize(
     numbers: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, blocks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The values that stored numbers (…, width) stand for, rounded to `dtype`. scale: (…), () or None; blocks: of
-    nvfp4, its blocks' scales."""
+    """Return stored numbers (…, width) as values of `dtype`. scale: (…), () or None; blocks: nvfp4's block scales."""
     if blocks is not None:
         values = of_blocks(numbers, blocks)
         return (values if scale is None else values.mul_(scale)).to(dtype)
     if numbers.dtype is PACKED and scale is not None:
-        return widened_int4(numbers, INT4, scale, by_token=scale.ndim > 0).to(dtype)
+        return widened_int4(numbers, "int4", scale, by_token=scale.ndim > 0).to(dtype)
     values = numbers.float()
     return (values if scale is None else values.mul_(scale[..., None])).to(dtype)
 
 
 @dataclass(slots=True)
 class Tensors:
-    """One case's inputs; what it does not have is None.
+    """One case's inputs; None for inputs that it lacks.
 
-    q     (B, Hq, Sq, D); packed (Tq, Hq, D); mla_attention: (B, Sq, H, R + E)
-    k, v  (B, Hk, Sk, D) and (B, Hk, Sk, Dv); varlen_attention: (Tk, Hk, …); pages: (P, page, Hk, …), and of
-          mla_attention latent rows (P, page, R + E), of which v is a view
-    The rest int32: seqlens (B,), cu_seqlens (B + 1,), page_table (B, pages a sequence), indices (B, Hq, tokens),
-    counts (B, Hq)
-    k_scale, v_scale  of a quantised cache, float32: (), or a scale for each token and head, laid out as k and v
-    k_block_scale, v_block_scale  of nvfp4, float8_e4m3fn: a scale for each 16 numbers of a row of k and of v
-    grad_out  of a backward case: what its result's gradient is, shaped as that is
-    """
+    int32: seqlens (B,), cu_seqlens (B + 1,), page_table (B, pages a sequence), indices (B, Hq, tokens), counts (B,
+    Hq)"""
 
-    q: torch.Tensor
+    q: torch.Tensor  # (B, Hq, Sq, D); packed (Tq, Hq, D); mla_attention: (B, Sq, H, R + E)
+    # k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv); varlen_attention: (Tk, Hk, …); pages: (P, page, Hk, …), and of
+    # mla_attention latent rows (P, page, R + E), of which v is a view
     k: torch.Tensor
     v: torch.Tensor
     seqlens_q: torch.Tensor | None = None
@@ -116,16 +106,18 @@ class Tensors:
     page_table: torch.Tensor | None = None
     indices: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    # k_scale, v_scale: of a quantised cache, float32: (), or a scale for each token and head, laid out as k and v
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    # k_block_scale, v_block_scale: of nvfp4, float8_e4m3fn: a scale for each 16 numbers of a row of k and of v
     k_block_scale: torch.Tensor | None = None
     v_block_scale: torch.Tensor | None = None
-    grad_out: torch.Tensor | None = None
+    grad_out: torch.Tensor | None = None  # of a backward case: the result's gradient
 
     @classmethod
     def random(cls, case: Case, device: torch.device, seed: int = 0) -> Tensors:
-        """Normal random values, pages in random order, and for each head a random choice of tokens."""
-        generator = torch.Generator(device=device).manual_seed(seed)
+        """Return normal random values, pages in random order, and a random choice of tokens; on meta without data."""
+        generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
         dtype = TORCH_DTYPE[case.dtype]
 
         def normal(*shape: int) -> torch.Tensor:
@@ -169,10 +161,10 @@ class Tensors:
         return made
 
     def stored(self, case: Case) -> Tensors:
-        """The same with k and v in the case's format and their scales; itself where that is the queries' dtype."""
+        """Return the tensors with k and v in the case's format, with scales; self if that is the queries' dtype."""
         if not case.quantised:
             return self
-        if case.kv_format == NVFP4:
+        if cache_format(case.kv_format).block:
             (k, k_scale, k_blocks), (v, v_scale, v_blocks) = (in_blocks(case, x) for x in (self.k, self.v))
             return replace(
                 self, k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_block_scale=k_blocks, v_block_scale=v_blocks
@@ -181,21 +173,18 @@ class Tensors:
         return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def unquantised(self) -> Tensors:
-        """The same with k and v widened to the queries' dtype, which rounds them once; a copy."""
+        """Return a copy with k and v dequantized to the queries' dtype, rounded once."""
         k = dequantize(self.k, self.k_scale, self.q.dtype, self.k_block_scale)
         v = dequantize(self.v, self.v_scale, self.q.dtype, self.v_block_scale)
         return replace(self, k=k, v=v, k_scale=None, v_scale=None, k_block_scale=None, v_block_scale=None)
 
     def leaves(self) -> Tensors:
-        """The same memory as tensors of their own, with q, k and v that require gradients."""
+        """Return detached tensors of the same memory whose q, k and v require gradients."""
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v)
 
     def part(self, case: Case, sequence: int, head: int) -> tuple[Case, Tensors]:
-        """One sequence and one key/value head with its group, without padding or packing: a case of its own.
-
-        All are views: nothing is copied.
-        """
+        """Return one sequence and one key/value head with its group, unpadded, as a case of its own; all are views."""
         queries, keys = case.queries[sequence], case.keys[sequence]
         group = slice(head * case.group, (head + 1) * case.group)
         this, those = slice(sequence, sequence + 1), slice(head, head + 1)
@@ -218,17 +207,10 @@ class Tensors:
         else:
             k, v = (keys_of(case, x, sequence, head) for x in (self.k, self.v))
         made = Tensors(q, k, v, k_scale=self.k_scale, v_scale=self.v_scale)
-        if case.kv_scales == "token":
-            made.k_scale, made.v_scale = (
-                x[:, :, those] if case.page_size else x[this, those, :keys]
-                for x in (self.k_scale, self.v_scale)
-                if x is not None
-            )
-        if self.k_block_scale is not None and self.v_block_scale is not None:
-            made.k_block_scale, made.v_block_scale = (
-                x[:, :, those] if case.page_size else x[this, those, :keys]
-                for x in (self.k_block_scale, self.v_block_scale)
-            )
+        names = ("k_scale", "v_scale") if case.kv_scales == "token" else ()
+        for name in (*names, "k_block_scale", "v_block_scale"):
+            if (scale := getattr(self, name)) is not None:
+                setattr(made, name, scale[:, :, those] if case.page_size else scale[this, those, :keys])
         if self.grad_out is not None:
             made.grad_out = slot_of(case, self.grad_out, sequence, group)
         if self.page_table is not None and self.seqlens_k is not None:
@@ -240,10 +222,7 @@ class Tensors:
 
 
 def rows_of(case: Case, out: torch.Tensor, sequence: int, head: int, rows: torch.Tensor) -> torch.Tensor:
-    """A result's rows (1, group, rows, Dv) of one sequence and the group of one key/value head.
-
-    out  (B, Hq, Sq, Dv); of packed queries (Tq, Hq, Dv)
-    """
+    """Return (1, group, rows, Dv) of one sequence and key/value head of out, (B, Hq, Sq, Dv) or packed (Tq, Hq, Dv)."""
     group = slice(head * case.group, (head + 1) * case.group)
     if case.packed:
         return out[sum(case.queries[:sequence]) + rows, group].transpose(0, 1)[None]
@@ -251,10 +230,7 @@ def rows_of(case: Case, out: torch.Tensor, sequence: int, head: int, rows: torch
 
 
 def slot_of(case: Case, x: torch.Tensor, sequence: int, heads: slice) -> torch.Tensor:
-    """Heads of one sequence's own query rows, (1, heads, rows, width): a view.
-
-    x  (B, Hq, Sq, width); of packed queries (Tq, Hq, width)
-    """
+    """Return a view (1, heads, rows, width) of one sequence's rows; x: (B, Hq, Sq, width), packed (Tq, Hq, width)."""
     if case.packed:
         begin = sum(case.queries[:sequence])
         return x[begin : begin + case.queries[sequence], heads].transpose(0, 1)[None]
@@ -262,10 +238,7 @@ def slot_of(case: Case, x: torch.Tensor, sequence: int, heads: slice) -> torch.T
 
 
 def keys_of(case: Case, x: torch.Tensor, sequence: int, head: int) -> torch.Tensor:
-    """One key/value head of one sequence's own keys, (1, 1, keys, width): a view.
-
-    x  (B, Hk, Sk, width); of varlen_attention (Tk, Hk, width)
-    """
+    """Return a view (1, 1, keys, width) of one sequence's keys; x: (B, Hk, Sk, width), varlen's (Tk, Hk, width)."""
     those = slice(head, head + 1)
     if case.op == "varlen_attention":
         begin = sum(case.keys[:sequence])
@@ -278,7 +251,7 @@ def _pages(case: Case) -> int:
 
 
 def _table(case: Case, seed: int) -> torch.Tensor:
-    """(B, pages a sequence) int32: every page has one owner, in random order; 0 past a sequence's end."""
+    """Return (B, pages a sequence) int32: every page has one owner, in random order; 0 past a sequence's end."""
     columns = torch.arange(-(-case.seq_k // case.page_size))
     owned = columns[None] * case.page_size < torch.tensor(case.keys)[:, None]
     table = torch.zeros(owned.shape, dtype=torch.int32)
@@ -287,8 +260,8 @@ def _table(case: Case, seed: int) -> torch.Tensor:
     return table
 
 
-def _chosen(case: Case, generator: torch.Generator, device: torch.device) -> torch.Tensor:
-    """(B, Hq, tokens) int32: for each head distinct tokens of its sequence, in random order."""
+def _chosen(case: Case, generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+    """Return (B, Hq, tokens) int32: for each head distinct tokens of its sequence, in random order."""
     chosen = []
     for keys in case.keys:
         drawn = torch.rand(case.heads_q, keys, generator=generator, device=device)

@@ -1,11 +1,4 @@
-"""The toolchain lab: isolated environments in which the kernels are compiled by other versions of Triton.
-
-folders.py       which environments there are, whole or broken; taking one away
-creating.py      making one: whole or not at all, one maker at a time
-commands.py      running pip and apt, and ending them when the maker is interrupted
-mlir.py          the MLIR 19 tools that execute triton-ascend's linalg on a CPU
-workers.py       a child process under an environment's Python
-"""
+"""The toolchain lab: isolated environments in which the kernels are compiled by other versions of Triton."""
 
 from portattn.tools.lab.creating import create
 from portattn.tools.lab.folders import (
@@ -21,20 +14,9 @@ from portattn.tools.lab.folders import (
     states,
     toolchains,
 )
-from portattn.tools.lab.workers import worker
+from portattn.tools.lab.run_programs import worker
 
 __all__ = [
-    "Environment",
-    "LabError",
-    "ToolchainState",
-    "canonical",
-    "create",
-    "distributions",
-    "environments",
-    "find",
-    "need",
-    "remove",
-    "states",
-    "toolchains",
-    "worker",
-]
+    "Environment", "LabError", "ToolchainState", "canonical", "create", "distributions", "environments", "find", "need",
+    "remove", "states", "toolchains", "worker",
+]  # fmt: skip

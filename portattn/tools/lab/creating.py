@@ -1,9 +1,6 @@
 """Make an environment: build it under another name beside its place, try it, and rename it when it is whole.
 
-It is a virtual environment without pip: its Python finds its own packages and nothing else, and needs no variable set.
-pip installs the compiler alone into it from outside (never torch); parts that only profile or are linked statically
-are removed.
-"""
+pip installs the compiler alone (never torch) from outside; parts that only profile or link statically are removed."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ from portattn.files import write_whole
 from portattn.schema import compilers
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.lab import folders
-from portattn.tools.lab.commands import CommandError, Commands, Say, quiet
 from portattn.tools.lab.folders import Environment, LabError, Marker, ToolchainState
+from portattn.tools.lab.run_programs import CommandError, Commands, Say, quiet
 from portattn.worker.client import Worker
 
 ON_PATH = ("python3.11", "python3.10", "python3.12", "python3.13", "python3.14", "python3")
@@ -44,14 +41,14 @@ print(json.dumps([os.path.realpath(base), platform.python_version(), platform.py
 
 
 class Python(msgspec.Struct, frozen=True):
-    """An interpreter: where it really lies (outside any virtual environment), and its version."""
+    """An interpreter: its real path outside any virtual environment, and its version."""
 
     path: str
     version: str
 
 
 def ask(path: str) -> Python | None:
-    """What an interpreter is; None for a program that is no CPython, or one without venv."""
+    """Return an interpreter's description; None for a program that is no CPython, or without venv."""
     try:
         done = subprocess.run([path, "-I", "-c", _ASK], capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
         base, version, implementation = json.loads(done.stdout)
@@ -61,7 +58,7 @@ def ask(path: str) -> Python | None:
 
 
 def candidates(supported: SpecifierSet) -> Iterator[Python]:
-    """This interpreter and those on PATH whose version is in a range (Recipe.python), each minor version once."""
+    """Yield this interpreter and others on PATH within a version range (Recipe.python), each minor version once."""
     seen = set()
     for name in (sys.executable, *ON_PATH):
         path = name if name == sys.executable else shutil.which(name)
@@ -84,22 +81,15 @@ TRY_SECONDS = 300.0  # to import Triton for the first time, on a loaded machine
 def create(
     toolchain: str, say: Say = quiet, *, python: str | None = None, commands: Commands | None = None
 ) -> Environment:
-    """Make a toolchain's environment, and return it; a whole environment that is there stays as it is.
+    """Make a toolchain's environment by its backend's recipe, and return it; an existing whole environment stays.
 
-    python   the interpreter to make it with; by default this one, or one on PATH that the toolchain has a build for
-    say      is told each step
-    commands runs pip and apt: its `stop` ends them
-
-    The compiler's backend brings the recipe (portattn/schema/compilers.py). For triton-ascend the MLIR 19 tools are
-    fetched from Debian if the machine lacks them; without them the environment still lowers, and `tools` of the result
-    lacks them. Raises ArgumentError on a bad name or interpreter, and LabError, with the failure's last lines, if no
-    environment can be made. Nothing is left then, nor after an interrupt.
-    """
+    `python`: by default this one, or one on PATH that has a build. `tools` lacks MLIR 19 if Debian's cannot be fetched.
+    Raises ArgumentError on a bad name or interpreter, LabError on a failure, which leaves nothing behind."""
     name = folders.canonical(toolchain)
     commands = commands or Commands()
     chosen = _chosen(name, python) if python else None
-    with folders.lock(name, WAIT_SECONDS):
-        folders.sweep(name)
+    with folders.lock(folders.folder_of(name), WAIT_SECONDS, name):
+        folders.sweep(folders.folder_of(name))
         found = folders.state(name)
         if found.environment is None:
             _make(found, chosen, say, commands)
@@ -122,7 +112,6 @@ def _chosen(name: str, path: str) -> Python:
 
 
 def _make(found: ToolchainState, chosen: Python | None, say: Say, commands: Commands) -> None:
-    """Build the environment under another name, and put it in its place."""
     name, final = found.toolchain, folders.folder_of(found.toolchain)
     making = final.with_name(f"{folders.MAKING}{final.name}-{uuid.uuid4().hex[:8]}")
     try:
@@ -144,7 +133,6 @@ def _make(found: ToolchainState, chosen: Python | None, say: Say, commands: Comm
 
 
 def _install(name: str, making: Path, chosen: Python | None, say: Say, commands: Commands) -> Python:
-    """Install the compiler under the first Python that has a build of it; that Python."""
     distribution, recipe = name.partition("==")[0], folders.recipe(name)
     parsed, supported = Toolchain.parse(name), SpecifierSet(recipe.python)
     also = [package for package, versions in recipe.also.items() if parsed.within(distribution, versions)]
@@ -174,7 +162,6 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
 
 
 def _pip() -> list[str]:
-    """The command of a pip: this Python's, or the one on PATH."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     found = shutil.which("pip") or shutil.which("pip3")
@@ -191,18 +178,16 @@ def _into(folder: Path) -> list[str]:
 
 
 def _pip_environment() -> dict[str, str]:
-    """This process's variables without those that would send packages elsewhere than into the environment."""
     elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PYTHONPATH", "PYTHONHOME")
     return {k: v for k, v in os.environ.items() if k not in elsewhere} | {"PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
 
 
 def packages(folder: Path) -> Path:
-    """The site-packages folder of an environment."""
     return next((folder / "lib").glob("python3*/site-packages"))
 
 
 def _trim(making: Path) -> None:
-    """Take out what no compile reads, and the scripts: they hold the name under which the environment was built."""
+    """Remove files that no compile reads, and the scripts, which hold the building name."""
     triton = packages(making) / "triton"
     for path in sorted(triton.rglob("*")):
         relative = path.relative_to(triton).as_posix()
@@ -214,7 +199,6 @@ def _trim(making: Path) -> None:
 
 
 def _take_from_others(folder: Path) -> None:
-    """Take the right to write from group and others, which the umask may give them: they could change what runs."""
     for place, folders_in, files in os.walk(folder):
         for path in (place, *(os.path.join(place, name) for name in (*folders_in, *files))):
             mode = os.lstat(path).st_mode
@@ -223,8 +207,7 @@ def _take_from_others(folder: Path) -> None:
 
 
 def _tried(name: str, making: Path) -> dict[str, str]:
-    """Import the compiler in a worker; the versions found. Raises LabError when it is not what was asked for."""
-    from portattn.tools.lab.workers import isolation_variables
+    from portattn.tools.lab.run_programs import isolation_variables
 
     distribution, _, version = name.partition("==")
     package = folders.recipes()[distribution].package
@@ -242,24 +225,20 @@ def _tried(name: str, making: Path) -> dict[str, str]:
 
 
 def _write_marker(folder: Path, name: str, python: str, versions: dict[str, str]) -> None:
-    """Write the marker anew, whole or not at all."""
     for program in packages(folder).glob("triton/backends/nvidia/bin/ptxas*"):
         done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
         release = re.search(r"\bV(\d+(?:\.\d+)+)", done.stdout)
         if release:
             versions = versions | {program.name: release.group(1)}
     marker = Marker(
-        toolchain=name,
-        python=python,
-        created=datetime.date.today(),
-        bytes=folders.size(folder),
+        toolchain=name, python=python, created=datetime.date.today(), bytes=folders.size(folder),
         versions=dict(sorted(versions.items())),
-    )
+    )  # fmt: skip
     write_whole(folder / folders.MARKER, msgspec.json.format(msgspec.json.encode(marker)))
 
 
 def _add_programs(name: str, say: Say, commands: Commands) -> None:
-    """Fetch the programs of the recipe that the machine lacks; where that fails, say what to install."""
+    """Fetch the recipe's programs that the machine lacks; on failure name the packages to install."""
     folder, beside = folders.folder_of(name), folders.programs(name)
     missing = beside.missing(folder) if beside is not None else []
     if beside is None or not missing:

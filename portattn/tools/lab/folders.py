@@ -1,4 +1,4 @@
-"""Which environments the lab has. Each is one folder with a marker file, which is written when all else is there."""
+"""The lab's environments: each is one folder with a marker file, which is written last."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ MAKING, REMOVING = ".making-", ".removing-"  # folders that are no environments,
 
 
 def recipes() -> dict[str, Compiler]:
-    """The compilers that the lab can install, by name: those that have a recipe."""
     return {name: one for name, one in compilers.all_compilers().items() if one.lab is not None}
 
 
 def distributions() -> tuple[str, ...]:
-    """Names of the compilers that the lab can install."""
     return tuple(recipes())
 
 
 def toolchains() -> tuple[str, ...]:
-    """The toolchains that `portattn lab list` names, whether or not they are made."""
+    """Return the toolchains that `portattn lab list` names, made or not."""
     return tuple(f"{name}=={version}" for name, one in recipes().items() if one.lab for version in one.lab.releases)
 
 
@@ -51,10 +49,7 @@ def recipe(toolchain: str) -> Recipe:
 
 
 def programs(toolchain: str) -> ModuleType | None:
-    """Import the module of an environment's programs beside Python (Recipe.programs); most have none: None.
-
-    Raises LabError if it cannot be imported.
-    """
+    """Import an environment's programs beside Python (Recipe.programs); None without. Raises LabError if that fails."""
     name = recipe(toolchain).programs
     try:
         return importlib.import_module(name) if name else None
@@ -63,48 +58,37 @@ def programs(toolchain: str) -> ModuleType | None:
 
 
 class LabError(PortattnError):
-    """An environment is missing, broken, in use, or cannot be made. The text says which one and what helps."""
+    """An environment is missing, broken, in use, or cannot be made; the text names it and the remedy."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An environment's description of itself, environment.json.
-
-    python    version of its Python, such as 3.11.7
-    bytes     its size on the disk when it was made
-    versions  of its packages, ptxas and the fetched MLIR tools
-    """
+    """An environment's description of itself, environment.json."""
 
     schema: int = SCHEMA
     toolchain: str
-    python: str
+    python: str  # version of its Python, such as 3.11.7
     created: datetime.date
-    bytes: int
-    versions: dict[str, str] = {}
+    bytes: int  # its size on the disk when it was made
+    versions: dict[str, str] = {}  # of its packages, ptxas and the fetched MLIR tools
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """One toolchain's environment, whole.
-
-    python          path of its interpreter
-    bytes           its size on the disk
-    tools           programs beside Python that its recipe names, by name, as far as it has them: for triton-ascend
-                    `mlir-opt`, `mlir-translate`, `llc` (all of LLVM 19) and `cc`
-    python_version  such as 3.11.7
-    versions        of its packages and programs
-    """
+    """One toolchain's environment, whole."""
 
     toolchain: str
     folder: Path
-    python: str
+    python: str  # path of its interpreter
     created: datetime.date
-    bytes: int
+    bytes: int  # its size on the disk
+    # available programs of its recipe beside Python, by name: for triton-ascend `mlir-opt`, `mlir-translate`, `llc`
+    # (all of LLVM 19) and `cc`
     tools: dict[str, str] = {}
-    python_version: str = ""
-    versions: dict[str, str] = {}
+    python_version: str = ""  # such as 3.11.7
+    versions: dict[str, str] = {}  # of its packages and programs
 
 
 class ToolchainState(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is of one toolchain: an environment, a broken one and why, or neither."""
+    """State of one toolchain: an environment, a broken one and why, or neither."""
 
     toolchain: str
     environment: Environment | None = None
@@ -112,10 +96,7 @@ class ToolchainState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def root() -> Path:
-    """The folder of all environments, under the cache folder that PORTATTN_CACHE_DIR names or the user's own.
-
-    Raises SettingError where the named one is no folder, and cannot be one: no path below it could be read or made.
-    """
+    """Return the folder of all environments, in the cache folder. Raises SettingError on a bad PORTATTN_CACHE_DIR."""
     given = current().cache_dir
     if given and (blocking := _no_folder(Path(given))):
         limit = f"must be a folder, or a path where one can be made: {blocking} is no folder"
@@ -124,16 +105,12 @@ def root() -> Path:
 
 
 def _no_folder(path: Path) -> Path | None:
-    """What of a path exists and is no folder, itself or one above it; None where nothing is in the way."""
     there = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
     return there if os.path.lexists(there) and not there.is_dir() else None
 
 
 def canonical(toolchain: str) -> str:
-    """A toolchain's name as the lab writes it: NAME==VERSION without components.
-
-    Raises ArgumentError on anything else, and on a compiler that cannot be installed by name.
-    """
+    """Return a toolchain's name as the lab writes it, NAME==VERSION. Raises ArgumentError if it cannot be installed."""
     try:
         parsed = Toolchain.parse(toolchain)
     except ValueError as error:
@@ -145,15 +122,11 @@ def canonical(toolchain: str) -> str:
 
 
 def folder_of(toolchain: str) -> Path:
-    """Where the environment of a canonical toolchain lies."""
     return root() / toolchain.replace("==", "-")
 
 
 def state(toolchain: str) -> ToolchainState:
-    """Return a canonical toolchain's state. Reads the owners of all files and starts nothing.
-
-    An environment that another user owns or can change counts as broken: its Python must not run.
-    """
+    """Return a toolchain's state; broken if another user can change it, as its Python must not run. Starts nothing."""
     folder = folder_of(toolchain)
     if not folder.exists():
         return ToolchainState(toolchain=toolchain)
@@ -177,20 +150,14 @@ def state(toolchain: str) -> ToolchainState:
     except LabError as error:  # its package's: the other environments are listed all the same
         return ToolchainState(toolchain=toolchain, broken=str(error))
     made = Environment(
-        toolchain=toolchain,
-        folder=folder,
-        python=str(interpreter(folder)),
-        created=marker.created,
-        bytes=marker.bytes,
-        tools=beside.tools(folder) if beside is not None else {},
-        python_version=marker.python,
+        toolchain=toolchain, folder=folder, python=str(interpreter(folder)), created=marker.created, bytes=marker.bytes,
+        tools=beside.tools(folder) if beside is not None else {}, python_version=marker.python,
         versions=marker.versions,
-    )
+    )  # fmt: skip
     return ToolchainState(toolchain=toolchain, environment=made)
 
 
 def _wrong(folder: Path, marker: Marker, toolchain: str) -> str:
-    """Return the difference of an environment from its marker; empty if it is whole."""
     if marker.schema != SCHEMA:
         return f"{MARKER} is of schema version {marker.schema}; this portattn reads version {SCHEMA}"
     if marker.toolchain != toolchain:
@@ -225,7 +192,7 @@ def need(toolchain: str) -> Environment:
 
 
 def states() -> list[ToolchainState]:
-    """Every toolchain of `toolchains`, made or not, then every other one that has a folder in the lab."""
+    """Return the state of every toolchain of `toolchains`, then of every other one with a folder in the lab."""
     others, listed, installable = [], toolchains(), distributions()
     with contextlib.suppress(FileNotFoundError):
         for entry in sorted(root().iterdir()):
@@ -236,19 +203,15 @@ def states() -> list[ToolchainState]:
 
 
 def environments() -> list[Environment]:
-    """Every environment that is there and whole."""
     return [found.environment for found in states() if found.environment is not None]
 
 
 def remove(toolchain: str) -> int:
-    """Take an environment away, a broken one and what interrupted makers left of it too; the bytes given back.
-
-    Raises LabError when there is none, when somebody makes it at this moment, or when the disk refuses.
-    """
+    """Remove an environment, also a broken one, and leftovers; return the freed bytes. Raises LabError."""
     name = canonical(toolchain)
     folder = folder_of(name)
-    with lock(name, seconds=0):
-        freed = sweep(name)
+    with lock(folder, 0, name):
+        freed = sweep(folder)
         if not folder.exists():
             if freed:
                 return freed
@@ -257,7 +220,7 @@ def remove(toolchain: str) -> int:
 
 
 def discard(folder: Path) -> int:
-    """Take a folder away, first out of its name, so that nobody finds half of it; the bytes given back."""
+    """Remove a folder, renamed first so that no reader finds half of it; return the freed bytes."""
     aside = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         folder.rename(aside)
@@ -268,31 +231,30 @@ def discard(folder: Path) -> int:
     return freed
 
 
-def sweep(name: str) -> int:
-    """Take away what killed makers and removers of one toolchain left; its lock must be held. The bytes given back."""
+def sweep(folder: Path) -> int:
+    """Remove leftovers of killed makers and removers of an environment, under its lock; return the freed bytes."""
     freed = 0
     for kind in (MAKING, REMOVING):
-        for left in root().glob(f"{kind}{folder_of(name).name}-*"):
+        for left in folder.parent.glob(f"{kind}{folder.name}-*"):
             freed += size(left)
             shutil.rmtree(left, ignore_errors=True)
     return freed
 
 
 @contextlib.contextmanager
-def lock(name: str, seconds: float) -> Iterator[None]:
-    """Hold a toolchain's lock among processes and threads. Raises LabError after `seconds`, or where none can be."""
-    held = filelock.FileLock(root() / f"{folder_of(name).name}.lock", thread_local=False)
+def lock(folder: Path, seconds: float, name: str = "", setting: str = "PORTATTN_CACHE_DIR") -> Iterator[None]:
+    """Hold an environment's lock among processes and threads. Raises LabError if it is not free within `seconds`."""
+    root, name = folder.parent, name or folder.name
+    held = filelock.FileLock(root / f"{folder.name}.lock", thread_local=False)
     try:
-        with trusted_folder(root().resolve(), make=True):
+        with trusted_folder(root.resolve(), make=True):
             held.acquire(timeout=seconds)
     except UntrustedPath as error:
-        raise LabError(f"{error}; PORTATTN_CACHE_DIR names another folder") from None
+        raise LabError(f"{error}; {setting} names another folder") from None
     except filelock.Timeout:
         raise LabError(f"{name}: another process is making or removing it now") from None
     except OSError as error:
-        raise LabError(
-            f"{root()}: cannot be written ({error.strerror}); PORTATTN_CACHE_DIR names another folder"
-        ) from None
+        raise LabError(f"{root}: cannot be written ({error.strerror}); {setting} names another folder") from None
     try:
         yield
     finally:
@@ -300,7 +262,6 @@ def lock(name: str, seconds: float) -> Iterator[None]:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the files below a folder, links not followed."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

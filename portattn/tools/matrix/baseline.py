@@ -1,28 +1,21 @@
-"""A baseline: what a run must not lose, as a text file to be reviewed and kept with the code.
-
-TOML, a line a cell, under a table for each target and toolchain, all sorted: a change of one cell is a change of one
-line, and a new compiler one of its table's name.
-"""
+"""A baseline: the cells that a run must not lose, as sorted TOML to review: a line a cell."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import tomlkit
 
 from portattn.errors import DataError
 from portattn.schema import toml_reader
 from portattn.schema.ops import ROWS
 from portattn.schema.quirk import Level
-from portattn.tools.matrix.cells import Status
-from portattn.tools.matrix.identity import Identity, Moment, digests_of
-from portattn.tools.matrix.snapshot import Snapshot, SnapshotCell, Tier, columns
+from portattn.tools import run_log
+from portattn.tools.matrix.cells import Identity, Moment, Snapshot, SnapshotCell, Status, Tier, columns, digests_of
 
 SCHEMA = 1  # raised when a reader of the version before would misread it
 SUFFIX = ".toml"
@@ -30,12 +23,10 @@ HEAD = """\
 # A baseline of `portattn matrix`: what a run must not lose. Written by `portattn matrix baseline`; review its changes.
 """
 APART = " with "  # between target and toolchain in a table's name
-_BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML takes without quotes
-_CELL = ("op", "status", "level", "label", "tier", "path", "quirks", "rejected", "worse", "looked", "numbers", "origin")
 
 
 class _Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A cell's line: an Entry without what its table and its key say, and without what is long."""
+    """A cell's line: a SnapshotCell without long fields and without the fields of its table and key."""
 
     op: str
     status: Status = "PASS"
@@ -63,12 +54,11 @@ class _BaselineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def write(made: Snapshot) -> str:
-    """The text of a run's baseline."""
-    lines = [HEAD, f"schema = {SCHEMA}", f"set = {_text(made.set)}", f"date = {_value(made.date)}"]
+    lines = [HEAD, f"schema = {SCHEMA}", f"set = {_value(made.set)}", f"date = {made.date.isoformat()}"]
     lines.append(f"cells = {len(made.entries)}")
     for identity in _identities(made):
         said = {name: value for name, value in msgspec.to_builtins(identity).items() if value not in ("", {}, 0.0)}
-        table = f"identities.{_text(identity.id)}"
+        table = f"identities.{_value(identity.id)}"
         lines += ["", f"[{table}]", *_pairs({k: v for k, v in said.items() if not isinstance(v, dict)})]
         for name, value in said.items():
             if isinstance(value, dict):
@@ -78,17 +68,14 @@ def write(made: Snapshot) -> str:
     origins = {name: Counter(entry.origin for entry in entries).most_common(1)[0][0] for name, entries in named.items()}
     lines += ["", "[origins]", *_pairs(dict(sorted(origins.items())))]
     for name, entries in sorted(named.items()):
-        lines += ["", f"[columns.{_text(name)}]"]
+        lines += ["", f"[columns.{_value(name)}]"]
         lines += _pairs({entry.name: _cell(entry, origins[name]) for entry in sorted(entries, key=lambda e: e.name)})
     return "\n".join(lines) + "\n"
 
 
 def read(path: Path) -> Snapshot:
-    """Read a baseline. Raises DataError (file, line) on whatever departs from its schema, as a merge conflict does."""
-    try:
-        data, text = toml_reader.read(path)
-    except OSError as error:
-        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    """Read a baseline. Raises DataError (file, line) on any departure from its schema, such as a merge conflict."""
+    data, text = run_log.read_toml(path)
     version = data.get("schema")
     if version != SCHEMA:
         found = f"schema version {version}" if isinstance(version, int) else "no baseline: it has no `schema`"
@@ -113,7 +100,6 @@ def read(path: Path) -> Snapshot:
 
 
 def _identities(made: Snapshot) -> Iterable[Identity]:
-    """The identities that cells were made under, each with the digests that these cells depend on."""
     used: dict[str, set[str]] = {}
     for entry in made.entries:
         used.setdefault(entry.origin, set()).add(entry.target.partition(":")[0])
@@ -135,50 +121,32 @@ def _entries(path: Path, text: str, column: str, cells: Mapping[str, Any], origi
             raise DataError(path, _line(text, column, name), error.problem) from None
         if cell.op not in ROWS:
             raise DataError(path, _line(text, column, name), f"key {name!r}: no operation is called {cell.op!r}")
-        values = {field: getattr(cell, field) for field in _CELL} | {"origin": cell.origin or origin}
+        values = msgspec.structs.asdict(cell) | {"origin": cell.origin or origin}
         yield SnapshotCell(name=name, target=target, toolchain=toolchain, **values)
 
 
 def _line(text: str, column: str, name: str = "") -> int | None:
-    """The line of a column's table, or of a cell in it, as `write` writes them; None where it was rewritten."""
+    """Return the line of a column's table, or of a cell in it, as `write` writes them; None if it was rewritten."""
     lines = text.splitlines()
-    table = f"[columns.{_text(column)}]"
+    table = f"[columns.{_value(column)}]"
     if table not in lines:
         return None
     begin = lines.index(table)
-    cells = (number for number in range(begin, len(lines)) if lines[number].startswith(f"{_text(name)} ="))
+    cells = (number for number in range(begin, len(lines)) if lines[number].startswith(f"{_value(name)} ="))
     return 1 + (next(cells, begin) if name else begin)
 
 
 def _cell(entry: SnapshotCell, origin: str) -> dict[str, Any]:
-    """A cell's line; origin: its column's, which is not repeated."""
-    cell = _Cell(**{name: getattr(entry, name) for name in _CELL})
-    if entry.origin == origin:
-        cell = msgspec.structs.replace(cell, origin="")
-    found: dict[str, Any] = msgspec.to_builtins(cell)
+    fields = {name: getattr(entry, name) for name in _Cell.__struct_fields__}
+    found: dict[str, Any] = msgspec.to_builtins(_Cell(**fields | ({"origin": ""} if entry.origin == origin else {})))
     return found
 
 
 def _pairs(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name if _BARE.fullmatch(name) else _text(name)} = {_value(value)}" for name, value in values.items()]
+    return [f"{tomlkit.key(name).as_string()} = {_value(value)}" for name, value in values.items()]
 
 
 def _value(value: Any) -> str:
-    """A value as TOML writes it, on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (datetime.date, datetime.datetime)):
-        return value.isoformat()
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, dict):
-        inside = ", ".join(_pairs(value))
-        return f"{{ {inside} }}" if inside else "{}"
-    return _text(str(value))
-
-
-def _text(value: str) -> str:
-    """A basic string: JSON's escapes are TOML's, but for the solidus, which json does not escape, and DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return f"{{ {', '.join(_pairs(value))} }}" if value else "{}"
+    return tomlkit.item(value).as_string()

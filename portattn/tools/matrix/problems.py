@@ -1,427 +1,313 @@
-"""The problems that the matrix asks about: a quick set for every day, and a full one."""
+"""The matrix's problems: a quick set for every day, and a full one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from portattn.schema.features import COMMON, FEATURES
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import COMMON, FEATURES, ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_MLA, DTYPES, INTEGERS, NVFP4
-from portattn.schema.tensors import CACHE_DTYPE, INT4
+from portattn.schema.problem_limits import DTYPES, formats_of
 
 SetName = Literal["quick", "full"]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # of published models, and two that are no power of two
 COMMON_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 48, 64, 128, 256)  # of serving engines, and one that is no power of two
-
-# Sizes that fill a large chip. Compiled code depends on them through strides and the split over keys only.
-DENSE: dict[str, Any] = {"op": "attention", "batch": 4, "heads_q": 16, "heads_k": 16, "seq_q": 2048, "seq_k": 2048}
-VARLEN: dict[str, Any] = DENSE | {"op": "varlen_attention", "batch": 8, "total_q": 8192, "total_k": 8192}
-GRADIENTS: dict[str, Any] = DENSE | {"op": "attention_backward", "heads_q": 8, "heads_k": 8}
-PACKED_GRADIENTS: dict[str, Any] = VARLEN | {"op": "varlen_attention_backward", "heads_q": 8, "heads_k": 8}
-DECODE: dict[str, Any] = {
-    "op": "decode_attention", "batch": 16, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True,
-}  # fmt: skip
-PAGED: dict[str, Any] = DECODE | {"op": "paged_attention", "pages_in_line": True}
-SPARSE: dict[str, Any] = DECODE | {"op": "sparse_attention", "seq_k": 32768, "tokens": 1024}
-MLA: dict[str, Any] = PAGED | {"op": "mla_attention", "heads_q": 128, "heads_k": 1, "seq_k": 4096, "page_size": 64}
-APPEND: dict[str, Any] = {
-    "op": "append_kv", "batch": 16, "heads_q": 8, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True,
-}  # fmt: skip
-PAGES: dict[str, Any] = {
-    "op": "write_pages", "batch": 1, "heads_q": 8, "heads_k": 8, "seq_q": 64, "seq_k": 131072, "page_size": 16,
-}  # fmt: skip
-PADDED: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
-ROTARY: dict[str, Any] = {"rotary": "neox", "rotary_dim": 128}
-WINDOW: dict[str, Any] = {"window_left": 511}
-CHUNK: dict[str, Any] = {"chunk": 1000}  # of no whole tiles
-PREFILL: dict[str, Any] = {"seq_q": 512, "causal": "bottom_right"}  # a chunk of a prompt
-# A batch of decoding sequences with a chunk of a prompt among them, packed.
-RAGGED: dict[str, Any] = PREFILL | {"total_q": 1024}
 LATENTS = ((576, 512), (288, 256))  # DeepSeek's latent row and its rank, and one half as wide
 MASK_WORDS = {"none": "full", "bottom_right": "causal", "top_left": "causal top-left"}
 
-
-def each_feature(op: str) -> list[tuple[str, dict[str, Any]]]:
-    """Words and fields of each feature that an op has, alone."""
-    row = ROWS[op]
-    by_position = (("window", WINDOW), ("chunk", CHUNK))
-    found: list[tuple[str, dict[str, Any]]] = [pair for pair in by_position if pair[0] in row.options]
-    found += [(FEATURES[name].title or name, {name: True}) for name in COMMON if name in row.options]
-    found += [("mask by key", {"mask": True, "mask_by_key": True})] if "mask" in row.options else []
-    return found
+Fields = dict[str, Any]
+# Sizes that fill a large chip. Compiled code depends on them through strides and the split over keys only.
+_DENSE: Fields = {"batch": 4, "heads_q": 16, "heads_k": 16, "seq_q": 2048, "seq_k": 2048}
+_VARLEN: Fields = _DENSE | {"batch": 8, "total_q": 8192, "total_k": 8192}
+_FEWER: Fields = {"heads_q": 8, "heads_k": 8}
+_DECODE: Fields = {"batch": 16, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True}
+_PAGED: Fields = _DECODE | {"pages_in_line": True}
+# op -> its word in names, and its sizes
+SIZES: dict[str, tuple[str, Fields]] = {
+    "attention": ("dense", _DENSE),
+    "varlen_attention": ("varlen", _VARLEN),
+    "attention_backward": ("gradients", _DENSE | _FEWER),
+    "varlen_attention_backward": ("packed gradients", _VARLEN | _FEWER),
+    "decode_attention": ("decode", _DECODE),
+    "paged_attention": ("paged", _PAGED),
+    "sparse_attention": ("sparse", _DECODE | {"seq_k": 32768, "tokens": 1024}),
+    "mla_attention": ("MLA", _PAGED | {"heads_q": 128, "heads_k": 1, "seq_k": 4096, "page_size": 64}),
+    "append_kv": ("append", _DECODE | _FEWER),
+    "write_pages": ("write", _FEWER | {"batch": 1, "seq_q": 64, "seq_k": 131072, "page_size": 16}),
+}
+PADDED: Fields = {"seqlens_q": True, "seqlens_k": True}
+LEFT_PADDED: Fields = PADDED | {"leftpad_q": True, "leftpad_k": True}
+ROTARY: Fields = {"rotary": "neox", "rotary_dim": 128}
+WINDOW: Fields = {"window_left": 511}
+CHUNK: Fields = {"chunk": 1000}  # of no whole tiles
+PREFILL: Fields = {"seq_q": 512, "causal": "bottom_right"}  # a chunk of a prompt
+# A batch of decoding sequences with a chunk of a prompt among them, packed.
+RAGGED: Fields = PREFILL | {"total_q": 1024}
+E4M3: Fields = {"kv_format": "e4m3", "kv_scales": "token"}
+TREE: Fields = {"seq_q": 16, "tree_mask": True}
+WIDE: Fields = {"dtype": "bf16", "head_dim": 128}
+CAUSAL: Fields = WIDE | {"causal": "bottom_right"}
+LATENT: Fields = {"dtype": "bf16", "head_dim": 576, "head_dim_v": 512}
 
 
 class NamedProblem(msgspec.Struct, frozen=True):
-    """A problem and the words for it in reports."""
-
     name: str
     problem: Problem
 
 
-def dense(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(DENSE | changes))
-    return _named(problem, "dense", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
+def named_problem(op: str, words: str = "", kind: str = "", **changes: Any) -> NamedProblem:
+    """Name a problem by op, kind of queries, mask, dtype, width, page and `words`; a capacity is whole pages."""
+    word, sizes = SIZES[op]
+    size = changes.get("page_size") or sizes.get("page_size") or 1
+    p = Problem(**({"op": op, **sizes, "seq_k": -(-sizes["seq_k"] // size) * size} | changes))
+    mask = MASK_WORDS[p.causal] if sizes["seq_q"] > 1 and op != "write_pages" else ""
+    width = f"D={p.head_dim}" + (f"/{p.head_dim_v}" if p.head_dim_v != p.head_dim else "")
+    page = f"page {p.page_size}" if p.page_size and op != "mla_attention" else ""
+    return NamedProblem(" ".join(filter(None, (word, kind, mask, p.dtype, width, page, words))), p)
 
 
-def varlen(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(VARLEN | changes))
-    return _named(problem, "varlen", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
+dense = partial(named_problem, "attention")
+varlen = partial(named_problem, "varlen_attention")
+gradients = partial(named_problem, "attention_backward")
+packed_gradients = partial(named_problem, "varlen_attention_backward")
+decode = partial(named_problem, "decode_attention")
+sparse = partial(named_problem, "sparse_attention")
+mla = partial(named_problem, "mla_attention")
+append = partial(named_problem, "append_kv")
+write = partial(named_problem, "write_pages")
 
 
-def gradients(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(GRADIENTS | changes))
-    return _named(problem, "gradients", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
-
-
-def packed_gradients(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(PACKED_GRADIENTS | changes))
-    return _named(problem, "packed gradients", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
-
-
-def decode(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(DECODE | changes))
-    return _named(problem, "decode", problem.dtype, _width(problem), words)
-
-
-def paged(what: str, words: str = "", **changes: Any) -> NamedProblem:
-    """`what` says what kind of queries there are. The capacity is whole pages."""
-    size = changes["page_size"]
-    problem = Problem(**({**PAGED, "seq_k": -(-PAGED["seq_k"] // size) * size} | changes))
-    return _named(problem, "paged", what, problem.dtype, _width(problem), f"page {size}", words)
-
-
-def sparse(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(SPARSE | changes))
-    pages = f"page {problem.page_size}" if problem.page_size else ""
-    return _named(problem, "sparse", problem.dtype, _width(problem), pages, words)
-
-
-def mla(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(MLA | changes))
-    return _named(problem, "MLA", problem.dtype, _width(problem), words)
-
-
-def append(words: str = "", **changes: Any) -> NamedProblem:
-    problem = Problem(**(APPEND | changes))
-    return _named(problem, "append", problem.dtype, _width(problem), words)
-
-
-def write(words: str = "", **changes: Any) -> NamedProblem:
-    size = changes.get("page_size", PAGES["page_size"])
-    problem = Problem(**(PAGES | changes | {"seq_k": -(-PAGES["seq_k"] // size) * size}))
-    return _named(problem, "write", problem.dtype, _width(problem), f"page {problem.page_size}", words)
-
-
-def _named(problem: Problem, *words: str) -> NamedProblem:
-    return NamedProblem(" ".join(filter(None, words)), problem)
-
-
-def _width(problem: Problem) -> str:
-    return f"D={problem.head_dim}" + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+def paged(kind: str, words: str = "", **changes: Any) -> NamedProblem:
+    return named_problem("paged_attention", words, kind, **changes)
 
 
 def quick() -> list[NamedProblem]:
-    """A handful that touches every op and kernel, every dtype and every kind of masking."""
+    """Return a handful that touches every op and kernel, every dtype and every kind of masking."""
     return [
         dense(dtype="fp16", head_dim=64, causal="bottom_right"),
-        dense("GQA", dtype="bf16", head_dim=128, causal="bottom_right", heads_k=4),
+        dense("GQA", **CAUSAL, heads_k=4),
         dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED),
         dense(dtype="fp32", head_dim=64),
-        varlen("window, softcap", dtype="bf16", head_dim=128, causal="bottom_right", softcap=True, **WINDOW),
-        gradients("GQA", dtype="bf16", head_dim=128, causal="bottom_right", heads_k=2),
+        varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW),
+        gradients("GQA", **CAUSAL, heads_k=2),
         packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"),
-        decode("GQA", dtype="bf16", head_dim=128),
-        paged("GQA", dtype="bf16", head_dim=128, page_size=16),
+        decode("GQA", **WIDE),
+        paged("GQA", **WIDE, page_size=16),
         sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
-        mla(dtype="bf16", head_dim=576, head_dim_v=512),
-        append(dtype="bf16", head_dim=128),
-        write("rotary, e4m3 cache, scales token", dtype="bf16", head_dim=128, kv_format="e4m3", kv_scales="token",
-              **ROTARY),
-    ]  # fmt: skip
+        mla(**LATENT),
+        append(**WIDE),
+        write("rotary, e4m3 cache, scales token", **WIDE, **E4M3, **ROTARY),
+    ]
 
 
 def full() -> list[NamedProblem]:
-    """For each op every dtype × head_dim × mask or page size that it has kernels for, and each feature once or more."""
-    return [*_dense(), *_varlen(), *_gradients(), *_decode(), *_paged(), *_sparse(), *_mla(), *_append(), *_write()]
+    """Return for each op every supported dtype × head_dim × mask or page size, and each feature once or more."""
+    parts = (_dense(), _varlen(), _gradients(), _decode(), _paged(), _sparse(), _mla(), _append(), _write())
+    return list(itertools.chain(*parts))
 
 
-def _dense() -> list[NamedProblem]:
-    found = [
-        dense(dtype=dtype, head_dim=dim, causal=causal)
-        for dtype in DTYPES
-        for causal in MASK_WORDS
-        for dim in HEAD_DIMS
+def _each_feature(op: str) -> list[tuple[str, Fields]]:
+    row = ROWS[op]
+    found: list[tuple[str, Fields]] = [
+        pair for pair in (("window", WINDOW), ("chunk", CHUNK)) if pair[0] in row.options
     ]
-    found += [
-        dense("padded", dtype=dtype, head_dim=dim, causal="bottom_right", **PADDED)
-        for dtype in DTYPES
-        for dim in HEAD_DIMS
-    ]
-    for dtype in DTYPES:
-        causal: dict[str, Any] = {"dtype": dtype, "head_dim": 128, "causal": "bottom_right"}
-        found += [
-            dense("GQA", **causal, heads_k=4),
-            dense("MQA", **causal, heads_k=1),
-            dense("LSE", **causal, return_lse=True),
-            dense("left-padded", **causal, **PADDED, leftpad_q=True, leftpad_k=True),
-            dense("bshd", **causal, layout="bshd"),
-            dense("unaligned", **causal, aligned=False),
-            dense("", **causal | {"head_dim": 192}, head_dim_v=128),
-            dense("short queries", **causal | {"seq_q": 16}),
-            dense("", **causal | {"head_dim": 512}),
-            dense("", **causal | {"head_dim": 576}, head_dim_v=512),
-        ]
-        found += [dense(word, **causal, **fields) for word, fields in each_feature("attention")]
-    wide: dict[str, Any] = {"head_dim": 128, "causal": "bottom_right"}
-    found += [dense(words, **wide, **fields) for words, fields in _operands()]
-    found += [dense(words, **wide | {"head_dim": dim}, **fields) for dim in (64, 256) for words, fields in
-              (_operands()[0], _operands()[4], _operands()[6])]  # fmt: skip
-    found += [
-        dense("window on both sides", dtype="bf16", head_dim=64, window_left=255, window_right=255),
-        dense("bias, mask, ALiBi, sinks, softcap", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True,
-              sinks=True, softcap=True),
-    ]  # fmt: skip
-    return found
+    found += [(FEATURES[name].title or name, {name: True}) for name in COMMON if name in row.options]
+    return found + ([("mask by key", {"mask": True, "mask_by_key": True})] if "mask" in row.options else [])
 
 
-def _operands() -> list[tuple[str, dict[str, Any]]]:
-    """Words and fields of quantised q, k and v: each format, each dtype of the results, and both kinds of scales."""
-    formats = [("e4m3", "head"), ("e5m2", "head"), ("e4m3fnuz", "head"), ("e4m3", "none"), ("int8", "token"),
-               ("int8", "head")]  # fmt: skip
-    found = [("bf16", kind, scales) for kind, scales in formats]
-    found += [("fp16", "e4m3", "head"), ("fp16", "int8", "token")]
+def _operands() -> list[tuple[str, Fields]]:
+    found = ("bf16 e4m3 head", "bf16 e5m2 head", "bf16 e4m3fnuz head", "bf16 e4m3 none", "bf16 int8 token",
+             "bf16 int8 head", "fp16 e4m3 head", "fp16 int8 token")  # fmt: skip
     return [
         (f"{kind} operands, scales {scales}", {"dtype": dtype, "kv_format": kind, "kv_scales": scales})
-        for dtype, kind, scales in found
+        for dtype, kind, scales in map(str.split, found)
     ]
 
 
-def _varlen() -> list[NamedProblem]:
-    found = [
-        varlen(dtype=dtype, head_dim=dim, causal="bottom_right") for dtype in DTYPES for dim in COMMON_DIMS
-    ]  # fmt: skip
-    causal: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": "bottom_right"}
-    found += [varlen(word, **causal, **fields) for word, fields in each_feature("varlen_attention")]
-    found += [varlen(words, **causal | fields) for words, fields in _operands()]
-    found += [
-        varlen("GQA, LSE", **causal, heads_k=4, return_lse=True),
-        varlen("window, softcap", **causal, softcap=True, **WINDOW),
-        varlen(dtype="bf16", head_dim=128),
-        varlen("", **causal | {"head_dim": 192}, head_dim_v=128),
-        # 256 sequences of 32 rows on average: tiles are short.
-        varlen("short sequences", **causal, batch=256, seq_q=128, seq_k=128),
-    ]  # fmt: skip
-    return found
-
-
-def _gradients() -> list[NamedProblem]:
-    found = [
-        gradients(dtype=dtype, head_dim=dim, causal=causal)
-        for dtype in DTYPES
-        for causal in ("none", "bottom_right")
-        for dim in COMMON_DIMS
-    ]
-    causal: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": "bottom_right"}
-    of = {"bias": {"grad_bias": True}, "ALiBi": {"grad_slopes": True}}
-    found += [
-        gradients(word, **causal, **fields, **of.get(word, {})) for word, fields in each_feature("attention_backward")
-    ]
-    found += [
-        gradients("GQA", **causal, heads_k=2),
-        gradients("padded, LSE's gradient", **causal, **PADDED, grad_lse=True),
-        gradients("left-padded", **causal, **PADDED, leftpad_q=True, leftpad_k=True),
-        gradients("unaligned", **causal, aligned=False),
-        gradients("dropout", **causal, dropout=True),
-        gradients("", **causal | {"head_dim": 192}, head_dim_v=128),
-        dense("dropout", dtype="bf16", head_dim=128, causal="bottom_right", dropout=True),
-        *(packed_gradients(dtype=dtype, head_dim=128, causal="bottom_right") for dtype in DTYPES),
-        packed_gradients("GQA, window, softcap", **causal, heads_k=2, softcap=True, **WINDOW),
-        packed_gradients("ALiBi", **causal, alibi_slopes=True, grad_slopes=True),
-        packed_gradients("sinks", **causal, sinks=True),
-        packed_gradients("chunk", **causal, **CHUNK),
-    ]
-    return found
-
-
-def _decode() -> list[NamedProblem]:
-    found = [decode("GQA", dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in HEAD_DIMS]
-    for dtype in DTYPES:
-        wide: dict[str, Any] = {"dtype": dtype, "head_dim": 128}
-        found += [
-            decode("one head a group", **wide, heads_k=32),
-            decode("MQA", **wide, heads_k=1),
-            decode("no lengths", **wide, seqlens_k=False),
-            decode("left-padded, LSE", **wide, leftpad_k=True, return_lse=True),
-            decode("4 queries, causal", **wide, seq_q=4, causal="bottom_right"),
-            decode("GQA", dtype=dtype, head_dim=512),
-            decode("GQA", dtype=dtype, head_dim=576, head_dim_v=512),
-        ]
-    wide = {"dtype": "bf16", "head_dim": 128}
-    found += [decode(word, **wide, **fields) for word, fields in each_feature("decode_attention")]
-    found.append(decode("one split", **wide, num_splits=1))
-    found.append(decode("tree of 16", **wide, seq_q=16, tree_mask=True))
-    found += [decode(f"GQA {words}", **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised(True)]
-    return found
-
-
-def _quantised(blocks: bool = False) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (queries' dtype, words, fields) of each format of a cache and granularity of its scales; with `blocks`
-    also of the format whose blocks have scales."""
-    found = [("bf16", name, "token") for name in CACHE_DTYPE]
-    found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head"),
-              ("fp16", "int4", "head")]  # fmt: skip
-    found += [("bf16", NVFP4, "head"), ("fp16", NVFP4, "none")] if blocks else []
+def _quantised(op: str) -> list[tuple[str, Fields]]:
+    """Return (words, fields) of each cache format that the op takes, and each unit of its scales."""
+    taken = {name: row for name, row in formats_of(op).items() if not row.latent}
+    found = [("bf16", name, "token") for name, row in taken.items() if "token" in row.scales]
+    found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none")]
+    found += [("fp16", name, "head") for name, row in taken.items() if row.default_scales == "token"]
+    for name in (name for name, row in taken.items() if row.block):
+        found += [("bf16", name, "head"), ("fp16", name, "none")]
     return [
-        (dtype, f"{name} cache, scales {scales}", {"kv_format": name, "kv_scales": scales})
+        (f"{name} cache, scales {scales}", {"dtype": dtype, "kv_format": name, "kv_scales": scales})
         for dtype, name, scales in found
     ]
 
 
-def _paged() -> list[NamedProblem]:
-    found = [paged("GQA", dtype="bf16", head_dim=128, page_size=size) for size in PAGE_SIZES]
-    found += [
-        paged("GQA", dtype=dtype, head_dim=dim, page_size=64)
-        for dtype in DTYPES
-        for dim in COMMON_DIMS
-        if (dtype, dim) != ("bf16", 128)
-    ]
-    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
-    for size in (16, 64):
-        found += [
-            paged("chunked prefill", **wide, page_size=size, **PREFILL),
-            paged("ragged", **wide, page_size=size, **RAGGED),
-        ]
-    features = each_feature("paged_attention")
-    found += [paged("GQA", word, **wide, page_size=16, **fields) for word, fields in features]
-    found += [
-        paged("GQA", "hpd", **wide, page_size=16, page_layout="hpd", pages_in_line=False),
-        paged("GQA", "pages apart", **wide, page_size=64, pages_in_line=False),
-        paged("GQA", "one split", **wide, page_size=16, num_splits=1),
-        paged("GQA", "unaligned", **wide, page_size=16, aligned=False),
-        paged("GQA", "2 queries, causal, LSE", **wide, page_size=16, seq_q=2, causal="bottom_right", return_lse=True),
-        paged("GQA", dtype="bf16", head_dim=192, head_dim_v=128, page_size=64),
-        paged("one head a group", **wide, page_size=16, heads_k=32),
-        *(
-            paged("GQA", words, **wide | {"dtype": dtype}, page_size=size, **fields)
-            for size in (16, 64)
-            for dtype, words, fields in _quantised(True)
-        ),
-        paged(
-            "ragged", "e4m3 cache, scales token", **wide, page_size=16, **RAGGED, kv_format="e4m3", kv_scales="token"
-        ),
-        paged("ragged", "window, sinks", **wide, page_size=16, **RAGGED, **WINDOW, sinks=True),
-        paged("GQA", "tree of 16", **wide, page_size=16, seq_q=16, tree_mask=True),
-        paged("ragged", "trees of 16", **wide, page_size=16, seq_q=16, total_q=256, tree_mask=True),
-    ]
-    return found
+def _dense() -> Iterator[NamedProblem]:
+    for dtype in DTYPES:
+        yield from (dense(dtype=dtype, head_dim=dim, causal=causal) for causal in MASK_WORDS for dim in HEAD_DIMS)
+    for dtype in DTYPES:
+        yield from (dense("padded", dtype=dtype, head_dim=dim, causal="bottom_right", **PADDED) for dim in HEAD_DIMS)
+    for dtype in DTYPES:
+        causal = CAUSAL | {"dtype": dtype}
+        yield dense("GQA", **causal, heads_k=4)
+        yield dense("MQA", **causal, heads_k=1)
+        yield dense("LSE", **causal, return_lse=True)
+        yield dense("left-padded", **causal, **LEFT_PADDED)
+        yield dense("bshd", **causal, layout="bshd")
+        yield dense("unaligned", **causal, aligned=False)
+        yield dense(**causal | {"head_dim": 192}, head_dim_v=128)
+        yield dense("short queries", **causal | {"seq_q": 16})
+        yield dense(**causal | {"head_dim": 512})
+        yield dense(**causal | {"head_dim": 576}, head_dim_v=512)
+        yield from (dense(word, **causal, **fields) for word, fields in _each_feature("attention"))
+    found = _operands()
+    for dim, some in ((128, found), (64, found[:5:4] + found[6:7]), (256, found[:5:4] + found[6:7])):
+        yield from (dense(words, **CAUSAL | {"head_dim": dim} | fields) for words, fields in some)
+    yield dense("window on both sides", dtype="bf16", head_dim=64, window_left=255, window_right=255)
+    several: Fields = dict.fromkeys(("bias", "mask", "alibi_slopes", "sinks", "softcap"), True)
+    yield dense("bias, mask, ALiBi, sinks, softcap", dtype="bf16", head_dim=64, **several)
 
 
-def _sparse() -> list[NamedProblem]:
-    found = [sparse(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in COMMON_DIMS]
-    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
-    for page in ({}, {"page_size": 16}):
-        found += [
-            sparse("weights", **wide, **page, log_weights=True),
-            sparse("MagicPIG", **wide, **page, magicpig=True),
-        ]
-    found += [
-        sparse("", **wide, page_size=16),
-        sparse("", **wide, page_size=64),
-        sparse("hpd", **wide, page_size=16, page_layout="hpd"),
-        sparse("softcap, ALiBi, sinks, LSE", **wide, softcap=True, alibi_slopes=True, sinks=True, return_lse=True),
-        sparse("no lengths", **wide, seqlens_k=False),
-        sparse("few tokens", **wide, tokens=64),
-        sparse("one split", **wide, num_splits=1),
-        sparse("", dtype="bf16", head_dim=576, head_dim_v=512),
-        *(sparse(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()),
-        sparse(
-            "MagicPIG, e4m3 cache, scales token",
-            **wide,
-            page_size=16,
-            magicpig=True,
-            kv_format="e4m3",
-            kv_scales="token",
-        ),
-    ]
-    return found
+def _varlen() -> Iterator[NamedProblem]:
+    for dtype, dim in itertools.product(DTYPES, COMMON_DIMS):
+        yield varlen(dtype=dtype, head_dim=dim, causal="bottom_right")
+    for words, fields in (*_each_feature("varlen_attention"), *_operands()):
+        yield varlen(words, **CAUSAL | fields)
+    yield varlen("GQA, LSE", **CAUSAL, heads_k=4, return_lse=True)
+    yield varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW)
+    yield varlen(**WIDE)
+    yield varlen(**CAUSAL | {"head_dim": 192}, head_dim_v=128)
+    # 256 sequences of 32 rows on average: tiles are short.
+    yield varlen("short sequences", **CAUSAL, batch=256, seq_q=128, seq_k=128)
 
 
-def _mla() -> list[NamedProblem]:
-    found = [
-        mla(
-            words, dtype=dtype, head_dim=dim, head_dim_v=rank, seq_q=rows, causal="bottom_right" if rows > 1 else "none"
-        )
-        for dtype in DTYPES
-        for dim, rank in LATENTS
-        for rows, words in ((1, ""), (2, "2 queries, causal"))
-    ]
-    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 576, "head_dim_v": 512}
-    found += [
-        mla("page 1", **wide, page_size=1),
-        mla("page 16", **wide, page_size=16),
-        mla("16 heads", **wide, heads_q=16),  # what one of eight chips has
-        mla("LSE", **wide, return_lse=True),
-        mla("one split", **wide, num_splits=1),
-        mla("ragged", **wide, **RAGGED),
-        mla("tree of 16", **wide, seq_q=16, tree_mask=True),
-        *(
-            mla(words, **wide | {"dtype": dtype}, **fields)
-            for dtype, words, fields in _quantised()
-            if fields["kv_format"] != INT4
-        ),
-        *(
-            mla(f"{words}{DS_MLA} cache", **wide, kv_format=DS_MLA, **fields)
-            for words, fields in (
-                ("", {}),
-                ("page 16, ", {"page_size": 16}),
-                ("2 queries, causal, ", {"seq_q": 2, "causal": "bottom_right"}),
-            )
-        ),
-    ]
-    return found
+def _gradients() -> Iterator[NamedProblem]:
+    for dtype, causal, dim in itertools.product(DTYPES, ("none", "bottom_right"), COMMON_DIMS):
+        yield gradients(dtype=dtype, head_dim=dim, causal=causal)
+    more: dict[str, Fields] = {"bias": {"grad_bias": True}, "ALiBi": {"grad_slopes": True}}
+    for word, fields in _each_feature("attention_backward"):
+        yield gradients(word, **CAUSAL, **fields, **more.get(word, {}))
+    yield gradients("GQA", **CAUSAL, heads_k=2)
+    yield gradients("padded, LSE's gradient", **CAUSAL, **PADDED, grad_lse=True)
+    yield gradients("left-padded", **CAUSAL, **LEFT_PADDED)
+    yield gradients("unaligned", **CAUSAL, aligned=False)
+    yield gradients("dropout", **CAUSAL, dropout=True)
+    yield gradients(**CAUSAL | {"head_dim": 192}, head_dim_v=128)
+    yield dense("dropout", **CAUSAL, dropout=True)
+    yield from (packed_gradients(**CAUSAL | {"dtype": dtype}) for dtype in DTYPES)
+    yield packed_gradients("GQA, window, softcap", **CAUSAL, heads_k=2, softcap=True, **WINDOW)
+    yield packed_gradients("ALiBi", **CAUSAL, alibi_slopes=True, grad_slopes=True)
+    yield packed_gradients("sinks", **CAUSAL, sinks=True)
+    yield packed_gradients("chunk", **CAUSAL, **CHUNK)
 
 
-def _append() -> list[NamedProblem]:
-    return [
-        *_new_rows(append),
-        append("a prompt", dtype="bf16", head_dim=128, batch=1, seq_q=8192),
-    ]
+def _decode() -> Iterator[NamedProblem]:
+    yield from (decode("GQA", dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in HEAD_DIMS)
+    for dtype in DTYPES:
+        wide = WIDE | {"dtype": dtype}
+        yield decode("one head a group", **wide, heads_k=32)
+        yield decode("MQA", **wide, heads_k=1)
+        yield decode("no lengths", **wide, seqlens_k=False)
+        yield decode("left-padded, LSE", **wide, leftpad_k=True, return_lse=True)
+        yield decode("4 queries, causal", **wide, seq_q=4, causal="bottom_right")
+        yield decode("GQA", dtype=dtype, head_dim=512)
+        yield decode("GQA", **LATENT | {"dtype": dtype})
+    yield from (decode(word, **WIDE, **fields) for word, fields in _each_feature("decode_attention"))
+    yield decode("one split", **WIDE, num_splits=1)
+    yield decode("tree of 16", **WIDE, **TREE)
+    yield from (decode(f"GQA {words}", **WIDE | fields) for words, fields in _quantised("decode_attention"))
 
 
-def _write() -> list[NamedProblem]:
-    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
-    return [
-        *_new_rows(write),
-        *(write(**wide, page_size=size) for size in PAGE_SIZES if size != PAGES["page_size"]),
-        write("hpd", **wide, page_layout="hpd"),
-        write("a prompt", **wide, seq_q=8192),
-        write("rotary, a prompt, e4m3 cache", **wide, seq_q=8192, kv_format="e4m3", kv_scales="head", **ROTARY),
-    ]
+def _paged() -> Iterator[NamedProblem]:
+    yield from (paged("GQA", **WIDE, page_size=size) for size in PAGE_SIZES)
+    for dtype, dim in itertools.product(DTYPES, COMMON_DIMS):
+        if (dtype, dim) != ("bf16", 128):
+            yield paged("GQA", dtype=dtype, head_dim=dim, page_size=64)
+    of_16, of_64 = (WIDE | {"page_size": size} for size in (16, 64))
+    for wide in (of_16, of_64):
+        yield paged("chunked prefill", **wide, **PREFILL)
+        yield paged("ragged", **wide, **RAGGED)
+    yield from (paged("GQA", word, **of_16, **fields) for word, fields in _each_feature("paged_attention"))
+    yield paged("GQA", "hpd", **of_16, page_layout="hpd", pages_in_line=False)
+    yield paged("GQA", "pages apart", **of_64, pages_in_line=False)
+    yield paged("GQA", "one split", **of_16, num_splits=1)
+    yield paged("GQA", "unaligned", **of_16, aligned=False)
+    yield paged("GQA", "2 queries, causal, LSE", **of_16, seq_q=2, causal="bottom_right", return_lse=True)
+    yield paged("GQA", **of_64 | {"head_dim": 192}, head_dim_v=128)
+    yield paged("one head a group", **of_16, heads_k=32)
+    yield from (
+        paged("GQA", words, **wide | fields)
+        for wide in (of_16, of_64)
+        for words, fields in _quantised("paged_attention")
+    )
+    yield paged("ragged", "e4m3 cache, scales token", **of_16, **RAGGED, **E4M3)
+    yield paged("ragged", "window, sinks", **of_16, **RAGGED, **WINDOW, sinks=True)
+    yield paged("GQA", "tree of 16", **of_16, **TREE)
+    yield paged("ragged", "trees of 16", **of_16, **TREE, total_q=256)
 
 
-def _new_rows(make: Callable[..., NamedProblem]) -> list[NamedProblem]:
-    """Every dtype and width, format and scales, and rotation of what writes a cache."""
-    found = [make(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in (*HEAD_DIMS, 576)]
-    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
-    found += [make(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised(True)]
-    found += [
-        make("e4m3 cache, scales token", dtype="fp32", head_dim=80, kv_format="e4m3", kv_scales="token"),
-        make("rotary", **wide, **ROTARY),
-        make("rotary", **wide | {"dtype": "fp32"}, **ROTARY),
-        make("rotary of neighbours, half", **wide, rotary="interleaved", rotary_dim=64),
-        *(
-            make(f"rotary, {kind} cache, scales token", **wide, kv_format=kind, kv_scales="token", **ROTARY)
-            for kind in INTEGERS
-        ),
-        make("unaligned", **wide, aligned=False),
-        make("", dtype="bf16", head_dim=192, head_dim_v=128),
-    ]
-    return found
+def _sparse() -> Iterator[NamedProblem]:
+    yield from (sparse(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in COMMON_DIMS)
+    of_16 = WIDE | {"page_size": 16}
+    for wide in (WIDE, of_16):
+        yield sparse("weights", **wide, log_weights=True)
+        yield sparse("MagicPIG", **wide, magicpig=True)
+    yield sparse(**of_16)
+    yield sparse(**WIDE, page_size=64)
+    yield sparse("hpd", **of_16, page_layout="hpd")
+    yield sparse("softcap, ALiBi, sinks, LSE", **WIDE, softcap=True, alibi_slopes=True, sinks=True, return_lse=True)
+    yield sparse("no lengths", **WIDE, seqlens_k=False)
+    yield sparse("few tokens", **WIDE, tokens=64)
+    yield sparse("one split", **WIDE, num_splits=1)
+    yield sparse(**LATENT)
+    yield from (sparse(words, **WIDE | fields) for words, fields in _quantised("sparse_attention"))
+    yield sparse("MagicPIG, e4m3 cache, scales token", **of_16, magicpig=True, **E4M3)
+
+
+def _mla() -> Iterator[NamedProblem]:
+    two: Fields = {"seq_q": 2, "causal": "bottom_right"}
+    for dtype, (dim, rank) in itertools.product(DTYPES, LATENTS):
+        latent: Fields = {"dtype": dtype, "head_dim": dim, "head_dim_v": rank}
+        yield mla(**latent)
+        yield mla("2 queries, causal", **latent, **two)
+    yield mla("page 1", **LATENT, page_size=1)
+    yield mla("page 16", **LATENT, page_size=16)
+    yield mla("16 heads", **LATENT, heads_q=16)  # what one of eight chips has
+    yield mla("LSE", **LATENT, return_lse=True)
+    yield mla("one split", **LATENT, num_splits=1)
+    yield mla("ragged", **LATENT, **RAGGED)
+    yield mla("tree of 16", **LATENT, **TREE)
+    yield from (mla(words, **LATENT | fields) for words, fields in _quantised("mla_attention"))
+    for name in (name for name, row in formats_of("mla_attention").items() if row.latent):
+        for words, fields in (("", {}), ("page 16, ", {"page_size": 16}), ("2 queries, causal, ", two)):
+            yield mla(f"{words}{name} cache", **LATENT, kv_format=name, **fields)
+
+
+def _append() -> Iterator[NamedProblem]:
+    yield from _new_rows("append_kv", append)
+    yield append("a prompt", **WIDE, batch=1, seq_q=8192)
+
+
+def _write() -> Iterator[NamedProblem]:
+    yield from _new_rows("write_pages", write)
+    yield from (write(**WIDE, page_size=size) for size in PAGE_SIZES if size != SIZES["write_pages"][1]["page_size"])
+    yield write("hpd", **WIDE, page_layout="hpd")
+    yield write("a prompt", **WIDE, seq_q=8192)
+    yield write("rotary, a prompt, e4m3 cache", **WIDE, seq_q=8192, **E4M3 | {"kv_scales": "head"}, **ROTARY)
+
+
+def _new_rows(op: str, make: Callable[..., NamedProblem]) -> Iterator[NamedProblem]:
+    yield from (make(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in (*HEAD_DIMS, 576))
+    yield from (make(words, **WIDE | fields) for words, fields in _quantised(op))
+    yield make("e4m3 cache, scales token", dtype="fp32", head_dim=80, **E4M3)
+    yield make("rotary", **WIDE, **ROTARY)
+    yield make("rotary", **WIDE | {"dtype": "fp32"}, **ROTARY)
+    yield make("rotary of neighbours, half", **WIDE, rotary="interleaved", rotary_dim=64)
+    for kind in (kind for kind, row in formats_of(op).items() if row.default_scales == "token"):
+        yield make(f"rotary, {kind} cache, scales token", **WIDE, kv_format=kind, kv_scales="token", **ROTARY)
+    yield make("unaligned", **WIDE, aligned=False)
+    yield make(dtype="bf16", head_dim=192, head_dim_v=128)
 
 
 SETS = {"quick": quick, "full": full}

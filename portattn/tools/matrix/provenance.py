@@ -1,4 +1,4 @@
-"""Where a run's cells come from: this portattn, these kernels, this machine and its compilers."""
+"""Provenance of a run's cells: this portattn, its kernels, this machine and its compilers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ import msgspec
 import torch
 
 import portattn
-from portattn.compile.failures import COMPILER_VARIABLES
+from portattn.compile.record_store import COMPILER_VARIABLES
 from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain, is_installed
-from portattn.testing.executor import executors
-from portattn.testing.numerics import interpreter_missing
+from portattn.source_tree import source_commit
+from portattn.testing.executor import executors, interpreter_missing
 from portattn.tools import lab
-from portattn.tools.matrix.cells import Run
-from portattn.tools.matrix.identity import Device, Host, Identity, cell_key, digest, with_id
+from portattn.tools.matrix.cells import Device, Host, Identity, Run, cell_key, digest, with_id
 from portattn.tools.matrix.select import CellSpec
-from portattn.tools.source_commit import source_commit
 from portattn.version import __version__
 
+ROOT = Path(portattn.__file__).parent
 SOURCES = (".py", ".c", ".toml")
 DATA = ("arches", "tuning", "arches.toml")  # of a backend's folder: these have digests of their own
 # Packages of portattn that no cell's result depends on; of the tools, cells are made by these alone.
@@ -41,8 +40,7 @@ UNREAD = ("probe", "needs", "stand_in", "source", "review_by")
 
 
 def digests(registry: Registry) -> dict[str, str]:
-    """The digests of this portattn and of a registry, as `Identity.digests` has them."""
-    found = {"kernels": kernel_source_digest(), "code": _code(), "quirks/any": _quirks(registry, None)}
+    found = {"kernels": kernel_source_digest(), "code": _files(ROOT, _counted()), "quirks/any": _quirks(registry, None)}
     for name, backend in registry.backends.items():
         found |= {
             f"quirks/{name}": _quirks(registry, name),
@@ -53,17 +51,10 @@ def digests(registry: Registry) -> dict[str, str]:
     return found
 
 
-def _code() -> str:
-    """Digest of portattn's own code, as far as a cell's result depends on it."""
-    return _files(Path(portattn.__file__).parent, _counted())
-
-
 def _counted() -> list[Path]:
-    """The files of portattn's own code that are counted, but the kernels, which have a digest of their own."""
-    root = Path(portattn.__file__).parent
-    folders = [path for path in root.iterdir() if path.is_dir() and path.name not in APART]
-    folders += [root / "tools" / name for name in TOOLS]
-    shared = [*root.glob("*.py"), *(root / "tools").glob("*.py")]
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in APART]
+    folders += [ROOT / "tools" / name for name in TOOLS]
+    shared = [*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")]
     return [*shared, *(path for folder in folders for path in _sources(folder))]
 
 
@@ -87,12 +78,9 @@ def _quirks(registry: Registry, backend: str | None) -> str:
 
 
 def _read(quirk: Quirk) -> object:
-    seen = msgspec.to_builtins(quirk)
-    for name in ("verified", "retired", "file"):
-        del seen[name]
-    for name in UNREAD:
-        del seen["evidence"][name]
-    return seen
+    seen: dict[str, Any] = msgspec.to_builtins(quirk)
+    evidence = {name: value for name, value in seen["evidence"].items() if name not in UNREAD}
+    return {k: v for k, v in seen.items() if k not in ("verified", "retired", "file")} | {"evidence": evidence}
 
 
 LEFT_OUT = "left out"  # of an executor that was not asked
@@ -112,71 +100,44 @@ def this_run(
     host: str = "",
     registry: Registry | None = None,
 ) -> Run:
-    """The Run that these cells would make here and now.
-
-    elsewhere  toolchains not compiled in the lab, and the Python of each
-    seconds    the time limit of each compile and each check of numbers
-    left_out   names of executors that are not asked
-    host       what the machine is called
-    registry   what cells are planned by; None: what comes with portattn and with installed packages
-    """
+    """Return the Run made here and now; `elsewhere`: Pythons outside the lab; `left_out`: skipped executors."""
     elsewhere = elsewhere or {}
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "numpy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     toolchains = tuple(dict.fromkeys(str(s.target.toolchain) for s in specs))
     made = [
-        e
-        for e in lab.environments()
-        if e.toolchain in toolchains and e.toolchain not in elsewhere and not is_installed(e.toolchain)
+        e for e in lab.environments() if e.toolchain in {*toolchains} - {*elsewhere} and not is_installed(e.toolchain)
     ]
-    environments = {e.toolchain: f"Python {e.python_version}, made {e.created}" for e in made}
-    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-    commit, dirty = source_commit(Path(portattn.__file__).parent)
+    commit, dirty = source_commit(ROOT)
     registry = registry or Registry.load()
-    identity = Identity(
-        portattn=__version__,
-        commit=commit,
-        dirty=dirty,
-        digests=digests(registry),
-        compiler=str(installed_toolchain()),
+    devices = tuple(_device(target, registry) for target in here if target.backend != "cpu")
+    common: dict[str, Any] = {
+        "portattn": __version__, "compiler": str(installed_toolchain()), "command": command,
+        "versions": {"python": platform.python_version()} | installed_packages(("torch", "numpy")),
+        "date": datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+    }  # fmt: skip
+    identity = with_id(Identity(
+        commit=commit, dirty=dirty, digests=digests(registry),
         toolchains={name: _compiles(name, elsewhere, made) for name in toolchains},
-        host=Host(
-            system=f"{platform.system()} {platform.machine()}",
-            name=host,
-            devices=tuple(_device(target, registry) for target in here if target.backend != "cpu"),
-        ),
-        versions=versions,
-        variables=_variables(os.environ),
-        executors=_executors(specs, here, left_out),
-        seconds=seconds,
-        command=command,
-        date=now,
-    )
-    identity = with_id(identity)
+        host=Host(system=f"{platform.system()} {platform.machine()}", name=host, devices=devices),
+        variables=_variables(os.environ), executors=_executors(specs, here, left_out), seconds=seconds, **common,
+    ))  # fmt: skip
     return Run(
-        portattn=__version__,
-        kernels=identity.digests["kernels"],
-        toolchains=toolchains,
-        compiler=str(installed_toolchain()),
-        machine=identity.host.system,
-        devices=tuple(str(t) for t in here),
-        versions=versions,
-        command=command,
-        problems=problems,
-        targets=tuple(dict.fromkeys(s.target.name for s in specs)),
-        cells=tuple(s.id for s in specs),
-        environments=environments,
-        identities=(identity,),
-        date=now,
-    )
+        kernels=identity.digests["kernels"], toolchains=toolchains, machine=identity.host.system,
+        devices=tuple(str(t) for t in here), problems=problems,
+        targets=tuple(dict.fromkeys(s.target.name for s in specs)), cells=tuple(s.id for s in specs),
+        environments={e.toolchain: f"Python {e.python_version}, made {e.created}" for e in made},
+        identities=(identity,), **common,
+    )  # fmt: skip
+
+
+def installed_packages(names: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def keys(specs: Iterable[CellSpec], identity: Identity) -> dict[str, str]:
-    """The key of each cell as it would be made under an identity, by the cell's id."""
     return {
         spec.id: cell_key(
             identity, spec.id, spec.target.name, str(spec.target.toolchain), dict(spec.target.toolchain.components)
@@ -200,7 +161,6 @@ def _listed(what: str, versions: Mapping[str, str]) -> str:
 
 
 def _device(target: Target, registry: Registry) -> Device:
-    """A device of this machine, as its driver calls it."""
     backend = registry.backends[target.backend]
     module: Any = getattr(torch, backend.device_type, None)
     chip = target.arch.title
@@ -214,7 +174,6 @@ def _device(target: Target, registry: Registry) -> Device:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What compilers read of the environment, but for places of files."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -223,7 +182,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _executors(specs: Sequence[CellSpec], here: Sequence[Target], left_out: Sequence[str]) -> dict[str, str]:
-    """What runs code where its chip is not, by "target executor" -> why it does not run; empty where it does."""
+    """Return executors of code whose chip is not here: "target executor" -> "", or why it does not run."""
     found = {"any interpreter": interpreter_missing()}
     targets = {spec.target.name: spec.target for spec in specs}
     own = {backend: executors(backend, here=here) for backend in dict.fromkeys(t.backend for t in targets.values())}

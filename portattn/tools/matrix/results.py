@@ -1,11 +1,9 @@
-"""results.jsonl: one Run line, then a line a cell. Only whole lines are ever written, so an interrupted run can go on.
-
-Cells are appended as they are finished; a run that ends puts them in the order of its targets and problems.
-"""
+"""Read, write and merge results.jsonl: a run and its cells, whole lines only; a snapshot of any run or baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import datetime
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,18 +12,30 @@ import msgspec
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_named
 from portattn.tools import run_log
-from portattn.tools.matrix.cells import SCHEMA, Cell, Run
-from portattn.tools.matrix.identity import Identity
-from portattn.tools.matrix.snapshot import WORSE
+from portattn.tools.display_text import plural
+from portattn.tools.matrix import baseline
+from portattn.tools.matrix.cells import (
+    SCHEMA,
+    WORSE,
+    Cell,
+    Identity,
+    Run,
+    Snapshot,
+    digests_of,
+    entry,
+    evidence,
+    problem_digest,
+    snapshot,
+    word,
+)
 from portattn.tools.run_log import UNREADABLE, RunLog, encode_record, lines
 
 NAME = "results.jsonl"
-Place = tuple[str, str, str]  # of a cell: target, toolchain, problem's name
 _decoder = msgspec.json.Decoder(Run | Cell)
 
 
 class ResumedRun(NamedTuple):
-    """A run that goes on. copy: where the file went as it was, where cells of it are stale."""
+    """A resumed run. copy: the dated copy of the file, if cells of it are stale."""
 
     run: Run
     cells: list[Cell]
@@ -38,55 +48,43 @@ class _RunVersion(msgspec.Struct):
 
 
 class Results(RunLog):
-    """The results of one run, in a folder. Use it as a context: it holds the folder's lock.
-
-    Raises ArgumentError when the folder cannot be written, or another run writes there at this moment.
-    """
+    """The results of one run, in a folder; a context that holds its lock. Raises ArgumentError if it cannot hold it."""
 
     def __init__(self, folder: Path, op: str = "matrix run") -> None:
         super().__init__(folder / NAME, folder / ".lock", op=op, option="--out", shown=folder)
         self.folder = folder
 
     def start(self, run: Run) -> Path | None:
-        """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
         kept = self.rotate()
         write_data(self.path, encode_record(run))
         return kept
 
     def replace(self, run: Run, cells: list[Cell]) -> Path | None:
-        """Write a whole run; an earlier one is kept under its date. Returns where it is, if there was one."""
-        kept = self.dated() if self.path.exists() else None
-        if kept:
-            write_data(kept, self.path.read_bytes())
+        kept = self._copied() if self.path.exists() else None
         self.finish(run, cells)
         return kept
 
+    def _copied(self) -> Path:
+        kept = self.dated()
+        write_data(kept, self.path.read_bytes())
+        return kept
+
     def resume(self, run: Run, keys: Mapping[str, str] | None = None) -> ResumedRun:
-        """Go on with the file's run: what of its cells is kept, and what is made again. A cut-off line is dropped.
+        """Resume the file's run, and split its cells into kept and stale ones; with stale ones it is first copied.
 
-        keys  the key of each cell as it would be made now: a cell of another key is stale, and so is one that ran into
-              another time limit. Where there are stale ones, the file as it was is kept under its date
-
-        Raises ArgumentError when there is nothing to go on with, or it is another run's: other cells, other kernels,
-        another portattn or compiler.
-        """
+        Stale: another key than in `keys`, or another time limit. Raises ArgumentError if there is no such run."""
         if not self.path.exists():
             raise ArgumentError("matrix run", "--resume", str(self.path), "there is no such file to go on with")
         begun, cells = read(self.path, resumed=True)
         for name in ("portattn", "kernels", "compiler", "cells"):
             if getattr(begun, name) != getattr(run, name):
-                raise ArgumentError(
-                    "matrix run", "--resume", str(self.path), f"it was begun with other {name}; run without --resume"
-                )
-        known = {identity.id: identity for identity in begun.identities}
-        now = run.identity
+                limit = f"it was begun with other {name}; run without --resume"
+                raise ArgumentError("matrix run", "--resume", str(self.path), limit)
+        known, now = begun.known, run.identity
         stale = [cell for cell in cells if keys is not None and _stale(cell, keys, known, now)]
         left_out = {cell.id for cell in stale}
         kept = [cell for cell in cells if cell.id not in left_out]
-        copy = None
-        if stale:
-            copy = self.dated()
-            write_data(copy, self.path.read_bytes())
+        copy = self._copied() if stale else None
         used = {cell.origin for cell in kept} - {now.id}
         identities = (known.get(now.id, now), *(known[name] for name in known if name in used))
         if keys is not None and identities != begun.identities:
@@ -97,24 +95,17 @@ class Results(RunLog):
         return ResumedRun(run=begun, cells=kept, stale=stale, copy=copy)
 
     def finish(self, run: Run, cells: list[Cell]) -> None:
-        """Write run and cells anew, in order, as a whole file."""
         records = [run, *sorted(cells, key=lambda c: c.index)]
         write_data(self.path, b"".join(map(encode_record, records)))
 
 
 def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
-    """The run and its cells, in order. A last line without an end (an interrupted write) is left out.
-
-    resumed  a run will go on with it: see `journal.lines`
-
-    Raises DataError (file, line) on another schema version, on a line that breaks the schema or that no run writes, and
-    when the file or its first line is missing.
-    """
+    """Read the run and its cells in order, whole lines only; `resumed`: see `run_log.lines`. Raises DataError."""
     data = run_log.read(path)
     run: Run | None = None
     listed: frozenset[str] = frozenset()
     cells: dict[str, Cell] = {}
-    met: dict[str | Place, int] = {}  # a cell's id, and its place -> the line
+    met: dict[str | tuple[str, str, str], int] = {}  # a cell's id, and its place -> the line
     for number, line in lines(path, data, resumed):
         try:
             version = msgspec.json.decode(line, type=_RunVersion).schema
@@ -133,9 +124,9 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
             # A run writes each of its cells once; --resume writes the file anew without those that it makes again.
             if item.id not in listed:
                 raise DataError(path, number, f"is of the cell {item.id}, which the run does not list in line 1")
-            earlier = min(met.setdefault(name, number) for name in (item.id, place_of(item)))
+            earlier = min(met.setdefault(name, number) for name in (item.id, item.place))
             if earlier != number:
-                where = "  ".join(place_of(item))
+                where = "  ".join(item.place)
                 raise DataError(path, number, f"is of a cell that the file has already (line {earlier}): {where}")
             if wrong := next(_no_figures(item), ""):
                 raise DataError(path, number, wrong)
@@ -145,13 +136,7 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
     return run, sorted(cells.values(), key=lambda c: c.index)
 
 
-def place_of(cell: Cell) -> Place:
-    """What names a cell in every run: a run has one of each."""
-    return cell.target, cell.toolchain, cell.name
-
-
 def _no_figures(cell: Cell) -> Iterator[str]:
-    """Facts that are compared and are no numbers."""
     for one in (cell, *cell.others):
         for kernel in one.kernels:
             for fact in WORSE:
@@ -161,7 +146,6 @@ def _no_figures(cell: Cell) -> Iterator[str]:
 
 
 def write_data(path: Path, data: bytes) -> None:
-    """Write a whole file, or leave the one that is there. Raises DataError."""
     try:
         write_named(path, data)
     except OSError as error:
@@ -169,8 +153,176 @@ def write_data(path: Path, data: bytes) -> None:
 
 
 def _stale(cell: Cell, keys: Mapping[str, str], known: Mapping[str, Identity], now: Identity) -> bool:
-    """Whether a cell would be made otherwise now."""
     if cell.key != keys.get(cell.id):
         return True
     made = known.get(cell.origin)
     return cell.status == "TIMEOUT" and made is not None and made.seconds != now.seconds
+
+
+class Conflict(msgspec.Struct, frozen=True, kw_only=True):
+    target: str
+    toolchain: str
+    name: str
+    cell: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.target}  {self.toolchain}  {self.name}: {self.text}"
+
+
+class MergedRun(msgspec.Struct, frozen=True, kw_only=True):
+    run: Run
+    cells: list[Cell]
+    conflicts: tuple[Conflict, ...]
+
+
+def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], command: str) -> MergedRun:
+    """Make one run of several; a merged run counts by its parts. `shown` names the runs in errors.
+
+    Most evidence wins, but a red result before any other: another machine cannot take back a failure. Raises
+    ArgumentError if cells of two runs depend on different kernels, code or data, or one name means two problems."""
+    _same_code(runs, shown)
+    _same_problems(runs, shown)
+    identities = {name: identity for run, _ in runs for name, identity in run.known.items()}
+    results: dict[str, list[Cell]] = {}
+    for _, cells in runs:
+        for cell in cells:
+            for one in _apart(cell):
+                mine = results.setdefault(one.id, [])
+                if one not in mine:
+                    mine.append(one)
+    chosen = [_chosen(found, identities) for found in results.values()]
+    wanted = _order(_all(run.cells for run, _ in runs), chosen, runs)
+    place = {name: index for index, name in enumerate(wanted)}
+    chosen = sorted((msgspec.structs.replace(c, index=place[c.id]) for c in chosen), key=lambda c: c.index)
+    made = msgspec.structs.replace(
+        runs[0][0],
+        **{name: _all(getattr(run, name) for run, _ in runs) for name in ("toolchains", "devices", "targets")},
+        **{name: ", ".join(_all([getattr(run, name)] for run, _ in runs)) for name in ("compiler", "machine")},
+        problems=", ".join(_all(run.problems.split(", ") for run, _ in runs)), command=command, cells=tuple(wanted),
+        environments={name: what for run, _ in runs for name, what in run.environments.items()},
+        identities=tuple(identities.values()),
+        date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+    )  # fmt: skip
+    return MergedRun(run=made, cells=chosen, conflicts=conflicts(chosen))
+
+
+def conflicts(cells: Iterable[Cell]) -> tuple[Conflict, ...]:
+    return tuple(
+        Conflict(target=cell.target, toolchain=cell.toolchain, name=cell.name, cell=cell.id, text=cell.conflict)
+        for cell in cells
+        if cell.conflict
+    )
+
+
+def _same_code(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str]) -> None:
+    seen: dict[str, tuple[str, str]] = {}  # digest's name -> digest, and the run that has it
+    for (run, cells), name in zip(runs, shown, strict=True):
+        for backend, origin in dict.fromkeys((cell.backend, cell.origin) for cell in cells):
+            if origin not in run.known:
+                raise ArgumentError("matrix merge", "RUN", name, "does not say what its cells depend on: make it anew")
+            for part, value in digests_of(run.known[origin], backend).items():
+                other, owner = seen.setdefault(part, (value, name))
+                if other != value:
+                    limit = f"its {part} ({value}) are not those of {owner} ({other}): make both with one checkout"
+                    raise ArgumentError("matrix merge", "RUN", name, limit)
+
+
+def _same_problems(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str]) -> None:
+    seen: dict[tuple[str, str, str], tuple[str, str]] = {}  # place -> the cell's id, and the run that has it
+    for (_, cells), name in zip(runs, shown, strict=True):
+        for cell in cells:
+            other, owner = seen.setdefault(cell.place, (cell.id, name))
+            if other != cell.id:
+                limit = f"its {cell.name!r} on {cell.target} is another problem than that of {owner}"
+                raise ArgumentError("matrix merge", "RUN", name, limit)
+
+
+def _apart(cell: Cell) -> Iterator[Cell]:
+    for one in (cell, *cell.others):
+        yield msgspec.structs.replace(one, others=(), conflict="", index=0)
+
+
+def _chosen(found: Sequence[Cell], identities: dict[str, Identity]) -> Cell:
+    best, *others = sorted(found, key=lambda cell: (not cell.red, -evidence(cell), -cell.date.timestamp()))
+    of_key: dict[str, Cell] = {}
+    told = []
+    for one in (best, *others):
+        first = of_key.setdefault(one.key, one)
+        if _result(one) != _result(first):
+            told.append(f"{_said(first, identities)}, but {_said(one, identities)}, under the same conditions")
+    if not others:
+        return best
+    return msgspec.structs.replace(best, others=tuple(others), conflict="; ".join(told))
+
+
+def _result(cell: Cell) -> tuple[object, ...]:
+    """Return the parts of a cell that must agree under one key: not times, nor the words of an error."""
+    seen = entry(cell)
+    return seen.status, seen.level, seen.label, seen.path, seen.quirks, seen.rejected, seen.worse, seen.numbers
+
+
+def _said(cell: Cell, identities: dict[str, Identity]) -> str:
+    where = identities.get(cell.origin)
+    seen = entry(cell)
+    path = f", path {seen.path}" if seen.path else ""
+    worse = "".join(f", {name} {value}" for name, value in seen.worse.items())
+    numbers = f", interpreted numbers {seen.numbers}" if seen.numbers not in ("", "pass") else ""
+    return f"{word(seen)}{path}{worse}{numbers} on {where.host if where else 'an unknown host'}"
+
+
+def _order(wanted: Sequence[str], cells: Sequence[Cell], runs: Sequence[tuple[Run, Sequence[Cell]]]) -> list[str]:
+    """Return ids of all cells, a backend's columns together, problems in the runs' order."""
+    by_id = {cell.id: cell for cell in cells}
+    backends = _ranks(cell.backend for cell in cells)
+    columns = _ranks(cell.place[:2] for cell in cells)
+    rows = _ranks((cell.name, problem_digest(cell.problem)) for _, found in runs for cell in found)
+
+    def place(name: str) -> tuple[int, int, int]:
+        cell = by_id.get(name)
+        if cell is None:  # of an interrupted run: it was never made
+            return len(backends), 0, 0
+        row = rows[cell.name, problem_digest(cell.problem)]
+        return backends[cell.backend], columns[cell.place[:2]], row
+
+    return sorted(wanted, key=place)
+
+
+def _ranks(values: Iterable[Hashable]) -> dict[Hashable, int]:
+    return {value: at for at, value in enumerate(dict.fromkeys(values))}
+
+
+def _all(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for one in lists for name in one))
+
+
+def file_of(path: Path) -> Path:
+    """Return a path's file: a folder's is its results.jsonl. Raises DataError on a folder without one."""
+    if path.is_dir() and not (path / NAME).exists():
+        raise DataError(path, None, f"has no {NAME}, as a folder of `matrix run` or `matrix merge` has")
+    return path / NAME if path.is_dir() else path
+
+
+def read_cells(path: Path) -> tuple[Run, list[Cell]]:
+    return read(file_of(path))
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    found = file_of(path)
+    if found.suffix == baseline.SUFFIX:
+        return baseline.read(found)
+    return snapshot(*read(found), shown=str(path))
+
+
+def whole(path: Path, op: str, argument: str) -> Snapshot:
+    """Like `read`, for a run that later runs are compared with. Raises ArgumentError if it was interrupted."""
+    found = read_snapshot(path)
+    if found.missing:
+        limit = f"it was interrupted, and lacks {plural(found.missing, 'cell')}: nobody would miss them later"
+        raise ArgumentError(op, argument, str(path), limit)
+    return found
+
+
+def earlier(path: Path) -> list[Path]:
+    """Return all result files of a path; a folder's earlier results have their dates in their names."""
+    return [*sorted(path.glob(f"{Path(NAME).stem}-*.jsonl")), file_of(path)] if path.is_dir() else [path]

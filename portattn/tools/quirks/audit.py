@@ -1,11 +1,7 @@
-"""The audit of the quirk registry, behind `portattn quirks audit`: every entry readable, fresh, of use, and at peace.
+"""The audit of the quirk registry, behind `portattn quirks audit`.
 
-Red on: a file outside the schema, an id or number used twice, a review date that is past, an entry that can never
-apply, two entries that can both be active and set one choice differently, an entry whose probe has seen otherwise
-than it says ([[verified]]): stale, changed, ineffective, or too narrow, and one that says more than anybody has seen: a
-signature or a range without evidence (evidence.py). Warns of an entry that takes the core from a whole backend without
-an end.
-"""
+Red: faults of files, ids, dates and conditions, conflicts, entries against their probes, claims without evidence.
+Warning: an entry that takes the core from a whole backend without an end."""
 
 from __future__ import annotations
 
@@ -36,14 +32,14 @@ from portattn.schema.problem_limits import Dtype
 from portattn.schema.quirk import Quirk, concerning, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
-from portattn.tools.quirks import breadth, evidence, examples
+from portattn.tools.quirks import evidence, examples
 
 REVIEW_SOON = datetime.timedelta(days=30)
 SETTLE = "narrow [when] of one so that no plan meets both, or give both the same value"
 
 
 class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the audit has to say. `quirk`, `file` and `line` are empty or None where they are not known."""
+    """One finding of the audit; `quirk`, `file` and `line` are empty or None if unknown."""
 
     severity: Literal["error", "warning"]
     message: str
@@ -57,20 +53,13 @@ class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(folder: Path | None = None, today: datetime.date | None = None) -> list[AuditFinding]:
-    """Audit the quirk files of a folder (portattn's own and installed packages' when None) as of a day.
-
-    Raises DataError only on a broken file of arches or tuning of portattn's own: what is wrong with quirks, and with
-    installed packages, comes back as findings.
-    """
+    """Audit a folder's quirk files, or portattn's and packages'. Raises DataError only on broken arches or tuning."""
     registry, findings = load_for_audit(folder)
     return findings + audit(registry, today or datetime.date.today())
 
 
 def beside_shipped(folder: Path) -> list[AuditFinding]:
-    """What a folder's entries do to the registry that they are meant for: numbers that are taken, and contradictions.
-
-    An entry of the registry that the folder has too counts as the folder's. Raises DataError as `run` does.
-    """
+    """Return a folder's conflicts with the shipped registry; an entry in both is the folder's. Raises DataError."""
     given, _ = load_for_audit(folder)
     shipped, _ = load_for_audit()
     mine = given.quirks
@@ -83,13 +72,9 @@ def beside_shipped(folder: Path) -> list[AuditFinding]:
     ]
     kept = {name: quirk for name, quirk in shipped.quirks.items() if name not in mine and name not in given.retired}
     both = Registry(
-        backends=shipped.backends,
-        arches=shipped.arches,
-        tunings=shipped.tunings,
-        quirks=kept | mine,
-        retired=shipped.retired,
-        broken=shipped.broken,
-    )
+        backends=shipped.backends, arches=shipped.arches, tunings=shipped.tunings, quirks=kept | mine,
+        retired=shipped.retired, broken=shipped.broken,
+    )  # fmt: skip
     met = dict(_conflicts_by_condition(list(both.quirks.values()), both))
     met |= {pair: finding for pair, finding in _conflicts_by_planning(both, mine) if pair not in met}
     # Pairs of the folder's own are `run`'s to tell, and pairs of the registry's own the audit's of the registry.
@@ -99,11 +84,7 @@ def beside_shipped(folder: Path) -> list[AuditFinding]:
 def load_for_audit(
     folder: Path | None = None, backends: Mapping[str, Backend] | None = None
 ) -> tuple[Registry, list[AuditFinding]]:
-    """The registry of every readable quirk under a folder, and a finding for each complaint about the others.
-
-    Unlike Registry.read it goes on after a broken file. Raises DataError on a broken file of arches or tuning.
-    Installed packages that are broken are findings where their quirks are audited: when no folder is given.
-    """
+    """Return every readable quirk's registry and the others' faults; packages are audited only without a folder."""
     broken: tuple[Broken, ...] = ()
     if backends is None:
         backends, broken = look_around()
@@ -117,7 +98,7 @@ def load_for_audit(
     if not paths:
         where = folder or shipped_quirks()
         text = "holds no quirk files: they are looked for as <backend>/<id>.toml"
-        findings.append(AuditFinding(severity="error", quirk="", file=str(where), line=None, message=text))
+        findings.append(AuditFinding(severity="error", file=str(where), message=text))
     for path in paths:
         quirk, errors = check_file(path, names)
         findings += [_from_error(error, quirk) for error in errors]
@@ -129,18 +110,16 @@ def load_for_audit(
         else:
             quirks[quirk.id] = quirk
     registry = Registry(
-        backends=dict(backends),
-        arches={name: load_arches(b.folder) for name, b in backends.items()},
+        backends=dict(backends), arches={name: load_arches(b.folder) for name, b in backends.items()},
         tunings={name: load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
         quirks={name: quirk for name, quirk in quirks.items() if quirk.retired is None},
-        retired={name: quirk for name, quirk in quirks.items() if quirk.retired is not None},
-        broken=broken,
-    )
+        retired={name: quirk for name, quirk in quirks.items() if quirk.retired is not None}, broken=broken,
+    )  # fmt: skip
     return registry, findings
 
 
 def audit(registry: Registry, today: datetime.date) -> list[AuditFinding]:
-    """Everything that is wrong with a registry's quirks on a given day; takes a few seconds for the shipped one."""
+    """Return all faults of a registry's quirks on a day; takes a few seconds for the shipped one."""
     quirks = list(registry.quirks.values())
     findings = [finding for quirk in quirks for finding in _stale(quirk, today)]
     findings += [finding for quirk in quirks for finding in _probed(quirk, registry)]
@@ -155,20 +134,15 @@ def audit(registry: Registry, today: datetime.date) -> list[AuditFinding]:
     return findings + list(met.values())
 
 
+# The unique part of an id: `cuda-0012` of `cuda-0012-serialised-wgmma`.
 def _number(quirk_id: str) -> str:
-    """What must not be used twice: `cuda-0012` of `cuda-0012-serialised-wgmma`."""
     return "-".join(quirk_id.split("-")[:2])
 
 
 def _left_out(one: Broken) -> Iterator[AuditFinding]:
-    """Everything that is wrong with an installed package, at its files where they are known."""
     for fault in one.faults:
-        yield AuditFinding(
-            severity="error",
-            message=f"{one.kind} {one.package} is left out of every plan: {fault.text}",
-            file=fault.file,
-            line=fault.line,
-        )
+        message = f"{one.kind} {one.package} is left out of every plan: {fault.text}"
+        yield AuditFinding(severity="error", message=message, file=fault.file, line=fault.line)
 
 
 def _from_error(error: DataError, quirk: Quirk | None) -> AuditFinding:
@@ -179,7 +153,6 @@ def _from_error(error: DataError, quirk: Quirk | None) -> AuditFinding:
 def _at(
     quirk: Quirk, keys: tuple[str, ...], message: str, severity: Literal["error", "warning"] = "error"
 ) -> AuditFinding:
-    """A finding at a key of the quirk's file."""
     path = Path(quirk.file)
     line = toml_reader.line_of(path.read_text(encoding="utf-8"), *keys) if quirk.file and path.exists() else None
     return AuditFinding(severity=severity, message=message, quirk=quirk.id, file=quirk.file, line=line)
@@ -197,16 +170,15 @@ def _stale(quirk: Quirk, today: datetime.date) -> Iterator[AuditFinding]:
 
 
 def _probed(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
-    """What the entry's probe is, and what it saw, against what the entry says."""
-    from portattn.tools.quirks.probe import plans, ranges, results, running
+    from portattn.tools.quirks import probe, probe_plans, probe_results
 
-    if quirk.evidence.probe.startswith(plans.PREFIX):
+    if quirk.evidence.probe.startswith(probe_plans.PREFIX):
         try:
-            running.place(quirk, None, plans.parse(quirk.evidence.probe).target, registry)
+            probe.place(quirk, None, probe_plans.parse(quirk.evidence.probe).target, registry)
         except PortattnError as error:
             yield _at(quirk, ("evidence", "probe"), str(error))
             return
-    if running.has_probe(quirk) and not quirk.evidence.needs and not quirk.verified:
+    if probe.has_probe(quirk) and not quirk.evidence.needs and not quirk.verified:
         hint = f"`portattn quirks probe {quirk.id} --all-toolchains --record` runs it"
         yield _at(quirk, ("evidence", "probe"), f"{quirk.id} was never probed: {hint}", "warning")
     for number, seen in enumerate(quirk.verified):
@@ -216,19 +188,18 @@ def _probed(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
         except PortattnError as error:
             yield _at(quirk, key, str(error))
             continue
-        verdict = results.recorded_outcome(quirk, seen, where)
-        if verdict in results.RED:
-            diff = ranges.diff(quirk, where, verdict, running.affected_versions(quirk))
+        verdict = probe_results.recorded_outcome(quirk, seen, where)
+        if verdict in probe_results.RED:
+            diff = probe_results.range_diff(quirk, where, verdict, probe.affected_versions(quirk))
             saw = f": {seen.saw}" if seen.saw else ""
             message = f"{quirk.id} is {verdict} on {seen.toolchain} ({seen.target}, {seen.date}){saw}"
             yield _at(quirk, key, f"{message}\n{diff}" if diff else message)
 
 
 def _broad(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
-    """An entry that takes the core kernels from a whole backend, also with its newest compiler."""
-    if quirk.effect.path not in breadth.TAKES:
+    if quirk.effect.path not in evidence.TAKES:
         return
-    for backend, newest in breadth.takes_whole(quirk, registry, _problems()):
+    for backend, newest in evidence.takes_whole(quirk, registry, _problems()):
         message = (
             f"{quirk.id} takes the core kernels from all of {backend}, also with {newest}, the newest release that is "
             "known: narrow [when] to what was observed"
@@ -237,14 +208,12 @@ def _broad(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
 
 
 def _replaced(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
-    """A tombstone that points at nothing."""
     other = quirk.retired.replaced_by if quirk.retired else ""
     if other and other not in registry.quirks and other not in registry.retired:
         yield _at(quirk, ("retired", "replaced_by"), f"no quirk has the id {other!r}")
 
 
 def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
-    """Why the entry cannot change any plan, or a pattern of it cannot match."""
     when = quirk.when
     if when.backend is not None and when.backend not in registry.backends:
         yield _at(quirk, ("when", "backend"), f"unknown backend {when.backend!r}: {registry.unknown(when.backend)}")
@@ -275,7 +244,7 @@ _Pairs = Iterator[tuple[frozenset[str], AuditFinding]]
 
 
 def _conflicts_by_condition(quirks: list[Quirk], registry: Registry) -> _Pairs:
-    """Pairs that set one choice differently and whose conditions can hold together, whatever the tuning asks for."""
+    """Return pairs that set one choice differently and whose conditions can hold together, for any tuning."""
     for one, two in itertools.combinations(quirks, 2):
         if one.effect.kind != two.effect.kind:
             continue
@@ -290,7 +259,7 @@ def _conflicts_by_condition(quirks: list[Quirk], registry: Registry) -> _Pairs:
 
 
 def _meet(one: Quirk, two: Quirk, registry: Registry) -> bool:
-    """Whether both can be active in one plan: at once, or the second after the effect of the first, or the reverse."""
+    """Return whether both can be active in one plan, at once or after each other's effect."""
     a, b = one.when, two.when
     if not set(examples.arches_of(one, registry)) & set(examples.arches_of(two, registry)):
         return False
@@ -318,7 +287,7 @@ def _meet(one: Quirk, two: Quirk, registry: Registry) -> bool:
 
 
 def _reachable(first: Mapping[str, Any], second: Mapping[str, Any], moved: Mapping[str, Any]) -> bool:
-    """Whether some launch and lowering meet `first`, and also `second` once the values in `moved` have been set."""
+    """Return whether a launch and lowering meet `first`, and `second` once the values in `moved` are set."""
     for name in first.keys() | second.keys():
         wanted = [first[name]] if name in first else []
         if name in second and name in moved:
@@ -333,11 +302,7 @@ def _reachable(first: Mapping[str, Any], second: Mapping[str, Any], moved: Mappi
 
 
 def _conflicts_by_planning(registry: Registry, of: Container[str] | None = None) -> _Pairs:
-    """Pairs that contradict each other in a plan of some common problem on some known target and release.
-
-    Only where some two entries of a kernel on a target differ, one of them among `of` where that is given, is anything
-    planned: no other plan can contradict itself.
-    """
+    """Return contradicting pairs in plans of known targets; a plan needs two entries that differ, one in `of`."""
     problems = _problems()
     for target in _targets(registry):
         differing = {kernel.name for kernel in CORES.values() if _differ(kernel.name, target, registry, of)}
@@ -356,7 +321,6 @@ def _conflicts_by_planning(registry: Registry, of: Container[str] | None = None)
 
 
 def _differ(kernel: str, target: Target, registry: Registry, of: Container[str] | None) -> bool:
-    """Whether two entries of a kernel on a target set one thing differently, whatever else they ask for."""
     found: dict[tuple[str, str], dict[Any, bool]] = {}  # value by value, whether an entry among `of` sets it
     for quirk in concerning(registry.quirks.values(), kernel, target):
         asked = of is None or quirk.id in of
@@ -367,7 +331,6 @@ def _differ(kernel: str, target: Target, registry: Registry, of: Container[str] 
 
 
 def _targets(registry: Registry) -> list[Target]:
-    """Every target with every release of a compiler that its backend is known to work with."""
     return [
         target
         for compiler in compilers.names()
@@ -378,35 +341,11 @@ def _targets(registry: Registry) -> list[Target]:
 
 
 def _problems() -> list[Problem]:
-    """Small and large heads, of a power of two and padded, in every dtype, plain, and causal with lengths.
-
-    Fewer of the ops whose kernel is another one's, or gathers tokens.
-    """
-    plain: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_k": 2, "seq_k": 4096}
-    rows: dict[str, Any] = {"seq_q": 4096}
-    lengths: dict[str, Any] = {"causal": "bottom_right", "seqlens_k": True}
-    paged: dict[str, Any] = {"seq_q": 1, "page_size": 64, "seqlens_k": True, "pages_in_line": True}
-    rotary: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "token", "rotary": "neox", "rotary_dim": 64}
-    ops: list[tuple[dict[str, Any], list[dict[str, Any]], tuple[int, ...]]] = [
-        ({"op": "attention", **rows}, [{}, lengths], (16, 40, 64, 128, 256)),
-        ({"op": "decode_attention", "seq_q": 1}, [{}, lengths], (16, 40, 64, 128, 256)),
-        ({"op": "varlen_attention", **rows, "total_q": 8192, "total_k": 8192}, [{"causal": "bottom_right"}], (64, 128)),
-        ({"op": "attention_backward", **rows}, [{}, lengths], (64, 128)),
-        (
-            {"op": "varlen_attention_backward", **rows, "total_q": 8192, "total_k": 8192},
-            [{"causal": "bottom_right"}],
-            (64,),
-        ),
-        ({"op": "paged_attention", **paged}, [{}], (64, 128)),
-        ({"op": "sparse_attention", "seq_q": 1, "tokens": 256}, [{}, {"page_size": 64}], (64, 128)),
-        ({"op": "mla_attention", **paged, "heads_k": 1, "head_dim_v": 512}, [{}], (576,)),
-        ({"op": "append_kv", "heads_k": 8, "seq_q": 1, "seqlens_k": True}, [{}, rotary], (64, 128)),
-        ({"op": "write_pages", "heads_k": 8, "batch": 1, "seq_q": 64, "page_size": 16}, [{}, rotary], (64, 128)),
-    ]
+    usual: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_k": 2, "seq_k": 4096}
     return [
-        Problem(**plain | op | feature, dtype=dtype, head_dim=head_dim)
-        for op, features, widths in ops
-        for feature in features
+        Problem(**usual | tried.problem | change, dtype=dtype, head_dim=head_dim)
+        for tried in examples.problems().audit
+        for change in tried.each
         for dtype in get_args(Dtype)
-        for head_dim in widths
+        for head_dim in tried.head_dims
     ]

@@ -1,14 +1,12 @@
-"""Examples of a quirk: a problem, target, lowering and launch on which it applies, and ones just outside.
-
-Found from the entry alone, by trying values at and next to each number, name and version that its conditions name.
-The audit asks with them whether two entries can meet; the tests plan every entry's examples.
-"""
+"""Examples of a quirk: points on which it applies or just does not, from values at and next to its conditions."""
 
 from __future__ import annotations
 
 import datetime
 import fnmatch
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,13 +17,12 @@ from portattn.planning.backend import Variant
 from portattn.planning.compiler_options import options
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
-from portattn.schema import compilers
+from portattn.schema import compilers, toml_reader
 from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
-from portattn.schema.features import EVERY_SCORE
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, POWERS_OF_TWO, Launch
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import EVERY_SCORE, ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_MLA, INTEGERS, NV_BLOCK, NVFP4
+from portattn.schema.problem_limits import cache_format
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
@@ -39,37 +36,28 @@ RELEASES: Mapping[str, tuple[str, ...]] = {
 COMMON_TOOLCHAIN = "triton==3.6.0"  # tried when an entry names no compiler, and its backend has no default of its own
 _EXTREME_VERSIONS = ("9999", "0.0.1")  # above and below whatever a range names
 
-# Sizes that fill every tile a launch can ask for, so that no tile is cut down to the problem.
-_PROBLEM: Mapping[str, Mapping[str, Any]] = {
-    "attention": {"batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128},
-    "varlen_attention": {
-        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128, "packed": True,
-        "total_k": 2048,
-    },
-    "attention_backward": {"batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128},
-    "varlen_attention_backward": {
-        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128, "packed": True,
-        "total_k": 2048,
-    },
-    "decode_attention": {"batch": 2, "heads_k": 8, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 128},
-    "paged_attention": {
-        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 128, "page_size": 64,
-        "seqlens_k": True, "pages_in_line": True,
-    },
-    "sparse_attention": {
-        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 128, "tokens": 512,
-    },
-    "mla_attention": {
-        "batch": 2, "heads_k": 1, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 576, "head_dim_v": 512,
-        "page_size": 64, "seqlens_k": True, "pages_in_line": True,
-    },
-    "append_kv": {
-        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 8192, "head_dim": 128, "seqlens_k": True,
-    },
-    "write_pages": {
-        "batch": 1, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 8192, "head_dim": 128, "page_size": 64,
-    },
-}  # fmt: skip
+
+class TriedProblems(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Problems of the audit's plans: `problem` with each of the changes and of the widths."""
+
+    problem: dict[str, Any]
+    head_dims: tuple[int, ...]
+    each: tuple[dict[str, Any], ...] = ({},)
+
+
+class _Problems(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    usual: dict[str, dict[str, Any]]
+    audit: tuple[TriedProblems, ...]
+
+
+@functools.cache
+def problems() -> _Problems:
+    """Return the problems. Raises DataError (file, line, key) if the file departs from its schema."""
+    path = Path(__file__).with_name("problems.toml")
+    content, text = toml_reader.read(path)
+    return toml_reader.convert(content, _Problems, path, text)
+
+
 _PAGE_SIZE = 64  # where a condition asks for pages
 _WINDOW = 128  # where a condition asks for a window
 _CHUNK = 128  # where a condition asks for a chunk
@@ -82,22 +70,19 @@ _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1,
 
 
 class QuirkExample(msgspec.Struct, frozen=True, kw_only=True):
-    """One point at which a quirk is asked about.
-
-    lowering, launch  what the plan would take without the quirk
-    broken            the one condition that does not hold; empty when all hold
-    """
+    """One point at which a quirk is tried."""
 
     kernel: str
     problem: Problem
     target: str
     toolchain: str
+    # lowering, launch: of the plan without the quirk
     lowering: dict[str, str]
     launch: dict[str, Any]
-    broken: str = ""
+    broken: str = ""  # the one condition that does not hold; empty when all hold
 
     def place(self, registry: Registry) -> tuple[Registry, Target]:
-        """The target, and the registry with a tuning that makes a plan start from this lowering and launch."""
+        """Return the target, and the registry with a tuning that makes a plan start from this lowering and launch."""
         target = registry.target(self.target, self.toolchain)
         entry = Entry(kernel=self.kernel, lowering=self.lowering, launch=self.launch)
         tuning = {target.arch.tuning or target.arch.name: Tuning(provenance=_UNTIMED, entry=(entry,))}
@@ -105,12 +90,12 @@ class QuirkExample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(quirk: Quirk, registry: Registry) -> QuirkExample:
-    """A point at which every condition holds. Raises ValueError naming the condition that nothing known meets."""
+    """Return a point at which every condition holds. Raises ValueError naming a condition that nothing known meets."""
     return _point(quirk, registry, "")
 
 
 def outside(quirk: Quirk, registry: Registry) -> Iterator[QuirkExample]:
-    """Points at which all conditions but one hold: one for each condition that something known can break."""
+    """Yield points at which all conditions but one hold: one for each condition that something known can break."""
     when = quirk.when
     named = {"backend": when.backend, "arch": when.arch, "kernels": when.kernels}
     parts = [name for name, given in named.items() if given]
@@ -141,14 +126,10 @@ def _point(quirk: Quirk, registry: Registry, broken: str) -> QuirkExample:
         for name, value in when.lowering.items()
     }
     return QuirkExample(
-        kernel=kernel,
-        problem=problem,
-        target=f"{backend}:{arch}",
-        toolchain=_toolchain(quirk, registry, (backend, arch), broken.removeprefix("toolchain ")),
-        lowering=lowering,
-        launch=launch,
-        broken=broken,
-    )
+        kernel=kernel, problem=problem, target=f"{backend}:{arch}",
+        toolchain=_toolchain(quirk, registry, (backend, arch), broken.removeprefix("toolchain ")), lowering=lowering,
+        launch=launch, broken=broken,
+    )  # fmt: skip
 
 
 def _kernel_and_problem(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, Problem]:
@@ -182,13 +163,11 @@ def _pick(values: Iterable[Any], test: Callable[[Any], bool], what: str) -> Any:
 
 
 def kernels_of(quirk: Quirk, negate: bool = False) -> list[CoreKernel]:
-    """The kernels that the entry's patterns match (that they do not match, when negated)."""
     patterns = quirk.when.kernels or ("*",)
     return [k for k in CORES.values() if any(fnmatch.fnmatchcase(k.name, p) for p in patterns) is not negate]
 
 
 def variants_of(quirk: Quirk, registry: Registry) -> list[Variant]:
-    """The variants that the entry's patterns match."""
     patterns = quirk.when.kernels or ("*",)
     return [
         variant
@@ -200,7 +179,6 @@ def variants_of(quirk: Quirk, registry: Registry) -> list[Variant]:
 
 
 def arches_of(quirk: Quirk, registry: Registry) -> list[tuple[str, str]]:
-    """(backend, arch) of every machine that the entry concerns and kernels are planned for."""
     patterns = quirk.when.arch or ("*",)
     return [
         (backend, name)
@@ -229,12 +207,12 @@ def _machine(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, str]:
 
 
 def releases(name: str) -> tuple[str, ...]:
-    """Released versions of a compiler that entries are tried on: of another package's compiler all that it says."""
+    """Return released versions of a compiler to try entries on; all released ones for another package's compiler."""
     return RELEASES.get(name) or compilers.released_versions(name)
 
 
 def versions(name: str, ranges: Iterable[str]) -> list[str]:
-    """Versions to try for a compiler or component: releases and those that ranges name, newest first, then extremes."""
+    """Return versions of a compiler or component to try: releases and the ranges' versions, newest first, extremes."""
     named = {s.version.removesuffix(".*") for text in ranges for s in parse_range(text)}
     return [*sorted(named | set(releases(name)), key=Version, reverse=True), *_EXTREME_VERSIONS]
 
@@ -259,19 +237,19 @@ def _toolchain(quirk: Quirk, registry: Registry, machine: tuple[str, str], broke
 
 
 def feature_values(name: str, wanted: Iterable[Condition], op: str = "attention") -> list[Any]:
-    """Values of a problem's feature to try: the usual one, and those at and next to every number that is named."""
+    """Return values of a problem's feature to try: the usual one, and values at and next to every named number."""
     if name in FLAGS:
         return [False, True]
     if name in WORDS:
         return sorted(WORDS[name], key=lambda word: (word not in ("fp16", "none", "bhsd", "phd", "as_q"), word))
     least = 0 if name in ("page_size", "tokens") else 1  # an op without pages has pages of 0
-    usual = _PROBLEM[op].get("head_dim" if name in ("head_dim_v", "widest") else name, least)
+    usual = problems().usual[op].get("head_dim" if name in ("head_dim_v", "widest") else name, least)
     near = {value + step for c in wanted for value in c.values for step in (-1, 0, 1)}
     return [usual, *sorted(value for value in near if value >= least)]
 
 
 def launch_values(name: str, wanted: Iterable[bool | int | str]) -> list[Any]:
-    """Values of a launch field or compiler option to try; None stands for an option that is not set."""
+    """Return values of a launch field or compiler option to try; None stands for an unset option."""
     if options().get(name) is bool:
         return [True, False]
     numbers = {int(m.group(2)) if (m := NUMBER.match(str(w))) else w for w in wanted}
@@ -286,8 +264,7 @@ def launch_values(name: str, wanted: Iterable[bool | int | str]) -> list[Any]:
 
 
 def _problem(kernel: CoreKernel, wanted: list[Condition], broken: str) -> Problem:
-    """A problem on which every condition holds but `broken`. Raises ValueError when no single values do."""
-    chosen: dict[str, Any] = dict(_PROBLEM[kernel.op])
+    chosen: dict[str, Any] = dict(problems().usual[kernel.op])
     for name in dict.fromkeys(c.name for c in wanted):
         mine = [c for c in wanted if c.name == name]
         chosen[name] = _pick(
@@ -308,10 +285,6 @@ def _problem(kernel: CoreKernel, wanted: list[Condition], broken: str) -> Proble
 
 
 def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
-    """The problem with these features, of which conditions name some.
-
-    Raises ValueError where a call of the op cannot have them.
-    """
     if "query_tiles" in chosen:  # of one head, with few rows, as many as there are sequences
         chosen |= {"batch": chosen.pop("query_tiles"), "heads_k": 1, "group": 1}
     if "gqa" in chosen:
@@ -337,14 +310,15 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
             chosen.setdefault("kv_format", "e4m3")
         elif "aligned" not in named:
             chosen |= {"aligned": False, "word_aligned": False}
-    if chosen.get("kv_format") in INTEGERS:  # which has no meaning without them
-        chosen.setdefault("kv_scales", "token")
-    if chosen.get("kv_format") == DS_MLA and "dtype" not in named:  # its rows have numbers of bfloat16
-        chosen["dtype"] = "bf16"
-    if chosen.get("kv_format") == NVFP4:  # whose rows are whole blocks
+    kind = cache_format(chosen.get("kv_format", "as_q"))
+    if kind.default_scales != "none":
+        chosen.setdefault("kv_scales", kind.default_scales)
+    if kind.latent and "dtype" not in named:
+        chosen["dtype"] = kind.dtypes[0]
+    if kind.block:  # rows are whole blocks
         for name in ("head_dim", "head_dim_v"):
             if name in chosen and name not in named:
-                chosen[name] = max(chosen[name] // NV_BLOCK, 1) * NV_BLOCK
+                chosen[name] = max(chosen[name] // kind.block, 1) * kind.block
     if chosen.get("kv_scales", "none") != "none":
         by_token = chosen["kv_scales"] == "token" and "q_scale" in ROWS[op].tensors  # which int8 alone has there
         chosen.setdefault("kv_format", "int8" if by_token else "e4m3")

@@ -1,41 +1,88 @@
-"""The registry as pages: `python -m portattn.tools.quirks.pages > docs/quirk-catalogue.md` writes the catalogue.
+"""The registry as pages: `python -m portattn.tools.quirks.pages` prints the catalogue of quirks.
 
-With `--verification` it is docs/quirk-verification.md: what probes have seen, quirks × toolchains (verification.py).
-"""
+With `--verification` it prints the probes' results, quirks × toolchains. The site has both (scripts/site_pages.py)."""
 
 from __future__ import annotations
 
 import sys
-import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+from packaging.version import Version
 
 from portattn.planning.registry import Registry
 from portattn.schema import toml_reader
-from portattn.schema.quirk import Quirk
-from portattn.tools.quirk_text import fields
+from portattn.schema.quirk import ProbeRun, Quirk
+from portattn.tools.display_text import fields, table
+from portattn.tools.quirks.draft_texts import render_template
+from portattn.tools.quirks.probe import has_probe
+from portattn.tools.quirks.probe_results import RED, recorded_outcome
+
+
+def render_verification(registry: Registry) -> str:
+    quirks = sorted(registry.quirks.values(), key=lambda quirk: quirk.id)
+    seen = {
+        quirk.id: {(v.target, v.toolchain): verdict(quirk, v, registry) for v in quirk.verified} for quirk in quirks
+    }
+    counts = Counter(word for words in seen.values() for word in words.values())
+    silent = [(f"`{quirk.id}`", quirk.kind, _unverified(quirk)) for quirk in quirks if not quirk.verified]
+    sections = [text for compiler in ("triton", "triton-ascend") for text in _section(compiler, quirks, seen)]
+    sections.append("## Not verified\n\nEntries without a result, and why.\n\n" + table(("id", "kind", "why"), silent))
+    return render_template(
+        "verification_page.jinja", count=len(quirks), probed=sum(map(bool, seen.values())),
+        both=len(on_both_sides(registry)), sections="\n".join(sections).removesuffix("\n"),
+        results=", ".join(f"{number} {word}" for word, number in counts.most_common()) or "none yet",
+    )  # fmt: skip
+
+
+def _unverified(quirk: Quirk) -> str:
+    return f"needs {quirk.evidence.needs}" if has_probe(quirk) else quirk.evidence.probe.partition(":")[2].strip()
+
+
+def verdict(quirk: Quirk, seen: ProbeRun, registry: Registry) -> str:
+    return recorded_outcome(quirk, seen, registry.target(seen.target, seen.toolchain))
+
+
+def on_both_sides(registry: Registry) -> list[str]:
+    """Return ids that are confirmed on a toolchain and absent on another."""
+    return [
+        quirk.id for quirk in registry.quirks.values()
+        if {"confirmed", "absent"} <= {verdict(quirk, seen, registry) for seen in quirk.verified}
+    ]  # fmt: skip
+
+
+def _section(compiler: str, quirks: list[Quirk], seen: dict[str, dict[tuple[str, str], str]]) -> list[str]:
+    names = {name for words in seen.values() for _, name in words if name.partition("==")[0] == compiler}
+    toolchains = sorted(names, key=lambda name: Version(name.partition("==")[2]))
+    if not toolchains:
+        return []
+    rows = []
+    for quirk in quirks:
+        dates = {(v.target, v.toolchain): v for v in quirk.verified}
+        for target in dict.fromkeys(target for target, name in seen[quirk.id] if name in toolchains):
+            cells = [_cell(seen[quirk.id].get((target, name)), dates.get((target, name))) for name in toolchains]
+            rows.append((f"`{quirk.id}`", quirk.kind, target, *cells))
+    columns = ("id", "kind", "target", *(name.partition("==")[2] for name in toolchains))
+    return [f"## {compiler}\n\n" + table(columns, rows)]
+
+
+def _cell(word: str | None, seen: ProbeRun | None) -> str:
+    if word is None or seen is None:
+        return ""
+    shown = f"**{word}**" if word in RED else word
+    stood = f", on {seen.stand_in} with old passes" if seen.stand_in else ""
+    lowered = f", {seen.level}" if seen.level != "compiles" else ""
+    return f"{shown} {seen.date}{lowered}{stood}"
+
 
 # Reports that are no entries are notes of the repository, not data that a plan reads: they do not ship in the wheel.
 LEFT_OUT = Path(__file__).parents[3] / "docs" / "quirks-left-out.toml"
 
-_HEAD = """\
-# Catalogue of quirks
-
-Generated from the registry by `python -m portattn.tools.quirks.pages > docs/quirk-catalogue.md`; do not edit.
-[Quirks](quirks.md) explains the fields, and how to add an entry. {count} entries: {workarounds} work around a bug,
-{limits} state a limit of a chip or language.
-"""
-_SECTIONS = (
-    ("workaround", "Work-arounds", "Bugs of a compiler. Each has a range of versions, and goes when its bug is gone."),
-    ("limit", "Limits", "Facts of a chip or language, which no probe makes stale."),
-)
-COLUMNS = 118  # of a line
-
 
 class DismissedReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A report that was looked at and is no entry, and why."""
+    """A report that was examined and is no entry, and why."""
 
     backend: str
     what: str
@@ -55,51 +102,21 @@ def load_left_out(path: Path = LEFT_OUT) -> tuple[DismissedReport, ...]:
 
 
 def render(quirks: Iterable[Quirk], left_out: Iterable[DismissedReport]) -> str:
-    """The catalogue as Markdown: work-arounds, limits, then what is no entry and why."""
     entries = sorted(quirks, key=lambda quirk: quirk.id)
-    kinds = [quirk.kind for quirk in entries]
-    parts = [
-        _HEAD.format(count=len(entries), workarounds=kinds.count("workaround"), limits=kinds.count("limit")),
-    ]
-    for kind, title, about in _SECTIONS:
-        parts.append(f"## {title}\n\n{about}\n")
-        parts += [_entry(quirk) for quirk in entries if quirk.kind == kind]
-    parts.append("## Not in the registry\n\nReports about attention that were examined, and why they are no entries.\n")
-    reports = tuple(left_out)
-    for backend in dict.fromkeys(report.backend for report in reports):
-        items = [_item(_left_out(report)) for report in reports if report.backend == backend]
-        parts.append(f"### {backend}\n\n" + "\n".join(items) + "\n")
-    return "\n".join(parts)
+    return render_template("catalogue_page.jinja", entries=entries, reports=tuple(left_out), said=_said)
 
 
-def _entry(quirk: Quirk) -> str:
-    """One entry: what goes wrong, where, what is done about it, and the evidence."""
-    evidence, said = quirk.evidence, fields(quirk)
-    if evidence.upstream.startswith("http"):
-        said["Source"] += f" ([upstream]({evidence.upstream}))"
-    title = "\n".join(textwrap.wrap(f"**{quirk.title}** ({quirk.symptom})", COLUMNS))
-    items = "\n".join(_item(f"{name}: {text}") for name, text in said.items())
-    return f"### `{quirk.id}`\n\n{title}\n\n{items}\n"
-
-
-def _left_out(report: DismissedReport) -> str:
-    return f"**{report.what}** ({report.where}). Source: {report.source}. Why not: {report.reason}"
-
-
-def _item(text: str) -> str:
-    """An item of a list, broken between words; an address stays whole, and no issue's number begins a heading."""
-    words = " ".join(text.split()).replace(" #", " \\#")
-    return textwrap.fill(
-        f"- {words}", COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )  # fmt: skip
+def _said(quirk: Quirk) -> dict[str, str]:
+    said = {name: " ".join(text.split()) for name, text in fields(quirk).items()}
+    if quirk.evidence.upstream.startswith("http"):
+        said["Source"] += f" ([upstream]({quirk.evidence.upstream}))"
+    return said
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Write a page about the registry that comes with portattn to standard output: the catalogue, or the other one."""
+    """Write a page about the shipped registry to standard output: the catalogue, or the verification."""
     if list(arguments) == ["--verification"]:
-        from portattn.tools.quirks.verification import render as verification
-
-        sys.stdout.write(verification(Registry.load()))
+        sys.stdout.write(render_verification(Registry.load()))
     elif arguments:
         sys.exit(f"python -m portattn.tools.quirks.pages: {' '.join(arguments)!r} is not --verification")
     else:

@@ -1,8 +1,6 @@
-"""The gradients' kernels in a search: the call that a candidate runs, how it is judged, and how two sweeps are joined.
+"""The gradients' kernels in a search: a candidate's call, its check, and how two sweeps are joined.
 
-The kernel that holds keys and the one that holds rows are launched one after the other and share nothing but compiler
-options, a load and a precision: each is swept while the other stays as it is, and the best of both are then joined.
-"""
+Keys' and rows' kernels share few settings: each is swept while the other stays, and the best are joined."""
 
 from __future__ import annotations
 
@@ -12,16 +10,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import portattn
-from portattn.planning.gradients import backward_problem
+from portattn.planning.core_path import backward_problem
 from portattn.reference.dropout import keep_mask
 from portattn.schema.call import Call
 from portattn.schema.lowering import OF_ROWS, Launch, OptionValue
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import arguments
-from portattn.tools.bench.gate import as_call
-from portattn.tools.bench.gradgate import NAMES, GradientGate, sample
+from portattn.tools.bench.gate import NAMES, GradientGate, as_call, sample_gradients
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.tunable import Choice
 
 JOINED = 3  # best choices of each sweep, which are joined with the other sweep's best
 WRITTEN = ("grad_q", "grad_k", "grad_v")
@@ -29,10 +26,7 @@ DROPOUT_SEED = 7
 
 
 def call_of(case: Case, t: Tensors) -> Call:
-    """Return the Call that a candidate runs: the case's own, or the call of its gradients.
-
-    A gradients' call takes result and LSE of a forward that portattn runs here; tensors without data get no forward.
-    """
+    """Return a candidate's call: the case's, or its gradients', after a forward here unless tensors have no data."""
     call = as_call(case, t)
     if not case.backward:
         return call
@@ -62,10 +56,9 @@ class Shares:
     def __init__(self, case: Case, t: Tensors, call: Call) -> None:
         self.case, self.call, self.gate = case, call, GradientGate(case, t)
         if case.dropout:
-            self.gate.expect([self._kept(sequence * case.heads_q + head) for sequence, head in sample(case)])
+            self.gate.expect([self._kept(sequence * case.heads_q + head) for sequence, head in sample_gradients(case)])
 
     def _kept(self, number: int) -> torch.Tensor:
-        """Return dropout's mask of one head of one sequence, (Sq, Sk), by the reference's generator."""
         seed = self.call.dropout_seed
         assert seed is not None
         rows, keys = (torch.arange(size, device=seed.device) for size in (self.case.seq_q, self.case.seq_k))
@@ -91,7 +84,6 @@ def swept(base: Choice) -> Choice:
 
 
 def combine_sweeps(base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
-    """The best of both sweeps in one choice each, the most promising first. ranked: the fastest first."""
     of_base = _rows(swept(base))
     keys = [one for one in map(swept, ranked) if _rows(one) == of_base][:JOINED]
     rows = [one for one in map(swept, ranked) if _rest(one) == _rest(swept(base)) and _rows(one) != of_base][:JOINED]
@@ -106,5 +98,4 @@ def _rows(choice: Choice) -> dict[str, OptionValue]:
 
 
 def _rest(choice: Choice) -> tuple[object, object]:
-    """Everything but the rows' values."""
     return {name: value for name, value in choice.launch.items() if name not in OF_ROWS.values()}, choice.lowering

@@ -1,7 +1,6 @@
-"""The log of a run: JSON lines as they happen, and beside them a table for people, rewritten after each class.
+"""The log of a run: JSON lines as they happen, and a table for people, rewritten after each class.
 
-Only whole lines are ever written, so an interrupted run can go on.
-"""
+Only whole lines are written, so that an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
-from portattn.tools import legend, run_log
+from portattn.tools import display_text, run_log
 from portattn.tools.run_log import UNREADABLE, RunLog, encode_record, lines
 from portattn.tools.tune.records import (
     QUIET,
@@ -45,10 +44,7 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 class TuneLog(RunLog):
-    """One run's log. Use it as a context: it holds the file's lock.
-
-    Raises ArgumentError when the file cannot be written, or another run writes it at this moment.
-    """
+    """One run's log; a context that holds the file's lock. Raises ArgumentError if it is held or unwritable."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path.with_name(f".{path.name}.lock"), op=OP, option="--log", shown=path)
@@ -58,16 +54,13 @@ class TuneLog(RunLog):
         return self.path.with_suffix(".txt")
 
     def begin(self, origin: Origin) -> Path | None:
-        """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
+        """Begin a new file; return the dated path of an earlier one, or None."""
         kept = self.rotate()
         write_whole(self.path, encode_record(origin))
         return kept
 
     def resume(self, origin: Origin) -> list[Record]:
-        """The records of the run that the file was begun by. A line that was cut off is dropped.
-
-        Raises ArgumentError when there is nothing to go on with, or it is another run's.
-        """
+        """Return the records of this run, without a truncated line. Raises ArgumentError for another run."""
         if not self.path.exists():
             raise ArgumentError(OP, "--resume", str(self.path), "there is no such file to go on with")
         records = read(self.path, resumed=True)
@@ -81,17 +74,11 @@ class TuneLog(RunLog):
         return records
 
     def show(self, records: Sequence[Record]) -> None:
-        """Write the table for people anew, as a whole file."""
         write_whole(self.table, text(records).encode())
 
 
 def read(path: Path, resumed: bool = False) -> list[Record]:
-    """All records, the Origin first. A last line without an end (an interrupted write) is left out.
-
-    resumed  a run will go on with it: see `journal.lines`
-
-    Raises DataError (file, line) on another schema or a broken line, and when the file or its first line is missing.
-    """
+    """Return all records, the Origin first; `resumed`: see `run_log.lines`. Raises DataError (file, line)."""
     data = run_log.read(path)
     records: list[Record] = []
     for number, line in lines(path, data, resumed):
@@ -108,12 +95,7 @@ def read(path: Path, resumed: bool = False) -> list[Record]:
 
 
 class History:
-    """What an earlier run's records leave to do.
-
-    codes     what compiled to what
-    done      outcomes by class
-    fatal     (problem, choice) of candidates whose first run nothing followed: they ended the process
-    """
+    """An earlier run: compile results by code, outcomes by class, (problem, choice) that ended the process."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.codes: dict[str, CodeRecord] = {}
@@ -138,8 +120,6 @@ class History:
 
 
 def row(record: CandidateRecord) -> tuple[str, ...]:
-    """A candidate as a row under COLUMNS."""
-
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
@@ -153,7 +133,6 @@ def row(record: CandidateRecord) -> tuple[str, ...]:
 
 
 def latest(records: Sequence[Record], name: str) -> list[CandidateRecord]:
-    """The last word on each candidate of a class, problem by problem, the fastest first."""
     found: dict[tuple[str, str], CandidateRecord] = {}
     for record in records:
         if isinstance(record, CandidateRecord) and record.name == name:
@@ -167,7 +146,7 @@ def latest(records: Sequence[Record], name: str) -> list[CandidateRecord]:
 
 
 def text(records: Sequence[Record], quiet: bool = True) -> str:
-    """All of a log as tables, one a class. quiet: count those that cost no device time, without a row each."""
+    """Return a log as tables, one a class; quiet: only count candidates that cost no device time."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -179,7 +158,7 @@ def text(records: Sequence[Record], quiet: bool = True) -> str:
     ptxas = f"ptxas {origin.ptxas}, " if origin.ptxas else ""
     console.print(Text(f"{origin.target}, {origin.chip}, {origin.toolchain}, {ptxas}{origin.date}; {head}"))
     console.print(Text(f"portattn {origin.portattn} {origin.commit} (kernels {origin.kernels}): {origin.command}"))
-    for line in legend.of_kernels(name.partition(":")[0] for name in origin.classes):
+    for line in display_text.of_kernels(name.partition(":")[0] for name in origin.classes):
         console.print(Text(line))
     outcomes = {record.name: record for record in records if isinstance(record, Outcome)}
     for name in origin.classes:
@@ -208,7 +187,6 @@ def text(records: Sequence[Record], quiet: bool = True) -> str:
 
 
 def sentence(outcome: Outcome) -> str:
-    """What became of a class, in one line."""
     if outcome.choice is None:
         return f"nothing: {outcome.reason}"
     how = "measured" if outcome.measured else "not measured"

@@ -1,16 +1,7 @@
-"""Timing candidates: when one is abandoned, and when an incumbent is replaced.
+"""Time candidates, by medians: a probe abandons one whose fastest turn is slower than ABANDON times the best median.
 
-The rules, in the order in which they act. Times are medians unless they say otherwise.
-
-1. Probe. Each candidate is timed once, briefly. It is abandoned when its fastest turn is slower than ABANDON times the
-   best median seen so far on that problem: even its luckiest turn would lose.
-2. Final. The FINALISTS with the best geometric mean over the class's problems take turns with the incumbent for some
-   rounds, after a round that does not count: a power-capped card is slower after a long call than after a rest.
-3. The best of them replaces the incumbent if it is faster by more than the noise; otherwise the incumbent stays. The
-   comparison is round by round, since neighbours in time share a clock: the median over rounds of one time over the
-   other. The noise is half the spread of these ratios, or NOISE if that is more. With TRIMMED rounds or more the spread
-   leaves out the ratio farthest from the median: one disturbed round does not decide.
-"""
+FINALISTS then take turns with the incumbent, as a capped card is slower after a long call than after a rest. The best
+replaces it by more than the noise: half the spread of the rounds' ratios, at least NOISE, an outlier trimmed."""
 
 from __future__ import annotations
 
@@ -21,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from portattn.tools.bench import clock as device_clock
+from portattn.tools.bench import rounds
 from portattn.tools.bench.cases import Timing
 from portattn.tools.bench.contenders import Contender
 
@@ -34,20 +25,13 @@ Run = Callable[[], Any]
 
 
 class SampleClock(Protocol):
-    """How long calls take on a device."""
-
     def samples(self, run: Run, timing: Timing, thorough: bool) -> list[float]:
-        """Device time of a call in microseconds, turn by turn; more of them where it is to be thorough."""
+        """Return a call's device time in microseconds, turn by turn; more turns if thorough."""
         ...
 
 
 class DeviceSampleClock:
-    """The clock of the benchmarks, on torch's current device: a sample is a turn of several calls.
-
-    Short calls are replayed from a graph: a candidate is launched by way of its plan, which takes the host longer than
-    a call that is kept, and longer than such a kernel runs. So what one launch seems to take tells a long call only
-    where it is far longer than the host's part.
-    """
+    """The benchmarks' clock; short calls are replayed from a graph, as a plan's launch takes the host longer."""
 
     PROBE_MS, THOROUGH_MS = 3.0, 8.0  # device time of a turn
     PROBE_TURNS, THOROUGH_TURNS = 2, 3
@@ -56,7 +40,7 @@ class DeviceSampleClock:
     MOST_GRAPHS = 2 * FINALISTS  # kept: each holds the memory that its launches want
 
     def __init__(self) -> None:
-        self._clock = device_clock.DeviceClock()
+        self._clock = rounds.DeviceClock()
         self._graphs: dict[int, tuple[Run, Run]] = {}  # by id of the replayed call, which is kept alive
 
     def samples(self, run: Run, timing: Timing, thorough: bool) -> list[float]:
@@ -77,7 +61,7 @@ class DeviceSampleClock:
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one candidate on one problem, microseconds. rounds: the median of each round."""
+    """One candidate's microseconds on one problem; rounds: the median of each round."""
 
     least: float
     median: float
@@ -91,12 +75,11 @@ class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def should_abandon(times: Times, best: float) -> bool:
-    """Whether a probed candidate is clearly slower than the best median."""
     return times.least > ABANDON * best
 
 
 def take_turns(runs: Mapping[str, Run], clock: SampleClock, timing: Timing, rounds: int) -> dict[str, Times]:
-    """Time all of them in turn, `rounds` times and once before; each round goes the other way round."""
+    """Time all runs in turn, `rounds` times after one untimed round, alternating the direction."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     medians: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
@@ -109,12 +92,12 @@ def take_turns(runs: Mapping[str, Run], clock: SampleClock, timing: Timing, roun
 
 
 def mean_ratio(times: Iterable[float], against: Iterable[float]) -> float:
-    """Geometric mean of times over those they are compared with: below 1 is faster."""
+    """Return the geometric mean of times over their counterparts: below 1 is faster."""
     return _mean(ours / theirs for ours, theirs in zip(times, against, strict=True))
 
 
 def against(challenger: Sequence[Times], incumbent: Sequence[Times]) -> tuple[float, float]:
-    """(mean ratio of a challenger's time to the incumbent's over problems, the noise that it has to beat)."""
+    """Return a challenger's mean time ratio to the incumbent over problems, and the noise to beat."""
     ratios = [
         [ours / theirs for ours, theirs in zip(one.rounds, other.rounds, strict=True)]
         for one, other in zip(challenger, incumbent, strict=True)
@@ -124,12 +107,10 @@ def against(challenger: Sequence[Times], incumbent: Sequence[Times]) -> tuple[fl
 
 
 def replaces(ratio: float, noise: float) -> bool:
-    """Whether a challenger with this mean ratio to the incumbent takes its place."""
     return ratio < 1.0 - noise
 
 
 def _spread(ratios: Sequence[float]) -> float:
-    """How far ratios lie apart; of TRIMMED or more without the one that is farthest from the median."""
     some = list(ratios)
     if len(some) >= TRIMMED:
         middle = statistics.median(some)

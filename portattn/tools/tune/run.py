@@ -1,51 +1,98 @@
-"""A whole run: every class proposed and compiled, then, where the chip is here, checked and timed, class by class."""
+"""A whole run: propose and compile every class, then check and time class by class if the chip is here."""
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from itertools import zip_longest
+from typing import TypeVar
 
 import msgspec
 import torch
 
 from portattn.launch.device_api import synchronize
-from portattn.planning.registry import parse_target
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import Registry, parse_target
+from portattn.schema.ops import WRITERS
 from portattn.schema.target import Target
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.pool import in_children
 from portattn.tools.tune import race
-from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.classes import Class
-from portattn.tools.tune.facts import compile_all, verdict
+from portattn.tools.tune.classes import Class, workload
+from portattn.tools.tune.core import core_tunable
 from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.log import History
 from portattn.tools.tune.race import SampleClock
-from portattn.tools.tune.records import CandidateRecord, Outcome, ProblemResult, Record
+from portattn.tools.tune.records import CandidateRecord, CodeRecord, Outcome, ProblemResult, Record
 from portattn.tools.tune.search import (
     Entrant,
     Field,
     Race,
-    as_code,
+    candidate_record,
     compilers_error,
     facts_of,
     larger_tiles_first,
-    of_code,
     proposals,
     usable_entrants,
     witnesses,
 )
-from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, NotBuilt, Tunable
-from portattn.tools.tune.tunables import tunables
-from portattn.tools.tune.workloads import workload
+from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, NotBuilt, Tunable, compile_all, verdict
 from portattn.worker.client import Worker
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+LOOK_SECONDS = 1.0  # how often the time is looked at while children work
+END_SECONDS = 10.0  # how long a killed child is waited for: until then it holds the device's memory
+
+
+def in_children(
+    items: Sequence[Item], work: Callable[[Item], Found], processes: int, done: Callable[[Item, Found], None],
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> bool:  # fmt: skip
+    """Work on items in spawned children, telling `done` in this thread; return False on a time-out or a dead child."""
+    if not items:
+        return True
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(items)), mp_context=context, initializer=_leave_interrupts)
+    try:
+        running: dict[Future[Found], Item] = {pool.submit(work, item): item for item in items}
+        while running and not out_of_time():
+            for future in wait(running, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
+                item = running.pop(future)
+                done(item, future.result())
+        return not running
+    except BrokenProcessPool:
+        return False
+    finally:
+        children = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:  # one may hang in a kernel
+            child.kill()
+        for child in children:
+            child.join(END_SECONDS)
+
+
+def _leave_interrupts() -> None:
+    """Ignore Ctrl-C, which reaches every process of a terminal: the parent alone answers it, and ends the children."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
+    """Return everything tunable for a target: the core kernels (of gradients' only these), then the backend's."""
+    backend = (registry or Registry.load()).backends[target.backend]
+    kernels = [kernel for kernel in CORES.values() if kernel.op not in WRITERS] if backend.core_path else []
+    found: list[Tunable] = [core_tunable(kernel) for kernel in kernels]
+    return [*found, *backend.tunables(target.arch.name)]
 
 
 class CandidateJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate to run: everything a child needs to build it. code: what its result is kept under."""
+    """One candidate to run: everything a child needs to build it. code: the key of its result."""
 
     code: str
     target: str
@@ -56,10 +103,7 @@ class CandidateJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm(asked: CandidateJob) -> str:
-    """Run a candidate once, in a child. Why it does not compile or fit; empty where it does, or fails otherwise.
-
-    What else a device raises is found again, and said, where the candidate is checked.
-    """
+    """Run a candidate once; return why it does not compile or fit, or "": its check finds other device errors again."""
     target, device = parse_target(asked.target), torch.device(asked.device)
     tunable = next(one for one in tunables(target) if one.name == asked.kernel)
     call = call_of(asked.case, Tensors.random(asked.case, device))
@@ -72,16 +116,10 @@ def warm(asked: CandidateJob) -> str:
 
 
 def warm_all(
-    jobs: Sequence[CandidateJob],
-    processes: int,
-    done: Callable[[str, str], None],
-    out_of_time: Callable[[], bool],
+    jobs: Sequence[CandidateJob], processes: int, done: Callable[[str, str], None], out_of_time: Callable[[], bool],
     work: Callable[[CandidateJob], str] = warm,
-) -> None:
-    """Run every candidate in a child; `done(code, failure)` is called in this thread. It is over when time is.
-
-    Where a child dies the rest is left to be compiled where it is checked.
-    """
+) -> None:  # fmt: skip
+    """Run every candidate in a child, telling `done(code, failure)`; if one dies, checks compile the rest."""
     in_children(jobs, work, processes, lambda asked, failure: done(asked.code, failure), out_of_time)
 
 
@@ -89,56 +127,33 @@ COMPILING_SHARE = 0.5  # of a budget, where something is to be timed as well
 
 
 class TuneOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run is made.
-
-    budget      seconds for all of it; None for as long as it takes
-    jobs        compiles at a time
-    seconds     time limit of one compile
-    spills      bytes of spills that a candidate may have; spills_as_today: as many as today's choice, if more
-    candidates  of each class so many, those nearest to the incumbent; 0 for all
-    rounds      in which finalists take turns
-    only        candidates that have one of these values of these settings
-    """
-
-    budget: float | None = None
-    jobs: int = 2
-    seconds: float = 120.0
-    spills: int = 0
+    budget: float | None = None  # seconds for all of it; None for no limit
+    jobs: int = 2  # compiles at a time
+    seconds: float = 120.0  # time limit of one compile
+    spills: int = 0  # bytes of spills that a candidate may have; spills_as_today: as many as today's choice, if more
     spills_as_today: bool = False
-    candidates: int = 0
-    rounds: int = 6
-    only: dict[str, tuple[str, ...]] = {}
+    candidates: int = 0  # most candidates of each class, those nearest to the incumbent; 0 for all
+    rounds: int = 6  # in which finalists take turns
+    only: dict[str, tuple[str, ...]] = {}  # allowed values by setting
 
 
 class Tuner:
-    """A run over classes.
-
-    device, clock  where and how candidates are timed; both None to compile only
-    note           is called with each record as it is made
-    begin          is called with what is being done, and how many steps it has
-    make           makes a worker for a toolchain; the lab's when None
-    """
+    """A run over classes, only compiled without device and clock; `note` gets records, `begin` steps and lengths."""
 
     def __init__(
-        self,
-        target: Target,
-        tunables: Sequence[Tunable],
-        options: TuneOptions,
-        note: Callable[[Record], None],
-        history: History,
-        device: torch.device | None = None,
-        clock: SampleClock | None = None,
-        begin: Callable[[str, int], None] = lambda what, steps: None,
-        make: Callable[[str], Worker] | None = None,
-    ) -> None:
+        self, target: Target, tunables: Sequence[Tunable], options: TuneOptions, note: Callable[[Record], None],
+        history: History, device: torch.device | None = None, clock: SampleClock | None = None,
+        begin: Callable[[str, int], None] = lambda what, steps: None, make: Callable[[str], Worker] | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.options, self.note, self.begin, self.make = target, options, note, begin, make
         self.tunables = {tunable.name: tunable for tunable in tunables}
         self.history, self.device, self.clock = history, device, clock
-        self.codes: dict[str, CompileResult] = {code: of_code(record) for code, record in history.codes.items()}
+        self.codes: dict[str, CompileResult] = {
+            code: CompileResult(record.failure, record.facts) for code, record in history.codes.items()
+        }
         self._begun = time.monotonic()
 
     def run(self, classes: Sequence[Class], done: Callable[[Class, Outcome], None]) -> list[Outcome]:
-        """Search every class that the history has no outcome of; `done` is called as each is finished."""
         left = [one for one in classes if one.name not in self.history.done]
         fields = proposals(left, self.tunables, self.target, self.options.candidates, self.options.only)
         for ground in fields:
@@ -158,7 +173,6 @@ class Tuner:
         return outcomes
 
     def compile(self, codes: Sequence[Sequence[tuple[str, BuiltCandidate]]], share: float = 1.0) -> None:
-        """Compile what is not compiled yet, as far as the budget goes. codes: those of each entrant."""
         jobs = [job for some in codes for job in some]
         new = {code for code, built in jobs if code not in self.codes and built.compile is not None}
         self.begin("compiling", len(new))
@@ -166,7 +180,7 @@ class Tuner:
 
         def done(code: str, made: CompileResult) -> None:
             self.codes[code] = made
-            self.note(as_code(code, made))
+            self.note(CodeRecord(code=code, failure=made.failure, facts=made.facts))
 
         options = self.options
         compile_all(
@@ -175,12 +189,12 @@ class Tuner:
         )  # fmt: skip
 
     def warm(self, grounds: Sequence[Field]) -> None:
-        """Run in children what could not be compiled in them, where there is a device."""
+        """Run in children the candidates that could not be compiled there, if there is a device."""
         if self.device is None or self.device.type == "cpu":
             return
         asked = {
-            built.code or built.identity: CandidateJob(
-                code=built.code or built.identity, target=self.target.name, kernel=ground.of.kernel, case=load.case,
+            built.key: CandidateJob(
+                code=built.key, target=self.target.name, kernel=ground.of.kernel, case=load.case,
                 choice=entrant.choice, device=str(self.device),
             )
             for ground in grounds
@@ -194,7 +208,7 @@ class Tuner:
 
         def done(code: str, failure: str) -> None:
             self.codes[code] = CompileResult(failure)
-            self.note(as_code(code, self.codes[code]))
+            self.note(CodeRecord(code=code, failure=failure))
 
         warm_all(jobs, self.options.jobs, done, lambda: time.monotonic() >= end)
 
@@ -218,7 +232,6 @@ class Tuner:
         return msgspec.structs.replace(outcome, seconds=seconds, complete=complete and outcome.complete)
 
     def _spills(self, ground: Field) -> int:
-        """Bytes of spills that a candidate of this class may have."""
         most = self.options.spills
         if self.options.spills_as_today:
             own = (code for one in ground.entrants if one.incumbent for code, _ in one.codes)
@@ -227,18 +240,11 @@ class Tuner:
         return most
 
     def _nothing(self, ground: Field, why: str) -> Outcome:
-        of = ground.of
-        return Outcome(
-            name=of.name,
-            choice=None,
-            replaces=False,
-            measured=self.device is not None,
-            incumbent=of.incumbent,
-            reason=why,
-        )
+        nothing = {"name": ground.of.name, "incumbent": ground.of.incumbent, "reason": why}
+        return Outcome(choice=None, replaces=False, measured=self.device is not None, **nothing)  # type: ignore[arg-type]
 
     def serving(self, ground: Field, entrants: Sequence[Entrant]) -> list[Entrant]:
-        """Those whose code also fits the chip where the call has what the problems of the class lack (LSE, lengths)."""
+        """Return entrants whose code also fits with features that the class's problems lack (LSE, lengths)."""
         asked: dict[str, list[tuple[str, BuiltCandidate]]] = {}
         for entrant in entrants:
             asked[entrant.choice.key] = []
@@ -247,7 +253,7 @@ class Tuner:
                     built = ground.tunable.build(problem, entrant.choice, self.target)
                 except NotBuilt:  # it is another candidate's then, or the core's
                     continue
-                asked[entrant.choice.key].append((built.code or built.identity, built))
+                asked[entrant.choice.key].append((built.key, built))
         self.compile(list(asked.values()))
         left = []
         for entrant in entrants:
@@ -260,20 +266,16 @@ class Tuner:
             if why and not entrant.incumbent:
                 for load in ground.of.workloads:
                     known = facts_of(entrant.built[load.name], self.codes)
+                    told, times = f"with lengths and LSE: {why}", entrant.times.get(load.name)
                     self.note(
-                        CandidateRecord(
-                            name=ground.of.name, problem=load.name, choice=entrant.choice, verdict="ruled out",
-                            reason=f"with lengths and LSE: {why}", times=entrant.times.get(load.name), **known,
-                        )
-                    )  # fmt: skip
+                        candidate_record(ground.of, load, entrant.choice, "ruled out", told, times=times, **known)
+                    )
             else:
                 left.append(entrant)
         return left
 
     def joined(self, ground: Field, ranked: Sequence[Choice]) -> list[Entrant]:
-        """What the tunable makes of the choices that were probed, the fastest first; compiled. Of kernels whose parts
-        are swept one by one it is the best parts together.
-        """
+        """Return the tunable's joined choices of the probed ones (fastest first), compiled: the best of each sweep."""
         join = getattr(ground.tunable, "joined", None)
         if join is None:
             return []
@@ -291,7 +293,7 @@ class Tuner:
         return entrants
 
     def _compile_only(self, ground: Field, entrants: list[Entrant]) -> Outcome:
-        """The incumbent where it compiles without spills; else the largest tile that does."""
+        """Return the incumbent if it compiles without spills, else the largest tile that does."""
         of, chosen = ground.of, None
         own = next((one for one in entrants if one.incumbent), None)
         if any(built.compile is None for one in entrants for built in one.built.values()):
@@ -300,9 +302,8 @@ class Tuner:
         why = ""
         if own is not None:
             codes = [self.codes[code] for code, built in own.codes if built.compile is not None]
-            why = next(
-                filter(None, (verdict(code, own.choice, self.target, self.options.spills) for code in codes)), ""
-            )
+            verdicts = (verdict(code, own.choice, self.target, self.options.spills) for code in codes)
+            why = next(filter(None, verdicts), "")
             chosen = own if of.measured or not why else None
         clean = [one for one in entrants if not one.incumbent or not why]
         for one in [chosen] if chosen else sorted(clean, key=larger_tiles_first):
@@ -316,12 +317,8 @@ class Tuner:
                 else:
                     word = "ruled out" if one.incumbent and why else "compiles"
                 known = facts_of(one.built[load.name], self.codes)
-                self.note(
-                    CandidateRecord(
-                        name=of.name, problem=load.name, choice=one.choice, verdict=word,  # type: ignore[arg-type]
-                        reason=why if one.incumbent else "", **known,
-                    )
-                )  # fmt: skip
+                told = why if one.incumbent else ""
+                self.note(candidate_record(of, load, one.choice, word, told, **known))  # type: ignore[arg-type]
         if chosen is None:
             return self._nothing(ground, "no candidate compiles, fits and does not spill")
         known = facts_of(chosen.built[of.workloads[0].name], self.codes)
@@ -374,18 +371,17 @@ class Tuner:
 
 
 def _counts(entrants: Sequence[Entrant], ground: Field) -> dict[str, int]:
-    """How many candidates came through compiling, and how many did not, by verdict."""
     return {"looked at": len(entrants)} | dict(Counter(record.verdict for record in ground.dropped))
 
 
 def interleaved(grounds: Sequence[Field]) -> list[list[tuple[str, BuiltCandidate]]]:
-    """Codes of all classes in turn, each class's nearest candidates first: what a short budget should compile."""
+    """Return codes of all classes in turn, each class's nearest candidates first: the best order for a short budget."""
     rows = zip_longest(*([entrant.codes for entrant in ground.entrants] for ground in grounds), fillvalue=[])
     return [codes for row in rows for codes in row]
 
 
 def red(records: Sequence[Record], outcomes: Mapping[str, Outcome]) -> list[str]:
-    """What a run's exit status is 1 for: candidates that were wrong or broke, and classes without a choice."""
+    """Return the reasons for exit status 1: candidates that were wrong or broke, and classes without a choice."""
     found = [
         f"{record.verdict}: {record.choice} on {record.problem}: {record.reason}"
         for record in records

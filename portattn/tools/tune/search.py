@@ -1,43 +1,103 @@
-"""One class: what is tried, what compiling leaves of it, and on a device what checking and timing leave of that."""
+"""Search one class: choose candidates, then drop them by compiling, checking (the benchmarks' gate) and timing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from portattn.compile.compile_check import is_compilers
+from portattn.compile.ensure_compiled import is_compilers
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch.device_api import synchronize
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
-from portattn.tools.bench.gate import reason
-from portattn.tools.bench.tensors import Tensors
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.gate import OracleGate, reason
+from portattn.tools.bench.tensors import Tensors, rows_of
 from portattn.tools.tune import race
-from portattn.tools.tune.check import Errors, checker, start
-from portattn.tools.tune.choice import Choice, Only
-from portattn.tools.tune.classes import Class
-from portattn.tools.tune.facts import verdict
-from portattn.tools.tune.gradients import call_of
+from portattn.tools.tune.classes import Class, Workload
+from portattn.tools.tune.gradients import WRITTEN, Shares, call_of
 from portattn.tools.tune.race import SampleClock, Times
-from portattn.tools.tune.records import CandidateRecord, CandidateState, CodeRecord, Record, Trying
-from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, NotBuilt, RunnableCandidate, Tunable
-from portattn.tools.tune.workloads import Workload
+from portattn.tools.tune.records import CandidateRecord, CandidateState, Record, Trying
+from portattn.tools.tune.tunable import (
+    BuiltCandidate,
+    Choice,
+    CompileResult,
+    NotBuilt,
+    Only,
+    RunnableCandidate,
+    Tunable,
+    verdict,
+)
+
+
+class Errors(NamedTuple):
+    """Largest and mean absolute error of one run in the gate's sample, and the largest allowed error."""
+
+    largest: float
+    mean: float
+    budget: float
+
+    @property
+    def wrong(self) -> bool:
+        """Return whether the error is over the budget or NaN."""
+        return not self.largest <= self.budget
+
+
+class Checker(OracleGate):
+    """Compare a candidate's output with the float64 oracle."""
+
+    def errors(self, out: torch.Tensor) -> Errors:
+        """Return the errors of `out`, (B, Hq, Sq, Dv) as a Call has it; packed (1, Hq, Tq, Dv)."""
+        shown = out[0].transpose(0, 1) if self.case.packed else out
+        worst, total, count = 0.0, 0.0, 0
+        for sequence, head, rows, expected in self._parts:
+            got = rows_of(self.case, shown, sequence, head, rows)
+            off = (got.double() - expected).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+            worst, total, count = max(worst, float(off.max())), total + float(off.sum()), count + off.numel()
+        return Errors(worst, total / max(count, 1), self.budget)
+
+
+class GradientChecker:
+    """Compare a candidate's gradients with float64. Errors are parts of their budgets, which are 1."""
+
+    def __init__(self, case: Case, t: Tensors, call: Call) -> None:
+        self._shares = Shares(case, t, call)
+
+    def errors(self, out: torch.Tensor) -> Errors:
+        """Return the gradients' errors; `out` is delta, an intermediate that is not judged."""
+        largest, mean = self._shares.of()
+        return Errors(largest, mean, self._shares.gate.budget)
+
+
+def checker(case: Case, t: Tensors, call: Call) -> Checker | GradientChecker:
+    return GradientChecker(case, t, call) if case.backward else Checker(case, t)
+
+
+def start(built: BuiltCandidate, call: Call) -> RunnableCandidate:
+    """Return the candidate with outputs that hold NaN, so that unwritten parts show."""
+    for name in WRITTEN:
+        memory = getattr(call, name)
+        if memory is not None:
+            memory.fill_(float("nan"))
+    with nan_filled_memory():
+        return built.start(call)
 
 
 class TuningDeviceLost(PortattnError):
-    """A candidate left the device unusable for this process. The log is whole, and --resume goes on without it."""
+    """A candidate left the device unusable for this process; the log is whole, and --resume goes on without it."""
 
 
 @dataclass(slots=True)
 class Entrant:
-    """One candidate of a class. By problem, built: the candidate; errors, times: of its runs so far."""
+    """One candidate of a class; built, errors and times are by problem."""
 
     choice: Choice
     built: dict[str, BuiltCandidate]
@@ -47,7 +107,7 @@ class Entrant:
 
     @property
     def codes(self) -> list[tuple[str, BuiltCandidate]]:
-        return [(built.code or built.identity, built) for built in self.built.values()]
+        return [(built.key, built) for built in self.built.values()]
 
 
 @dataclass(slots=True)
@@ -60,21 +120,18 @@ class Field:
     dropped: list[CandidateRecord] = field(default_factory=list)
 
     def enter(self, choice: Choice, target: Target, seen: dict[tuple[str, ...], Choice], own: bool = False) -> bool:
-        """Enter a choice if it can be built for all problems and is no other's twin; else record the reason.
-
-        seen  the entered choices by their launches; own: the choice is today's
-        """
+        """Enter a choice if it can be built for all problems and has no twin in `seen`; else record the reason."""
         built: dict[str, BuiltCandidate] = {}
         for load in self.of.workloads:
             try:
                 built[load.name] = self.tunable.build(load.problem, choice, target)
             except NotBuilt as no:
-                self.dropped.append(_candidate(self.of, load, choice, "refused", str(no)))
+                self.dropped.append(candidate_record(self.of, load, choice, "refused", str(no)))
                 return False
         identities = tuple(one.identity for one in built.values())
         if identities in seen:
             twin = f"the same launches as {seen[identities]}"
-            self.dropped.append(_candidate(self.of, self.of.workloads[0], choice, "twin", twin))
+            self.dropped.append(candidate_record(self.of, self.of.workloads[0], choice, "twin", twin))
             return False
         seen[identities] = choice
         self.entrants.append(Entrant(choice, built, incumbent=own))
@@ -84,7 +141,7 @@ class Field:
 def proposals(
     classes: Sequence[Class], tools: Mapping[str, Tunable], target: Target, most: int, only: Only
 ) -> list[Field]:
-    """The entrants of every class. Raises ArgumentError where `only` leaves nothing to try in any of them."""
+    """Return the entrants of every class. Raises ArgumentError if `only` leaves nothing to try in any of them."""
     found = [propose(one, tools[one.kernel], target, most, only) for one in classes]
     if only and found and not any(not entrant.incumbent for ground in found for entrant in ground.entrants):
         told = ", ".join(f"{name}={value}" for name, values in only.items() for value in values)
@@ -93,11 +150,7 @@ def proposals(
 
 
 def propose(of: Class, tunable: Tunable, target: Target, most: int, only: Only = MappingProxyType({})) -> Field:
-    """The entrants of a class: what its space holds for its first problem, as far as it can be built for all of them.
-
-    most  of the candidates nearest to the incumbent, so many; 0 for all
-    only  candidates that have one of these values of these settings
-    """
+    """Return the entrants of a class; most: the number nearest to the incumbent, 0 for all; only: allowed values."""
     found = Field(of, tunable)
     base = of.incumbent or Choice()
     space = (c for c in tunable.space(of.workloads[0].problem, target, base) if c.among(only))
@@ -114,15 +167,12 @@ def propose(of: Class, tunable: Tunable, target: Target, most: int, only: Only =
 
 
 def usable_entrants(ground: Field, codes: dict[str, CompileResult], target: Target, most_spilled: int) -> list[Entrant]:
-    """The entrants that compile, fit and do not spill; records of the others are added to `dropped`.
-
-    The incumbent is never ruled out for its spills: it is what the others are compared with.
-    """
+    """Return entrants that compile, fit and do not spill (the incumbent may); records of others go to `dropped`."""
     left = []
     for entrant in ground.entrants:
         for load in ground.of.workloads:
             built = entrant.built[load.name]
-            code = codes.get(built.code or built.identity)
+            code = codes.get(built.key)
             if built.compile is None and code is None:
                 continue
             if code is None:
@@ -132,7 +182,7 @@ def usable_entrants(ground: Field, codes: dict[str, CompileResult], target: Targ
                 why, word = verdict(code, entrant.choice, target, allowed), "ruled out"
             if code is None or why:
                 known = facts_of(built, codes)
-                ground.dropped.append(_candidate(ground.of, load, entrant.choice, word, why, **known))  # type: ignore[arg-type]
+                ground.dropped.append(candidate_record(ground.of, load, entrant.choice, word, why, **known))  # type: ignore[arg-type]
                 break
         else:
             left.append(entrant)
@@ -140,20 +190,19 @@ def usable_entrants(ground: Field, codes: dict[str, CompileResult], target: Targ
 
 
 def facts_of(built: BuiltCandidate, codes: dict[str, CompileResult]) -> dict[str, Any]:
-    """Registers, spills and local memory of a candidate's code, as far as they are known."""
-    code = codes.get(built.code or built.identity)
+    code = codes.get(built.key)
     facts = (code.facts if code else None) or {}
     return {name: int(facts[name]) for name in ("registers", "spills", "scratchpad_bytes") if name in facts}
 
 
-def _candidate(
+def candidate_record(
     of: Class, load: Workload, choice: Choice, word: CandidateState, why: str = "", **known: Any
 ) -> CandidateRecord:
     return CandidateRecord(name=of.name, problem=load.name, choice=choice, verdict=word, reason=why, **known)
 
 
 class PreparedWorkload:
-    """One workload on a device: its inputs, its call, and what is right."""
+    """One workload on a device: its inputs, call and checker."""
 
     def __init__(self, load: Workload, device: torch.device) -> None:
         self.load, self.device = load, device
@@ -162,7 +211,7 @@ class PreparedWorkload:
         self.checker = checker(load.case, tensors, self.call)
 
     def first_run(self, built: BuiltCandidate) -> tuple[RunnableCandidate, Errors]:
-        """Run a candidate once into outputs that held NaN. Raises whatever compiler and device raise."""
+        """Run a candidate once into outputs that held NaN. Raises any error of compiler and device."""
         begun = start(built, self.call)
         begun.run()
         synchronize(self.device)
@@ -170,36 +219,25 @@ class PreparedWorkload:
 
 
 class Race:
-    """The entrants of one class on a device: every candidate is checked, then timed, and one is chosen.
-
-    note      is called with each record as it is made
-    out_of_time  whether the class's share of the budget is spent: the incumbent and finalists are timed all the same
-    """
+    """Check and time the entrants of a class; after `out_of_time` only incumbent and finalists. `note` gets records."""
 
     def __init__(
-        self,
-        ground: Field,
-        codes: dict[str, CompileResult],
-        device: torch.device,
-        clock: SampleClock,
-        note: Callable[[Record], None],
-        fatal: set[tuple[str, str]],
-        out_of_time: Callable[[], bool],
-    ) -> None:
+        self, ground: Field, codes: dict[str, CompileResult], device: torch.device, clock: SampleClock,
+        note: Callable[[Record], None], fatal: set[tuple[str, str]], out_of_time: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self.ground, self.of, self.codes, self.device, self.clock = ground, ground.of, codes, device, clock
         self.note, self.fatal, self.out_of_time = note, fatal, out_of_time
         self.complete = True
         self._stage: PreparedWorkload | None = None
 
     def stage(self, load: Workload) -> PreparedWorkload:
-        """The workload's stage; the last one is kept, so that a class of one problem has one."""
+        """Return the prepared workload; the last one is kept, so that a class of one problem has one."""
         if self._stage is None or self._stage.load is not load:
             self._stage = None  # frees its tensors first
             self._stage = PreparedWorkload(load, self.device)
         return self._stage
 
     def probe(self, entrants: Sequence[Entrant]) -> list[Entrant]:
-        """Check and briefly time them all, problem by problem; those that are right and not clearly slower."""
         left = list(entrants)
         for load in self.of.workloads:
             best = float("inf")
@@ -237,7 +275,6 @@ class Race:
         return times
 
     def _begun(self, load: Workload, entrant: Entrant) -> RunnableCandidate | None:
-        """Run a candidate for the first time and check it; None where that is its end."""
         stage = self.stage(load)
         self.note(Trying(name=self.of.name, problem=load.name, choice=entrant.choice.key))
         try:
@@ -257,33 +294,31 @@ class Race:
         return begun
 
     def _spoiled(self, load: Workload, entrant: Entrant, begun: RunnableCandidate) -> bool:
-        """Whether the result is wrong after many runs: what a race spoils now and then has had its chance."""
+        """Return whether the result is wrong after many runs, which give a data race its chance."""
         entrant.errors[load.name] = self.stage(load).checker.errors(begun.out)
         if entrant.errors[load.name].wrong:
             self._say(load, entrant, "wrong", "right at first, and wrong after it was timed")
         return entrant.errors[load.name].wrong
 
     def _alive(self, entrant: Entrant) -> None:
-        """Raise DeviceLost where the device takes nothing more from this process."""
         try:
             synchronize(self.device)
         except RuntimeError as error:
             raise TuningDeviceLost(f"tune: {entrant.choice} left the device unusable: {reason(error)}") from None
 
     def ranked(self, entrants: Sequence[Entrant]) -> list[Entrant]:
-        """Those that were probed, the fastest first by the mean over the problems."""
         names = [load.name for load in self.of.workloads]
         least = [min(one.times[name].median for one in entrants) for name in names] if entrants else []
         return sorted(entrants, key=lambda one: race.mean_ratio([one.times[name].median for name in names], least))
 
     def finalists(self, entrants: Sequence[Entrant]) -> list[Entrant]:
-        """The best by their probes, and the incumbent whatever its own were."""
+        """Return the best by their probes, and the incumbent in any case."""
         ranked = self.ranked(entrants)
         own = [one for one in ranked if one.incumbent]
         return [*own, *[one for one in ranked if not one.incumbent][: race.FINALISTS]]
 
     def final(self, entrants: Sequence[Entrant], rounds: int) -> list[Entrant]:
-        """Time the finalists in turns, and check them again; those that are still right, the fastest first."""
+        """Time the finalists in turns and check them again; return the right ones, the fastest first."""
         left = list(entrants)
         for load in self.of.workloads:
             begun = {one.choice.key: run for one in left if (run := self._begun(load, one)) is not None}
@@ -313,25 +348,19 @@ class Race:
             known |= {"error": errors.largest, "mean_error": errors.mean, "budget": errors.budget}
         # Infinite errors have no place in JSON, and say enough as a verdict.
         known = {name: value for name, value in known.items() if value != float("inf")}
-        self.note(_candidate(self.of, load, entrant.choice, word, why, times=entrant.times.get(load.name), **known))
+        self.note(
+            candidate_record(self.of, load, entrant.choice, word, why, times=entrant.times.get(load.name), **known)
+        )
 
 
 def compilers_error(error: Exception) -> bool:
-    """Whether an error is Triton's about a kernel (it does not compile, it needs more than the chip has)."""
+    """Return whether an error is Triton's about a kernel (it does not compile, or exceeds the chip)."""
     own = type(error).__module__.partition(".")[0] == "triton" or "PassManager" in str(error)
     return own and is_compilers(error)
 
 
-def as_code(code: str, made: CompileResult) -> CodeRecord:
-    return CodeRecord(code=code, failure=made.failure, facts=made.facts)
-
-
-def of_code(record: CodeRecord) -> CompileResult:
-    return CompileResult(record.failure, record.facts)
-
-
 def witnesses(of: Class) -> list[Problem]:
-    """Problems that the entry will serve as well, and that need more registers and memory: LSE, and lengths."""
+    """Return problems that the entry will serve as well and that need more registers and memory: LSE, and lengths."""
     found = []
     for load in of.workloads:
         p = load.problem

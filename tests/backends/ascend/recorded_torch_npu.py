@@ -1,8 +1,6 @@
-"""A stand-in for torch_npu: the published signatures, every argument checked, the true answer in float64.
-
-Signatures: Ascend/op-plugin, op_plugin/config/op_plugin_functions.yaml. Constraints: the documents that
-backends/ascend/vendor.py names. What is documented as undefined comes back as NaN, so that nothing can lean on it.
-"""
+"""A stand-in for torch_npu: the published signatures, every argument checked, the true answer in float64. Signatures:
+Ascend/op-plugin, op_plugin/config/op_plugin_functions.yaml. Constraints: the documents that backends/ascend/__init__.py
+names. What is documented as undefined comes back as NaN, so that nothing can lean on it."""
 
 from __future__ import annotations
 
@@ -25,32 +23,13 @@ class RecordedTorchNpu(types.ModuleType):
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def npu_fusion_attention(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        head_num: Any,
-        input_layout: Any,
-        pse: Any = None,
-        padding_mask: Any = None,
-        atten_mask: Any = None,
-        scale: Any = 1.0,
-        keep_prob: Any = 1.0,
-        pre_tockens: Any = INT_MAX,
-        next_tockens: Any = INT_MAX,
-        inner_precise: Any = 0,
-        prefix: Any = None,
-        actual_seq_qlen: Any = None,
-        actual_seq_kvlen: Any = None,
-        sparse_mode: Any = 0,
-        gen_mask_parallel: Any = True,
-        sync: Any = False,
-        softmax_layout: Any = "",
-        sink: Any = None,
-        dropout_mask: Any = None,
-        seed: Any = 0,
+        self, query: Any, key: Any, value: Any, head_num: Any, input_layout: Any, pse: Any = None,
+        padding_mask: Any = None, atten_mask: Any = None, scale: Any = 1.0, keep_prob: Any = 1.0,
+        pre_tockens: Any = INT_MAX, next_tockens: Any = INT_MAX, inner_precise: Any = 0, prefix: Any = None,
+        actual_seq_qlen: Any = None, actual_seq_kvlen: Any = None, sparse_mode: Any = 0, gen_mask_parallel: Any = True,
+        sync: Any = False, softmax_layout: Any = "", sink: Any = None, dropout_mask: Any = None, seed: Any = 0,
         offset: Any = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:  # fmt: skip
         self.calls.append(("npu_fusion_attention", {k: v for k, v in locals().items() if k != "self"}))
         _check_tensors(query, key, value, (*SIXTEEN_BIT, torch.float32), most_dim=768, sizes_up_to=1 << 20)
         _check_heads(query, key, head_num, key.shape[1])
@@ -60,62 +39,25 @@ class RecordedTorchNpu(types.ModuleType):
         assert (pre_tockens, next_tockens) == (INT_MAX, INT_MAX)
         unused = (pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen, sink, dropout_mask)
         assert unused == (None,) * 7
-        assert (inner_precise, gen_mask_parallel, sync, softmax_layout, seed, offset) == (
-            0,
-            True,
-            False,
-            "",
-            0,
-            0,
-        )
+        assert (inner_precise, gen_mask_parallel, sync, softmax_layout, seed, offset) == (0, True, False, "", 0, 0)
         seen = seen_keys(query, key, sparse_mode, atten_mask)
         out, softmax_max, softmax_sum = _Fusion.apply(query, key, value, scale, seen)
         return out, softmax_max, softmax_sum, torch.empty(0), 0, 0, 0
 
     def npu_fused_infer_attention_score(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        *,
-        pse_shift: Any = None,
-        atten_mask: Any = None,
-        actual_seq_lengths: Any = None,
-        actual_seq_lengths_kv: Any = None,
-        dequant_scale1: Any = None,
-        quant_scale1: Any = None,
-        dequant_scale2: Any = None,
-        quant_scale2: Any = None,
-        quant_offset2: Any = None,
-        antiquant_scale: Any = None,
-        antiquant_offset: Any = None,
-        key_antiquant_scale: Any = None,
-        key_antiquant_offset: Any = None,
-        value_antiquant_scale: Any = None,
-        value_antiquant_offset: Any = None,
-        block_table: Any = None,
-        query_padding_size: Any = None,
-        kv_padding_size: Any = None,
-        key_shared_prefix: Any = None,
-        value_shared_prefix: Any = None,
-        actual_shared_prefix_len: Any = None,
-        query_rope: Any = None,
-        key_rope: Any = None,
-        key_rope_antiquant_scale: Any = None,
-        num_heads: Any = 1,
-        scale: Any = 1.0,
-        pre_tokens: Any = INT_MAX,
-        next_tokens: Any = INT_MAX,
-        input_layout: Any = "BSH",
-        num_key_value_heads: Any = 0,
-        sparse_mode: Any = 0,
-        inner_precise: Any = 0,
-        block_size: Any = 0,
-        antiquant_mode: Any = 0,
-        key_antiquant_mode: Any = 0,
-        value_antiquant_mode: Any = 0,
+        self, query: Any, key: Any, value: Any, *, pse_shift: Any = None, atten_mask: Any = None,
+        actual_seq_lengths: Any = None, actual_seq_lengths_kv: Any = None, dequant_scale1: Any = None,
+        quant_scale1: Any = None, dequant_scale2: Any = None, quant_scale2: Any = None, quant_offset2: Any = None,
+        antiquant_scale: Any = None, antiquant_offset: Any = None, key_antiquant_scale: Any = None,
+        key_antiquant_offset: Any = None, value_antiquant_scale: Any = None, value_antiquant_offset: Any = None,
+        block_table: Any = None, query_padding_size: Any = None, kv_padding_size: Any = None,
+        key_shared_prefix: Any = None, value_shared_prefix: Any = None, actual_shared_prefix_len: Any = None,
+        query_rope: Any = None, key_rope: Any = None, key_rope_antiquant_scale: Any = None, num_heads: Any = 1,
+        scale: Any = 1.0, pre_tokens: Any = INT_MAX, next_tokens: Any = INT_MAX, input_layout: Any = "BSH",
+        num_key_value_heads: Any = 0, sparse_mode: Any = 0, inner_precise: Any = 0, block_size: Any = 0,
+        antiquant_mode: Any = 0, key_antiquant_mode: Any = 0, value_antiquant_mode: Any = 0,
         softmax_lse_flag: Any = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         arguments = {k: v for k, v in locals().items() if k != "self"}
         self.calls.append(("npu_fused_infer_attention_score", arguments))
         _check_tensors(query, key, value, SIXTEEN_BIT, most_dim=512, sizes_up_to=20971520)
@@ -157,10 +99,8 @@ class RecordedTorchNpu(types.ModuleType):
 
 
 class _Fusion(torch.autograd.Function):
-    """(query, key, value, scale, seen) -> (out, softmax_max, softmax_sum), differentiated as torch_npu does it.
-
-    Its autograd formula passes the gradient of `out` on as `dy`, and ignores those of softmax_max and softmax_sum.
-    """
+    """(query, key, value, scale, seen) -> (out, softmax_max, softmax_sum), differentiated as torch_npu does it. Its
+    autograd formula passes the gradient of `out` on as `dy`, and ignores those of softmax_max and softmax_sum."""
 
     @staticmethod
     def forward(
@@ -189,10 +129,8 @@ def fusion_gradients(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dy: torch.Tensor, scale: float, seen: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the gradients of query, key and value for the gradient `dy` of npu_fusion_attention's first output.
-
     Written out, with P = softmax(S): dV = Pᵀ dO, dS = P ∘ (dP - rowsum(dP ∘ P)), since operators beneath autograd
-    record nothing to differentiate.
-    """
+    record nothing to differentiate."""
     shared = (key.shape[0], key.shape[1], -1, *key.shape[2:])  # the query heads of a key head, added up
     q, dy = query.double(), dy.double()
     k, v = (tensor.double().repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))

@@ -6,7 +6,7 @@ import torch
 from reference_cases import CASES
 from support import poisoned
 
-from portattn.backends.cpu.sdpa import CpuSdpaPath
+from portattn.backends.cpu import CpuSdpaPath
 from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
 

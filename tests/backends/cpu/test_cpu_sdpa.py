@@ -120,13 +120,11 @@ def test_heads_in_turns(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     "fields",
     [
         {"causal": "top_left", "seq_q": 5, "seq_k": 9},
-        {"causal": "bottom_right", "window_left": 1, "seq_q": 3, "seq_k": 9},
-        {"mask": True},
-        {"bias": True},
+        {"causal": "bottom_right", "window_left": 1, "seq_q": 3, "seq_k": 9}, {"mask": True}, {"bias": True},
         {"seqlens_k": True, "leftpad_k": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_key_that_nobody_sees_can_hold_anything(fields: dict[str, Any], tensor: str, value: float) -> None:
     """In K alone, and in V alone, bit for bit."""
     call = random_call(problem("dense", **fields), seed=4)

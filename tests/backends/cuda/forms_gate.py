@@ -27,7 +27,6 @@ import test_gluon_backward as backward
 import test_gluon_forms as forward
 import test_gluon_mla as latent
 import test_gluon_narrow as narrow
-import test_gluon_whole as whole
 import tomlkit
 
 from portattn import Problem
@@ -79,14 +78,9 @@ def forms() -> list[Form]:
         Form(f"gluon_forward: {form} D={dim} {causal}", forward.VARIANT, forward.problem(form, dim, causal))
         for form, dim, causal in forward.ALL
     ]
-    found += [
-        Form(f"{narrow.VARIANT.name}: {form} D={dim} {causal}", narrow.VARIANT, narrow.problem(form, dim, causal))
-        for form, dim, causal in narrow.ALL
-    ]
-    found += [
-        Form(f"{whole.VARIANT.name}: {form} D={dim} {causal}", whole.VARIANT, whole.problem(form, dim, causal))
-        for form, dim, causal in whole.ALL
-    ]
+    for kind, form, dim, causal in narrow.ALL:
+        variant = narrow.VARIANT if kind == "e4m3" else narrow.INT8
+        found.append(Form(f"{variant.name}: {form} D={dim} {causal}", variant, narrow.problem(form, dim, causal, kind)))
     found += [Form(f"gluon_backward: {name}", backward.VARIANT, p) for name, p in backward.FORMS.items()]
     return found + [
         Form(f"gluon_mla: {name}", latent.VARIANT, latent.problem(**fields)) for name, fields in latent.FORMS.items()

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from portattn.schema.target import Target
+from portattn.schema.toolchain import installed_toolchain
 
 # The kernels' own hardware barriers begin at 5, and are computed; those that a compiler takes are numbers.
 OWN_BARRIERS = 5
@@ -30,3 +37,24 @@ def before(lines: list[str], place: int) -> str:
             found = _LINE.match(line)
             return found.group(1) if found else line
     return ""
+
+
+def nvdisasm(target: Target) -> Path:
+    """Return the installed Triton's disassembler; skip the test if there is none, or if `target` has another Triton."""
+    import triton
+
+    if str(target.toolchain) != str(installed_toolchain()):
+        pytest.skip("assembles with the installed Triton's ptxas, which --release does not choose")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not tool.exists():
+        pytest.skip("this Triton comes without nvdisasm: scripts/pack_triton.py leaves it out")
+    return tool
+
+
+def disassemble(tool: Path, ptx: str, folder: Path) -> str:
+    """Return the machine code that the installed ptxas makes of `ptx` for sm_90a, as text."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    (folder / "k.ptx").write_text(ptx)
+    subprocess.run([get_ptxas(90).path, "--gpu-name=sm_90a", "k.ptx", "-o", "k.cubin"], cwd=folder, check=True)
+    return subprocess.run([tool, "-c", "k.cubin"], cwd=folder, check=True, capture_output=True, text=True).stdout

@@ -1,12 +1,11 @@
-"""The order of additions to dQ in turns (warpgroup_ping_pong.py), by the kernels' own functions on plain numbers.
-
-What a launch does with its turns is run here for some programs at a time that go on in any order: no deadlock, and each
-tile of dQ gets the additions of all blocks that see it, always in the order of their keys.
-"""
+"""The order of additions to dQ in turns (tile_scheduler.py), by the kernels' own functions on plain numbers. What
+a launch does with its turns is run here for some programs at a time that go on in any order: no deadlock, and each tile
+of dQ gets the additions of all blocks that see it, always in the order of their keys."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import types
 from collections import namedtuple
@@ -14,14 +13,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from support import random_call
+
+from portattn import Problem
+from portattn.backends.cuda.hopper_backward import variant as backward
+from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
+from portattn.launch.run import launch_tensors
+from portattn.schema.call import Call
+from portattn.schema.kernel_step import launch_steps
+from portattn.testing.tolerance import nan_filled_memory
 
 pytest.importorskip("triton.experimental.gluon")
 
-from portattn.backends.cuda.hopper_backward import tile_scheduler, warpgroup_ping_pong
-from portattn.backends.cuda.hopper_forward import work as forward_work
+from portattn.backends.cuda.hopper_backward import tile_scheduler
+from portattn.backends.cuda.hopper_forward import tile_scheduler as forward_scheduler
 
 KEYS, ROWS = 128, 64
 
@@ -43,7 +52,7 @@ PLAIN = types.SimpleNamespace(
 )  # fmt: skip
 
 
-# The records of form.py, whose fields only the compiler can ask for.
+# The records of tile_scheduler.py, whose fields only the compiler can ask for.
 Work = namedtuple(
     "Work", "start rows head slot sequence q_first q_length k_first k_length tile"
 )  # fmt: skip
@@ -53,26 +62,20 @@ Tiles = namedtuple("Tiles", "begin clean unclean end")
 def plain(module: types.ModuleType, **more: Any) -> types.SimpleNamespace:
     """A kernel module's functions, to be called with plain numbers."""
     known: dict[str, Any] = {
-        "gl": PLAIN,
-        "_ROWS": ROWS,
-        "range": range,
-        "Work": Work,
-        "BackwardWork": Work,
-        "Tiles": Tiles,
-        **more,
-    }
+        "gl": PLAIN, "_ROWS": ROWS, "range": range, "Work": Work, "BackwardWork": Work, "Tiles": Tiles, **more,
+    }  # fmt: skip
     for name, value in vars(module).items():
         if hasattr(value, "fn") and name not in known:
             known[name] = types.FunctionType(value.fn.__code__, known, name, value.fn.__defaults__)
     return types.SimpleNamespace(**known)
 
 
-FORWARD = plain(forward_work)
+FORWARD = plain(forward_scheduler)
 BACKWARD = plain(
     tile_scheduler, in_turn=FORWARD.in_turn, first_row=FORWARD.first_row, last_seen=FORWARD.last_seen,
     position_of=FORWARD.position_of,
 )  # fmt: skip
-TURNS = plain(warpgroup_ping_pong, query_tiles=BACKWARD.query_tiles)
+TURNS = BACKWARD
 
 
 @dataclass(frozen=True)
@@ -147,14 +150,10 @@ CASES = {
         lengths=((100, 200), (200, 200), (340, 240)), packed=True, together=1, first_rows=(0, 600, 300, 640)
     ),
     "packed, causal, rows that fall twice": Case(
-        right=0,
-        lengths=((300, 300), (200, 500), (100, 90), (40, 200)),
-        packed=True,
-        share=2,
-        together=2,
+        right=0, lengths=((300, 300), (200, 500), (100, 90), (40, 200)), packed=True, share=2, together=2,
         first_rows=(500, 90, 640, -7, 20),
     ),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -261,3 +260,98 @@ def test_a_deadlock_is_seen() -> None:
     blocks = [block_of(drawn, CASES["full"]) for drawn in range(CASES["full"].blocks())]
     with pytest.raises(RuntimeError, match="wait for each other"):
         run(blocks[::-1], 2, 0)
+
+
+VARIANT = BackwardVariant()
+SUMMED_WIDTH = 64
+# fp16: of bfloat16 the interpreter cuts digits off, where a device rounds.
+BASE = Problem(
+    op="attention_backward", batch=2, heads_q=4, heads_k=2, seq_q=100, seq_k=333, head_dim=64, dtype="fp16",
+)  # fmt: skip
+
+
+def problem(**fields: Any) -> Problem:
+    return msgspec.structs.replace(BASE, **fields)
+
+
+FORMS: dict[str, Problem] = {
+    "ragged": problem(),
+    "narrow, a gradient of the LSE": problem(seq_q=70, head_dim=40, head_dim_v=48, grad_lse=True, layout="bshd"),
+    "more queries than keys": problem(seq_q=150, seq_k=50, causal="bottom_right"),
+    "in turns": problem(seq_q=130, deterministic=True),
+    "padded": problem(seq_q=130, batch=3, seqlens_q=True, seqlens_k=True),
+    "packed": problem(
+        op="varlen_attention_backward", batch=4, seq_q=100, seq_k=100, total_q=230, total_k=200,
+    ),
+}  # fmt: skip
+
+
+def spans(call: Call) -> list[tuple[int, int, int, int]]:
+    """Of each sequence: its place on the first axis, its first row there and its number of rows, and its number."""
+    p = call.problem
+    if call.cu_seqlens_q is not None:
+        first = call.cu_seqlens_q.tolist()
+        return [(0, a, b - a, i) for i, (a, b) in enumerate(itertools.pairwise(first))]
+    lengths = [p.seq_q] * p.batch if call.seqlens_q is None else call.seqlens_q.tolist()
+    return [(i, 0, length, i) for i, length in enumerate(lengths)]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The statistics, the copies without rows that do not count, dQ from its sums, and unused turns."""
+    monkeypatch.setattr(backward, "in_turns", lambda p, keys: True)
+    call = random_call(FORMS[form], 3)
+    p, launcher = call.problem, VARIANT.described(call)
+    with nan_filled_memory():
+        tensors = launch_tensors(call)
+        tensors |= launcher.fresh(call.q)
+    steps = launcher.steps(tensors)
+    launch_steps(steps[:1])
+    assert call.grad_q is not None
+    nothing = torch.isneginf(call.forward_lse)
+    delta = (call.forward_out.double() * call.grad_out.double()).sum(-1)
+    if call.grad_lse is not None:
+        delta = delta - call.grad_lse
+    delta = delta.masked_fill(nothing, 0.0)
+    torch.testing.assert_close(tensors["out"].double(), delta, atol=1e-5, rtol=1e-5)
+    assert int((tensors["sums"] != 0).sum()) == 0
+    assert ("turns" in tensors) is p.deterministic
+    if p.deterministic:
+        assert tensors["turns"].tolist() == [0] * (1 + len(tensors["sums"]) * 256 // (64 * SUMMED_WIDTH))
+
+    tiles = steps[0].arguments["tiles"]
+    statistics = tensors["statistics"].view(-1, p.heads_q, tiles, 2, 64)
+    made = torch.randn(*call.q.shape[:3], SUMMED_WIDTH)  # dQ, in rows; what is not a sequence's must not be read
+    sums = torch.full((statistics.shape[0], p.heads_q, tiles, 64, SUMMED_WIDTH), float("nan"))
+    for slot, first, rows, number in spans(call):
+        before = first // 64 + number if p.packed else 0
+        for row in range(0, rows, 64):
+            count, tile = min(64, rows - row), before + row // 64
+            here = slice(first + row, first + row + count)
+            lse = torch.full((p.heads_q, 64), float("inf"))
+            lse[:, :count] = call.forward_lse[slot, :, here] / math.log(2)
+            lse[torch.isneginf(lse)] = float("inf")
+            torch.testing.assert_close(statistics[slot, :, tile, 0], lse)
+            torch.testing.assert_close(statistics[slot, :, tile, 1, :count], tensors["out"][slot, :, here])
+            sums[slot, :, tile, :count] = made[slot, :, here]
+            for head in range(p.heads_q):
+                missing = torch.isinf(lse[head])
+                if missing.all() or "edge_q" not in tensors:
+                    continue
+                for side in [i for i, row_of_it in enumerate((0, 63)) if missing[row_of_it]]:
+                    for name, whole in (("edge_q", call.q), ("edge_do", call.grad_out)):
+                        expected = torch.zeros(64, whole.shape[3], dtype=whole.dtype)
+                        expected[:count] = whole[slot, head, here]
+                        expected[missing] = 0.0
+                        assert torch.equal(tensors[name][2 * number + side, head], expected)
+
+    # The order of consumer.put: warp, half, row of 8, warp group, 16 columns, lane's pair, column of it.
+    order = sums.view(*sums.shape[:3], 4, 2, 8, 2, SUMMED_WIDTH // 16, 4, 2).permute(0, 1, 2, 7, 3, 6, 5, 8, 4, 9)
+    tensors["sums"].copy_(order.reshape(tensors["sums"].shape))
+    launch_steps(steps[2:])
+    expected = torch.zeros(call.q.shape)
+    for slot, first, rows, _ in spans(call):
+        here = slice(first, first + rows)
+        expected[slot, :, here] = made[slot, :, here, : p.head_dim] * call.scale
+    assert torch.equal(call.grad_q, expected.to(call.q.dtype))

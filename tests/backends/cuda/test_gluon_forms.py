@@ -1,7 +1,5 @@
 """Every form of the scheduled forward, compiled for sm_90, which need not be here: registers, spills, ptxas's warnings.
-
-A handful each time, all of them with `--forms` (`make forms`): each takes some seconds.
-"""
+A handful each time, all of them with `--forms` (`make forms`): each takes some seconds."""
 
 from __future__ import annotations
 
@@ -13,9 +11,10 @@ from gluon_ptx import assert_synchronised
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.compile.compile_check import compile_in
+from portattn.compile.ensure_compiled import compile_in
 from portattn.launch import meta_call
-from portattn.launch.described import signatures
+from portattn.launch.kernelcall import signatures
+from portattn.planning.backend import Variant
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
@@ -30,13 +29,8 @@ BASE: dict[str, Any] = {
     "batch": 2, "heads_q": 40, "heads_k": 8, "seq_q": 333, "seq_k": 333, "dtype": "bf16", "return_lse": True,
 }  # fmt: skip
 PACKED: dict[str, Any] = {
-    "op": "varlen_attention",
-    "batch": 4,
-    "seq_q": 300,
-    "seq_k": 300,
-    "total_q": 700,
-    "total_k": 700,
-}
+    "op": "varlen_attention", "batch": 4, "seq_q": 300, "seq_k": 300, "total_q": 700, "total_k": 700,
+}  # fmt: skip
 LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
 FEW_TILES: dict[str, Any] = {"batch": 1, "heads_q": 2, "heads_k": 1, "seq_q": 100, "seq_k": 3000}
 # Four heads' rows in a tile; one load a tile, and one for each of several pages.
@@ -45,27 +39,16 @@ PAGED: dict[str, Any] = {
 }  # fmt: skip
 SMALL_PAGES: dict[str, Any] = PAGED | {"page_size": 16, "total_q": 700}
 FORMS: dict[str, dict[str, Any]] = {
-    "plain": {"seq_q": 384, "seq_k": 512},
-    "ragged": {},
-    "no LSE": {"return_lse": False},
-    "packed": PACKED,
-    "packed, window": PACKED | {"window_left": 30},
-    "packed, sinks, softcap": PACKED | {"sinks": True, "softcap": True},
-    "padded": LENGTHS,
-    "padded, window": LENGTHS | {"window_left": 40},
-    "window": {"window_left": 100},
-    "window on both sides": {"window_left": 17, "window_right": 5},
-    "split": FEW_TILES | {"seq_q": 128, "seq_k": 4096},
-    "split, padded": FEW_TILES | LENGTHS | {"batch": 3},
-    "split, window": FEW_TILES | {"window_left": 700},
-    "softcap": {"softcap": True},
-    "sinks": {"sinks": True},
-    "everything": LENGTHS | {"softcap": True, "sinks": True, "window_left": 40},
-    "pages": PAGED,
-    "pages, one head a tile, window": PAGED | {"heads_q": 40, "window_left": 40},
-    "small pages, packed": SMALL_PAGES,
+    "plain": {"seq_q": 384, "seq_k": 512}, "ragged": {}, "no LSE": {"return_lse": False}, "packed": PACKED,
+    "packed, window": PACKED | {"window_left": 30}, "packed, sinks, softcap": PACKED | {"sinks": True, "softcap": True},
+    "padded": LENGTHS, "padded, window": LENGTHS | {"window_left": 40}, "window": {"window_left": 100},
+    "window on both sides": {"window_left": 17, "window_right": 5}, "split": FEW_TILES | {"seq_q": 128, "seq_k": 4096},
+    "split, padded": FEW_TILES | LENGTHS | {"batch": 3}, "split, window": FEW_TILES | {"window_left": 700},
+    "softcap": {"softcap": True}, "sinks": {"sinks": True},
+    "everything": LENGTHS | {"softcap": True, "sinks": True, "window_left": 40}, "pages": PAGED,
+    "pages, one head a tile, window": PAGED | {"heads_q": 40, "window_left": 40}, "small pages, packed": SMALL_PAGES,
     "small pages, packed, sinks, softcap, window": SMALL_PAGES | {"sinks": True, "softcap": True, "window_left": 40},
-}
+}  # fmt: skip
 CAUSAL = ("none", "bottom_right", "top_left")
 # One of each loop and each width, for every run of the suite.
 FEW = (
@@ -88,29 +71,32 @@ def problem(form: str, head_dim: int, causal: str) -> Problem:
     return Problem(**BASE | {"head_dim": head_dim, "causal": causal} | FORMS[form])
 
 
-def plan_of(p: Problem, target: Target = SM_90) -> Plan:
-    toolchain = str(target.toolchain)
-    return Plan(problem=p, target=target.name, toolchain=toolchain, requested=VARIANT.name, path=VARIANT.name)
+def plan_of(p: Problem, target: Target = SM_90, name: str = VARIANT.name) -> Plan:
+    return Plan(problem=p, target=target.name, toolchain=str(target.toolchain), requested=name, path=name)
+
+
+def compiled(worker: Worker, target: Target, variant: Variant, p: Problem) -> tuple[KernelFacts, ...]:
+    """Return the facts of the kernels of `p`, all compiled, no product serialized and no gate broken."""
+    assert variant.rejects(p, target) is None
+    kernels, failed, _ = variants.compile_variant(variant, plan_of(p, target, variant.name), target, worker, 120.0)
+    assert failed is None, failed
+    assert "serialized_wgmma" not in next(one for one in kernels if one.function == "scheduled_forward").facts
+    assert variants.broken(variants.check(variant, p, target, kernels)) == []
+    return kernels
+
+
+def skip_one_of_many(request: pytest.FixtureRequest, few: bool) -> None:
+    if not few and not request.config.getoption("--forms"):
+        pytest.skip("one of many forms: --forms compiles it")
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("form", "head_dim", "causal"), ALL, ids=[" ".join(map(str, one)) for one in ALL])
 def test_it_compiles_clean(
-    gluon_compiler: Worker,
-    gluon_target: Target,
-    request: pytest.FixtureRequest,
-    form: str,
-    head_dim: int,
-    causal: str,
+    gluon_compiler: Worker, gluon_target: Target, request: pytest.FixtureRequest, form: str, head_dim: int, causal: str
 ) -> None:
-    if (form, head_dim, causal) not in FEW and not request.config.getoption("--forms"):
-        pytest.skip("one of many forms: --forms compiles it")
-    p = problem(form, head_dim, causal)
-    assert VARIANT.rejects(p, gluon_target) is None
-    kernels, failed, _ = variants.compile_variant(
-        VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0
-    )
-    assert failed is None, failed
+    skip_one_of_many(request, (form, head_dim, causal) in FEW)
+    kernels = compiled(gluon_compiler, gluon_target, VARIANT, problem(form, head_dim, causal))
     main = kernels[0]
     assert main.function == "scheduled_forward"
     assert (len(kernels) == 2) is form.startswith("split")  # and the one that merges
@@ -118,8 +104,6 @@ def test_it_compiles_clean(
         # Wide heads and packed rows take all registers; packed ones were timed with what they spill. What other
         # releases spill, which concerns speed alone, is in docs/performance/hopper-forward.md.
         assert main.facts["spills"] <= (0 if (form, head_dim, causal) in FEW else MOST_SPILLED)
-    assert "serialized_wgmma" not in main.facts
-    assert variants.broken(variants.check(VARIANT, p, gluon_target, kernels)) == []
 
 
 @pytest.mark.compiles

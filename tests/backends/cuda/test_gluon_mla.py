@@ -16,7 +16,7 @@ import portattn
 from portattn import Problem
 from portattn.backends.cuda.hopper_latent.variant import KEYS, LatentVariant, row_tile, split_count
 from portattn.config import Settings
-from portattn.launch.variant import run_variant
+from portattn.launch.run import run_variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
@@ -38,10 +38,8 @@ def problem(**fields: Any) -> Problem:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "softcap": ({"softcap": True}, "takes no softcap"),
-    "window": ({"window_left": 8}, "takes no window"),
-    "packed": ({"total_q": 7}, "takes no packed"),
-    "gradients": ({"needs_grad": True}, "takes no needs_grad"),
+    "softcap": ({"softcap": True}, "takes no softcap"), "window": ({"window_left": 8}, "takes no window"),
+    "packed": ({"total_q": 7}, "takes no packed"), "gradients": ({"needs_grad": True}, "takes no needs_grad"),
     "small pages": ({"page_size": 16}, "takes pages of a multiple of 64 rows, not 16"),
     "scattered pages": ({"pages_in_line": False}, "takes pages that follow each other"),
     "unaligned": ({"aligned": False}, "reads through descriptors"),
@@ -49,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
     "top left": ({"causal": "top_left"}, "aligns causal masks at the bottom right"),
     "empty": ({"batch": 0}, "batch is 0"),
-}
+}  # fmt: skip
 
 
 def test_it_is_planned_where_it_can_run_and_only_there() -> None:
@@ -165,18 +163,14 @@ def assert_right(call: Call) -> None:
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "one query": {},
-    "128 heads": {"heads_q": 128, "batch": 2},
-    "few heads": {"heads_q": 5},
+    "one query": {}, "128 heads": {"heads_q": 128, "batch": 2}, "few heads": {"heads_q": 5},
     "two queries, causal": {"seq_q": 2, "causal": "bottom_right", "heads_q": 40},
     "three queries": {"seq_q": 3, "causal": "bottom_right"},
     "a chunk of prefill": {"seq_q": 80, "causal": "bottom_right", "heads_q": 2, "batch": 2},
     "a long chunk of prefill": {"seq_q": 300, "seq_k": 704, "causal": "bottom_right", "heads_q": 3, "batch": 2},
-    "pages of 128": {"page_size": 128, "seq_k": 384},
-    "pages of 256": {"page_size": 256, "seq_k": 512, "dtype": "fp16"},
-    "bshd": {"layout": "bshd", "seq_q": 2, "causal": "bottom_right"},
-    "no lse": {"return_lse": False},
-}
+    "pages of 128": {"page_size": 128, "seq_k": 384}, "pages of 256": {"page_size": 256, "seq_k": 512, "dtype": "fp16"},
+    "bshd": {"layout": "bshd", "seq_q": 2, "causal": "bottom_right"}, "no lse": {"return_lse": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("splits", [0, 1, 3])

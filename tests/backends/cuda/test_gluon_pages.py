@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from test_gluon_backward import problem as backward_problem
+from test_gluon_forms import plan_of
+from test_gluon_forms import problem as forms_problem
+from test_gluon_forms import problem as forward_problem
 
-from portattn import Problem
-from portattn.backends.cuda.hopper_forward.tile_scheduler import heads_of
-from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn import Plan, Problem, Toolchain
+from portattn.backends.cuda import schedules
+from portattn.backends.cuda.hopper_backward import variant as backward
+from portattn.backends.cuda.hopper_forward import variant
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, heads_of
+from portattn.backends.cuda.schedule_tunables import ForwardTunable, ScheduledVariant
+from portattn.backends.cuda.schedules import TIMED_WITH
+from portattn.compile.ensure_compiled import compile_in
+from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
 from portattn.launch import Signature, meta_call
-from portattn.launch.described import signatures
+from portattn.launch.kernelcall import signatures
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
+from portattn.schema.target import Target
+from portattn.schema.tuning import Entry, ProblemFigures, Source, Tuning
+from portattn.tools.tune.classes import parse, workload
+from portattn.worker.client import Worker
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
@@ -63,16 +82,14 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: s
         ({"page_size": 8}, "takes pages of a multiple of 16 tokens, not 8"),
         ({"page_size": 24, "seq_k": 240}, "takes pages of a multiple of 16 tokens, not 24"),
         ({"page_size": 1}, "takes pages of a multiple of 16 tokens, not 1"),
-        ({"kv_format": "e4m3"}, "takes no kv_format"),
-        ({"num_splits": 2}, "takes no num_splits"),
-        ({"needs_grad": True}, "takes no needs_grad"),
-        ({"bias": True}, "takes no bias"),
+        ({"kv_format": "e4m3"}, "takes no kv_format"), ({"num_splits": 2}, "takes no num_splits"),
+        ({"needs_grad": True}, "takes no needs_grad"), ({"bias": True}, "takes no bias"),
         ({"head_dim": 320, "head_dim_v": 320}, "takes heads of at most 256 columns, not 320"),
         ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
         ({"seq_k": 0}, "seq_k is 0: there is nothing to read through a descriptor"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_it_cannot_do_it_refuses_by_name(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(PathUnavailable) as no:
         plan(problem(**fields), SM_90, settings=Settings(backend=VARIANT.name))
@@ -135,3 +152,241 @@ def test_without_pages_the_kernel_has_none_of_it() -> None:
     assert (one.constants["PAGE"], one.constants["HEADS"]) == (0, 1)
     assert one.types["k_desc"].startswith("tensordesc<bf16[1, 1, 128, 128],")
     assert one.types["q_desc"].startswith("tensordesc<bf16[1, 1, 64, 128],")
+
+
+GROWTHS = (0.0, 0.7, 3.0, 7.9, 8.1, 40.0)
+
+
+def _attention(
+    scores: np.ndarray[Any, Any], values: np.ndarray[Any, Any], reference: Any
+) -> tuple[Any, Any, int, float]:
+    """Tiles of 16 keys, from the last to the first, with weights relative to `reference`: the results, the LSEs in
+    powers of 2, how often an accumulator's row was rescaled, and the largest weight."""
+    rows, keys = scores.shape
+    base = np.full(rows, -np.inf)
+    total, acc, rescaled, largest = np.zeros(rows), np.zeros((rows, values.shape[1])), 0, 0.0
+    for n in range(keys // 16 - 1, -1, -1):
+        tile = scores[:, 16 * n : 16 * n + 16]
+        new = reference(base, tile.max(1))
+        finite = np.where(np.isneginf(new), 0.0, new)
+        factor = np.exp2(base - finite)
+        weights = np.exp2(tile - finite[:, None])
+        rescaled += int(((factor != 1.0) & ~np.isneginf(base)).sum())
+        largest = max(largest, float(weights.max()))
+        total = total * factor + weights.sum(1)
+        acc = acc * factor[:, None] + weights @ values[16 * n : 16 * n + 16]
+        base = new
+    some = total > 0
+    safe = np.where(some, total, 1.0)
+    return acc / safe[:, None], np.where(some, base + np.log2(safe), -np.inf), rescaled, largest
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_the_result_is_the_same_and_weights_stay_small(monkeypatch: pytest.MonkeyPatch, growth: float) -> None:
+    """The kernel's own choice of the reference, on plain numbers."""
+    rescaling = pytest.importorskip("portattn.backends.cuda.hopper_forward.fragments")
+    monkeypatch.setattr(rescaling, "gl", SimpleNamespace(where=np.where))
+    monkeypatch.setattr(rescaling, "GROWTH", 8.0)
+    random = np.random.default_rng(1)
+    scores = random.normal(size=(24, 256)) + growth * (15 - np.arange(256)[None, :] // 16)
+    scores[3, 100:] = -np.inf  # sees nothing at first
+    scores[4, :200] = -np.inf  # nothing at last
+    scores[5] = -np.inf  # nothing at all
+    scores[6] = -scores[6]  # maxima that fall
+    values = random.normal(size=(256, 8))
+    found, lse, rescaled, largest = _attention(scores, values, rescaling.reference.fn)
+    wanted, wanted_lse, always, _ = _attention(scores, values, np.maximum)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-13, atol=1e-12)
+    assert not found[5].any()
+    assert np.isneginf(lse[5])
+    assert largest <= 2.0**8
+    if growth <= 0.7:
+        assert rescaled <= 2 * 24  # at most as often as all that it grows by has room for
+        assert always > 24
+    if growth >= 12:
+        assert rescaled == always
+        assert largest <= 1.0
+
+
+FORMS = [("ragged", 64, "bottom_right", True), ("plain", 128, "none", False), ("packed", 256, "bottom_right", True)]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("form", "head_dim", "causal", "late"), FORMS, ids=str)
+def test_a_warp_without_growth_leaves_its_accumulator_alone(
+    gluon_compiler: Worker, gluon_target: Target, form: str, head_dim: int, causal: str, late: bool
+) -> None:
+    p = forms_problem(form, head_dim, causal)
+    chosen = variant.choice(p)
+    schedule = msgspec.structs.replace(chosen.schedule, lazy=True, late=late)
+    signature, *_ = signatures(ScheduledVariant(ForwardTunable(), schedule), meta_call(p))
+    assert signature.constants["LAZY"] is True
+    reply = compile_in(gluon_compiler, signature, plan_of(p, gluon_target), gluon_target, 120.0, "text")
+    assert reply.outcome == "ok", reply.message
+    votes = re.findall(
+        r"vote\.sync\.any\.pred .*?\n(.*?)@!some bra\.uni KEPT;\n(.*?)KEPT:", str(reply.facts["ptx"]), re.S
+    )
+    assert votes
+    for kept, multiplied in votes:
+        moves = re.findall(r"mov\.b32 (%\w+), (%\w+);", kept)
+        assert len(moves) == head_dim // 2
+        assert all(to == of for to, of in moves), "nothing moves from one register to another"
+        products = re.findall(r"mul\.f32 (%\w+), (%\w+), (%\w+);", multiplied)
+        assert [to for to, _, _ in products] == [of for _, of, _ in products] == [to for to, _ in moves]
+        # Two numbers of one row, two of the other: the factors that were voted on are all that there are.
+        assert [factor for _, _, factor in products[:4]] * (head_dim // 8) == [factor for _, _, factor in products]
+        assert products[0][2] == products[1][2] != products[2][2] == products[3][2]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("form", "head_dim", "causal", "late"), FORMS[1:2], ids=str)
+def test_no_product_waits_for_the_branch(
+    gluon_compiler: Worker, gluon_target: Target, form: str, head_dim: int, causal: str, late: bool
+) -> None:
+    p = forms_problem(form, head_dim, causal)
+    chosen = variant.choice(p)
+    spilled = []
+    for schedule in (chosen.schedule, msgspec.structs.replace(chosen.schedule, lazy=True, late=late)):
+        signature, *_ = signatures(ScheduledVariant(ForwardTunable(), schedule), meta_call(p))
+        reply = compile_in(gluon_compiler, signature, plan_of(p, gluon_target), gluon_target, 120.0, "full")
+        assert reply.outcome == "ok", reply.message
+        assert "serialized_wgmma" not in reply.facts
+        spilled.append(reply.facts["spills"])
+    assert spilled[1] <= spilled[0]
+
+
+NEWER = "triton==3.8.0"
+FORWARD = {
+    "groups": 2, "keys": 64, "stages": 4, "turns": True, "late": True, "early": False, "pairs": True, "own_out": True,
+}  # fmt: skip
+BACKWARD = {"keys": 64, "stages": 2, "messages": 0}
+FORWARD_PROBLEM = forward_problem("plain", 128, "none")
+BACKWARD_PROBLEM = backward_problem(causal="bottom_right")
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that 3.8.0 was timed with, in front of those of 3.6.0."""
+    source = Source(
+        chip="NVIDIA H200", toolchain=NEWER, date=datetime.date(2026, 11, 24), measured=True,
+        figures=(ProblemFigures(problem="made up for this test", us=1.0),),
+    )  # fmt: skip
+    own = tuple(
+        Entry(kernel=name, when=("widest<=128",), toolchain={"triton": ">=3.8"}, flags=flags, provenance=source)
+        for name, flags in (("gluon_forward", FORWARD), ("gluon_backward", BACKWARD))
+    )
+    shipped = schedules.tuning()
+    changed = Tuning(provenance=shipped.provenance, entry=(*own, *shipped.entry))
+    for module in (schedules, variant):
+        monkeypatch.setattr(module, "tuning", lambda: changed)
+
+
+def planned(problem: Problem, release: str) -> Plan:
+    made = plan(problem, parse_target("cuda:sm_90", release))
+    assert made.path in ("gluon_forward", "gluon_backward"), made.explain()
+    return made
+
+
+def timed(made: Plan) -> list[str]:
+    return [note for note in made.notes if note.startswith("chosen by times with")]
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize(
+    ("problem", "flags"), [(FORWARD_PROBLEM, FORWARD), (BACKWARD_PROBLEM, BACKWARD)], ids=["forward", "backward"]
+)
+def test_a_release_has_rows_of_its_own(problem: Problem, flags: dict[str, int]) -> None:
+    old, new, newest = (planned(problem, f"triton=={version}") for version in ("3.6.0", "3.8.0", "3.9.0"))
+    assert {name: new.schedule[name] for name in flags} == flags
+    assert {name: old.schedule[name] for name in flags} != flags
+    assert newest.schedule == new.schedule
+    # Each plan says what its schedule was timed with where that is another release.
+    assert timed(old) == timed(new) == []
+    (said,) = timed(newest)
+    assert said.startswith(f"chosen by times with {NEWER}, not with triton==3.9.0")
+    (before,) = timed(planned(problem, "triton==3.7.1"))
+    assert before.startswith(f"chosen by times with {TIMED_WITH}, not with triton==3.7.1")
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("problem", [FORWARD_PROBLEM, BACKWARD_PROBLEM], ids=["forward", "backward"])
+def test_what_is_launched_is_what_the_plan_says(problem: Problem) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    for release in ("3.6.0", "3.8.0"):
+        made = planned(problem, f"triton=={release}")
+        found = variant_of(made)
+        assert found is not None
+        (main,) = (s for s in signatures(found, meta_call(problem)) if s.function in MAIN)
+        assert (main.constants["KEYS"], main.constants["STAGES"]) == (made.schedule["keys"], made.schedule["stages"])
+
+
+MAIN = ("scheduled_forward", "scheduled_backward")
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0", "3.10.0"])
+def test_every_backward_has_a_schedule(release: str) -> None:
+    toolchain = Toolchain.parse(f"triton=={release}")
+    for dim, causal, left, deterministic, rows in itertools.product(
+        (8, 64, 72, 128, 136, 256), ("none", "bottom_right", "top_left"), (-1, 40), (False, True), (333, 8192)
+    ):
+        p = backward_problem(
+            head_dim=dim, head_dim_v=dim, causal=causal, window_left=left, deterministic=deterministic, seq_q=rows,
+            seq_k=rows, heads_q=16, heads_k=16,
+        )  # fmt: skip
+        chosen, timed_with = backward.choice(p, toolchain)
+        turns = deterministic and dim <= 128 and backward.in_turns(p, chosen.keys)
+        assert chosen.turns is turns
+        assert turns or not (deterministic and dim <= 128 and rows == 8192)
+        assert (chosen.messages == 0) is ((deterministic and not turns) or dim > 128)
+        if deterministic:  # no release's own schedules: what was searched was not repeatable
+            assert (chosen.stages == 3) is (dim <= 64 and chosen.messages > 0 and (causal != "none" or left >= 0))
+        assert bool(timed_with) is (not deterministic or dim > 128)
+
+
+def test_nothing_runs_without_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = schedules.tuning()
+    bare = msgspec.structs.replace(shipped, entry=tuple(e for e in shipped.entry if e.kernel != "gluon_backward"))
+    monkeypatch.setattr(schedules, "tuning", lambda: bare)
+    with pytest.raises(LookupError, match="gluon_backward has no schedule"):
+        backward.choice(BACKWARD_PROBLEM, TIMED_WITH)
+
+
+def test_a_variant_is_asked_for_a_compiler() -> None:
+    made = variant.ForwardVariant()
+    assert made.for_toolchain(TIMED_WITH) is made
+    other = made.for_toolchain(Toolchain.parse(NEWER))
+    assert (other.name, other.toolchain) == (made.name, Toolchain.parse(NEWER))
+
+
+def test_what_was_timed_takes_the_entry_that_says_so() -> None:
+    """An entry behind another that holds for the same problems would never be used, whatever was timed for it."""
+    found = schedules.tuning()
+    seen = 0
+    for entry in found.entry:
+        source = entry.provenance
+        if not entry.kernel.startswith("gluon_") or source is None:
+            continue
+        toolchain = Toolchain.parse(source.toolchain)
+        for figure in source.figures:
+            if not figure.problem.startswith(("attention ", "attention_backward ")):
+                continue  # a name of the benchmark's sets
+            problem = workload(parse(figure.problem)).problem
+            assert found.find(entry.kernel, problem.features(), toolchain, variant=True) is entry, figure.problem
+            assert found.timed_with(entry) == source.toolchain
+            seen += 1
+    assert seen > 50
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
+def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their_own(release: str) -> None:
+    """Which blocks add to dQ at a time depends on both, and neither was searched by release."""
+    toolchain, before = Toolchain.parse(f"triton=={release}"), Toolchain.parse("triton==3.6.0")
+    for dim, causal, rows, (heads_k, repeats) in itertools.product(
+        (64, 128), ("none", "bottom_right"), (512, 1024, 4096, 16384), ((2, False), (16, True), (2, True))
+    ):
+        p = backward_problem(
+            head_dim=dim, head_dim_v=dim, causal=causal, deterministic=repeats, seq_q=rows, seq_k=rows, heads_q=16,
+            heads_k=heads_k,
+        )  # fmt: skip
+        assert backward.choice(p, toolchain).schedule == backward.choice(p, before).schedule

@@ -1,7 +1,5 @@
 """The scheduled kernels under each release of Triton that this machine has: their names, their code, their launches.
-
-The installed release, and those of the lab: `portattn lab create triton==3.9.0`.
-"""
+The installed release, and those of the lab: `portattn lab create triton==3.9.0`."""
 
 from __future__ import annotations
 
@@ -15,10 +13,9 @@ from test_gluon_backward import FORMS as BACKWARD_FORMS
 from test_gluon_forms import problem as forward_problem
 from test_gluon_mla import problem as latent_problem
 from test_gluon_narrow import problem as narrow_problem
-from test_gluon_whole import problem as whole_problem
 
 from portattn import Problem
-from portattn.compile.compile_check import compile_in
+from portattn.compile.ensure_compiled import compile_in
 from portattn.config import Settings
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
@@ -46,8 +43,10 @@ FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
     "forward, e4m3": (
         "gluon_forward_fp8", narrow_problem("packed", 128, "none"), ("transpose_values", "scheduled_forward"),
     ),
-    "forward, int8": ("gluon_forward_int8", whole_problem("plain", 128, "bottom_right"), ("scheduled_forward",)),
-    "forward, int8, full": ("gluon_forward_int8", whole_problem("plain", 128, "none"), ("scheduled_forward",)),
+    "forward, int8": (
+        "gluon_forward_int8", narrow_problem("plain", 128, "bottom_right", "int8"), ("scheduled_forward",),
+    ),
+    "forward, int8, full": ("gluon_forward_int8", narrow_problem("plain", 128, "none", "int8"), ("scheduled_forward",)),
     "latent": ("gluon_mla", latent_problem(num_splits=1), ("latent_decode",)),
     "backward": (
         "gluon_backward", BACKWARD_FORMS["64, packed, causal"],
@@ -122,14 +121,10 @@ PTX = """
 @pytest.mark.parametrize(
     ("bar", "number", "right"),
     [
-        ("bar.sync 0, 128;", 2, True),
-        ("bar.warp.sync -1;", 2, True),
-        ("barrier.sync 0;", 2, True),
-        ("", 2, False),
-        ("mbarrier.arrive.expect_tx.shared.b64 _, [%r9], 8;", 2, False),
-        ("bar.sync 0, 128;", 5, False),
+        ("bar.sync 0, 128;", 2, True), ("bar.warp.sync -1;", 2, True), ("barrier.sync 0;", 2, True), ("", 2, False),
+        ("mbarrier.arrive.expect_tx.shared.b64 _, [%r9], 8;", 2, False), ("bar.sync 0, 128;", 5, False),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_synchronised_is_seen(bar: str, number: int, right: bool) -> None:
     ptx = PTX.format(bar=bar, number=number)
     if right:

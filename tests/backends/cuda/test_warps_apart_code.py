@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from portattn import Plan, Problem
-from portattn.compile.compile_check import compile_in
-from portattn.launch.kernelcall import KernelCall
-from portattn.launch.meta_tensors import meta_call
+from portattn.compile.ensure_compiled import compile_in
+from portattn.launch.kernelcall import KernelCall, meta_call
 from portattn.launch.run import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
@@ -20,14 +19,8 @@ from portattn.worker.client import Worker
 CORES = 132
 MOST_SPILLED = 32  # bytes a thread: tiles of 128 keys have 255 registers; 3.7.1 and 3.8.0 spill 24, the others nothing
 ONE: dict[str, Any] = {
-    "op": "decode_attention",
-    "batch": 1,
-    "heads_q": 32,
-    "heads_k": 8,
-    "seq_q": 1,
-    "head_dim": 128,
-    "dtype": "bf16",
-}
+    "op": "decode_attention", "batch": 1, "heads_q": 32, "heads_k": 8, "seq_q": 1, "head_dim": 128, "dtype": "bf16",
+}  # fmt: skip
 FORMS = {
     "split": Problem(**ONE, seq_k=4096),
     "not split": Problem(**ONE | {"batch": 16}, seq_k=2048, seqlens_k=True, return_lse=True),
@@ -40,7 +33,6 @@ FORMS = {
 def launches(problem: Problem, target: Target) -> tuple[Plan, list[KernelCall]]:
     made = plan(problem, target)
     assert made.path == "triton"
-    assert made.lowering is not None
     assert made.lowering.warps == "apart"
     return made, kernel_calls(made, meta_call(problem), CORES)[0]
 
@@ -76,7 +68,6 @@ def test_the_merging_kernel_has_programs_for_parts_of_a_row() -> None:
 )
 def test_what_it_does_not_take_runs_joint(fields: dict[str, Any]) -> None:
     made = plan(Problem(**ONE | fields, seq_k=4096), parse_target("cuda:sm_90", "triton==3.6.0"))
-    assert made.lowering is not None
     assert made.lowering.warps == "joint"
 
 
@@ -104,17 +95,14 @@ def test_a_release_compiles_small_float32(release_compiler: Worker, release_targ
     release = str(release_target.toolchain)
     if form == JOINT_380 and "3.8" in release:
         made = plan(DENSE[form], release_target)
-        assert made.lowering is not None
         assert made.lowering.warps == "joint"
         return
     made, (only,) = launches(DENSE[form], release_target)
-    assert made.lowering is not None
     assert (made.form, made.lowering.pipeline, made.lowering.dot_precision) == ("warps_apart", "single", "bf16x6")
     reply = compile_in(release_compiler, only, made, release_target, 240.0, "all")
     assert reply.outcome == "ok", reply.message
     assert reply.facts["spills"] <= (SPILLED_380 if "3.8" in release else SPILLED).get(form, 32)
     # A warp's products in instructions of 16 x 8 x 16.
-    assert made.launch is not None
     columns, each = DENSE[form].head_dim, made.launch.block_n // made.launch.num_warps
     products = 2 * 6 * (made.launch.block_m // 16) * (columns // 16) * (each // 8)
     ptx = str(reply.facts["ptx"])
@@ -124,13 +112,11 @@ def test_a_release_compiles_small_float32(release_compiler: Worker, release_targ
 # What each problem of float32 may be asked for beside its sizes.
 ASKED: dict[str, dict[str, Any]] = {
     **{name: {name: True} for name in ("seqlens_q", "leftpad_q", "softcap", "alibi_slopes", "bias", "mask", "dropout")},
-    "a window": {"window_left": 5},
-    "a right window": {"window_right": 5},
-    "groups": {"heads_k": 4},
+    "a window": {"window_left": 5}, "a right window": {"window_right": 5}, "groups": {"heads_k": 4},
     "block_mask": {"block_mask": True, "block_q": 64, "block_k": 64},
     "packed": {"op": "varlen_attention", "total_q": 200, "total_k": 200, "seqlens_k": False},
     "unaligned": {"aligned": False},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -138,8 +124,6 @@ ASKED: dict[str, dict[str, Any]] = {
 def test_what_it_does_not_take_has_no_schedule_of_it(form: str, asked: str) -> None:
     """Its tiles are none for warps that share products: the plan has another entry, and no limit has to step in."""
     made = plan(msgspec.structs.replace(DENSE[form], **ASKED[asked]), parse_target("cuda:sm_90", "triton==3.6.0"))
-    assert made.lowering is not None
-    assert made.launch is not None
     assert made.lowering.warps == "joint"
     assert made.launch.block_n <= 64
     assert not [note for note in made.notes if note.startswith("warps = ")]

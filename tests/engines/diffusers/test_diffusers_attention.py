@@ -200,12 +200,10 @@ def refusals() -> list[Any]:
         "float64": ({"dtype": torch.float64}, {}, "float64"),
         "a mask beside is_causal": ({}, {"attn_mask": seen, "is_causal": True}, "is_causal is True"),
         "a mask of integers": ({}, {"attn_mask": whole}, r"attn_mask\.dtype is torch\.int64"),
-        "an added mask in another dtype than query's or float32": (
-            {}, {"attn_mask": half}, r"attn_mask\.dtype is torch\.float16"
-        ),
-        "a mask of three axes, which could be of sequences or of heads": (
-            {}, {"attn_mask": seen.expand(2, 19, 23)}, r"attn_mask\.shape is \(2, 19, 23\)"
-        ),
+        "an added mask in another dtype than query's or float32": ({}, {"attn_mask": half},
+            r"attn_mask\.dtype is torch\.float16"),
+        "a mask of three axes, which could be of sequences or of heads": ({}, {"attn_mask": seen.expand(2, 19, 23)},
+            r"attn_mask\.shape is \(2, 19, 23\)"),
         "a mask of one axis": ({}, {"attn_mask": seen[0]}, r"attn_mask\.shape is \(23,\)"),
         "a mask of other sizes than the scores": ({}, {"attn_mask": seen[:, :9]}, "mask"),
         "fewer key heads without enable_gqa": ({"heads_k": 2}, {}, "enable_gqa is False"),
@@ -220,12 +218,9 @@ def refusals() -> list[Any]:
 
 @pytest.mark.parametrize(("sizes", "named", "says"), refusals())
 def test_what_is_refused(
-    registered: DiffusersRegistration,
-    sizes: dict[str, Any],
-    named: dict[str, Any],
-    says: str,
+    registered: DiffusersRegistration, sizes: dict[str, Any], named: dict[str, Any], says: str,
     refusal: Callable[..., Any],
-) -> None:
+) -> None:  # fmt: skip
     with refusal(ArgumentError, match=says):
         dispatch(registered, *qkv(**sizes), **named)
 

@@ -104,7 +104,7 @@ def test_autocast(build: Build, inputs: Inputs, registered: DiffusersRegistratio
     assert_right(out, same, right)
 
 
-@pytest.mark.engine_feature(f"{UNET}, inside sdpa.replaced()")
+@pytest.mark.engine_feature(f"{UNET}, inside sdpa.replacement()")
 def test_a_unet(device: support.Device) -> None:
     """Its processors call torch's scaled_dot_product_attention, and no backend."""
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_a_unet(device: support.Device) -> None:
         given = on(device.name, unet_inputs())
         same = model(**given)[0]
         assert portattn.last_plan() is None
-        with sdpa.replaced(), portattn.settings(backend=device.path):
+        with sdpa.replacement(), portattn.settings(backend=device.path):
             out = model(**given)[0]
     plan = portattn.last_plan()
     assert plan is not None
@@ -131,13 +131,13 @@ def test_a_unet_is_not_reached_by_a_backend(registered: DiffusersRegistration) -
     assert portattn.last_plan() is None
 
 
-@pytest.mark.engine_feature(f"{UNET}, inside sdpa.replaced()")
+@pytest.mark.engine_feature(f"{UNET}, inside sdpa.replacement()")
 def test_a_unet_is_trained_in_the_block() -> None:
     grads = []
     for replaced in (False, True):
         model = unet()
         if replaced:
-            with sdpa.replaced():
+            with sdpa.replacement():
                 model(**unet_inputs())[0].square().sum().backward()
         else:
             model(**unet_inputs())[0].square().sum().backward()

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import copy
+import doctest
+import inspect
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
+import test_docs
+import test_docstrings
 import torch
 from calls import dispatch, qkv
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from diffusers.utils import constants
-from places import ROOT
+from places import DOCS, ROOT
 from tiny_diffusers import flux, flux_inputs
 
 import portattn
 import portattn.integrations.diffusers as integration
 from portattn.errors import ArgumentError
+from portattn.integrations.diffusers import NEWEST, register
 
 REGISTERED = "register() and remove()"
 
@@ -209,3 +215,72 @@ def test_every_argument_of_diffusers_own_backend_is_declared(registered: integra
     assert names[AttentionBackendName("portattn")] >= names[AttentionBackendName.NATIVE]
     assert names[AttentionBackendName("portattn")] >= names[AttentionBackendName._NATIVE_CUDNN]
     assert "portattn" in attention_dispatch._AttentionBackendRegistry._supports_context_parallel
+
+
+# A path that no device has is refused as it is registered, not in a model's first attention.
+def test_a_misspelt_backend() -> None:
+    before = list(AttentionBackendName)
+    with pytest.raises(ArgumentError, match="backend is 'tritton', but must be one of auto, vendor, reference"):
+        integration.register("portattn_misspelt", backend="tritton")
+    assert list(AttentionBackendName) == before
+
+
+@pytest.mark.parametrize("backend", ["triton", "interpreter", "sdpa", "gluon_forward"])
+def test_names_of_other_devices(backend: str) -> None:
+    """Where a model will run is not known yet."""
+    integration.register("portattn_elsewhere", backend=backend).remove()
+
+
+def test_advice_names_what_the_call_has(registered: integration.DiffusersRegistration) -> None:
+    """diffusers' call has no `layout`."""
+    query, key = torch.randn(1, 4, 6, 16), torch.randn(1, 4, 9, 16)  # as (batch, heads, seq, head_dim)
+    with pytest.raises(ArgumentError, match="heads_q is 6") as raised:
+        dispatch(registered, query, key, key, enable_gqa=True)
+    assert str(raised.value).endswith("give query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)")
+
+
+# A build of diffusers with a label of its own is the release that it is a build of.
+def test_a_label_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusers, "__version__", f"{NEWEST}+local")
+    registered = register("portattn_labelled")
+    assert registered.name == "portattn_labelled"
+    registered.remove()
+
+
+# docs/diffusers.md shows what its examples print, and names the versions that register() takes.
+def test_the_examples_of_the_page(tmp_path: Path) -> None:
+    test_docs.assert_shown("diffusers", 4, tmp_path)
+
+
+def test_the_versions_of_the_page_and_of_the_extra() -> None:
+    page = (DOCS / "diffusers.md").read_text(encoding="utf-8")
+    assert f"diffusers {integration.OLDEST} to {integration.NEWEST}" in page
+    extra = f'diffusers = ["diffusers>={integration.OLDEST},<={integration.NEWEST}"]'
+    assert extra in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_register_s_docstring() -> None:
+    assert test_docstrings.lacks(integration.register) == []
+    test: Any = doctest.DocTestParser().get_doctest(inspect.getdoc(integration.register) or "", {}, "it", None, 0)
+    found = doctest.DocTestRunner(verbose=False).run(test)
+    assert found.attempted >= 4
+    assert found.failed == 0
+
+
+def test_an_environment_without_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says what is missing, and how to install it."""
+    import builtins
+    import importlib
+
+    real = builtins.__import__
+
+    def missing(name: str, *arguments: Any, **named: Any) -> Any:
+        if name == "diffusers":
+            raise ModuleNotFoundError("No module named 'diffusers'", name="diffusers")
+        return real(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    source = importlib.util.find_spec("portattn.integrations.diffusers")  # type: ignore[attr-defined]
+    module = importlib.util.module_from_spec(source)  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match=r"needs diffusers, which is not installed: pip install .*\[diffusers\]"):
+        source.loader.exec_module(module)

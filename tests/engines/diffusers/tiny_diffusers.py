@@ -28,14 +28,11 @@ def flux_inputs(dtype: torch.dtype = torch.float32, side: int = SIDE, batch: int
 
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     return {
-        "hidden_states": numbers(batch, side * side, 4),
-        "encoder_hidden_states": numbers(batch, text, 32),
-        "pooled_projections": numbers(batch, 32),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
+        "hidden_states": numbers(batch, side * side, 4), "encoder_hidden_states": numbers(batch, text, 32),
+        "pooled_projections": numbers(batch, 32), "timestep": torch.full((batch,), 0.5, dtype=dtype),
         "img_ids": torch.cat([torch.zeros(side * side, 1), places], dim=1).to(dtype),
-        "txt_ids": torch.zeros(text, 3, dtype=dtype),
-        "return_dict": False,
-    }
+        "txt_ids": torch.zeros(text, 3, dtype=dtype), "return_dict": False,
+    }  # fmt: skip
 
 
 def qwen() -> Any:
@@ -59,13 +56,10 @@ def qwen_inputs(dtype: torch.dtype = torch.float32, masked: bool = True) -> Inpu
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return {
-        "hidden_states": numbers(2, SIDE * SIDE, 16),
-        "encoder_hidden_states": numbers(2, TEXT, 16),
-        "encoder_hidden_states_mask": mask,
-        "timestep": torch.full((2,), 0.5, dtype=dtype),
-        "img_shapes": [(1, SIDE, SIDE)] * 2,
-        "return_dict": False,
-    }
+        "hidden_states": numbers(2, SIDE * SIDE, 16), "encoder_hidden_states": numbers(2, TEXT, 16),
+        "encoder_hidden_states_mask": mask, "timestep": torch.full((2,), 0.5, dtype=dtype),
+        "img_shapes": [(1, SIDE, SIDE)] * 2, "return_dict": False,
+    }  # fmt: skip
 
 
 def unet() -> Any:
@@ -86,8 +80,6 @@ def unet_inputs(dtype: torch.dtype = torch.float32) -> Inputs:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return {
-        "sample": numbers(2, 4, 8, 8),
-        "timestep": torch.tensor([10]),
-        "encoder_hidden_states": numbers(2, TEXT, 16),
+        "sample": numbers(2, 4, 8, 8), "timestep": torch.tensor([10]), "encoder_hidden_states": numbers(2, TEXT, 16),
         "return_dict": False,
-    }
+    }  # fmt: skip

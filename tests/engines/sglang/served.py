@@ -1,8 +1,6 @@
 """A model runner's pools with random weights behind them, batches of SGLang's own ForwardBatch, and their oracle.
-
 Requests have all their keys and values from the start. A batch's prefixes lie in the pool before the layer runs, its
-new tokens go through the layer. Every slot that nothing was written to holds NaN.
-"""
+new tokens go through the layer. Every slot that nothing was written to holds NaN."""
 
 from __future__ import annotations
 

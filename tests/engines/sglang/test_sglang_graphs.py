@@ -1,8 +1,6 @@
-"""CUDA graphs as SGLang drives them: metadata at capture, then the same tensors filled before each replay.
-
-A graph cannot be captured on a CPU. What a replay reads is shown instead: after a replay's metadata is made, the layer
-runs with the metadata object of the capture, whose tensors must be the same memory and hold the new batch.
-"""
+"""CUDA graphs as SGLang drives them: metadata at capture, then the same tensors filled before each replay. A graph
+cannot be captured on a CPU. What a replay reads is shown instead: after a replay's metadata is made, the layer runs
+with the metadata object of the capture, whose tensors must be the same memory and hold the new batch."""
 
 from __future__ import annotations
 

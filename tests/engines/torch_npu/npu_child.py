@@ -1,7 +1,5 @@
 """The real torch_npu in a process of its own: portattn's calls go through its registered schemas and autograd formulas.
-
-The kernels beneath them are the stand-in's, on the CPU. Prints one line of JSON: the finding of each case.
-"""
+The kernels beneath them are the stand-in's, on the CPU. Prints one line of JSON: the finding of each case."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from recorded_torch_npu import RecordedTorchNpu, fusion_gradients, seen_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from portattn.backends.ascend import AscendBackend
-from portattn.backends.ascend.vendor import NpuFusedInferAttentionScore, NpuFusionAttention
+from portattn.backends.ascend import AscendBackend, NpuFusedInferAttentionScore, NpuFusionAttention
 from portattn.schema.problem import Problem
 
 BASE = Problem(

@@ -1,8 +1,6 @@
 """The vendor's own torch_npu without CANN: its schemas take portattn's calls, its autograd formulas give the gradients.
-
 Its libraries load over stand-ins for CANN's (stand_in_libraries.py), and the kernels beneath its operators are those of
-tests/backends/ascend/recorded_torch_npu.py. So what is tested is the vendor's code between a call and a kernel.
-"""
+tests/backends/ascend/recorded_torch_npu.py. So what is tested is the vendor's code between a call and a kernel."""
 
 from __future__ import annotations
 

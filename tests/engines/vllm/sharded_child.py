@@ -1,9 +1,6 @@
 """One of the processes of test_vllm_sharded.py. Arguments: its rank, how many there are, a file where they meet, and
-cases by name. Prints what it found of each.
-
-Ranks are vLLM's own group of decode context parallelism, over gloo. Each has its query heads and one key head, the same
-as the others', and the cache's slots that vLLM's rule gives it.
-"""
+cases by name. Prints each case's result. Ranks are vLLM's own group of decode context parallelism, over gloo. Each
+has its query heads and one key head, the same as the others', and the cache's slots that vLLM's rule gives it."""
 
 from __future__ import annotations
 

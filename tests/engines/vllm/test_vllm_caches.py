@@ -21,28 +21,20 @@ from portattn.integrations.vllm.backend import PortattnBackend
 works = pytest.mark.engine_feature
 # cache dtype -> the numbers' dtype, and the least number of correct bits that a value keeps
 FORMATS = {
-    "fp8": (torch.float8_e4m3fn, 4),
-    "fp8_e4m3": (torch.float8_e4m3fn, 4),
-    "fp8_e5m2": (torch.float8_e5m2, 3),
-    "fp8_per_token_head": (torch.float8_e4m3fn, 4),
-    "int8_per_token_head": (torch.int8, None),
-}
+    "fp8": (torch.float8_e4m3fn, 4), "fp8_e4m3": (torch.float8_e4m3fn, 4), "fp8_e5m2": (torch.float8_e5m2, 3),
+    "fp8_per_token_head": (torch.float8_e4m3fn, 4), "int8_per_token_head": (torch.int8, None),
+}  # fmt: skip
 
 
 def read_back(layer: Layer, batch: Batch) -> None:
-    """Put the values that the cache holds in the place of the batch's own, by the format's description alone.
-
-    Content of a token and head: D numbers, then with scales for each token a float32; keys before values.
-    """
+    """Put the values that the cache holds in the place of the batch's own, by the format's description alone. Content
+    of a token and head: D numbers, then with scales for each token a float32; keys before values."""
     dtype, bits = FORMATS[layer.cache_dtype]
     inline = layer.cache_dtype.endswith("per_token_head")
     content = layer.layer.kv_cache.contiguous().view(torch.uint8)
     half = content.shape[-1] // 2
     assert half == DIM + 4 * inline
-    for values, start, scale in (
-        (batch.k, 0, layer.layer._k_scale),
-        (batch.v, half, layer.layer._v_scale),
-    ):
+    for values, start, scale in ((batch.k, 0, layer.layer._k_scale), (batch.v, half, layer.layer._v_scale)):
         for b, (_, keys) in enumerate(batch.requests):
             slots = batch.slots_of(b, 0, keys)
             rows = content[slots // BLOCK, :, slots % BLOCK, start : start + half].contiguous()
@@ -80,12 +72,12 @@ def test_scales_of_tokens(cache_dtype: str, layout: str) -> None:
 
 
 @works("kernels, interpreted")
-@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head", "nvfp4"])
 def test_kernels_over_quantised_caches(cache_dtype: str) -> None:
     batch, layer = Batch([(1, 20), (3, 18)]), Layer(cache_dtype=cache_dtype)
     with portattn.settings(backend="interpreter"):
         out = layer.run(batch)
-    read_back(layer, batch)
+    (read_blocks_back if cache_dtype == "nvfp4" else read_back)(layer, batch)
     check(out, batch)
 
 
@@ -140,15 +132,6 @@ def test_scales_of_blocks(layout: str) -> None:
     begin, half = cache.data_ptr(), KV_HEADS * BLOCK * (DIM // 2 + DIM // 16)
     places = [one.data_ptr() - begin for one in (of.k, of.k_block_scale, of.v, of.v_block_scale)]
     assert places == [0, KV_HEADS * BLOCK * DIM // 2, half, half + KV_HEADS * BLOCK * DIM // 2]
-
-
-@works("kernels, interpreted")
-def test_kernels_over_scales_of_blocks() -> None:
-    batch, layer = Batch([(1, 20), (3, 18)]), Layer(cache_dtype="nvfp4")
-    with portattn.settings(backend="interpreter"):
-        out = layer.run(batch)
-    read_blocks_back(layer, batch)
-    check(out, batch)
 
 
 LAYOUTS = r"a layout that keeps a block's heads together \(VLLM_KV_CACHE_LAYOUT: LBHNC, LBNHC, BLHNC, BLNHC\)"

@@ -26,13 +26,8 @@ Ranges = dict[int, list[tuple[int, int]]]
 # chunk ends and another begins inside a range, one whose range is the whole chunk, ranges that touch.
 REQUESTS = [(30, 30), (1, 25), (12, 20), (9, 40), (7, 7), (20, 33)]
 RANGES: Ranges = {
-    0: [(3, 9), (14, 28)],
-    1: [(2, 12)],
-    2: [(5, 11), (16, 31)],
-    3: [(20, 45)],
-    4: [],
-    5: [(4, 4), (10, 16), (17, 25)],
-}
+    0: [(3, 9), (14, 28)], 1: [(2, 12)], 2: [(5, 11), (16, 31)], 3: [(20, 45)], 4: [], 5: [(4, 4), (10, 16), (17, 25)],
+}  # fmt: skip
 
 
 def metadata(layer: Layer, batch: Batch, ranges: Ranges | None = RANGES, causal: Any = True) -> Any:
@@ -123,9 +118,8 @@ def test_another_groups_blocks() -> None:
 
 def test_rows_that_the_device_alone_knows() -> None:
     """The device may have other boundaries of decoding requests than the host, which knows their sum and the longest.
-
-    Beside a prompt, whose ranges take the batch apart; and by themselves, where the longest is no longer than it says.
-    """
+    Beside a prompt, whose ranges take the batch apart; and by themselves, where the longest is no longer than it
+    says."""
     for requests, starts, bounds, ranges in (
         ([(4, 20), (2, 30), (9, 12)], [0, 3, 6, 15], [25, 33, 12], {2: [(5, 10)]}),
         ([(4, 20), (1, 30), (2, 12), (1, 1)], [0, 2, 4, 6, 8], [25, 33, 15, 2], {0: [(2, 9)], 1: [(3, 25)]}),

@@ -1,7 +1,5 @@
-"""The same batches through vLLM's own TRITON_ATTN, whose kernels run under Triton's interpreter here.
-
-In float16 and float32: interpreted products of bfloat16 are wrong there.
-"""
+"""The same batches through vLLM's own TRITON_ATTN, whose kernels run under Triton's interpreter here. In float16 and
+float32: interpreted products of bfloat16 are wrong there."""
 
 from __future__ import annotations
 
@@ -31,11 +29,9 @@ class Builder(TritonAttentionMetadataBuilder):
 
     def __init__(self, spec: Any, names: list[str], config: Any, device: torch.device) -> None:
         model = SimpleNamespace(
-            rswa_window=None,
-            get_num_attention_heads=lambda _: HEADS,
-            get_num_kv_heads=lambda _: KV_HEADS,
+            rswa_window=None, get_num_attention_heads=lambda _: HEADS, get_num_kv_heads=lambda _: KV_HEADS,
             get_head_size=lambda: DIM,
-        )
+        )  # fmt: skip
         super().__init__(spec, names, SimpleNamespace(**{**vars(config), "model_config": model}), device)
 
 
@@ -53,12 +49,10 @@ def _capability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window": 7},
-    "softcap": {"arguments": {"logits_soft_cap": 2.0}},
+    "plain": {}, "window": {"window": 7}, "softcap": {"arguments": {"logits_soft_cap": 2.0}},
     "alibi": {"arguments": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}},
     "sinks": {"arguments": {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=torch.float16)}},
-}
+}  # fmt: skip
 REQUESTS = [(1, 20), (9, 30), (3, 3)]  # few: interpreted, a row costs milliseconds
 
 

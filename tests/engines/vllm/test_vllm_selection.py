@@ -14,12 +14,16 @@ import vllm
 from vllm.config.attention import AttentionConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_plugins_by_group
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
-from vllm_batches import Layer
+from vllm_batches import Batch, Layer, check
 
 from portattn.integrations import vllm as integration
-from portattn.integrations.vllm import backend, capabilities, mla
+from portattn.integrations.vllm import backend, caches, mla
+from portattn.integrations.vllm.backend import PortattnBackend
+from portattn.integrations.vllm.mla import PortattnMLAMetadataBuilder
 
 feature = pytest.mark.engine_feature
 
@@ -66,69 +70,43 @@ def test_an_older_registry_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: 
 @pytest.mark.parametrize(
     "asked",
     [
-        {},
-        {"dtype": torch.float32},
-        {"head_size": 80, "has_sliding_window": True, "has_sink": True},
-        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16},
-        {"kv_cache_dtype": "int8_per_token_head"},
-        {"kv_cache_dtype": "nvfp4"},
-        {"kv_cache_dtype": "bfloat16"},
-        {"attn_type": "encoder_only"},
+        {}, {"dtype": torch.float32}, {"head_size": 80, "has_sliding_window": True, "has_sink": True},
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16}, {"kv_cache_dtype": "int8_per_token_head"},
+        {"kv_cache_dtype": "nvfp4"}, {"kv_cache_dtype": "bfloat16"}, {"attn_type": "encoder_only"},
         {"attn_type": "encoder_decoder"},
-        {"use_non_causal": True, "use_batch_invariant": True, "use_kv_connector": True},
-        {"block_size": 144},
+        {"use_non_causal": True, "use_batch_invariant": True, "use_kv_connector": True}, {"block_size": 144},
         {"use_mm_prefix": True, "has_sliding_window": True},
         {"use_dcp": True, "has_sink": True, "kv_cache_dtype": "fp8"},
     ],
-)
+)  # fmt: skip
 def test_what_it_takes(asked: dict[str, Any]) -> None:
     assert reasons(**asked) == []
 
 
 DCP_WITH = "decode context parallelism with windows, ranges or both directions"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        DCP_WITH,
-        {"use_dcp": True, "has_sliding_window": True},
-        "sliding windows with DCP not supported",
-    ),
-    (
-        DCP_WITH,
-        {"use_dcp": True, "use_mm_prefix": True},
-        "partial multimodal token full attention with DCP not supported",
-    ),
-    (
-        DCP_WITH,
-        {"use_dcp": True, "use_non_causal": True},
-        "attention in both directions with DCP not supported",
-    ),
-    (
-        "decode context parallelism, head sizes that are no power of 2",
-        {"use_dcp": True, "head_size": 80},
-        "head size 80 with DCP not supported: no power of 2",
-    ),
-    (
-        "decode context parallelism, cross attention",
-        {"use_dcp": True, "attn_type": "encoder_decoder"},
-        "cross attention with DCP not supported",
-    ),
+    (DCP_WITH, {"use_dcp": True, "has_sliding_window": True}, "sliding windows with DCP not supported"),
+    (DCP_WITH, {"use_dcp": True, "use_mm_prefix": True},
+     "partial multimodal token full attention with DCP not supported"),
+    (DCP_WITH, {"use_dcp": True, "use_non_causal": True}, "attention in both directions with DCP not supported"),
+    ("decode context parallelism, head sizes that are no power of 2", {"use_dcp": True, "head_size": 80},
+     "head size 80 with DCP not supported: no power of 2"),
+    ("decode context parallelism, cross attention", {"use_dcp": True, "attn_type": "encoder_decoder"},
+     "cross attention with DCP not supported"),
     ("adaptive verification", {"use_adaptive_verification": True}, "needed for adaptive verification"),
     ("prefill context parallelism", {"use_pcp": True}, "PCP not supported"),
     ("sparse attention", {"use_sparse": True}, "sparse not supported"),
     ("scales for each head from a checkpoint", {"use_per_head_quant_scales": True}, "per-head quant scales not supp"),
     ("reference sliding window", {"use_rswa": True}, "R-SWA not supported"),
     ("caches: nvfp4_4over6, int4, turboquant", {"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype not supported"),
-    (
-        "caches: nvfp4_4over6, int4, turboquant",
-        {"kv_cache_dtype": "int4_per_token_head"},
-        "kv_cache_dtype not supported",
-    ),
+    ("caches: nvfp4_4over6, int4, turboquant", {"kv_cache_dtype": "int4_per_token_head"},
+     "kv_cache_dtype not supported"),
     ("float32 queries over a quantised cache", {"dtype": torch.float32, "kv_cache_dtype": "fp8"}, "needs queries of"),
     ("a cache of another 16-bit dtype", {"kv_cache_dtype": "float16"}, "a float16 cache needs queries of float16"),
     ("head sizes above 576", {"head_size": 640}, "head_size not supported"),
     ("blocks that are no multiple of 16", {"block_size": 8}, "block_size not supported"),
     ("float64", {"dtype": torch.float64}, "dtype not supported"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -160,16 +138,15 @@ def test_head_sizes_of_scales_in_the_cache() -> None:
 
 @feature("vLLM 0.34 and later, 0.30 and earlier", refused=True)
 def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert capabilities.unsupported_version() == "", vllm.__version__
+    assert caches.unsupported_version() == "", vllm.__version__
     for version in ("0.31.0", "0.32.1+cu130", "0.33.1.dev3+g1234"):
-        assert capabilities.unsupported_version(version) == ""
+        assert caches.unsupported_version(version) == ""
     for version in ("0.30.0", "0.34.0", "1.0", "dev"):
-        assert (
-            f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33"
-            in capabilities.unsupported_version(version)
+        assert f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33" in caches.unsupported_version(
+            version
         )
-    check = capabilities.unsupported_version
-    monkeypatch.setattr(capabilities, "unsupported_version", lambda: check("0.34.0"))
+    check = caches.unsupported_version
+    monkeypatch.setattr(caches, "unsupported_version", lambda: check("0.34.0"))
     with refusal(ValueError, match="vLLM 0.34.0 is not supported"):
         raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {reasons()}")
     assert "vLLM 0.34.0 is not supported" in reasons(mla.PortattnMLABackend, head_size=576, use_mla=True)[0]
@@ -177,7 +154,7 @@ def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("one", [backend.PortattnBackend, mla.PortattnMLABackend])
 def test_chips(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(caches, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     assert one.supports_compute_capability(DeviceCapability(9, 0))
     assert one.supports_compute_capability(DeviceCapability(8, 0))
     assert not one.supports_compute_capability(DeviceCapability(6, 1))
@@ -196,3 +173,46 @@ def test_latent_attention_is_a_backend_of_its_own() -> None:
     assert reasons(**latent, use_sparse=True) == ["sparse not supported"]
     (reason,) = reasons(**latent, use_adaptive_verification=True)
     assert "needed for adaptive verification" in reason
+
+
+# What builders answer and make besides a batch's metadata: graphs, and metadata that vLLM derives classes of.
+works = pytest.mark.engine_feature
+
+
+@pytest.mark.parametrize(
+    ("world", "level"),
+    [(1, AttentionCGSupport.UNIFORM_BATCH), (2, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)],
+)
+def test_graphs_of_latent_attention(world: int, level: AttentionCGSupport) -> None:
+    """With ranks that share keys vLLM's common builder counts requests of several rows as prefill."""
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=world))
+    assert PortattnMLAMetadataBuilder.get_cudagraph_support(config, None) is level
+
+
+@works("fast prefill of layers that share keys")
+@pytest.mark.parametrize("fast", [True, False])
+def test_fast_prefill(fast: bool) -> None:
+    """The layers compute the rows that are sampled alone; their metadata are of a class that vLLM derives. It does so
+    also where all rows are computed, and then there may be ranges."""
+    backend = create_fast_prefill_custom_backend("FastPrefill_", PortattnBackend)
+    layer, whole = Layer(backend), Batch([(5, 9), (3, 20)])
+    ranges = {} if fast else {0: [(5, 7)]}
+    rows = torch.tensor([3, 4, 5, 6, 7])  # the last two of the first request, and all of the second
+    sampled = {"logits_indices_padded": rows, "num_logits_indices": 5, "max_logits_per_req": 3} if fast else {}
+    common = whole.common()
+    built = layer.builder.build(
+        0, common.replace(seq_lens_cpu_upper_bound=common.seq_lens.clone(), mm_req_doc_ranges=ranges, **sampled)
+    )
+    assert built.num_actual_tokens == (5 if fast else 8)
+    assert (built.mm_prefix_range is None) == fast
+    elsewhere = Batch(whole.requests, seed=7).table  # another group's blocks
+    again = layer.builder.update_block_table(built, elsewhere, common.slot_mapping)
+    assert type(again) is type(built)
+    assert again.logits_indices_padded is built.logits_indices_padded
+    assert built.block_table is whole.table
+    part = Batch([(2, 9), (3, 20)]) if fast else whole
+    part.q, part.k, part.v = [whole.q[0][-part.requests[0][0] :], whole.q[1]], whole.k, whole.v
+    for metadata, table in ((built, whole.table), (again, elsewhere)):
+        layer.layer.kv_cache = layer.empty_cache()
+        part.table = table
+        check(layer.run(part, metadata=metadata), part, ranges=ranges)

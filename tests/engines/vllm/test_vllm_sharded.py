@@ -12,22 +12,14 @@ import pytest
 import torch
 import vllm.triton_utils
 
-from portattn.integrations.vllm import shards
+from portattn.integrations.vllm import metadata
 
 works = pytest.mark.engine_feature("decode context parallelism")
 CHILD = Path(__file__).with_name("sharded_child.py")
 CASES = [
-    "decode",
-    "prompts_alone",
-    "refusals",
-    "of_dtypes",
-    "features",
-    "float8",
-    "interleaved",
-    "all_to_all",
-    "replay",
+    "decode", "prompts_alone", "refusals", "of_dtypes", "features", "float8", "interleaved", "all_to_all", "replay",
     "kernels",
-]
+]  # fmt: skip
 SECONDS = 900  # two processes on a machine that others use took 230
 
 
@@ -44,10 +36,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(CHILD), str(rank), "2", str(folder / "file"), *CASES],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=kept | own,
-        )
-        for rank in range(2)
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=kept | own,
+        ) for rank in range(2)
     ]  # fmt: skip
     try:
         return [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
@@ -73,6 +63,6 @@ def test_ranks(case: str, outputs: list[str]) -> None:
     ],
 )
 def test_what_it_does_not_go_with(asked: dict[str, Any], reason: str) -> None:
-    assert shards.reasons(use_dcp=True, **{"head_size": 128, **asked}) == [reason]
-    assert shards.reasons(use_dcp=False, **asked) == []
-    assert shards.reasons(use_dcp=True, head_size=128) == []
+    assert metadata.reasons(use_dcp=True, **{"head_size": 128, **asked}) == [reason]
+    assert metadata.reasons(use_dcp=False, **asked) == []
+    assert metadata.reasons(use_dcp=True, head_size=128) == []

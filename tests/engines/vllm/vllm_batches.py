@@ -1,8 +1,6 @@
 """Batches for vLLM's own classes: a real layer, its cache in a real layout, real metadata; and attention in float64.
-
 Requests are (rows of queries, keys in all). A cache is NaN wherever no token was written, in keys and values; tables
-lead nowhere past a request's own blocks.
-"""
+lead nowhere past a request's own blocks."""
 
 from __future__ import annotations
 
@@ -157,17 +155,11 @@ class Batch:
         keys = torch.tensor([keys for _, keys in self.requests], dtype=torch.int32)
         slots = [self.slots_of(b, keys - rows, keys) for b, (rows, keys) in enumerate(self.requests)]
         return CommonAttentionMetadata(
-            query_start_loc=rows,
-            query_start_loc_cpu=rows.clone(),
-            seq_lens=keys,
-            num_reqs=len(self.requests),
-            num_actual_tokens=int(rows[-1]),
-            max_query_len=max(rows for rows, _ in self.requests),
-            max_seq_len=max(keys for _, keys in self.requests),
-            block_table_tensor=self.table,
-            slot_mapping=torch.cat(slots),
-            causal=causal,
-        )
+            query_start_loc=rows, query_start_loc_cpu=rows.clone(), seq_lens=keys, num_reqs=len(self.requests),
+            num_actual_tokens=int(rows[-1]), max_query_len=max(rows for rows, _ in self.requests),
+            max_seq_len=max(keys for _, keys in self.requests), block_table_tensor=self.table,
+            slot_mapping=torch.cat(slots), causal=causal,
+        )  # fmt: skip
 
 
 def attend(

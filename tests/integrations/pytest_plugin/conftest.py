@@ -15,11 +15,11 @@ from pytest_runs import Runner
 
 # Imported before any inner run: it forgets every module that it was the first to import, and Triton cannot be imported
 # twice.
-from portattn.backends.cuda import ptxas  # noqa: F401
-from portattn.integrations.pytest_plugin import conformance, quirk_marks, session, targets  # noqa: F401
+from portattn.integrations.pytest_plugin import session
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import numerics
-from portattn.tools.matrix import baseline, verdict  # noqa: F401
+from portattn.testing import executor
+from portattn.tools.compare import verdict  # noqa: F401
+from portattn.tools.matrix import baseline  # noqa: F401
 
 if importlib.util.find_spec("triton") is not None:
     importlib.import_module("triton")
@@ -63,5 +63,5 @@ def planted_compiler(planted: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The installed toolchain is the compiler that fails as tests/planted.py says, and nothing is interpreted."""
     options = functools.partial(session.Options, pythons={str(installed_toolchain()): planted}, left_out=("emulated",))
     monkeypatch.setattr(session, "Options", options)
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
+    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
     return planted

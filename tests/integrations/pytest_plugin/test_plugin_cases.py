@@ -10,14 +10,13 @@ import pytest
 from handmade import make_cell, make_run
 from pytest_runs import Runner
 
-from portattn.integrations.pytest_plugin.conformance import slug
+from portattn.integrations.pytest_plugin.session import slug
 from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.matrix import baseline, provenance, select
-from portattn.tools.matrix.cells import Cell
+from portattn.tools.matrix.cells import Cell, snapshot
 from portattn.tools.matrix.problems import SETS
 from portattn.tools.matrix.results import Results
 from portattn.tools.matrix.run import Options, execute
-from portattn.tools.matrix.snapshot import snapshot
 
 HERE = str(installed_toolchain())
 NAME = "dense causal fp16 D=64"
@@ -41,16 +40,11 @@ def test_each_case_ends_as_its_cell(pytester: pytest.Pytester, inner: Runner) ->
     result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines(
         [
-            f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set",
-            "collected 4 items",
-            f"_* cuda:sm_80  {HERE}  {NAME} _*",
-            "red: CRASH: *SIGABRT*",
-            "what ttgir printed:",
-            "Assertion `planted' failed.",
-            "*Captured portattn call*",
-            "path: *",
+            f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set", "collected 4 items",
+            f"_* cuda:sm_80  {HERE}  {NAME} _*", "red: CRASH: *SIGABRT*", "what ttgir printed:",
+            "Assertion `planted' failed.", "*Captured portattn call*", "path: *",
         ]
-    )
+    )  # fmt: skip
     result.stdout.fnmatch_lines_random(
         [
             "red: ERROR: dense_forward: RuntimeError at ttgir: planted refusal",
@@ -212,7 +206,7 @@ def test_an_expected_failure_must_fail_for_its_reason(
 @pytest.mark.parametrize(
     ("target", "lacks", "said"),
     [
-        ("sm_90", 0, "*has no cell of what is asked for, and nothing would be compared; it has rocm:gfx942 with *"),
+        ("sm_90", 0, "*has none of the requested cells, so that nothing would be compared; it has rocm:gfx942 with *"),
         ("gfx942", 1, "*--portattn-baseline is '*old', but it was interrupted, and lacks 1 cell*"),
     ],
     ids=["nothing of it is asked for", "interrupted"],

@@ -131,11 +131,8 @@ def test_a_compiler_that_refuses_dies_or_hangs(row_scale: object, planted: str) 
 
     refused = failed("cuda:sm_89")
     assert (refused.outcome, refused.kind, refused.stage, refused.unavailable) == (
-        "error",
-        "RuntimeError",
-        "ttgir",
-        False,
-    )
+        "error", "RuntimeError", "ttgir", False,
+    )  # fmt: skip
     assert str(refused).startswith("row_scale for cuda:sm_89 with ")
     assert "planted refusal" in str(refused)
     assert "trace" in refused.log
@@ -165,15 +162,11 @@ def test_a_module_that_cannot_be_imported_tells_nothing_about_the_compiler(tmp_p
         ({**TYPES, "y": "i32"}, {"BLOCK": 64}, None, "signature is 'y', but the arguments of row_scale are x, scale, "),
         (TYPES, {"BLOCKS": 64}, None, "constexprs is 'BLOCKS', but the arguments of row_scale are "),
         (TYPES, {"BLOCK": 64, "x": 1}, None, "constexprs is 'x', but is in signature too"),
-        (
-            TYPES,
-            {"BLOCK": [64]},
-            None,
-            r"constexprs\['BLOCK'\] is \[64\], but must be a number, a text, a bool or None",
-        ),
+        (TYPES, {"BLOCK": [64]}, None,
+         r"constexprs\['BLOCK'\] is \[64\], but must be a number, a text, a bool or None"),
         (TYPES, {"BLOCK": 64}, ["rows"], "divisible is 'rows', but must be one of x, scale, out, columns"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_are_not_the_kernels(row_scale: object, types, constexprs, divisible, said: str) -> None:
     with Worker(python="/nowhere") as worker, pytest.raises(ArgumentError, match=said):
         compile_for(worker, row_scale.row_scale, parse_target(GPU, HERE), types, constexprs, divisible=divisible)

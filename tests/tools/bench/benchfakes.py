@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import torch
 
+from portattn.tools.bench import run
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.clock import Ceilings, Spread
 from portattn.tools.bench.results import BenchRun, Figures, Result, Row, row
+from portattn.tools.bench.rounds import Ceilings, Spread
 from portattn.tools.bench.sets import SETS
 
 LIMITS = Ceilings(gemm_tflops=800.0, copy_tbs=4.0)
@@ -55,6 +57,11 @@ def figures(name: str, *ms: float, **others: Any) -> Figures:
 
 def made(set_: str, case: Case, *contenders: Figures, limits: Ceilings | None = LIMITS, **others: Any) -> Row:
     return row(set_, case, 0, limits, 1e-3, {f.name: f for f in contenders}, **others)
+
+
+def run_case(set_: str, case: Case, clock: FakeClock, limits: Ceilings | None, options: run.BenchOptions) -> Row:
+    """Gate and time a case on the CPU."""
+    return run.run_case(set_, case, {"": 0}, torch.device("cpu"), clock, limits, options)[""]
 
 
 def a_run(**fields: Any) -> BenchRun:

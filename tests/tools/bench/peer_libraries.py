@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-# vllm 0.22.0's: every argument has to be given.
-FA3 = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, Tensor? cu_seqlens_q,
-    Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q,
-    int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos,
-    Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
-    float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap,
-    bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin,
-    Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"""
-FA3_SCHEDULE = """get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads,
-    int num_heads_k, int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q,
-    Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size,
-    int max_seqlen_k_new, bool is_causal, int window_size_left, int window_size_right, bool has_softcap, int num_splits,
-    bool? pack_gqa, int sm_margin) -> Tensor"""
-# Upstream's: all but the first three have defaults.
-FA3_UPSTREAM = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None,
-    Tensor? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None,
-    Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None,
-    Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None,
-    Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None,
-    Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1,
-    int window_size_right=-1, int attention_chunk=0, float softcap=0., bool is_rotary_interleaved=False,
-    Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0)
-    -> (Tensor, Tensor, Tensor, Tensor)"""
-FLASHMLA = """dense_decode_fwd(Tensor _0, Tensor _1, int _2, Tensor _3, Tensor _4, float _5, bool _6, Tensor? _7,
-    Tensor? _8, Tensor? _9) -> (Tensor, Tensor, Tensor?, Tensor?)"""
+from portattn.schema import toml_reader
+
+FA3, FA3_SCHEDULE, FA3_UPSTREAM, FLASHMLA = toml_reader.read(Path(__file__).with_name("peer_schemas.toml"))[0].values()
 NAMES = [part.split()[-1] for part in FA3[4 : FA3.index(")")].replace("\n", " ").split(",")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from peer_libraries import _mixed, _scores
 
-from portattn.tools.bench.peers import availability
+from portattn.tools.bench.peers import packages
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def installed(**modules: types.SimpleNamespace) -> Iterator[None]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    availability.missing.cache_clear()
+    packages.missing.cache_clear()
     try:
         yield
     finally:
@@ -36,7 +37,7 @@ def installed(**modules: types.SimpleNamespace) -> Iterator[None]:
             sys.modules.pop(name)
             if before is not None:
                 sys.modules[name] = before
-        availability.missing.cache_clear()
+        packages.missing.cache_clear()
 
 
 def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, window: tuple[int, int] = (-1, -1)) -> Any:
@@ -45,23 +46,38 @@ def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, window: tu
     return _mixed(_scores(q, k) * scale, v, window[0], 0 if causal else window[1]).to(q.dtype)
 
 
-def packed(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *how: Any) -> Any:
-    out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype)
-    for b in range(len(cu_q) - 1):
-        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b + 1]))
-        out[rows] = attend(q[rows], k[keys], v[keys], *how)
+def spans(starts: Any) -> list[slice]:
+    ends = [int(start) for start in starts]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def attend_each(q: Any, rows: Any, keys: Any, values: Any, *how: Any) -> Any:
+    """Each sequence: places in q, and its keys and values."""
+    out = None
+    for place, k, v in zip(rows, keys, values, strict=True):
+        part = attend(q[place], k, v, *how)
+        out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype) if out is None else out
+        out[place] = part
     return out
 
 
-def rows_of_pages(pages: Any, ids: Any) -> Any:
-    return pages[ids.long()].flatten(0, 1)
+def packed(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *how: Any) -> Any:
+    return attend_each(q, spans(cu_q), *([x[span] for span in spans(cu_k)] for x in (k, v)), *how)
+
+
+def dense(q: Any, k: Any, v: Any, *how: Any) -> Any:
+    return attend_each(q, range(len(q)), k, v, *how)
+
+
+def pages_of(cache: Any, tables: Any, lengths: Any) -> list[Any]:
+    """The rows of each sequence in pages (P, page, H, D), or in slots where there is no table."""
+    whole = cache if tables is None else [cache[ids.long()].flatten(0, 1) for ids in tables]
+    return [rows[: int(length)] for rows, length in zip(whole, lengths, strict=True)]
 
 
 def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] | None = None) -> types.SimpleNamespace:
-    """flash_attn 2.8, or flash_attn_interface of FlashAttention-3. pages: its name of a page table.
-
-    asked: gets what `deterministic` was in each call that has it.
-    """
+    """flash_attn 2.8, or flash_attn_interface of FlashAttention-3. pages: its name of a page table. asked: gets what
+    `deterministic` was in each call that has it."""
 
     def answer(out: Any) -> Any:
         return (out, out.float()) if with_lse else out
@@ -72,7 +88,7 @@ def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] |
 
     def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False):
         told(deterministic)
-        return answer(torch.stack([attend(*x, softmax_scale, causal, window_size) for x in zip(q, k, v, strict=True)]))
+        return answer(dense(q, k, v, softmax_scale, causal, window_size))
 
     def flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, causal=False, window_size=(-1, -1), block_table=None,
@@ -81,14 +97,11 @@ def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] |
         told(deterministic)
         assert max_q == int(cu_q.diff().max())
         assert max_k == int(cu_k.diff().max())
+        how = softmax_scale, causal, window_size
         if block_table is None:
-            return answer(packed(q, k, v, cu_q, cu_k, softmax_scale, causal, window_size))
-        out = torch.empty_like(q)
-        for b, table in enumerate(block_table):
-            rows, count = slice(int(cu_q[b]), int(cu_q[b + 1])), int(cu_k[b + 1] - cu_k[b])
-            keys, values = (rows_of_pages(x, table)[:count] for x in (k, v))
-            out[rows] = attend(q[rows], keys, values, softmax_scale, causal, window_size)
-        return answer(out)
+            return answer(packed(q, k, v, cu_q, cu_k, *how))
+        keys, values = (pages_of(x, block_table, cu_k.diff()) for x in (k, v))
+        return answer(attend_each(q, spans(cu_q), keys, values, *how))
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, softmax_scale=None, causal=False, **named):
         table = named.pop(pages, None)
@@ -96,15 +109,10 @@ def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] |
         cu, longest = named.pop("cu_seqlens_q", None), named.pop("max_seqlen_q", None)
         assert not named
         assert table is None or k_cache.shape[1] % page == 0
-        out = torch.empty_like(q)
-        for b, used in enumerate(cache_seqlens.tolist()):
-            keys, values = (
-                (rows_of_pages(x, table[b]) if table is not None else x[b])[:used] for x in (k_cache, v_cache)
-            )
-            rows = b if cu is None else slice(int(cu[b]), int(cu[b + 1]))
-            assert cu is None or rows.stop - rows.start <= longest
-            out[rows] = attend(q[rows], keys, values, softmax_scale, causal, window)
-        return answer(out)
+        assert cu is None or int(cu.diff().max()) <= longest
+        keys, values = (pages_of(x, table, cache_seqlens) for x in (k_cache, v_cache))
+        rows = range(len(q)) if cu is None else spans(cu)
+        return answer(attend_each(q, rows, keys, values, softmax_scale, causal, window))
 
     return types.SimpleNamespace(
         flash_attn_func=flash_attn_func,
@@ -121,10 +129,10 @@ class _Planned:
         assert workspace.numel()
         assert not layout or layout == ("NHD",)
 
-    def _cache(self, k, v, indptr, ids, last, page, b):
-        mine = ids[int(indptr[b]) : int(indptr[b + 1])]
-        count = (len(mine) - 1) * page + int(last[b])
-        return (rows_of_pages(x, mine)[:count] for x in (k, v))
+    def _cache(self, caches, indptr, ids, last, page):
+        tables = [ids[span] for span in spans(indptr)]
+        lengths = [(len(table) - 1) * page + int(rest) for table, rest in zip(tables, last, strict=True)]
+        return [pages_of(x, tables, lengths) for x in caches]
 
 
 class Ragged(_Planned):
@@ -150,11 +158,7 @@ class Paged(_Planned):
         self.indptr, self.how = qo_indptr, (sm_scale, causal, (window_left, -1))
 
     def run(self, q, cache):
-        out = torch.empty_like(q)
-        for b in range(len(self.indptr) - 1):
-            rows = slice(int(self.indptr[b]), int(self.indptr[b + 1]))
-            out[rows] = attend(q[rows], *self._cache(*cache, *self.pages, b), *self.how)
-        return out
+        return attend_each(q, spans(self.indptr), *self._cache(cache, *self.pages), *self.how)
 
 
 class Decode(_Planned):
@@ -172,7 +176,7 @@ class Decode(_Planned):
         if self.dtype is not q.dtype:
             assert type(k_scale) is type(v_scale) is float
             cache = [(x.float() * scale).to(q.dtype) for x, scale in zip(cache, (k_scale, v_scale), strict=True)]
-        return torch.cat([attend(q[b : b + 1], *self._cache(*cache, *self.pages, b), *self.how) for b in range(len(q))])
+        return attend_each(q, spans(range(len(q) + 1)), *self._cache(cache, *self.pages), *self.how)
 
 
 class Latent(_Planned):
@@ -187,12 +191,10 @@ class Latent(_Planned):
     def run(self, q_nope, q_pe, ckv_cache, kpe_cache):
         assert (ckv_cache.shape[-1], kpe_cache.shape[-1]) == self.widths
         indptr, pages, ids, lengths = self.given
-        out = torch.empty_like(q_nope)
-        for b, length in enumerate(lengths.tolist()):
-            rows, mine = slice(int(indptr[b]), int(indptr[b + 1])), ids[int(pages[b]) : int(pages[b + 1])]
-            ckv, kpe = (rows_of_pages(x, mine)[:length, None] for x in (ckv_cache, kpe_cache))
-            q = torch.cat([q_nope[rows], q_pe[rows]], -1)
-            out[rows] = attend(q, torch.cat([ckv, kpe], -1), ckv, *self.how)
+        tables = [ids[span] for span in spans(pages)]
+        ckv, kpe = (pages_of(x[:, :, None], tables, lengths) for x in (ckv_cache, kpe_cache))
+        keys = [torch.cat(pair, -1) for pair in zip(ckv, kpe, strict=True)]
+        out = attend_each(torch.cat([q_nope, q_pe], -1), spans(indptr), keys, ckv, *self.how)
         return out
 
 
@@ -249,21 +251,14 @@ def xformers() -> dict[str, types.SimpleNamespace]:
         if isinstance(attn_bias, Blocks):
             out = packed(query[0], key[0], value[0], attn_bias.q, attn_bias.k, scale, attn_bias.causal)[None]
         elif isinstance(attn_bias, Pages):
-            keys, values = (x[0].unflatten(0, (-1, attn_bias.page)) for x in (key, value))
-            out = torch.cat(
-                [
-                    attend(
-                        query[0, b : b + 1],
-                        *(rows_of_pages(x, attn_bias.table[b])[:n] for x in (keys, values)),
-                        scale,
-                        0,
-                    )
-                    for b, n in enumerate(attn_bias.lengths)
-                ]
+            caches = (x[0].unflatten(0, (-1, attn_bias.page)) for x in (key, value))
+            rows = spans(range(len(attn_bias.lengths) + 1))
+            out = attend_each(
+                query[0], rows, *(pages_of(x, attn_bias.table, attn_bias.lengths) for x in caches), scale, 0
             )[None]
         else:
             how = (scale, getattr(attn_bias, "causal", False), getattr(attn_bias, "window", (-1, -1)))
-            out = torch.stack([attend(*x, *how) for x in zip(query, key, value, strict=True)])
+            out = dense(query, key, value, *how)
         return out.unflatten(2, heads) if grouped else out
 
     biases = types.SimpleNamespace(
@@ -282,8 +277,7 @@ def flag_gems() -> dict[str, types.SimpleNamespace]:
     def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         assert not is_causal or query.shape[2] == key.shape[2]
         assert enable_gqa or query.shape[1] == key.shape[1]
-        sequences = zip(*(x.transpose(1, 2) for x in (query, key, value)), strict=True)
-        return torch.stack([attend(*x, scale, is_causal) for x in sequences]).transpose(1, 2)
+        return dense(*(x.transpose(1, 2) for x in (query, key, value)), scale, is_causal).transpose(1, 2)
 
     def varlen(
         q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, softmax_scale=None,
@@ -292,21 +286,14 @@ def flag_gems() -> dict[str, types.SimpleNamespace]:
         assert max_seqlen_q == int(cu_seqlens_q.diff().max())
         if block_table is None:
             return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size)
-        out = torch.empty_like(q)
-        for b, used in enumerate(seqused_k.tolist()):
-            assert used <= max_seqlen_k
-            rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
-            keys, values = (rows_of_pages(x, block_table[b])[:used] for x in (k, v))
-            out[rows] = attend(q[rows], keys, values, softmax_scale, causal, window_size)
-        return out
+        assert int(seqused_k.max()) <= max_seqlen_k
+        keys, values = (pages_of(x, block_table, seqused_k) for x in (k, v))
+        return attend_each(q, spans(cu_seqlens_q), keys, values, softmax_scale, causal, window_size)
 
     def mla(q, block_table, blocked_k, max_pad, block_size, b, s_q, cache_seqlens, h_q, h_kv, d, dv, causal):
         assert (causal, h_kv, d, block_size) == (True, 1, q.shape[-1], blocked_k.shape[1])
-        out = torch.empty(b * s_q, h_q, dv, dtype=q.dtype)
-        for i, used in enumerate(cache_seqlens.tolist()):
-            rows = rows_of_pages(blocked_k, block_table[i])[:used]
-            out[i : i + 1] = attend(q[i], rows, rows[..., :dv], None, True)
-        return out
+        rows = pages_of(blocked_k, block_table, cache_seqlens)
+        return dense(q, rows, [one[..., :dv] for one in rows], None, True).view(b * s_q, h_q, dv)
 
     return {
         "flag_gems": types.SimpleNamespace(),
@@ -319,7 +306,6 @@ def sageattention() -> dict[str, types.SimpleNamespace]:
     def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True):
         assert tensor_layout == "HND"
         assert not smooth_k  # it would change the keys
-        sequences = zip(*(x.transpose(1, 2) for x in (q, k, v)), strict=True)
-        return torch.stack([attend(*x, sm_scale, is_causal) for x in sequences]).transpose(1, 2)
+        return dense(*(x.transpose(1, 2) for x in (q, k, v)), sm_scale, is_causal).transpose(1, 2)
 
     return {"sageattention": types.SimpleNamespace(sageattn=sageattn)}

@@ -21,8 +21,9 @@ from benchfakes import FakeClock, a_run
 from tiny import shrunk
 
 from portattn.schema.toolchain import installed_toolchain
+from portattn.tools.bench import releases
+from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.releases import child
 
 NAME = os.environ["RELEASE"]
 FAULTS = json.loads(os.environ.get("FAULTS", "{}")).get(NAME, {})
@@ -52,27 +53,26 @@ class Clock(FakeClock):
         return fault in FAULTS and FAULTS[fault] in self.case
 
 
-class Session(child.Session):
-    def identify(self, step: child.Identify) -> Any:
+class Session(releases.Session):
+    def identify(self, about: dict[str, Any]) -> Any:
         if "start" in FAULTS:
             raise RuntimeError(FAULTS["start"])
         fields: dict[str, Any] = {
-            name: step.about[name] for name in ("sets", "asked", "rounds", "backend", "core", "only_host")
+            name: about[name] for name in ("sets", "asked", "rounds", "backend", "core", "only_host")
         }
         fields["cells"] = len(fields["asked"])
         found = str(installed_toolchain()) if FAULTS.get("asks") else f"triton=={FAULTS.get('is', NAME)}"
-        return a_run(toolchain=found, commit=step.about["commit"], ceilings=None, **fields)
+        return a_run(toolchain=found, commit=about["commit"], ceilings=None, **fields)
 
-    def prepare(self, step: child.Prepare) -> child.PreparedCase:
-        CLOCK.case = step.case.name
-        case = shrunk(step.case)
-        made = super().prepare(child.Prepare(case=case, backend=step.backend, core=step.core))
-        if "wrong" not in FAULTS or FAULTS["wrong"] not in step.case.name:
+    def prepare(self, case: Case, backend: str, core: bool) -> releases.PreparedCase:
+        CLOCK.case = case.name
+        made = super().prepare(shrunk(case), backend, core)
+        if "wrong" not in FAULTS or FAULTS["wrong"] not in case.name:
             return made
-        return child.PreparedCase(budget=made.budget, refused={OURS: "error 1.0 is over the budget"})
+        return releases.PreparedCase(budget=made.budget, refused={OURS: "error 1.0 is over the budget"})
 
-    def compile(self, step: child.Compile) -> str:
-        return super().compile(child.Compile(case=shrunk(step.case), backend=step.backend, core=step.core))
+    def compile(self, case: Case, backend: str, core: bool) -> str:
+        return super().compile(shrunk(case), backend, core)
 
 
 CLOCK = Clock()
@@ -80,4 +80,4 @@ SESSION = Session(torch.device("cpu"), CLOCK)
 
 
 def answer(request: Any, enter: Any) -> dict[str, Any]:
-    return child.answer_request(SESSION, request, enter)
+    return releases.answer_request(SESSION, request, enter)

@@ -11,10 +11,9 @@ import torch
 from tiny import CASES, distinct
 
 import portattn
-from portattn.tools.bench import backward, gate, gradgate
-from portattn.tools.bench.backward import GradientContender, own_builds
+from portattn.tools.bench import contenders, gate
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import OURS, UNORDERED, Contender, ours
+from portattn.tools.bench.contenders import OURS, UNORDERED, Contender, GradientContender, ours, own_builds
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 
@@ -45,31 +44,6 @@ def by_autograd(case: Case, t: Tensors) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, (q, k, v), t.grad_out.double())]
 
 
-def test_the_sets_are_those_of_the_goals():
-    def shapes(name):
-        fields = ("head_dim", "seq_q", "seq_k", "causal", "dtype", "batch", "heads_q", "heads_k")
-        return {tuple(getattr(case, field) for field in fields) for case in SETS[name]}
-
-    assert shapes("backward18") == shapes("dense18")
-    assert len(SETS["backward18"]) == 18
-    assert all(case.backward and case.timing == "hot" for name in SETS for case in SETS[name] if "backward" in name)
-    more = SETS["backward_more"]
-    assert {(c.group, c.head_dim, c.seq_q) for c in more if c.group > 1} == {(8, 128, 4096)}
-    assert {(c.head_dim, c.seq_q, c.causal != "none") for c in more if c.dtype == "fp32"} == set(
-        itertools.product((64, 128), (2048,), (False, True))
-    )
-    (packed,) = (c for c in more if c.packed)
-    assert (sum(packed.queries) / packed.batch, packed.head_dim, packed.causal) == (2048, 128, "bottom_right")
-    (window,) = (c for c in more if c.windowed)
-    assert (window.window, window.seq_q, window.head_dim) == ((1023, 0), 16384, 128)
-    (dropped,) = (c for c in more if c.dropout)
-    assert (dropped.dropout, dropped.seq_q, dropped.head_dim, dropped.causal) == (0.1, 4096, 128, "bottom_right")
-    assert [(c.seq_q, c.head_dim, c.causal) for c in more if c.deterministic] == [
-        (4096, 128, "none"),
-        (4096, 128, "bottom_right"),
-    ]
-
-
 def test_flops_are_two_and_a_half_forwards():
     for of_backward, of_forward in zip(SETS["backward18"], SETS["dense18"], strict=True):
         assert of_backward.flops() == 2.5 * of_forward.flops()
@@ -88,23 +62,23 @@ def test_portattn_passes(case):
 @pytest.mark.parametrize("case", [DENSE, GROUPED], ids=lambda case: case.name)
 def test_the_expected_gradients_are_autograds(case, monkeypatch):
     """In blocks of few rows, for every sequence and head."""
-    monkeypatch.setattr(gradgate, "BLOCK_PAIRS", 3 * case.seq_k * case.group)
+    monkeypatch.setattr(gate, "BLOCK_PAIRS", 3 * case.seq_k * case.group)
     tensors = Tensors.random(case, CPU)
     whole = by_autograd(case, tensors)
     for sequence, head in itertools.product(range(case.batch), range(case.heads_k)):
         one, part = tensors.part(case, sequence, head)
-        found = gradgate.gradients(one, part, torch.float64)
+        found = gate.gradients(one, part, torch.float64)
         group = slice(head * case.group, (head + 1) * case.group)
-        for name, expected in zip(gradgate.NAMES, whole, strict=True):
+        for name, expected in zip(gate.NAMES, whole, strict=True):
             heads = group if name in ("out", "dq") else slice(head, head + 1)
             torch.testing.assert_close(found[name], expected[sequence : sequence + 1, heads], rtol=1e-12, atol=1e-12)
 
 
 def test_blocks_of_rows_change_nothing(case, monkeypatch):
     one, part = Tensors.random(case, CPU).part(case, 0, 0)
-    whole = gradgate.gradients(one, part, torch.float64)
-    monkeypatch.setattr(gradgate, "BLOCK_PAIRS", 1)
-    for name, value in gradgate.gradients(one, part, torch.float64).items():
+    whole = gate.gradients(one, part, torch.float64)
+    monkeypatch.setattr(gate, "BLOCK_PAIRS", 1)
+    for name, value in gate.gradients(one, part, torch.float64).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12)
 
 
@@ -136,12 +110,9 @@ def test_the_wrong_are_refused(case, wrong):
         return change
 
     builds = {
-        "off by one value": spoiled(last_value(9.0)),
-        "NaN": spoiled(last_value(float("nan"))),
-        "scaled": spoiled(lambda x: x * 1.5),
-        "of another shape": spoiled(lambda x: x[..., :-1]),
-        "right": lambda: good,
-    }
+        "off by one value": spoiled(last_value(9.0)), "NaN": spoiled(last_value(float("nan"))),
+        "scaled": spoiled(lambda x: x * 1.5), "of another shape": spoiled(lambda x: x[..., :-1]), "right": lambda: good,
+    }  # fmt: skip
     admitted = gate.admit(case, tensors, builds)
     assert list(admitted.contenders) == ["right"]
     name = f"d{GRADIENTS[wrong]}"
@@ -157,9 +128,9 @@ def test_small_gradients_of_late_rows_are_seen(wrong):
     case = msgspec.structs.replace(DENSE, batch=1, heads_q=1, heads_k=1, seq_q=2048, seq_k=2048, head_dim=64)
     tensors = Tensors.random(case, CPU)
     good = right(case, tensors)
-    expected = gradgate.GradientGate(case, tensors)._expected
+    expected = gate.GradientGate(case, tensors)._expected
     assert expected is not None
-    first, *_, last = expected.budgets[gradgate.NAMES[1 + wrong]]
+    first, *_, last = expected.budgets[gate.NAMES[1 + wrong]]
     assert 3 * last < first
     found = [x.clone() for x in good.run()]
     found[wrong][:, :, -128:] += 2.5 * last
@@ -174,9 +145,9 @@ def test_nan_where_nothing_is_compared_is_seen(wrong):
     """What a kernel has not written is anywhere, and only some heads are compared."""
     case = msgspec.structs.replace(DENSE, batch=5, heads_q=4, heads_k=4)
     tensors = Tensors.random(case, CPU)
-    good, judge = right(case, tensors), gradgate.GradientGate(case, tensors)
+    good, judge = right(case, tensors), gate.GradientGate(case, tensors)
     assert judge.checked == "8 of 20 sequences and key/value heads, every row and key"
-    missed = next(place for place in itertools.product(range(5), range(4)) if place not in gradgate.sample(case))
+    missed = next(place for place in itertools.product(range(5), range(4)) if place not in gate.sample_gradients(case))
     found = [x.clone() for x in good.run()]
     found[wrong][missed][3, 2] = float("nan")
     assert judge.error(replace(good, run=lambda: tuple(found))) == float("inf")
@@ -186,7 +157,7 @@ def test_nan_where_nothing_is_compared_is_seen(wrong):
 
 @pytest.mark.parametrize(("rows", "sizes"), [(20, [20]), (255, [255]), (256, [128, 128]), (379, [190, 189])])
 def test_no_segment_is_short(rows, sizes):
-    assert [piece.shape[2] for piece in gradgate.segments(torch.empty(1, 2, rows, 3))] == sizes
+    assert [piece.shape[2] for piece in gate.segments(torch.empty(1, 2, rows, 3))] == sizes
 
 
 def test_a_wrong_forward_is_refused():
@@ -224,7 +195,7 @@ def test_what_autograd_does_not_record_has_no_gradient():
         plain = ours(DENSE, tensors)
         return Contender(lambda: plain.run().detach())
 
-    admitted = gate.admit(DENSE, tensors, backward.with_gradients(tensors.leaves(), {"x": detached}, ordered=False))
+    admitted = gate.admit(DENSE, tensors, contenders.with_gradients(tensors.leaves(), {"x": detached}, ordered=False))
     assert admitted.refused == {"x": "autograd does not record its call: it has no gradient"}
 
 
@@ -261,7 +232,7 @@ def test_the_gradient_has_the_strides_of_the_result():
     def build() -> Contender:
         return Contender(lambda: Copying.apply(leaves.q, leaves.k, leaves.v), lambda out: out.transpose(1, 2))
 
-    contender = backward.with_gradients(leaves, {"x": build}, ordered=False)["x"]()
+    contender = contenders.with_gradients(leaves, {"x": build}, ordered=False)["x"]()
     assert torch.equal(contender.run()[0], tensors.grad_out)
     assert seen == [True]
 
@@ -286,7 +257,7 @@ def test_deterministic_mode_is_around_all_calls_and_is_taken_back():
         return Contender(lambda: Told.apply(leaves.q, leaves.k, leaves.v))
 
     for ordered in (True, False):
-        contender = backward.with_gradients(leaves, {"x": build}, ordered)["x"]()
+        contender = contenders.with_gradients(leaves, {"x": build}, ordered)["x"]()
         with contender.around():
             contender.run()
         assert seen == [ordered, ordered]
@@ -319,7 +290,7 @@ def with_dropout(leaves: Tensors, case: Case, mask: torch.Tensor, of_backward: t
 
     def attend(q, k, v, kept):
         scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(
-            ~gradgate.attention_mask(case, 0, case.seq_q, CPU), -torch.inf
+            ~gate.attention_mask(case, 0, case.seq_q, CPU), -torch.inf
         )
         return (scores.softmax(-1) * kept / (1 - case.dropout)) @ v
 
@@ -352,11 +323,11 @@ def test_dropout_is_compared_under_the_contenders_own_mask():
         "keeps too few": lambda: with_dropout(leaves, case, few),
         "drops none": lambda: with_dropout(leaves, case, torch.ones(shape, dtype=torch.bool)),
     }
-    contenders = backward.with_gradients(leaves, builds, ordered=False)
-    found = gradgate.kept_pairs(case, contenders["right"](), [(2, 1)])[0]
-    seen = gradgate.attention_mask(case, 0, case.seq_q, CPU)
+    given = contenders.with_gradients(leaves, builds, ordered=False)
+    found = gate.kept_pairs(case, given["right"](), [(2, 1)])[0]
+    seen = gate.attention_mask(case, 0, case.seq_q, CPU)
     assert torch.equal(found & seen, one[2, 1] & seen)
-    admitted = gate.admit(case, tensors, contenders)
+    admitted = gate.admit(case, tensors, given)
     assert list(admitted.contenders) == ["right"]
     assert admitted.refused["another mask in the backward"].startswith("out: error")
     assert admitted.refused["drops none"] == "keeps 1.0000 of the pairs, not 0.9000"
@@ -366,25 +337,27 @@ def test_dropout_is_compared_under_the_contenders_own_mask():
 def test_dropout_of_groups_is_not_checked():
     case = msgspec.structs.replace(GROUPED, dropout=0.1)
     with pytest.raises(ValueError, match="dense cases without groups"):
-        gradgate.GradientGate(case, Tensors.random(case, CPU))
+        gate.GradientGate(case, Tensors.random(case, CPU))
 
 
 def test_the_sample_is_bounded_by_pairs():
     by_name = {case.name: case for case in SETS["backward18"]}
     for name, count in (("D=64 S=1024", 8), ("D=64 S=4096", 8), ("D=64 S=16384", 2), ("D=256 S=16384 causal", 2)):
         case = by_name[f"backward bf16 {name}"]
-        places = gradgate.sample(case)
+        places = gate.sample_gradients(case)
         assert len(places) == len(set(places)) == count
         assert (places[0], places[-1]) == ((0, 0), (case.batch - 1, case.heads_k - 1))
     long = msgspec.structs.replace(by_name["backward bf16 D=64 S=16384"], seq_q=1 << 17, seq_k=1 << 17)
-    assert gradgate.sample(long) == [(0, 0)]
+    assert gate.sample_gradients(long) == [(0, 0)]
 
 
 def test_the_plan_is_that_of_the_backward_where_portattn_computes_it():
     """And none where torch differentiates the forward's path, whatever another backward told before."""
     tensors = Tensors.random(DENSE, CPU)
     leaves = tensors.leaves()
-    kernels = backward.with_gradients(leaves, {OURS: lambda: ours(DENSE, leaves, "interpreter")}, ordered=False)[OURS]()
+    kernels = contenders.with_gradients(leaves, {OURS: lambda: ours(DENSE, leaves, "interpreter")}, ordered=False)[
+        OURS
+    ]()
     assert (kernels.path, kernels.plan.problem.op) == ("interpreter", "attention_backward")
     other = right(DENSE, tensors)
     assert (other.path, other.plan) == ("", None)

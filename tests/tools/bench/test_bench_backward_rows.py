@@ -7,16 +7,15 @@ import types
 import peer_packages
 import pytest
 import torch
-from benchfakes import LIMITS, FakeClock, a_result, figures, made
+from benchfakes import LIMITS, FakeClock, a_result, figures, made, run_case
 from tiny import CASES, distinct
 
 import portattn
-from portattn.tools.bench import backward, gate, goals, peers, run, tables
-from portattn.tools.bench.backward import own_builds
+from portattn.tools.bench import contenders, gate, goals, peers, releases, report
 from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
 from portattn.tools.bench.goals import GOALS, goal_results
-from portattn.tools.bench.peers import flash_packages, flex
-from portattn.tools.bench.run import BenchOptions, run_case
+from portattn.tools.bench.peers import PEERS, torch_functions
+from portattn.tools.bench.run import BenchOptions
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 
@@ -34,14 +33,12 @@ def test_flash_packages_are_differentiated(name):
     """Through the gate, every case that they have; deterministic ones say so to them."""
     asked: list[bool] = []
     modules = {name: peer_packages.flash_attn("block_table", 1, with_lse="interface" in name, asked=asked)}
-    adapter = flash_packages.FA3 if "interface" in name else flash_packages.FA2
+    dropout, contender = (False, "fa3/interface") if "interface" in name else (True, "flash_attn")
     with peer_packages.installed(**modules):
         for case in KINDS.values():
             tensors = Tensors.random(case, CPU)
             builds = peers.contenders(case, tensors, (name,))
-            assert set(builds) == (
-                set() if case.dtype == "fp32" or (case.dropout and not adapter.dropout) else {adapter.name}
-            )
+            assert set(builds) == (set() if case.dtype == "fp32" or (case.dropout and not dropout) else {contender})
             if not case.dropout:
                 asked.clear()
                 assert gate.admit(case, tensors, builds).refused == {}, case.name
@@ -49,11 +46,11 @@ def test_flash_packages_are_differentiated(name):
 
 
 def test_fa3_may_lie_in_its_own_package():
-    assert flash_packages.FA3.absent() == "no package flash_attn_interface is installed"
+    assert PEERS["flash_attn_interface"].absent() == "no package flash_attn_interface is installed"
     modules = {"flash_attn_3": types.SimpleNamespace()}
     modules["flash_attn_3__flash_attn_interface"] = peer_packages.flash_attn("page_table", 1)
     with peer_packages.installed(**modules):
-        assert flash_packages.FA3.absent() == ""
+        assert PEERS["flash_attn_interface"].absent() == ""
         tensors = Tensors.random(DENSE, CPU)
         builds = peers.contenders(DENSE, tensors, ("flash_attn_interface",))
         assert list(gate.admit(DENSE, tensors, builds).contenders) == ["fa3/interface"]
@@ -75,7 +72,7 @@ def test_flex_keeps_what_its_backward_needs():
 
     assert functorch.donated_buffer
     tensors = Tensors.random(DENSE, CPU)
-    around = flex._compiled(DENSE, (tensors.q, tensors.k, tensors.v), None).around
+    around = torch_functions._flex_compiled(DENSE, (tensors.q, tensors.k, tensors.v), None).around
     with around():
         assert not functorch.donated_buffer
     assert functorch.donated_buffer
@@ -83,11 +80,8 @@ def test_flex_keeps_what_its_backward_needs():
 
 def test_peers_without_gradients_have_no_part():
     assert set(peers.contenders(DENSE, Tensors.random(DENSE, CPU), ("sdpa",))) == {
-        "sdpa",
-        "sdpa-cudnn",
-        "sdpa-flash",
-        "sdpa-efficient",
-    }
+        "sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient",
+    }  # fmt: skip
     assert set(peers.contenders(DROPPED, Tensors.random(DROPPED, CPU), ("flex", "torch", "fa3", "sage"))) == set()
     assert set(peers.contenders(PACKED, Tensors.random(PACKED, CPU), ("sdpa", "torch", "flex"))) <= {
         "torch-varlen",
@@ -103,7 +97,7 @@ class OtherBytes(FakeClock):
 
 
 def test_rows_have_the_memory_beyond_the_gradients():
-    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(0.5), LIMITS, BenchOptions(rounds=2, wanted=("sdpa",)))
+    row = run_case("backward18", DENSE, OtherBytes(0.5), LIMITS, BenchOptions(rounds=2, wanted=("sdpa",)))
     assert {f.extra_bytes for f in row.contenders if not f.refused} == {1000}
     assert {f.name for f in row.contenders if not f.refused} == {OURS, "sdpa", "sdpa-flash"}
     mine = row.figures(OURS)
@@ -114,18 +108,18 @@ def test_rows_have_the_memory_beyond_the_gradients():
     assert row.plan[0].startswith("attention")
     assert row.budget == 1.0
     assert not row.failed
-    text = tables.set_table([row])
+    text = report.set_table([row])
     assert text.count("+0.0 MiB") == 3
 
 
 def test_the_core_is_timed_where_paths_are_not_told(monkeypatch):
-    monkeypatch.setattr("portattn.tools.bench.backward.CORE_PATH", "sdpa")
-    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(), LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
+    monkeypatch.setattr("portattn.tools.bench.contenders.CORE_PATH", "sdpa")
+    row = run_case("backward18", DENSE, OtherBytes(), LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
     assert [f.name for f in row.contenders if not f.refused] == [OURS, CORE]
     plan = portattn.plan("attention", *(getattr(Tensors.random(DENSE, CPU), name) for name in GRADIENTS))
-    monkeypatch.setattr(backward, "backward_plan", lambda pull: plan)
+    monkeypatch.setattr(contenders, "backward_plan", lambda pull: plan)
     clock = OtherBytes()
-    row = run_case("backward18", DENSE, 0, CPU, clock, LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
+    row = run_case("backward18", DENSE, clock, LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
     assert [f.name for f in row.contenders] == [OURS, CORE]
     assert len({run for run, _, _ in clock.turns}) == 1
 
@@ -165,8 +159,12 @@ def test_goals_of_the_backward():
     assert [f.name for f in goals.rivals(rows[-1])] == ["sdpa-flash", "sdpa-cudnn"]
 
 
-def test_a_child_compiles_backwards_too():
-    from portattn.tools.bench import precompile
-
-    assert precompile.prime(precompile.PrecompileJob(case=PACKED, backend="auto", core=False, device="cpu")) == ""
-    assert run.own_builds is own_builds
+@pytest.mark.interpreter
+def test_a_release_process_compiles_a_case():
+    session = releases.Session(CPU, FakeClock())
+    assert session.compile(PACKED, "auto", False) == ""
+    decode = CASES["seed decode"]
+    assert session.compile(decode, "auto", False) == ""
+    failed = session.compile(decode, "gluon_forward", False)
+    assert failed.startswith("portattn prepared: ")
+    assert "gluon_forward" in failed

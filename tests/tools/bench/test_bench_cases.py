@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from portattn.schema.problem import Problem
-from portattn.tools.bench import schedule
+from portattn.tools.bench import cases as bench_cases
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.sets import SETS, _expand
 
 SMALL = Case(name="", op="attention", batch=2, heads_q=6, heads_k=3, seq_q=4, seq_k=6, head_dim=8, dtype="fp16")
 DECODE = msgspec.structs.replace(SMALL, op="decode_attention", seq_q=1)
@@ -67,53 +67,38 @@ def test_bytes_are_those_of_attended_keys_and_values(case, size):
     assert case.read_bytes() == size
 
 
-@pytest.mark.parametrize(
-    ("name", "megabytes"),
-    [
-        ("decode B=8 H=64/16 S=1024 D=64", 33.554432),
-        ("decode B=64 H=32/8 S=8192 D=128", 2147.483648),
-        ("paged B=64 H=32/8 S=8192 D=128 page=16", 2147.483648),
-        ("mla B=128 H=128 S=4096", 603.979776),
-        ("seed sparse paged", 157.2864),
-    ],
-)
-def test_bytes_of_known_shapes(name, megabytes):
-    assert named(name).read_bytes() == megabytes * 1e6
+def test_sets_have_their_cases():
+    """How many; each under a name of its own, and by the clock of its set."""
+    counts = {name: len(cases) for name, cases in SETS.items()}
+    assert counts == {
+        "dense18": 18, "dense-gqa": 18, "dense-packed": 6, "dense-window": 6, "dense-short-q": 6, "dense-beyond": 42,
+        "decode": 6, "paged": 18, "decode-quantised": 24, "paged-quantised": 90, "decode-nvfp4": 12, "sparse": 12,
+        "mla": 5, "seed": 7, "small": 6, "host": 3, "cold-start": 3, "padded": 12, "prefill": 2, "backward18": 18,
+        "backward_more": 11,
+    }  # fmt: skip
+    assert len({case.name for cases in SETS.values() for case in cases}) == sum(counts.values())
+    cold = {"decode", "paged", "decode-quantised", "paged-quantised", "decode-nvfp4", "sparse", "mla"}
+    for name, cases in SETS.items():
+        expected = "cold" if name in cold else "do_bench" if name in ("seed", "small") else "hot"
+        assert {case.timing for case in cases} == {expected}, name
 
 
-def test_flops_of_known_shapes():
-    assert named("mla B=128 H=128 S=4096").flops() == 2 * 128 * 128 * 4096 * (576 + 512)
-    window = named("window D=128 S=16384 window=1024 causal")
-    assert window.flops() == 2 * 16 * (16384 * 1024 - 1024 * 1023 // 2) * 256
-
-
-def named(name: str) -> Case:
-    return next(case for cases in SETS.values() for case in cases if case.name == name)
-
-
-def test_names_are_unique():
-    counted = Counter(case.name for cases in SETS.values() for case in cases)
-    assert [name for name, times in counted.items() if times > 1] == []
-
-
-def test_the_seed_set_has_all_of_its_kernels():
-    kinds = {(case.op, case.page_size > 0, bool(case.lengths_q), case.magicpig is not None) for case in SETS["seed"]}
-    assert kinds == {
-        ("attention", False, False, False),
-        ("attention", False, True, False),
-        ("decode_attention", False, False, False),
-        ("paged_attention", True, False, False),
-        ("sparse_attention", False, False, False),
-        ("sparse_attention", False, False, True),
-        ("sparse_attention", True, False, False),
-    }
-
-
-def test_every_decode_shape_is_there_with_every_page_size():
-    assert len(SETS["paged"]) == 3 * len(SETS["decode"])
-    for case in SETS["paged"]:
-        like = named(case.name.replace("paged", "decode").rpartition(" page")[0])
-        assert (case.flops(), case.read_bytes()) == (like.flops(), like.read_bytes())
+def test_a_table_of_axes_becomes_cases():
+    """The last axis is the fastest; what an axis says twice differently is left out; sizes follow from others."""
+    shapes = {"kinds": [{"text": "x", "page_size": 16, "op": "paged_attention"}, {"text": "y", "seq_q": 2}]}
+    found = list(_expand(shapes, name="{text} {head_dim}", seq=4096, head_dim=64, group=4, each={
+        "page_size": [0, 16], "kind": "kinds", "causal": [False, True],
+    }))  # fmt: skip
+    assert [(c.name, c.page_size, c.seq_q, c.causal) for c in found] == [
+        (f"{text} 64", page, rows, causal)
+        for text, page, rows in (("y", 0, 2), ("x", 16, 4096), ("y", 16, 2))
+        for causal in ("none", "bottom_right")
+    ]
+    assert {(c.heads_q, c.heads_k, c.batch, c.seq_k) for c in found} == {(32, 8, 4, 4096)}
+    (runs,) = _expand({}, name="", head_dim=64, lengths_k=[[2, 7], 9])
+    assert (runs.lengths_k, runs.lengths_q) == ((7, 7, 9), ())
+    with pytest.raises(TypeError, match="haeds"):
+        list(_expand({}, name="", head_dim=64, haeds=3))
 
 
 def test_dense_peers_of_packed_cases_have_as_many_flops():
@@ -126,39 +111,9 @@ def test_dense_peers_of_packed_cases_have_as_many_flops():
         assert sum(ragged.queries) == 16384
 
 
-def test_the_dense_sets_are_those_of_the_goals():
-    def shapes(name):
-        return {(c.head_dim, c.seq_q, c.seq_k, c.causal != "none", c.dtype) for c in SETS[name]}
-
-    eighteen = {(d, s, s, c, "bf16") for d in (64, 128, 256) for s in (1024, 4096, 16384) for c in (False, True)}
-    assert shapes("dense18") == shapes("dense-gqa") == eighteen
-    assert len(SETS["dense18"]) == 18
-    assert {case.group for case in SETS["dense-gqa"]} == {8}
-    for case in (*SETS["dense18"], *SETS["dense-gqa"]):
-        assert case.batch * case.seq_q == 16384
-        assert case.heads_q * case.head_dim == 2048
-    lengths = (256, 512, 65536, 131072)
-    beyond = {(d, s, s, c, "bf16") for d in (64, 128, 256) for s in lengths for c in (False, True)}
-    assert shapes("dense-beyond") == beyond | {(*shape[:4], "fp16") for shape in eighteen}
-    assert {(c.batch, c.seq_q, c.seq_k) for c in SETS["dense-short-q"]} == {(1, 128, 16384)}
-    for case in SETS["dense-packed"]:
-        assert sum(case.keys) / case.batch == 2048
-        assert case.packed
-    assert {case.window for case in SETS["dense-window"]} == {(1023, 0)}
-
-
-def test_caches_are_timed_cold_and_the_small_as_the_seed_timed_them():
-    for name, cases in SETS.items():
-        kinds = {case.timing for case in cases}
-        if name in ("decode", "paged", "decode-quantised", "paged-quantised", "decode-nvfp4", "sparse", "mla"):
-            assert kinds == {"cold"}
-        else:
-            assert kinds == ({"do_bench"} if name in ("seed", "small") else {"hot"})
-
-
 def test_an_order_under_a_budget_covers_every_set():
     chosen = {name: SETS[name] for name in ("dense18", "decode", "small")}
-    cells = schedule.covering(chosen)
+    cells = bench_cases.covering(chosen)
     assert sorted((name, case.name) for name, case in cells) == sorted(
         (name, case.name) for name, cases in chosen.items() for case in cases
     )
@@ -166,13 +121,13 @@ def test_an_order_under_a_budget_covers_every_set():
     for end in range(1, 19):  # wherever it stops, none is two ahead of another that has cells left
         counts = Counter(name for name, _ in cells[:end])
         assert max(counts.values()) - min(counts.get(name, 0) for name in chosen) <= 1
-    assert [case.name for _, case in schedule.plain(chosen)[:18]] == [case.name for case in SETS["dense18"]]
+    assert [case.name for _, case in bench_cases.plain(chosen)[:18]] == [case.name for case in SETS["dense18"]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 18])
 def test_a_set_is_spread(count):
     cases = SETS["dense18"][:count]
-    spread = schedule.spread(cases)
+    spread = bench_cases.spread(cases)
     assert sorted(case.name for case in spread) == sorted(case.name for case in cases)
     assert spread[0] is cases[0]
     if count == 18:

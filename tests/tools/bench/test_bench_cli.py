@@ -13,7 +13,7 @@ from benchfakes import FakeClock, a_result, a_run, figures, made
 from tiny import shrunk
 
 from portattn.cli import main
-from portattn.tools.bench import clock, firstcall, gate, peers, precompile, provenance, run, store
+from portattn.tools.bench import firstcall, gate, peers, releases, results, rounds, run
 from portattn.tools.bench.sets import SETS
 
 
@@ -63,12 +63,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a chip")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
-    monkeypatch.setattr(provenance, "this_target", lambda: "cuda:sm_90")
-    monkeypatch.setattr(clock, "DeviceClock", lambda: fake)
+    monkeypatch.setattr(results, "this_target", lambda: "cuda:sm_90")
+    monkeypatch.setattr(rounds, "DeviceClock", lambda: fake)
     monkeypatch.setattr(firstcall, "measure", lambda case, index: firstcall.FirstCall(case=case.name, run=index))
 
-    def on_the_cpu(set_, case, index, device, *rest):
-        return timed(set_, shrunk(case), index, torch.device("cpu"), *rest)
+    def on_the_cpu(set_, case, indices, device, *rest):
+        return timed(set_, shrunk(case), indices, torch.device("cpu"), *rest)
 
     monkeypatch.setattr(run, "run_case", on_the_cpu)
     return fake
@@ -140,7 +140,7 @@ def test_several_sets_with_a_budget_take_turns(tmp_path):
         "--budget", "1000", "--out", str(tmp_path), "--rounds", "1",
     )  # fmt: skip
     assert called.exit_code == 0, called.output
-    rows = store.read(tmp_path).rows
+    rows = results.read(tmp_path).rows
     assert [row.set for row in rows] == ["decode", "paged", "paged", "paged"]
 
 
@@ -148,17 +148,18 @@ def test_several_sets_with_a_budget_take_turns(tmp_path):
 def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     asked = []
 
-    def prime_all(cases, backend, core, device, processes, done, seconds):
-        asked.append(([case.name for case in cases], backend, core, str(device), processes, seconds))
+    def prime_releases(several, cases, backend, core, processes, done, seconds):
+        (release,) = several
+        asked.append(([case.name for case in cases], backend, core, release.folder, processes, seconds))
         for case in cases:
-            done(case, "" if "paged" in case.name else "portattn: too wide")
+            done(release, case, "" if "paged" in case.name else "portattn: too wide")
         return len(asked) == 1
 
     def measured(case, index):
         return firstcall.FirstCall(case=case.name, run=index, empty_s=1.0, kept_s=0.5)
 
     monkeypatch.setattr(firstcall, "measure", measured)
-    monkeypatch.setattr(precompile, "prime_all", prime_all)
+    monkeypatch.setattr(releases, "prime_releases", prime_releases)
     sets = ("--set", "cold-start", *SEED, "--rounds", "1", "--out", str(tmp_path), "--jobs", "3")
     called = bench(*sets)
     assert "1/2]" in called.stderr
@@ -169,8 +170,8 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     called = bench(*sets, "--resume", "--budget", "100")
     assert "not all was compiled" in called.stderr
     assert asked == [
-        (["seed decode", "seed paged decode"], "auto", False, "cuda:0", 3, math.inf),
-        ([], "auto", False, "cuda:0", 3, 50.0),
+        (["seed decode", "seed paged decode"], "auto", False, "", 3, math.inf),
+        ([], "auto", False, "", 3, 50.0),
     ]
 
 
@@ -201,7 +202,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     called = bench(*SEED, "--out", str(tmp_path))
     assert called.exit_code == 130
     assert "seed decode" in called.stdout
-    assert [row.name for row in store.read(tmp_path / "bench.json").rows] == ["seed decode"]
+    assert [row.name for row in results.read(tmp_path / "bench.json").rows] == ["seed decode"]
     monkeypatch.setattr(run, "run_cells", cells)
     called = bench(*SEED, "--out", str(tmp_path), "--resume", "--json")
     assert called.exit_code == 0, called.output
@@ -226,9 +227,10 @@ def test_a_lost_device_ends_the_run_and_keeps_its_rows(tmp_path, monkeypatch):
     called = bench(*SEED, "--out", str(tmp_path))
     assert called.exit_code == 1
     assert "--resume goes on behind it" in called.stderr
-    result = store.read(tmp_path)
+    result = results.read(tmp_path)
     assert [row.name for row in result.rows] == ["seed decode", "seed paged decode"]
     assert "illegal address" in result.rows[1].figures("fa3/vllm").refused
+    assert not result.rows[1].failed  # portattn did not break it
 
 
 @pytest.mark.usefixtures("device")
@@ -279,7 +281,7 @@ def saved(folder, ours=1.0, theirs=1.2):
         made("decode", case, figures("portattn", ours, ours), figures("fa3/vllm", theirs, theirs))
         for case in SETS["decode"]
     ]
-    with store.Store(folder) as file:
+    with results.Store(folder) as file:
         file.start()
         for item in (a_run(), *rows):
             file.append(item)
@@ -329,7 +331,7 @@ def test_compare(tmp_path):
 
 def test_results_without_a_common_peer_are_not_compared(tmp_path):
     saved(tmp_path / "a")
-    with store.Store(tmp_path / "none") as file:
+    with results.Store(tmp_path / "none") as file:
         file.start()
         file.append(a_run())
     nothing = bench("compare", str(tmp_path / "a"), str(tmp_path / "none"))
@@ -338,12 +340,12 @@ def test_results_without_a_common_peer_are_not_compared(tmp_path):
 
 
 def test_an_answer_of_nvidia_smi():
-    state, driver = provenance.parse_device_state("1980, 2619, 612.30, [N/A], 61, 570.86.15\n")
+    state, driver = results.parse_device_state("1980, 2619, 612.30, [N/A], 61, 570.86.15\n")
     assert (state.sm_mhz, state.power_w, state.power_limit_w, driver) == (1980.0, 612.3, None, "570.86.15")
-    assert provenance.parse_device_state("No devices were found") is None
-    assert provenance.parse_device_state("") is None
+    assert results.parse_device_state("No devices were found") is None
+    assert results.parse_device_state("") is None
 
 
 def test_commands_hold_no_places_of_files():
     argv = ["/usr/bin/portattn", "bench", "--set", "seed", "--peer-libs", "/tmp/some/libs"]
-    assert provenance.command(argv) == "portattn bench --set seed --peer-libs libs"
+    assert results.command(argv) == "portattn bench --set seed --peer-libs libs"

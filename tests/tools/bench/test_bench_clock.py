@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portattn.tools.bench import clock, provenance
+from portattn.tools.bench import results, rounds
 from portattn.tools.bench.contenders import Contender
 
 did: list[str] = []
@@ -45,7 +45,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: did.append("sync"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append(f"sleep {cycles}"))
-    made = clock.DeviceClock()
+    made = rounds.DeviceClock()
     made._flush = Flushed()
     return made
 
@@ -57,22 +57,22 @@ def test_hot_calls_go_back_to_back(device):
 
 def test_short_calls_begin_behind_a_sleep(device):
     assert device.turn_ms(run, "hot", 2, 0.01) == pytest.approx(1.0)
-    assert did[:3] == ["sync", f"sleep {2 * clock.SLEEP_CYCLES}", "record"]
+    assert did[:3] == ["sync", f"sleep {2 * rounds.SLEEP_CYCLES}", "record"]
 
 
 def test_cold_calls_are_flushed_and_timed_one_by_one(device):
     assert device.turn_ms(run, "cold", 2, 5.0) == pytest.approx(1.0)
-    assert did == ["sync", f"sleep {2 * clock.SLEEP_CYCLES}", *["flush", "record", "run", "record"] * 2, "sync"]
+    assert did == ["sync", f"sleep {2 * rounds.SLEEP_CYCLES}", *["flush", "record", "run", "record"] * 2, "sync"]
 
 
 def test_host_times_keep_the_queue_short(device, monkeypatch):
-    monkeypatch.setattr(clock, "HOST_CALLS", 45)
+    monkeypatch.setattr(rounds, "HOST_CALLS", 45)
     spread = device.host_us(run)
     assert spread.count == 45
     assert 0 < spread.low <= spread.median <= spread.high
     assert [i for i, what in enumerate(did) if what == "sync"] == [0, 21, 42, 48]
     assert device.host_us(run, 10.0).count == 10
-    assert device.host_us(run, 1e4).count == clock.FEW_HOST_CALLS
+    assert device.host_us(run, 1e4).count == rounds.FEW_HOST_CALLS
 
 
 def test_a_device_that_takes_no_more(device, monkeypatch):
@@ -87,11 +87,9 @@ def test_a_device_that_takes_no_more(device, monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_device():
-    """Figures that any card has, hot and cold, eager and from a graph, of as many calls as were asked for.
-
-    How large they are is not looked at: others may use the card meanwhile.
-    """
-    real = clock.DeviceClock()
+    """Figures that any card has, hot and cold, eager and from a graph, of as many calls as were asked for. How large
+    they are is not looked at: others may use the card meanwhile."""
+    real = rounds.DeviceClock()
     count = torch.zeros(1 << 20, device="cuda", dtype=torch.int32)
 
     def work() -> torch.Tensor:
@@ -106,12 +104,12 @@ def test_on_a_device():
         host = real.host_us(run_)
         assert 0 < host.low <= host.median <= host.high
         calls += host.count
-    assert host.count == clock.HOST_CALLS
+    assert host.count == rounds.HOST_CALLS
     assert (count == calls).all()
     assert real.peak_extra_bytes(lambda: torch.empty(1 << 20, device="cuda")) >= 4 << 20
     limits = real.ceilings()
     assert 0 < limits.gemm_tflops < float("inf")
     assert 0 < limits.copy_tbs < float("inf")
     assert real.lost() == ""
-    state, _ = provenance.DeviceProbe().read()
+    state, _ = results.DeviceProbe().read()
     assert state is None or state.sm_mhz is None or state.sm_mhz > 0

@@ -68,12 +68,8 @@ def test_a_part_is_a_case_of_its_own(case):
     tensors = Tensors.random(case, CPU)
     one, part = tensors.part(case, case.batch - 1, case.heads_k - 1)
     assert (one.batch, one.heads_k, one.packed, one.queries, one.keys) == (
-        1,
-        1,
-        False,
-        case.queries[-1:],
-        case.keys[-1:],
-    )
+        1, 1, False, case.queries[-1:], case.keys[-1:],
+    )  # fmt: skip
     assert part.k.data_ptr() >= tensors.k.data_ptr()
     assert part.k.untyped_storage().data_ptr() == tensors.k.untyped_storage().data_ptr()
     admitted = gate.admit(one, part, own(one, part))

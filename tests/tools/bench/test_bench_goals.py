@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from benchfakes import a_result, figures, host, made
 
-from portattn.tools.bench import compare, goals, tables
+from portattn.tools.bench import goals, report
 from portattn.tools.bench.firstcall import CASES as FIRST
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.goals import GOALS, Goal, goal_results
+from portattn.tools.bench.report import document, summaries
 from portattn.tools.bench.sets import SETS
-from portattn.tools.bench.summary import document, summaries
 
 
 def dense18(*ratios, core=0.9):
@@ -132,18 +132,18 @@ def test_changes_are_those_of_ratios():
     case = SETS["decode"][0]
     before = a_result(made("decode", case, figures("portattn", 1.0), figures("fa3", 1.2), figures("flex", 1.0)))
     after = a_result(made("decode", case, figures("portattn", 2.0), figures("fa3", 2.4), figures("sdpa-flash", 0.1)))
-    (change,) = compare.changes(before, after)
+    (change,) = report.changes(before, after)
     assert (change.peer, change.before, change.after) == ("fa3", pytest.approx(1.2), pytest.approx(1.2))
     assert change.change == pytest.approx(1.0)
     assert change.ms == (1.0, 2.0)
     worse = a_result(made("decode", case, figures("portattn", 1.1), figures("fa3", 1.2)))
-    found = compare.changes(before, worse)
-    assert compare.slower(found, 0.03) == found
-    assert compare.slower(found, 0.1) == []
-    assert [(s.set, s.cells, round(s.change, 3)) for s in compare.by_set(found)] == [("decode", 1, 0.909)]
-    alone = compare.changes(a_result(made("decode", case, figures("portattn", 1.0))), after)
+    found = report.changes(before, worse)
+    assert report.slower(found, 0.03) == found
+    assert report.slower(found, 0.1) == []
+    assert [(s.set, s.cells, round(s.change, 3)) for s in report.by_set(found)] == [("decode", 1, 0.909)]
+    alone = report.changes(a_result(made("decode", case, figures("portattn", 1.0))), after)
     assert (alone[0].peer, alone[0].change) == ("", None)
-    assert compare.changes(a_result(), after) == []
+    assert report.changes(a_result(), after) == []
 
 
 def test_tables_hold_every_figure():
@@ -153,7 +153,7 @@ def test_tables_hold_every_figure():
         figures("fa3/vllm", 0.018, 0.018), msgspec.structs.replace(figures("flex"), refused="no | none"),
     )  # fmt: skip
     calls = [FirstCall(case="first decode", run=0, failed="no result after 9 s")]
-    text = tables.as_markdown(a_result(row, first_calls=calls))
+    text = report.as_markdown(a_result(row, first_calls=calls))
     line = next(line for line in text.splitlines() if line.startswith(f"| {case.name} "))
     assert "21.0 µs, 1.60 TB/s" in line
     assert "0.86 ± 0.65× fa3/vllm" in line
@@ -161,9 +161,9 @@ def test_tables_hold_every_figure():
     assert "GEMM 800 TFLOP/s, copy 4.00 TB/s" in text
     assert "no result after 9 s" in text
     assert "| decode | best peer | every ≥ 1 |" in text
-    widths = {line.replace("\\|", "").count("|") for line in tables.set_table([row]).splitlines()}
+    widths = {line.replace("\\|", "").count("|") for line in report.set_table([row]).splitlines()}
     assert len(widths) == 1
-    lines = tables.as_csv(a_result(row)).splitlines()
+    lines = report.as_csv(a_result(row)).splitlines()
     assert len(lines) == 4
     assert lines[3].split(",")[10:12] == ["flex", ""]
     assert "no | none" in lines[3]

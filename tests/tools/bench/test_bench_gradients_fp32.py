@@ -1,8 +1,6 @@
-"""The budget of float32 gradients: float32 kernels are within it, however they add up, and TF32 products are not.
-
-What runs on a chip is simulated: an accumulator that gets eight terms at a time and cuts off what it has no place for,
-as tensor cores do, of operands that are as exact as TF32x3 leaves them.
-"""
+"""The budget of float32 gradients: float32 kernels are within it, however they add up, and TF32 products are not. What
+runs on a chip is simulated: an accumulator that gets eight terms at a time and cuts off what it has no place for, as
+tensor cores do, of operands that are as exact as TF32x3 leaves them."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ import pytest
 import torch
 
 from portattn.testing.tolerance import FRACTION_BITS, round_fraction
-from portattn.tools.bench import gradgate
-from portattn.tools.bench.backward import GradientContender
 from portattn.tools.bench.cases import Case
+from portattn.tools.bench.contenders import GradientContender
+from portattn.tools.bench.gate import CUT_TERMS, NAMES, ExpectedGradients, GradientGate, Part, attention_mask
 from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")
@@ -27,11 +25,11 @@ PRODUCTS = ("scores", "out", "dp", "dq", "dk", "dv")
 
 
 @functools.cache
-def gate() -> gradgate.GradientGate:
-    return gradgate.GradientGate(CASE, Tensors.random(CASE, CPU))
+def judge() -> GradientGate:
+    return GradientGate(CASE, Tensors.random(CASE, CPU))
 
 
-def expected(of: gradgate.GradientGate) -> gradgate.ExpectedGradients:
+def expected(of: GradientGate) -> ExpectedGradients:
     assert of._expected is not None
     return of._expected
 
@@ -51,14 +49,14 @@ def added(a: torch.Tensor, b: torch.Tensor, precision: str, terms: int) -> torch
 def simulated(low: str = "", terms: int = 8, hidden: int = 0, scale: float = CASE.head_dim**-0.5) -> GradientContender:
     """The gradients by the formulas of FlashAttention-2. low: the product that is computed in TF32; hidden: keys that
     the mask hides too many; scale: of dq alone."""
-    t = gate().t
+    t = judge().t
     assert t.grad_out is not None
     (k, v), grad = (t.k.expand_as(t.q), t.v.expand_as(t.q)), t.grad_out
 
     def product(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return added(a, b, "tf32" if name == low else "tf32x3", terms)
 
-    seen = gradgate.attention_mask(CASE, 0, CASE.seq_q, CPU).tril(-hidden)
+    seen = attention_mask(CASE, 0, CASE.seq_q, CPU).tril(-hidden)
     seen[:, 0] = True
     scores = (product("scores", t.q, k.mT) * CASE.head_dim**-0.5).masked_fill(~seen, -torch.inf)
     p = torch.exp(scores - scores.logsumexp(-1, keepdim=True))
@@ -74,25 +72,25 @@ def made(out: torch.Tensor, *gradients: torch.Tensor) -> GradientContender:
 
 
 def test_torchs_own_gradients_are_within_it() -> None:
-    q, k, v = (x.detach().requires_grad_() for x in (gate().t.q, gate().t.k, gate().t.v))
+    q, k, v = (x.detach().requires_grad_() for x in (judge().t.q, judge().t.k, judge().t.v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    found = torch.autograd.grad(out, (q, k, v), gate().t.grad_out)
-    assert gate().error(made(out.detach(), *found)) < 0.7
+    found = torch.autograd.grad(out, (q, k, v), judge().t.grad_out)
+    assert judge().error(made(out.detach(), *found)) < 0.7
 
 
 def test_sums_that_are_cut_off_are_within_it() -> None:
     """And are not within what torch's own error alone would allow."""
     found = simulated()
-    assert gate().error(found) < 1.0
-    whole = [gradgate.Part(p.sequence, p.head, p.values, p.same, {}) for p in expected(gate()).parts]
-    without = gradgate.ExpectedGradients.of(whole, torch.float32)
-    results = zip(gradgate.NAMES, (found.out, *found.run()), strict=True)
-    assert any(off > allowed for name, one in results for off, allowed in gate()._off(name, one, without))
+    assert judge().error(found) < 1.0
+    whole = [Part(p.sequence, p.head, p.values, p.same, {}) for p in expected(judge()).parts]
+    without = ExpectedGradients.of(whole, torch.float32)
+    results = zip(NAMES, (found.out, *found.run()), strict=True)
+    assert any(off > allowed for name, one in results for off, allowed in judge()._off(name, one, without))
 
 
 @pytest.mark.parametrize("low", PRODUCTS)
 def test_a_product_in_tf32_is_far_over_it(low: str) -> None:
-    assert gate().error(simulated(low, terms=64)) > 10.0
+    assert judge().error(simulated(low, terms=64)) > 10.0
 
 
 @pytest.mark.parametrize(
@@ -104,28 +102,28 @@ def test_a_product_in_tf32_is_far_over_it(low: str) -> None:
     ids=["mask off by one", "scale off by a ten-thousandth"],
 )
 def test_planted_faults_are_over_it(change: dict, wrong: str) -> None:
-    error = gate().error(simulated(terms=64, **change))
+    error = judge().error(simulated(terms=64, **change))
     assert error > 3.0
-    assert wrong == "out" or gate().refusal(error).startswith(wrong)
+    assert wrong == "out" or judge().refusal(error).startswith(wrong)
 
 
 @pytest.mark.parametrize("name", ["dk", "dv"])
 def test_a_wrong_group_sum_is_over_it(name: str) -> None:
     """A head of the group is left out, of one key alone."""
     found = simulated(terms=64)
-    gradients = dict(zip(gradgate.NAMES[1:], found.run(), strict=True))
+    gradients = dict(zip(NAMES[1:], found.run(), strict=True))
     gradients[name] = gradients[name].clone()
     gradients[name][0, 0, 5] *= 0.5
-    error = gate().error(made(found.out, *gradients.values()))
+    error = judge().error(made(found.out, *gradients.values()))
     assert error > 10.0
-    assert gate().refusal(error).startswith(name)
+    assert judge().refusal(error).startswith(name)
 
 
 def test_what_sums_may_lose_grows_with_their_terms() -> None:
-    (part,) = expected(gate()).parts
-    per_term = {name: part.cut[name] / part.values[name].abs() for name in gradgate.NAMES}
+    (part,) = expected(judge()).parts
+    per_term = {name: part.cut[name] / part.values[name].abs() for name in NAMES}
     rows, keys = per_term["out"][0, 0, :, 0], per_term["dv"][0, 0, :, 0]
-    unit = torch.finfo(torch.float32).eps / 2 / gradgate.CUT_TERMS
+    unit = torch.finfo(torch.float32).eps / 2 / CUT_TERMS
     assert (rows[[0, 10, -1]] / unit).tolist() == pytest.approx([1, 11, 384])
     assert (keys[[0, 10, -1]] / unit).tolist() == pytest.approx([2 * 384, 2 * 374, 2])  # of both heads of the group
 
@@ -133,5 +131,5 @@ def test_what_sums_may_lose_grows_with_their_terms() -> None:
 def test_sixteen_bits_have_no_such_term() -> None:
     """Their budget is that of their own rounding, beside which it would be nothing."""
     case = msgspec.structs.replace(CASE, dtype="bf16", seq_q=20, seq_k=20)
-    (part,) = expected(gradgate.GradientGate(case, Tensors.random(case, CPU))).parts
+    (part,) = expected(GradientGate(case, Tensors.random(case, CPU))).parts
     assert part.cut == {}

@@ -10,7 +10,7 @@ from benchfakes import a_run, figures, made
 from click.testing import CliRunner
 
 from portattn.cli import main
-from portattn.tools.bench import store
+from portattn.tools.bench import results
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.sets import SETS
 
@@ -18,7 +18,7 @@ PAGED, DECODE = SETS["paged"], SETS["decode"]
 
 
 def part(folder: Path, set_: str, cases, asked=(), **fields) -> Path:
-    with store.Store(folder) as file:
+    with results.Store(folder) as file:
         file.start()
         file.append(a_run(sets=(set_,), asked=tuple((set_, one.name) for one in (*cases, *asked)), **fields))
         for one in cases:
@@ -35,11 +35,11 @@ def test_parts_become_one(tmp_path: Path) -> None:
         part(tmp_path / "a", "paged", PAGED[:2], asked=PAGED[2:3]), part(tmp_path / "b", "decode", DECODE[:1]),
         part(tmp_path / "c", "paged", PAGED[3:4]),
     ]  # fmt: skip
-    with store.Store(tmp_path / "b") as file:
+    with results.Store(tmp_path / "b") as file:
         file.append(FirstCall(case="first paged", run=0, empty_s=2.0, kept_s=1.0, second_s=0.1))
     done = run(*parts, "--out", tmp_path / "whole", "--json")
     assert done.exit_code == 0, done.output
-    whole = store.read(tmp_path / "whole")
+    whole = results.read(tmp_path / "whole")
     assert [(row.name, row.run) for row in whole.rows] == [
         (PAGED[0].name, 0), (PAGED[1].name, 0), (DECODE[0].name, 1), (PAGED[3].name, 2)
     ]  # fmt: skip
@@ -49,11 +49,11 @@ def test_parts_become_one(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["written"] == [
         str(tmp_path / "whole" / name) for name in ("bench.json", "bench.csv")
     ]
-    with store.Store(tmp_path / "whole") as file:
+    with results.Store(tmp_path / "whole") as file:
         assert file.resume(a_run()).rows == whole.rows, "a run can go on with it"
 
 
-@pytest.mark.parametrize("field", store.SAME)
+@pytest.mark.parametrize("field", results.SAME)
 def test_parts_of_other_things_are_refused(tmp_path: Path, field: str) -> None:
     other = {"core": True, "only_host": True, "rounds": 9}.get(field, "other")
     first, second = (
@@ -80,13 +80,13 @@ def test_what_lay_there_is_kept(tmp_path: Path) -> None:
     done = run(first, "--out", tmp_path / "whole")
     assert done.exit_code == 0
     assert "are now" in done.output
-    assert [row.set for row in store.read(tmp_path / "whole").rows] == ["paged"]
+    assert [row.set for row in results.read(tmp_path / "whole").rows] == ["paged"]
     assert len(list((tmp_path / "whole").glob("rows-*.jsonl"))) == 1
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     first, second = part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1])
-    path = second / store.ROWS
+    path = second / results.ROWS
     path.write_bytes(path.read_bytes().replace(b'"rounds_ms"', b'"rounds_us"'))
     done = run(first, second, "--out", tmp_path / "whole")
     assert done.exit_code == 2

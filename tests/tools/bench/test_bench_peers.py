@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from tiny import CASES, distinct
 
 from portattn.errors import ArgumentError
 from portattn.tools.bench import gate, peers
-from portattn.tools.bench.peers import flaggems, flash_packages, flashinfer, flashmla, flex, sage, sdpa, xformers
+from portattn.tools.bench.peers import PEERS, Peer, packages, torch_functions
 from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")
@@ -55,9 +56,8 @@ def test_each_is_called_as_it_asks(case, monkeypatch):
     """Through the gate: a wrong stride, length or convention gives a wrong result. CPU kernels stand for the others."""
     latent = case.op == "mla_attention"
     if latent:
-        monkeypatch.setattr(flashmla, "ROW", case.head_dim)
-        monkeypatch.setattr(flashmla, "RANK", case.head_dim_v)
-        monkeypatch.setattr(flashmla, "PAGE", case.page_size)
+        shape = (case.head_dim, case.head_dim_v, case.page_size)
+        monkeypatch.setattr("portattn.tools.bench.peers.flash.LATENT", shape)
     with ExitStack() as stack:
         calls = stack.enter_context(peer_libraries.vllm_fa3())
         stack.enter_context(peer_libraries.upstream_fa3())
@@ -83,41 +83,46 @@ def test_flex_is_given_the_same_mask(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     case = CASES[name]
     tensors = Tensors.random(case, CPU)
-    admitted = gate.admit(case, tensors, flex.contenders(case, tensors))
+    admitted = gate.admit(case, tensors, torch_functions.flex(case, tensors))
     assert admitted.refused == {}
 
 
 def test_libraries_that_do_not_load_are_named(tmp_path: Path):
     (tmp_path / "broken.so").write_bytes(b"no library")
     (tmp_path / "notes.txt").write_text("not looked at")
-    loaded = peers.load(tmp_path)
+    loaded = packages.load(tmp_path)
     assert list(loaded) == ["broken.so"]
     assert "broken.so" in loaded["broken.so"]
     (tmp_path / "libcudart.so.99").write_bytes(b"no library")
-    assert "libcudart.so.99" in peers.load(tmp_path)
-    assert peers.load(None) == {}
+    assert "libcudart.so.99" in packages.load(tmp_path)
+    assert packages.load(None) == {}
+
+
+def small_pages(peer: Peer) -> Peer:
+    """Small cases have small pages."""
+    return replace(peer, contenders=functools.partial(peer.contenders, page=1))
 
 
 # Package by package: what is installed in its place, its adapter, and the contenders that it must have for some case.
 PACKAGES = {
     "flash_attn": (
         {"flash_attn": peer_packages.flash_attn("block_table", 1)},
-        replace(flash_packages.FA2, page=1),  # small cases have small pages
+        small_pages(PEERS["flash_attn"]),
         {"flash_attn"},
     ),
     "flash_attn_interface": (
         {"flash_attn_interface": peer_packages.flash_attn("page_table", 1, with_lse=True)},
-        flash_packages.FA3,
+        PEERS["flash_attn_interface"],
         {"fa3/interface"},
     ),
     "flashinfer": (
         peer_packages.flashinfer(),
-        flashinfer,
+        PEERS["flashinfer"],
         {"flashinfer", "flashinfer/prefill", "flashinfer/decode", "flashinfer/decode, tensor cores"},
     ),
-    "xformers": (peer_packages.xformers(), xformers, {"xformers"}),
-    "flag_gems": (peer_packages.flag_gems(), flaggems, {"flag_gems"}),
-    "sageattention": (peer_packages.sageattention(), sage, {"sage"}),
+    "xformers": (peer_packages.xformers(), PEERS["xformers"], {"xformers"}),
+    "flag_gems": (peer_packages.flag_gems(), PEERS["flag_gems"], {"flag_gems"}),
+    "sageattention": (peer_packages.sageattention(), PEERS["sage"], {"sage"}),
 }
 
 
@@ -131,15 +136,15 @@ def test_packages_that_are_not_here_say_so(name):
 def test_packages_are_called_as_they_document(name, monkeypatch):
     """Every kind of case through the gate, with what each package computes by definition in its place."""
     modules, adapter, expected = PACKAGES[name]
-    monkeypatch.setattr(sage, "WIDTHS", (16,))  # small cases are that narrow
-    monkeypatch.setattr(flashinfer, "WORKSPACE", 1 << 20)
+    monkeypatch.setattr(packages, "SAGE_WIDTHS", (16,))  # small cases are that narrow
+    monkeypatch.setattr(packages, "WORKSPACE", 1 << 20)
     seen: set[str] = set()
     with peer_packages.installed(**modules):
         assert adapter.absent() == ""
         for case in distinct():
             if case.backward:  # test_bench_backward_rows.py
                 continue
-            if case.quantised and name not in peers.QUANTISED:
+            if case.quantised and not adapter.quantised:
                 continue
             if case.op == "mla_attention" and name == "flag_gems":
                 case = msgspec.structs.replace(case, scale=case.head_dim**-0.5)  # it has no other
@@ -156,30 +161,30 @@ def test_packages_are_called_as_they_document(name, monkeypatch):
 def test_a_package_that_does_not_import_is_absent(tmp_path, monkeypatch):
     (tmp_path / "flag_gems.py").write_text("raise RuntimeError('no GPU driver')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    peer_packages.availability.missing.cache_clear()
+    packages.missing.cache_clear()
     try:
-        assert flaggems.absent() == "import flag_gems: RuntimeError: no GPU driver"
+        assert PEERS["flag_gems"].absent() == "import flag_gems: RuntimeError: no GPU driver"
         assert peers.presence(("flag_gems", "sdpa"), {}) == {
             "flag_gems": "import flag_gems: RuntimeError: no GPU driver",
             "sdpa": "here",
         }
     finally:
-        peer_packages.availability.missing.cache_clear()
+        packages.missing.cache_clear()
 
 
 def test_flag_gems_latent_scale_is_refused():
     case = CASES["mla B=128 H=128 S=4096"]
     tensors = Tensors.random(case, CPU)
     with peer_packages.installed(**peer_packages.flag_gems()):
-        admitted = gate.admit(case, tensors, flaggems.contenders(case, tensors))
-    assert admitted.refused == {"flag_gems": flaggems.SCALE}
+        admitted = gate.admit(case, tensors, packages.flag_gems(case, tensors))
+    assert admitted.refused == {"flag_gems": packages.FLAG_GEMS_SCALE}
 
 
 @pytest.mark.parametrize("name", ["window D=64 S=4096 window=1024 causal", SHORT, "padded D=64 causal", "seed decode"])
 def test_sdpa_is_given_masks_for_what_it_has_no_argument_for(name):
     case = CASES[name]
     tensors = Tensors.random(case, CPU)
-    builds = sdpa.contenders(case, tensors)
+    builds = torch_functions.sdpa(case, tensors)
     admitted = gate.admit(case, tensors, {key: builds[key] for key in ("sdpa", "sdpa-math", "sdpa-flash")})
     assert admitted.refused == {}
 
@@ -187,10 +192,10 @@ def test_sdpa_is_given_masks_for_what_it_has_no_argument_for(name):
 def test_the_unfused_form_is_for_small_scores_only(monkeypatch):
     case = CASES["seed decode"]
     tensors = Tensors.random(case, CPU)
-    monkeypatch.setattr(sdpa, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k)
-    assert "sdpa-math" in sdpa.contenders(case, tensors)
-    monkeypatch.setattr(sdpa, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k - 1)
-    assert "sdpa-math" not in sdpa.contenders(case, tensors)
+    monkeypatch.setattr(torch_functions, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k)
+    assert "sdpa-math" in torch_functions.sdpa(case, tensors)
+    monkeypatch.setattr(torch_functions, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k - 1)
+    assert "sdpa-math" not in torch_functions.sdpa(case, tensors)
 
 
 PEER = """

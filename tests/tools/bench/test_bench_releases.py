@@ -13,18 +13,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from benchfakes import a_result, figures, made
 from fakedriver import triton_folders
 from test_bench_cli import bench
 from test_bench_cli import device as device  # the fixture
-from tiny import shrunk
 
 from portattn.errors import ArgumentError
 from portattn.schema.toolchain import installed_toolchain
-from portattn.tools.bench import firstcall, store
+from portattn.tools.bench import comparison, firstcall, releases, results, run
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.releases import compared, measure, named, prime, process, tables
 from portattn.tools.bench.sets import SETS
 
 HERE = Path(__file__).parent
@@ -54,21 +51,15 @@ def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[st
     found: dict[str, dict[str, object]] = {}
     places = [str(HERE), str(HERE.parent), str(HERE.parents[1]), *sys.path]
 
-    def variables(release: named.Release) -> dict[str, str]:
+    def variables(release: releases.Release) -> dict[str, str]:
         path = os.pathsep.join(p for p in (release.folder, *places) if p)
         return {
             "PYTHONPATH": path, "RELEASE": release.version, "TURNS": str(tmp_path / "turns"),
             "FAULTS": json.dumps(found),
         }  # fmt: skip
 
-    measured = measure.run_case
-
-    def on_the_cpu(set_, case, indices, device, *rest):
-        return measured(set_, shrunk(case), indices, torch.device("cpu"), *rest)
-
-    monkeypatch.setattr(measure, "run_case", on_the_cpu)
-    monkeypatch.setattr(named.Release, "variables", property(variables))
-    monkeypatch.setattr(process, "TASK", "bench.release_child:answer")
+    monkeypatch.setattr(releases.Release, "variables", property(variables))
+    monkeypatch.setattr(releases, "TASK", "bench.release_child:answer")
     return found
 
 
@@ -97,7 +88,7 @@ def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
     assert means["portattn", "99.0.0"] == pytest.approx(0.5)
     # Each release's own results, with the peers of the same rounds.
     for name, slow in ((OWN.version, 1.0), ("99.0.0", 2.0)):
-        result = store.read(out / name)
+        result = results.read(out / name)
         assert result.runs[0].toolchain == f"triton=={name}"
         assert result.runs[0].ceilings is not None
         assert [row.name for row in result.rows] == ["seed decode", "seed paged decode"]
@@ -139,10 +130,10 @@ def test_who_does_not_start_is_named_and_the_others_are_timed(tmp_path, copy, fa
 
 
 def test_another_release_than_was_named_is_not_timed(copy, faults):
-    (release,) = named.releases((copy,))
+    (release,) = releases.releases((copy,))
     faults["99.0.0"] = {"is": "98.0.0"}
-    with process.ReleaseProcess(release) as asked:
-        with pytest.raises(process.ReleaseProcessError, match=r"has triton==98\.0\.0, and not triton==99\.0\.0"):
+    with releases.ReleaseProcess(release) as asked:
+        with pytest.raises(releases.ReleaseProcessError, match=r"has triton==98\.0\.0, and not triton==99\.0\.0"):
             asked.identify(ABOUT)
         assert asked.prepare(SETS["seed"][0], "auto", False)[0].contenders == {}
 
@@ -157,7 +148,7 @@ def test_another_release_than_was_named_is_not_timed(copy, faults):
     ],
 )
 def test_a_case_that_fails_in_one_release_is_measured_with_the_others(monkeypatch, copy, faults, fault, first, second):
-    monkeypatch.setattr(process, "TURN_S", 3.0)
+    monkeypatch.setattr(releases, "TURN_S", 3.0)
     faults["99.0.0"] = fault
     called = bench(*SEED, *own(copy), "--json")
     assert called.exit_code == 1, called.output
@@ -181,14 +172,14 @@ def test_a_run_goes_on_where_every_release_has_a_cell(tmp_path, copy, faults):
     assert once.exit_code == 0, once.output
     assert "1 cells are left" in once.stderr
     # An interrupt between the two releases' rows: only one has it.
-    with store.Store(out / "99.0.0") as folder:
-        result = store.read(out / "99.0.0")
+    with results.Store(out / "99.0.0") as folder:
+        result = results.read(out / "99.0.0")
         result.rows = []
         folder.replace(result)
     again = bench(*chosen, *own(copy), "--resume", "--json")
     assert again.exit_code == 0, again.output
     for name in (OWN.version, "99.0.0"):
-        result = store.read(out / name)
+        result = results.read(out / name)
         assert Counter(row.name for row in result.rows) == {"seed decode": 1, "seed paged decode": 1}
         assert {row.run for row in result.rows} == {1}
     other = bench(*chosen[:-2], "--out", str(out), *own(copy), "--resume", "--core-only")
@@ -211,8 +202,13 @@ def interrupted(*_: object) -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-@pytest.mark.parametrize("moment", [(process.ReleaseProcess, "identify"), (store.Store, "append")])
+@pytest.mark.parametrize(
+    ("moment", "resume"),
+    [
+        *itertools.product(((releases.ReleaseProcess, "identify"), (results.Store, "append")), ((), ("--resume",))),
+        ((run, "run_case"), ()),
+    ],
+)
 def test_an_interrupt_before_the_first_figure_leaves_the_comparison(
     tmp_path, copy, faults, monkeypatch, resume, moment
 ):
@@ -230,28 +226,17 @@ def test_an_interrupt_before_the_first_figure_leaves_the_comparison(
 
 @pytest.mark.usefixtures("device")
 def test_an_interrupt_while_rows_are_begun_ends_as_any_other(tmp_path, copy, faults, monkeypatch):
-    out, start, begun = tmp_path / "out", store.Store.start, []
+    out, start, begun = tmp_path / "out", results.Store.start, []
 
-    def second(self: store.Store) -> Path | None:
+    def second(self: results.Store) -> Path | None:
         begun.append(self)
         return start(self) if len(begun) == 1 else interrupted()
 
-    monkeypatch.setattr(store.Store, "start", second)
+    monkeypatch.setattr(results.Store, "start", second)
     called = bench(*SHORT, *own(copy), "--out", str(out), "--json")
     assert called.exit_code == 130, called.output
     assert json.loads(called.stdout)["releases"] == []
     assert not (out / "releases.json").exists()
-
-
-@pytest.mark.usefixtures("device")
-def test_an_interrupt_before_a_cell_is_done_replaces_no_figures(tmp_path, copy, faults, monkeypatch):
-    out = tmp_path / "out"
-    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
-    before = contents(out)
-    monkeypatch.setattr(measure, "run_case", interrupted)
-    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 130
-    after = contents(out)
-    assert [after[name] == before[name] for name in ("releases.json", "99.0.0/bench.json")] == [True, True]
 
 
 @pytest.mark.usefixtures("device")
@@ -300,7 +285,7 @@ def test_a_release_that_begins_later_loses_nobodys_rows(tmp_path, copy, faults):
     (kept,) = (out / OWN.version).glob("rows-*.jsonl")
     assert kept.read_bytes() == before
     assert f"triton==99.0.0 begins: triton=={OWN.version}'s rows are now {kept}" in called.stderr
-    done = [store.read(out / name).done for name in (OWN.version, "99.0.0")]
+    done = [results.read(out / name).done for name in (OWN.version, "99.0.0")]
     assert done[0] == done[1] != set()
 
 
@@ -309,8 +294,8 @@ def test_figures_that_no_other_release_shares_are_not_compared(tmp_path, copy, f
     """Nor are those of other options, which is said: neither are of the same rounds."""
     out = tmp_path / "out"
     assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
-    with store.Store(out / OWN.version) as folder:
-        result = store.read(out / OWN.version)
+    with results.Store(out / OWN.version) as folder:
+        result = results.read(out / OWN.version)
         result.rows = result.rows[:1]
         folder.replace(result)
     faults["99.0.0"] = {"start": "no such symbol"}
@@ -318,8 +303,8 @@ def test_figures_that_no_other_release_shares_are_not_compared(tmp_path, copy, f
     told = json.loads(bench(*arguments).stdout)
     there = {case["case"]: list(case["releases"]) for case in told["cases"]}
     assert there == {"seed decode": [OWN.version, "99.0.0"], "seed paged decode": [OWN.version]}
-    with store.Store(out / "99.0.0") as folder:
-        result = store.read(out / "99.0.0")
+    with results.Store(out / "99.0.0") as folder:
+        result = results.read(out / "99.0.0")
         result.runs = [msgspec.structs.replace(run, commit="other") for run in result.runs]
         folder.replace(result)
     called = bench(*arguments)
@@ -329,31 +314,31 @@ def test_figures_that_no_other_release_shares_are_not_compared(tmp_path, copy, f
 
 @pytest.mark.usefixtures("device")
 def test_kernels_are_compiled_with_every_release_first(copy, faults):
-    several = named.releases((OWN.version, copy))
+    several = releases.releases((OWN.version, copy))
     cases = [case for case in SETS["seed"] if "decode" in case.name]
     seen = []
-    complete = prime.prime_all(several, cases, "auto", False, 2, lambda *item: seen.append(item))
+    complete = releases.prime_releases(several, cases, "auto", False, 2, lambda *item: seen.append(item))
     assert complete
     assert {(release.version, case.name) for release, case, _ in seen} == {
         (version, case.name) for version in (OWN.version, "99.0.0") for case in cases
     }
     assert {failure for *_, failure in seen} == {""}
-    late = prime.prime_all(several, cases, "auto", False, 2, lambda *item: seen.append(item), seconds=0.0)
+    late = releases.prime_releases(several, cases, "auto", False, 2, lambda *item: seen.append(item), seconds=0.0)
     assert not late
     assert len(seen) == 4
 
 
 def test_a_release_that_keeps_dying_is_asked_no_more(copy, faults, monkeypatch):
-    monkeypatch.setattr(process, "MOST_DEATHS", 2)
-    (release,) = named.releases((copy,))
+    monkeypatch.setattr(releases, "MOST_DEATHS", 2)
+    (release,) = releases.releases((copy,))
     faults["99.0.0"] = {"dies": "decode"}
     case = next(case for case in SETS["seed"] if case.name == "seed decode")
-    with process.ReleaseProcess(release) as asked:
-        for _ in range(process.MOST_DEATHS):
+    with releases.ReleaseProcess(release) as asked:
+        for _ in range(releases.MOST_DEATHS):
             admitted, _ = asked.prepare(case, "auto", False)
-            with pytest.raises(process.ReleaseProcessError, match="exit status 3"):
+            with pytest.raises(releases.ReleaseProcessError, match="exit status 3"):
                 admitted.contenders["portattn"].run()
-            with pytest.raises(process.ReleaseProcessError, match="ended"):
+            with pytest.raises(releases.ReleaseProcessError, match="ended"):
                 admitted.contenders["portattn prepared"].run()
         admitted, _ = asked.prepare(case, "auto", False)
         assert "asked no more" in admitted.refused["portattn"]
@@ -364,15 +349,15 @@ def test_a_release_that_keeps_dying_is_asked_no_more(copy, faults, monkeypatch):
 def test_a_release_of_a_folder_is_what_its_process_has(version, faults):
     if version not in TRITONS:
         pytest.skip(f"no Triton {version} for this Python: `portattn lab create triton=={version}` makes one")
-    (release,) = named.releases((f"{version}={TRITONS[version].parent}",))
+    (release,) = releases.releases((f"{version}={TRITONS[version].parent}",))
     faults[version] = {"asks": True}
-    with process.ReleaseProcess(release) as asked:
+    with releases.ReleaseProcess(release) as asked:
         assert asked.identify(ABOUT).toolchain == f"triton=={version}"
 
 
 def test_an_interrupt_leaves_no_process(tmp_path, copy, faults):
     """Where the step under way is a hanging one of a release."""
-    (release,) = named.releases((copy,))
+    (release,) = releases.releases((copy,))
     faults["99.0.0"] = {"hangs": "decode"}
     case = next(case for case in SETS["seed"] if case.name == "seed decode")
 
@@ -381,7 +366,7 @@ def test_an_interrupt_leaves_no_process(tmp_path, copy, faults):
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        with process.ReleaseProcess(release) as asked:
+        with releases.ReleaseProcess(release) as asked:
             admitted, _ = asked.prepare(case, "auto", False)
             signal.alarm(1)
             with pytest.raises(KeyboardInterrupt):
@@ -410,7 +395,7 @@ def test_an_interrupt_leaves_no_process(tmp_path, copy, faults):
 def test_bad_releases(texts, limit, monkeypatch, tmp_path):
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
     with pytest.raises(ArgumentError, match=limit):
-        named.releases(texts)
+        releases.releases(texts)
     called = bench(*(word for text in texts for word in ("--release", text)))
     assert called.exit_code == 2
     assert re.search(limit, called.stderr)
@@ -419,11 +404,11 @@ def test_bad_releases(texts, limit, monkeypatch, tmp_path):
 def test_a_release_is_written_as_the_lab_writes_it(copy):
     """Its version is a folder of --out: one that another text names again."""
     folder = copy.partition("=")[2]
-    found = named.releases((f" 3.8={folder}", f"v99.0.0={folder}", f"triton=={OWN.version}"))
+    found = releases.releases((f" 3.8={folder}", f"v99.0.0={folder}", f"triton=={OWN.version}"))
     assert [one.version for one in found] == ["3.8.0", "99.0.0", OWN.version]
     assert [one.folder for one in found] == [folder, folder, ""]
     with pytest.raises(ArgumentError, match=r"each release once, and 99\.0\.0 was named"):
-        named.releases((copy, f"99={folder}"))
+        releases.releases((copy, f"99={folder}"))
 
 
 def test_without_a_device_nobody_is_asked_for_a_folder(monkeypatch, tmp_path):
@@ -439,7 +424,7 @@ def test_the_best_is_told_from_the_rounds_that_they_shared():
     drifting = (1.0, 2.0, 4.0)
     fast = a_result(made("seed", case, figures("portattn", *drifting), figures("sdpa", 2.0, 4.0, 8.0)))
     slow = a_result(made("seed", case, figures("portattn", *(1.25 * ms for ms in drifting))))
-    (found,) = compared.cases({"a": slow, "b": fast})
+    (found,) = comparison.cases({"a": slow, "b": fast})
     assert found.best == "b"
     assert (found.releases["a"].of_best, found.releases["b"].of_best) == (0.8, 1.0)
     assert found.releases["b"].ratio == 2.0
@@ -450,10 +435,10 @@ def test_first_calls_beside_each_other(monkeypatch):
         name: a_result(first_calls=[FirstCall(case="first decode", run=0, empty_s=s, kept_s=0.5, path="triton")])
         for name, s in (("a", 3.0), ("b", 2.0))
     }
-    (found,) = compared.first_calls(calls)
+    (found,) = comparison.first_calls(calls)
     assert [call.empty_s for call in found.releases.values()] == [3.0, 2.0]
-    assert "| first decode | 3.00 s, with kept caches 0.50 s (triton) | 2.00 s" in tables.as_markdown(
-        compared.comparison(calls, {})
+    assert "| first decode | 3.00 s, with kept caches 0.50 s (triton) | 2.00 s" in comparison.as_markdown(
+        comparison.comparison(calls, {})
     )
     asked = {}
     monkeypatch.setattr(firstcall, "_child", lambda case, environment, *rest: asked.update(environment) or {
@@ -465,5 +450,5 @@ def test_first_calls_beside_each_other(monkeypatch):
 
 def test_a_releases_folder_comes_before_what_is_installed(tmp_path):
     """Otherwise the installed Triton would be timed under the other's name."""
-    release = named.Release(version="99.0.0", folder=str(tmp_path))
+    release = releases.Release(version="99.0.0", folder=str(tmp_path))
     assert release.variables["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)

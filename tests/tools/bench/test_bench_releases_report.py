@@ -13,15 +13,15 @@ import pytest
 from benchfakes import a_result, figures, made
 from test_bench_cli import bench
 
-from portattn.cli import benchcomparison
+from portattn.cli import benchreport
+from portattn.tools.bench import comparison, plots
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.releases import compared, plots, reading, tables
 from portattn.tools.bench.sets import SETS
 
 CALL = FirstCall(case="first decode", run=0, empty_s=3.0, kept_s=0.5, path="triton")
 
 
-def whole(*, peers: bool = True, backwards: bool = False, sets: tuple[str, ...] = ("decode",)) -> compared.Comparison:
+def whole(*, peers: bool = True, backwards: bool = False, sets: tuple[str, ...] = ("decode",)) -> comparison.Comparison:
     """Two releases that ran, the second with twice the times of the first, and one that did not start."""
     results = {}
     for release, slow in (("3.6.0", 1.0), ("3.8.0", 2.0)):
@@ -31,7 +31,7 @@ def whole(*, peers: bool = True, backwards: bool = False, sets: tuple[str, ...] 
             for case in SETS[name][:: -1 if backwards else 1]
         ]
         results[release] = a_result(*rows, toolchain=f"triton=={release}", first_calls=[CALL])
-    return compared.comparison(results, {"3.9.0": "no such symbol"})
+    return comparison.comparison(results, {"3.9.0": "no such symbol"})
 
 
 def saved(path: Path, document: Any) -> Path:
@@ -45,14 +45,10 @@ def changed(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in document.items() if value is not ...}
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path):
-    assert reading.read(saved(tmp_path / "releases.json", whole())) == whole()
-
-
 @pytest.mark.parametrize("name", ["releases.json", "new-releases.json", "of-may.json"])
 def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
     monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
-    benchcomparison.show(whole(), [])
+    benchreport.show_comparison(whole(), [])
     shown = capsys.readouterr().out
     called = bench("report", str(saved(tmp_path / name, whole())))
     assert called.exit_code == 0, called.output
@@ -92,7 +88,7 @@ def test_markdown_and_csv(tmp_path):
     called = bench("report", str(file), "--markdown", str(markdown), "--csv", str(as_csv), "--json")
     assert called.exit_code == 0, called.output
     assert json.loads(called.stdout)["written"] == [str(markdown), str(as_csv)]
-    assert markdown.read_text() == tables.as_markdown(whole())
+    assert markdown.read_text() == comparison.as_markdown(whole())
     assert markdown.read_text().startswith(
         "- a chip, triton==3.6.0\n- a chip, triton==3.8.0\n- triton==3.9.0: no such symbol\n\n## Sets\n"
     )
@@ -157,9 +153,12 @@ def test_portattns_own_cases_are_drawn_in_the_comparisons_order():
 
 
 def test_a_set_without_peers_is_drawn_against_the_best_release():
-    assert plots.lines(whole().cases[:2], ["3.6.0", "3.8.0"]) == ("ratio", {"3.6.0": [3.0] * 2, "3.8.0": [1.5] * 2})
+    assert plots.release_series(whole().cases[:2], ["3.6.0", "3.8.0"]) == (
+        "ratio",
+        {"3.6.0": [3.0] * 2, "3.8.0": [1.5] * 2},
+    )
     alone = whole(peers=False).cases[:2]
-    assert plots.lines(alone, ["3.8.0", "3.9.0"]) == ("of_best", {"3.8.0": [0.5] * 2, "3.9.0": [None] * 2})
+    assert plots.release_series(alone, ["3.8.0", "3.9.0"]) == ("of_best", {"3.8.0": [0.5] * 2, "3.9.0": [None] * 2})
 
 
 def test_labels_leave_out_what_all_names_have():
@@ -198,19 +197,19 @@ def test_plots(tmp_path):
     assert plots.COLOURS[2].lower() not in svg  # 3.9.0 has no figures
 
 
-def drawn(monkeypatch, folder: Path, found: compared.Comparison) -> list[Any]:
+def drawn(monkeypatch, folder: Path, found: comparison.Comparison) -> list[Any]:
     """The axes of each figure."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     figures_: dict[int, Any] = {}
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda shown, *_, **__: figures_.update({id(shown): shown}))
-    plots.draw(found, folder)
+    plots.draw_releases(found, folder)
     return [axes for shown in figures_.values() for axes in shown.axes]
 
 
 def test_marks_are_at_their_cases(monkeypatch, tmp_path):
     found = whole()
     refused = msgspec.structs.replace(
-        found.cases[1], releases=found.cases[1].releases | {"3.8.0": compared.OfRelease(refused="wrong")}
+        found.cases[1], releases=found.cases[1].releases | {"3.8.0": comparison.OfRelease(refused="wrong")}
     )
     unmatched = msgspec.structs.replace(
         found.cases[2],
@@ -239,7 +238,7 @@ def test_a_figure_without_peers_says_so(monkeypatch, tmp_path):
 
 def test_nothing_is_drawn_where_nothing_was_timed(monkeypatch, tmp_path):
     found = whole()
-    nothing = {"3.6.0": compared.OfRelease(refused="wrong")}
+    nothing = {"3.6.0": comparison.OfRelease(refused="wrong")}
     cases = [msgspec.structs.replace(case, best="", releases=nothing) for case in found.cases]
     assert drawn(monkeypatch, tmp_path, msgspec.structs.replace(found, cases=cases)) == []
 
@@ -249,7 +248,7 @@ def test_names_are_no_formulas(tmp_path):
     found = whole()
     cases = [msgspec.structs.replace(case, case=f"{case.case} $\\frac$") for case in found.cases]
     cases[0] = msgspec.structs.replace(cases[0], case="$\\no")
-    assert len(plots.draw(msgspec.structs.replace(found, cases=cases), tmp_path)) == 2
+    assert len(plots.draw_releases(msgspec.structs.replace(found, cases=cases), tmp_path)) == 2
 
 
 def test_cases_are_in_the_order_of_their_set():
@@ -258,7 +257,7 @@ def test_cases_are_in_the_order_of_their_set():
     assert [case.case for case in found] == names
     stranger = msgspec.structs.replace(found[0], case="decode of another day")
     mixed = [stranger, *reversed(found)]
-    assert sorted(mixed, key=compared._place(mixed)) == [*found, stranger], "what a set lacks comes last"
+    assert sorted(mixed, key=comparison._place(mixed)) == [*found, stranger], "what a set lacks comes last"
 
 
 @pytest.mark.parametrize("command", ["compare", "join"])
@@ -293,16 +292,6 @@ def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["releases.json"]
 
 
-def test_each_case_of_two_sets_is_looked_at(tmp_path):
-    document = msgspec.to_builtins(whole(sets=("decode",)))
-    document["cases"] = [one | {"best": "9.9.9"} for one in document["cases"][:1]] + [
-        one | {"set": "other"} for one in document["cases"][:1]
-    ]
-    called = bench("report", str(saved(tmp_path / "releases.json", document)))
-    assert called.exit_code == 2
-    assert "9.9.9 is no release that `releases` lists as started" in called.stderr
-
-
 def test_the_best_release_is_that_of_the_least_median_and_refused_cells_do_not_count():
     """One round that was fast by chance makes no release the best."""
     first, second = SETS["decode"][:2]
@@ -315,6 +304,6 @@ def test_the_best_release_is_that_of_the_least_median_and_refused_cells_do_not_c
         )
         for release, ms in times.items()
     }
-    found = compared.comparison(results, {})
+    found = comparison.comparison(results, {})
     assert found.cases[0].best == "3.8.0"
     assert {one.release: (one.cells, one.of) for one in found.sets} == {"3.6.0": (2, 2), "3.8.0": (1, 2)}

@@ -7,15 +7,15 @@ import itertools
 import msgspec
 import pytest
 import torch
-from benchfakes import LIMITS, FakeClock, figures, made
+from benchfakes import LIMITS, FakeClock, figures, made, run_case
 from tiny import CASES
 
-from portattn.tools.bench import gate, run
+from portattn.tools.bench import run
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Contender
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.results import DeviceState, Figures
-from portattn.tools.bench.run import BenchOptions, run_case, run_cells
+from portattn.tools.bench.run import BenchOptions, run_cells
 
 CPU = torch.device("cpu")
 ALONE = BenchOptions(rounds=3, wanted=())
@@ -70,7 +70,7 @@ def test_graphs_have_a_best_peer_of_their_own():
 
 def test_a_case_is_gated_and_timed():
     case, clock = CASES["seed paged decode"], FakeClock(0.5)
-    row = run_case("seed", case, 0, CPU, clock, LIMITS, ALONE)
+    row = run_case("seed", case, clock, LIMITS, ALONE)
     assert [f.name for f in row.contenders] == ["portattn", "portattn prepared"]
     ours = row.figures("portattn")
     assert ours.rounds_ms == (0.5, 0.5, 0.5)
@@ -86,10 +86,10 @@ def test_a_case_is_gated_and_timed():
 def test_what_cannot_be_captured_has_a_reason():
     case, clock = CASES["seed decode"], FakeClock(0.5)
     clock.graphs = RuntimeError("operation not permitted when stream is capturing\nmore")
-    row = run_case("seed", case, 0, CPU, clock, LIMITS, ALONE)
+    row = run_case("seed", case, clock, LIMITS, ALONE)
     assert row.figures("portattn").graph_ms == ()
     assert row.figures("portattn").no_graph == "operation not permitted when stream is capturing"
-    slow = run_case("seed", case, 0, CPU, FakeClock(5.0), LIMITS, ALONE)
+    slow = run_case("seed", case, FakeClock(5.0), LIMITS, ALONE)
     assert "longer than" in slow.figures("portattn").no_graph
 
 
@@ -103,7 +103,7 @@ def test_enqueue_times_alone(monkeypatch):
             return told, "580.1"
 
     monkeypatch.setattr(run, "DeviceProbe", Probe)
-    row = run_case("host", CASES["host decode"], 0, CPU, clock, None, BenchOptions(wanted=("sdpa",), only_host=True))
+    row = run_case("host", CASES["host decode"], clock, None, BenchOptions(wanted=("sdpa",), only_host=True))
     assert [calls for _, _, calls in clock.turns] == [1] * len(clock.turns)  # one each, to know how many will do
     ours = row.figures("portattn")
     assert ours.host_us.median == row.figures("sdpa").host_us.median == 5.0
@@ -113,7 +113,7 @@ def test_enqueue_times_alone(monkeypatch):
 
 
 def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
-    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, BenchOptions(backend="triton", wanted=()))
+    row = run_case("seed", CASES["seed decode"], FakeClock(), LIMITS, BenchOptions(backend="triton", wanted=()))
     assert all(f.refused for f in row.contenders)
     assert row.failed
 
@@ -121,7 +121,7 @@ def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
         raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr(run.Tensors, "random", full)
-    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, ALONE)
+    row = run_case("seed", CASES["seed decode"], FakeClock(), LIMITS, ALONE)
     assert row.figures("portattn").refused == "no memory left"
     assert row.failed
 
@@ -130,9 +130,7 @@ def test_the_core_is_not_timed_twice(monkeypatch):
     """On a machine whose plan takes the core, both names have the figures of one contender."""
     monkeypatch.setattr("portattn.tools.bench.contenders.CORE_PATH", "sdpa")
     clock = FakeClock(2.0)
-    row = run_case(
-        "seed", CASES["seed prefill causal"], 0, CPU, clock, LIMITS, BenchOptions(rounds=2, wanted=(), core=True)
-    )
+    row = run_case("seed", CASES["seed prefill causal"], clock, LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
     assert [f.name for f in row.contenders] == ["portattn", "portattn core"]
     assert row.figures("portattn core").rounds_ms == row.figures("portattn").rounds_ms == (2.0, 2.0)
     assert len({run for run, _, _ in clock.turns}) == 1
@@ -159,10 +157,14 @@ def test_a_peer_that_breaks_when_it_is_timed_is_refused():
             return {"breaks": lambda: Contender(call)}
 
     options = BenchOptions(rounds=2, wanted=(), others={"breaks": Breaks()})
-    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, options)
+    row = run_case("seed", CASES["seed decode"], FakeClock(), LIMITS, options)
     assert row.figures("breaks").refused == "failed when it was timed: out of workspace"
     assert row.figures("portattn").rounds_ms == (1.0, 1.0)
     assert not row.failed
+
+
+def kept(rows):
+    return lambda items: rows.extend(items.values())
 
 
 def test_cells_end_with_the_budget(monkeypatch):
@@ -173,33 +175,20 @@ def test_cells_end_with_the_budget(monkeypatch):
 
     def spent(*_):
         clock[0] += next(took)
-        return made("decode", DECODE, figures("portattn", 1.0))
+        return {"": made("decode", DECODE, figures("portattn", 1.0))}
 
     monkeypatch.setattr(run, "run_case", spent)
     cells = [("decode", DECODE)] * 9
     rows: list = []
     # The first compiles. As long as that, the third would end beyond 53 s; as long as the median, the seventh does.
-    assert run_cells(cells, 0, FakeClock(), LIMITS, ALONE, rows.append, 53.0, CPU) == 6 == len(rows)
+    assert run_cells(cells, {"": 0}, FakeClock(), LIMITS, ALONE, kept(rows), 53.0, CPU) == 6 == len(rows)
     clock[0] = 0.0
-    assert run_cells(cells, 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU) == 9
-
-
-def test_a_lost_device_leaves_a_row(monkeypatch):
-    def breaks(*_):
-        raise gate.DeviceLost("fa3/vllm", RuntimeError("illegal address"), "sticky")
-
-    monkeypatch.setattr(run, "run_case", breaks)
-    rows: list = []
-    with pytest.raises(gate.DeviceLost):
-        run_cells([("decode", DECODE)] * 2, 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU)
-    (row,) = rows
-    assert "illegal address" in row.figures("fa3/vllm").refused
-    assert not row.failed  # it was not ours that broke it
+    assert run_cells(cells, {"": 0}, FakeClock(), LIMITS, ALONE, kept(rows), None, CPU) == 9
 
 
 def test_first_calls_have_rows_of_their_own(monkeypatch):
     found = FirstCall(case="first decode", run=0, empty_s=2.0, kept_s=0.5, second_s=0.1)
     monkeypatch.setattr("portattn.tools.bench.firstcall.measure", lambda case, index: found)
     rows: list = []
-    run_cells([("cold-start", CASES["first decode"])], 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU)
+    run_cells([("cold-start", CASES["first decode"])], {"": 0}, FakeClock(), LIMITS, ALONE, kept(rows), None, CPU)
     assert rows == [found]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 from benchfakes import a_result, a_run, figures, host, made
+from places import DOCS
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
-from portattn.tools.bench import store
+from portattn.tools.bench import comparison, results, workloads
 from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.report import document
 from portattn.tools.bench.sets import SETS
-from portattn.tools.bench.summary import document
 
 CASE = SETS["paged"][0]
 ROW = made("paged", CASE, figures("portattn", 0.5, 0.6, host_us=host(4.0), graph_ms=(0.4,)), figures("fa3/vllm", 0.5))
@@ -19,50 +20,58 @@ CALL = FirstCall(case="first paged", run=0, empty_s=2.0, kept_s=1.0, second_s=0.
 
 
 def begun(folder):
-    with store.Store(folder) as file:
+    with results.Store(folder) as file:
         assert file.start() is None
         for item in (a_run(), ROW, CALL):
             file.append(item)
-    return folder / store.ROWS
+    return folder / results.ROWS
 
 
 def test_lines_and_documents_hold_the_same(tmp_path):
     path = begun(tmp_path)
-    result = store.read(path)
+    result = results.read(path)
     assert (result.runs, result.rows, result.first_calls) == ([a_run()], [ROW], [CALL])
     assert result.sets == ["paged", "cold-start"]
     assert result.done == {("paged", CASE.name), ("cold-start", "first paged")}
     file = tmp_path / "bench.json"
     write_whole(file, msgspec.json.encode(document(result)))
-    assert store.read(file) == result
+    assert results.read(file) == result
     path.unlink()
-    assert store.read(tmp_path) == result
+    assert results.read(tmp_path) == result
 
 
 def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     path = begun(tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole + msgspec.json.encode(ROW)[:50])
-    assert len(store.read(path).rows) == 1
-    with store.Store(tmp_path) as file:
+    assert len(results.read(path).rows) == 1
+    with results.Store(tmp_path) as file:
         assert len(file.resume(a_run()).rows) == 1
         assert path.read_bytes() == whole
         file.append(ROW)
-    assert len(store.read(path).rows) == 2
+    assert len(results.read(path).rows) == 2
 
 
-@pytest.mark.parametrize("field", store.SAME)
+@pytest.mark.parametrize("path", sorted((DOCS / "performance").glob("*.json*")), ids=lambda path: path.name)
+def test_committed_results_stay_readable(path):
+    if path.name.startswith("releases"):
+        assert comparison.read(path).cases
+    else:
+        assert (workloads.read(path) or results.read(path)).rows
+
+
+@pytest.mark.parametrize("field", results.SAME)
 def test_rows_of_another_thing_are_not_gone_on_with(tmp_path, field):
     begun(tmp_path)
     other = {"core": True, "only_host": True, "rounds": 9}.get(field, "other")
-    with store.Store(tmp_path) as file, pytest.raises(ArgumentError, match=f"its {field} is"):
+    with results.Store(tmp_path) as file, pytest.raises(ArgumentError, match=f"its {field} is"):
         file.resume(a_run(**{field: other}))
 
 
 def test_earlier_rows_are_kept(tmp_path):
     path = begun(tmp_path)
     before = path.read_bytes()
-    with store.Store(tmp_path) as file:
+    with results.Store(tmp_path) as file:
         kept = [file.start(), file.start(), file.start()]
     assert len(set(kept)) == 3
     assert kept[0].read_bytes() == before
@@ -70,13 +79,13 @@ def test_earlier_rows_are_kept(tmp_path):
 
 
 def test_nothing_to_go_on_with(tmp_path):
-    with store.Store(tmp_path / "new") as file, pytest.raises(ArgumentError, match="no such file to go on with"):
+    with results.Store(tmp_path / "new") as file, pytest.raises(ArgumentError, match="no such file to go on with"):
         file.resume(a_run())
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with store.Store(tmp_path), pytest.raises(ArgumentError, match="another run is writing there now"):
-        store.Store(tmp_path)
+    with results.Store(tmp_path), pytest.raises(ArgumentError, match="another run is writing there now"):
+        results.Store(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +101,14 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 def test_what_cannot_be_read(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
-        store.read(tmp_path / name)
+        results.read(tmp_path / name)
 
 
 def test_a_run_of_another_schema(tmp_path):
     path = begun(tmp_path)
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(a_run(), schema=4)) + b"\n")
     with pytest.raises(DataError, match="schema version 4"):
-        store.read(path)
+        results.read(path)
 
 
 def test_an_error_that_is_infinite_is_none():

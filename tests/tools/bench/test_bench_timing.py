@@ -7,10 +7,10 @@ import itertools
 import pytest
 from benchfakes import FakeClock
 
-from portattn.tools.bench import timing
-from portattn.tools.bench.clock import Ceilings, Spread
+from portattn.tools.bench import rounds
 from portattn.tools.bench.contenders import Contender
 from portattn.tools.bench.gate import DeviceLost
+from portattn.tools.bench.rounds import Ceilings, Spread
 
 
 class Drifting(FakeClock):
@@ -27,9 +27,9 @@ def contenders(*names):
 
 
 def test_each_round_begins_with_another(monkeypatch):
-    monkeypatch.setattr(timing, "HEAT_MS", 0.0)
+    monkeypatch.setattr(rounds, "HEAT_MS", 0.0)
     clock = Drifting()
-    timing.interleaved(contenders("a", "b", "c"), clock, "hot", 3)
+    rounds.interleaved(contenders("a", "b", "c"), clock, "hot", 3)
     names = [name for name, _, _ in clock.turns]
     # The first round has a single call of each before its turn.
     assert names[:6] == ["a", "a", "b", "b", "c", "c"]
@@ -39,7 +39,7 @@ def test_each_round_begins_with_another(monkeypatch):
 def test_who_comes_after_whom_changes():
     names = list("abcde")
     for first in range(4):
-        one, other = (timing.turn_order(names, first + more) for more in range(2))
+        one, other = (rounds.turn_order(names, first + more) for more in range(2))
         assert sorted(one) == sorted(other) == names
         assert not set(itertools.pairwise(one)) & set(itertools.pairwise(other))
 
@@ -60,10 +60,10 @@ class Failing(FakeClock):
 
 def test_who_fails_is_no_measure_for_the_others():
     """Only who is right there after the first round that counts says who is far behind."""
-    for after, rounds in ((1, 5), (7, 5), (12, 1)):
-        turns = timing.interleaved(contenders("tiny", "a", "b"), Failing(after), "cold", 5)
+    for after, count in ((1, 5), (7, 5), (12, 1)):
+        turns = rounds.interleaved(contenders("tiny", "a", "b"), Failing(after), "cold", 5)
         assert turns.failed == {"tiny": "no more"}
-        assert {name: len(ms) for name, ms in turns.ms.items()} == {"a": rounds, "b": rounds}
+        assert {name: len(ms) for name, ms in turns.ms.items()} == {"a": count, "b": count}
 
 
 def test_who_is_far_behind_stays_out():
@@ -74,46 +74,46 @@ def test_who_is_far_behind_stays_out():
             self.turns.append((run, timing, calls))
             return 1.0 if run() == "fast" else (3.5 if len(self.turns) < 9 else 2.0)
 
-    turns = timing.interleaved(contenders("fast", "slow"), Wavering(), "cold", 4)
+    turns = rounds.interleaved(contenders("fast", "slow"), Wavering(), "cold", 4)
     assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 1}
 
 
 def test_a_call_that_heats_the_card_is_timed_after_one_of_its_own():
-    clock = FakeClock(2 * timing.HEATING_MS)
-    timing.interleaved(contenders("a", "b"), clock, "hot", 2)
+    clock = FakeClock(2 * rounds.HEATING_MS)
+    rounds.interleaved(contenders("a", "b"), clock, "hot", 2)
     names = [run() for run, _, _ in clock.turns]
     assert names[:4] == ["a"] * 2 + ["b"] * 2  # once to see how long it takes
     assert all(one == other for one, other in zip(names[4::2], names[5::2], strict=True))
-    assert len(names[4:]) == 2 * 2 * len(set(names)) + 2 * 2 * int(timing.HEAT_MS // (2 * clock.ms))
+    assert len(names[4:]) == 2 * 2 * len(set(names)) + 2 * 2 * int(rounds.HEAT_MS // (2 * clock.ms))
 
 
 def test_the_first_round_does_not_count_and_a_ratio_is_of_one_round():
-    turns = timing.interleaved(contenders("fast", "slow"), Drifting(), "cold", 4)
+    turns = rounds.interleaved(contenders("fast", "slow"), Drifting(), "cold", 4)
     assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 4}
     # Of a card that drifts by tens of percent the ratio is right to one.
     assert max(turns.ms["fast"]) / min(turns.ms["fast"]) > 1.05
-    assert timing.ratio(turns.ms["slow"], turns.ms["fast"]) == pytest.approx(2.0, rel=0.011)
+    assert rounds.ratio(turns.ms["slow"], turns.ms["fast"]) == pytest.approx(2.0, rel=0.011)
 
 
 def test_long_calls_heat_the_card_first():
     clock = FakeClock(1.0)
-    turns = timing.interleaved(contenders("a", "b"), clock, "hot", 3)
+    turns = rounds.interleaved(contenders("a", "b"), clock, "hot", 3)
     # Twelve calls of 1 ms a turn: 24 ms a round, of which 400 ms have 16 on top of the first.
     assert [calls for _, _, calls in clock.turns] == [1, 12] * 2 + [12] * 2 * (16 + 3)
     assert {len(ms) for ms in turns.ms.values()} == {3}
     short = FakeClock(0.01)
-    timing.interleaved(contenders("a"), short, "hot", 3)
+    rounds.interleaved(contenders("a"), short, "hot", 3)
     assert len(short.turns) == 2 + 3
     cold = FakeClock(1.0)
-    timing.interleaved(contenders("a"), cold, "cold", 3)
+    rounds.interleaved(contenders("a"), cold, "cold", 3)
     assert len(cold.turns) == 2 + 3
 
 
 def test_slow_calls_have_few_rounds():
-    for longer, enough in timing.SLOW:
-        turns = timing.interleaved(contenders("a"), FakeClock(longer * 1.5), "hot", 20)
+    for longer, enough in rounds.SLOW:
+        turns = rounds.interleaved(contenders("a"), FakeClock(longer * 1.5), "hot", 20)
         assert len(turns.ms["a"]) == enough
-    assert len(timing.interleaved(contenders("a"), FakeClock(1.0), "hot", 20).ms["a"]) == 20
+    assert len(rounds.interleaved(contenders("a"), FakeClock(1.0), "hot", 20).ms["a"]) == 20
 
 
 class Restless(FakeClock):
@@ -122,7 +122,7 @@ class Restless(FakeClock):
     def __init__(self, ms: float, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         super().__init__(ms)
         self.seconds = seconds
-        monkeypatch.setattr(timing.time, "monotonic", lambda: len(self.turns) * self.seconds)
+        monkeypatch.setattr(rounds.time, "monotonic", lambda: len(self.turns) * self.seconds)
 
     def turn_ms(self, run, timing, calls, expected_ms):
         self.turns.append((run, timing, calls))
@@ -130,44 +130,44 @@ class Restless(FakeClock):
 
 
 def test_there_are_rounds_until_a_ratio_is_known(monkeypatch):
-    turns = timing.interleaved(contenders("a", "b"), Restless(0.1, monkeypatch, 0.0), "cold", 3)
-    assert {len(ms) for ms in turns.ms.values()} == {timing.MORE * 3}
-    steady = timing.interleaved(contenders("a", "b"), FakeClock(0.1), "cold", 3)
+    turns = rounds.interleaved(contenders("a", "b"), Restless(0.1, monkeypatch, 0.0), "cold", 3)
+    assert {len(ms) for ms in turns.ms.values()} == {rounds.MORE * 3}
+    steady = rounds.interleaved(contenders("a", "b"), FakeClock(0.1), "cold", 3)
     assert {len(ms) for ms in steady.ms.values()} == {3}
 
 
 @pytest.mark.parametrize("kind", ["hot", "cold", "do_bench"])
 def test_no_more_rounds_than_there_is_time(monkeypatch, kind):
     """Of whatever kind the turns are: what counts is what a round takes in all."""
-    turns = timing.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 0.2), kind, 3)
-    rounds = len(turns.ms["a"])
-    assert (rounds - 1) * 2 * 0.2 <= timing.MORE_S < rounds * 2 * 0.2 + 1e-9
+    turns = rounds.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 0.2), kind, 3)
+    count = len(turns.ms["a"])
+    assert (count - 1) * 2 * 0.2 <= rounds.MORE_S < count * 2 * 0.2 + 1e-9
 
 
 def test_what_is_asked_for_is_timed_however_long_it_takes(monkeypatch):
-    turns = timing.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 9.0), "cold", 3)
+    turns = rounds.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 9.0), "cold", 3)
     assert {len(ms) for ms in turns.ms.values()} == {3}
 
 
 def test_a_confidence_interval():
     """Of 1.0 and 1.02 in turn, eight times each: 2.131 (Student, 15 degrees) times 1.253 times 0.01033 / 4."""
-    assert timing.within([1.0, 1.02] * 8, [1.0] * 16) == pytest.approx(2.131 * 1.253 * 0.010328 / 4, rel=0.02)
-    assert timing.within([1.0, 1.1], [1.0, 1.0]) == pytest.approx(12.71 * 1.253 * 0.0707107 / 2**0.5, rel=1e-3)
-    assert timing.within([1.0], [1.0]) == float("inf")
-    assert timing.within([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == 0.0  # the card drifts, the ratio does not
+    assert rounds.within([1.0, 1.02] * 8, [1.0] * 16) == pytest.approx(2.131 * 1.253 * 0.010328 / 4, rel=0.02)
+    assert rounds.within([1.0, 1.1], [1.0, 1.0]) == pytest.approx(12.71 * 1.253 * 0.0707107 / 2**0.5, rel=1e-3)
+    assert rounds.within([1.0], [1.0]) == float("inf")
+    assert rounds.within([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == 0.0  # the card drifts, the ratio does not
 
 
 def test_when_a_ratio_is_known():
-    assert timing.is_precise({})
-    assert timing.is_precise({"a": [1.0, 1.0, 1.0]})
-    assert timing.is_precise({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})
-    assert not timing.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]})
-    assert not timing.is_precise({"a": [1.0], "b": [1.0]})
-    assert timing.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]})  # far enough behind
-    assert timing.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.1]})  # no longer there
+    assert rounds.is_precise({})
+    assert rounds.is_precise({"a": [1.0, 1.0, 1.0]})
+    assert rounds.is_precise({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})
+    assert not rounds.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]})
+    assert not rounds.is_precise({"a": [1.0], "b": [1.0]})
+    assert rounds.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]})  # far enough behind
+    assert rounds.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.1]})  # no longer there
     ratios = [1.0, 1.02] * 8
-    assert timing.is_precise({"a": [1.0] * 16, "b": ratios})
-    assert not timing.is_precise({"a": [1.0] * 4, "b": ratios[:4]})
+    assert rounds.is_precise({"a": [1.0] * 16, "b": ratios})
+    assert not rounds.is_precise({"a": [1.0] * 4, "b": ratios[:4]})
 
 
 def test_who_is_far_behind_takes_part_in_one_round_that_counts():
@@ -175,11 +175,11 @@ def test_who_is_far_behind_takes_part_in_one_round_that_counts():
         def turn_ms(self, *arguments):
             return super().turn_ms(*arguments) * (1.0 if self.turns[-1][0] == "fast" else 2.0)
 
-    turns = timing.interleaved(contenders("fast", "slow"), Drifting(), "cold", 4)
+    turns = rounds.interleaved(contenders("fast", "slow"), Drifting(), "cold", 4)
     assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 4}  # twice as slow
-    turns = timing.interleaved(contenders("fast", "slow"), Far(), "cold", 4)
+    turns = rounds.interleaved(contenders("fast", "slow"), Far(), "cold", 4)
     assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 1}
-    assert timing.ratio(turns.ms["slow"], turns.ms["fast"]) == pytest.approx(4.0, rel=0.03)
+    assert rounds.ratio(turns.ms["slow"], turns.ms["fast"]) == pytest.approx(4.0, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_who_is_far_behind_takes_part_in_one_round_that_counts():
     ],
 )
 def test_calls_of_a_turn(kind, ms, count):
-    assert timing.calls(kind, ms) == count
+    assert rounds.calls(kind, ms) == count
 
 
 def test_who_fails_drops_out_alone():
@@ -202,13 +202,13 @@ def test_who_fails_drops_out_alone():
         raise RuntimeError("no more")
 
     found = contenders("a", "b") | {"bad": Contender(fails)}
-    turns = timing.interleaved(found, FakeClock(), "hot", 2)
+    turns = rounds.interleaved(found, FakeClock(), "hot", 2)
     assert turns.failed == {"bad": "no more"}
     assert set(turns.ms) == {"a", "b"}
     clock = FakeClock()
     clock.gone = "an illegal address"
     with pytest.raises(DeviceLost, match="bad: no more; the device is lost to this process: an illegal address"):
-        timing.interleaved(found, clock, "hot", 2)
+        rounds.interleaved(found, clock, "hot", 2)
 
 
 def test_spread_and_floor():

@@ -16,20 +16,13 @@ def shrunk(case: Case) -> Case:
     lengths_q, lengths_k = (_lengths(given, case, most) for given, most in ((case.lengths_q, 20), (case.lengths_k, 70)))
     latent = case.op == "mla_attention"
     return msgspec.structs.replace(
-        case,
-        batch=len(lengths_k) or min(case.batch, MOST_BATCH),
-        heads_q=heads * min(case.group, 3),
-        heads_k=heads,
+        case, batch=len(lengths_k) or min(case.batch, MOST_BATCH), heads_q=heads * min(case.group, 3), heads_k=heads,
         seq_q=max(lengths_q, default=min(case.seq_q, 20)),
-        seq_k=max(lengths_k, default=20 if case.seq_k == case.seq_q else 70),
-        head_dim=24 if latent else 16,
-        head_dim_v=16 if latent else 0,
-        lengths_q=lengths_q,
-        lengths_k=lengths_k,
-        page_size=case.page_size and min(case.page_size, 32),
-        tokens=case.tokens and 9,
+        seq_k=max(lengths_k, default=20 if case.seq_k == case.seq_q else 70), head_dim=24 if latent else 16,
+        head_dim_v=16 if latent else 0, lengths_q=lengths_q, lengths_k=lengths_k,
+        page_size=case.page_size and min(case.page_size, 32), tokens=case.tokens and 9,
         window=(5, 0) if case.windowed else case.window,
-    )
+    )  # fmt: skip
 
 
 def _lengths(given: tuple[int, ...], case: Case, most: int) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from portattn import config
 from portattn.errors import ArgumentError
 from portattn.tools import lab
 from portattn.tools.lab import LabError, creating, folders
-from portattn.tools.lab.commands import CommandError, Commands, quiet
 from portattn.tools.lab.creating import Python
+from portattn.tools.lab.run_programs import CommandError, Commands, quiet
 
 NAME = "triton==9.1.0"
 
@@ -225,12 +225,10 @@ UNTRUSTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "the folder": (_given_away, f"belongs to user {STRANGER} .mode 0755., and this process is user 0's"),
     "its Python": (lambda folder: _given_away(folder / "bin" / "python"), f"/bin/python belongs to user {STRANGER}"),
     "its Python's target": (
-        lambda folder: _linked(folder, 0o777, STRANGER),
-        rf"/elsewhere/python belongs to user {STRANGER} .mode 0777.",
+        lambda folder: _linked(folder, 0o777, STRANGER), rf"/elsewhere/python belongs to user {STRANGER} .mode 0777.",
     ),
     "its Python's target of everybody's": (
-        lambda folder: _linked(folder, 0o777, 0),
-        r"/elsewhere/python may be written by others .mode 0777.",
+        lambda folder: _linked(folder, 0o777, 0), r"/elsewhere/python may be written by others .mode 0777.",
     ),
     "the folder of its Python's target": (
         lambda folder: [_linked(folder, 0o755, 0), (folder.parent.parent / "elsewhere").chmod(0o777)],
@@ -238,8 +236,7 @@ UNTRUSTED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a linked folder's module": (
         lambda folder: [
-            _linked(folder, 0o666, 0),
-            (folder / "bin" / "python").unlink(),
+            _linked(folder, 0o666, 0), (folder / "bin" / "python").unlink(),
             (folder / "lib" / "more").symlink_to(folder.parent.parent / "elsewhere"),
         ],
         r"/elsewhere/python may be written by others .mode 0666.",
@@ -256,7 +253,7 @@ UNTRUSTED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: [os.chown(folder / "pyvenv.cfg", 0, STRANGER), (folder / "pyvenv.cfg").chmod(0o664)],
         r"pyvenv\.cfg may be written by others .mode 0664.",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
@@ -287,13 +284,11 @@ def test_an_environment_that_another_user_can_change_does_not_run(publish, tmp_p
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
-        ("triton", "must be NAME==VERSION"),
-        ("triton==x", "no PEP 440 version|is not a PEP 440 version"),
-        ("gcc==12", "no known compiler"),
-        ("flagtree==0.3.0", "must be one of triton, triton-ascend"),
+        ("triton", "must be NAME==VERSION"), ("triton==x", "no PEP 440 version|is not a PEP 440 version"),
+        ("gcc==12", "no known compiler"), ("flagtree==0.3.0", "must be one of triton, triton-ascend"),
         ("none", "must be one of triton, triton-ascend"),
     ],
-)
+)  # fmt: skip
 def test_a_name_that_is_none(name: str, limit: str) -> None:
     for function in (lab.find, lab.need, lab.create, lab.remove):
         with pytest.raises(ArgumentError, match=limit) as refused:
@@ -322,10 +317,8 @@ def test_triton_ascend_takes_a_python_that_it_is_built_for(monkeypatch, tmp_path
         "/bin/b"
     ]  # each minor version once
     assert [python.path for python in creating.candidates(SpecifierSet(">=3.10"))] == [
-        sys.executable,
-        "/bin/b",
-        "/bin/a",
-    ]
+        sys.executable, "/bin/b", "/bin/a",
+    ]  # fmt: skip
     del there["/bin/b"], there["/bin/c"]
     with pytest.raises(LabError, match=r"triton-ascend==3\.2\.0: needs CPython <3\.12,>=3\.10, and neither"):
         lab.create("triton-ascend==3.2.0")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from portattn.compile.compile_check import compile_in
+from portattn.compile.ensure_compiled import compile_in
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from portattn.tools.lab import mlir
-from portattn.tools.lab.commands import Commands
+from portattn.backends.ascend.linalg import llvm_tools as linalg_tools
+from portattn.tools.lab.run_programs import Commands
 
 APT = """#!/bin/sh
 echo "$@" >> {log}
@@ -42,13 +42,13 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("sh", "cp", "mkdir", "ln", "dirname", "readlink", "printf"):
         (programs / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(programs))
-    monkeypatch.setattr(mlir, "PREFIX", Path("/usr/lib/llvm-19/bin"))
+    monkeypatch.setattr(linalg_tools, "PREFIX", Path("/usr/lib/llvm-19/bin"))
     real = os.access
-    monkeypatch.setattr(mlir.os, "access", lambda p, m: not str(p).startswith("/usr/lib/llvm") and real(p, m))
+    monkeypatch.setattr(linalg_tools.os, "access", lambda p, m: not str(p).startswith("/usr/lib/llvm") and real(p, m))
     return programs
 
 
-def plant(folder: Path, names: tuple[str, ...] = mlir.LLVM) -> Path:
+def plant(folder: Path, names: tuple[str, ...] = linalg_tools.LLVM) -> Path:
     """Put an apt whose packages hold these programs into a folder; the file of its calls."""
     log, tool = folder / "apt.log", folder / "tool"
     tool.write_text(TOOL)
@@ -60,35 +60,35 @@ def plant(folder: Path, names: tuple[str, ...] = mlir.LLVM) -> Path:
 
 
 def test_programs_of_the_machine_are_found(bare: Path, tmp_path: Path) -> None:
-    assert mlir.missing(tmp_path) == list(mlir.LLVM)
-    assert mlir.tools(tmp_path) == {}
+    assert linalg_tools.missing(tmp_path) == list(linalg_tools.LLVM)
+    assert linalg_tools.tools(tmp_path) == {}
     for name in ("llc-19", "mlir-opt-19", "mlir-translate-19", "gcc"):
         (bare / name).write_text(TOOL)
         (bare / name).chmod(0o755)
-    assert mlir.tools(tmp_path) == {
+    assert linalg_tools.tools(tmp_path) == {
         "mlir-opt": str(bare / "mlir-opt-19"), "mlir-translate": str(bare / "mlir-translate-19"),
         "llc": str(bare / "llc-19"), "cc": str(bare / "gcc"),
     }  # fmt: skip
-    assert mlir.missing(tmp_path) == []
+    assert linalg_tools.missing(tmp_path) == []
 
 
 def test_packages_are_unpacked_and_their_programs_find_their_libraries(bare: Path, tmp_path: Path) -> None:
     log = plant(bare)
     folder, said = tmp_path / "environment", []
     folder.mkdir()
-    versions = mlir.fetch(folder, list(mlir.LLVM), said.append, Commands())
-    assert versions == dict.fromkeys(mlir.LLVM, "19.1.7")
+    versions = linalg_tools.fetch(folder, list(linalg_tools.LLVM), said.append, Commands())
+    assert versions == dict.fromkeys(linalg_tools.LLVM, "19.1.7")
     assert log.read_text().splitlines() == [
         "install -s -qq --no-install-recommends mlir-19-tools llvm-19",  # nothing is installed
         "download -q libllvm19=1:19.1.7 zlib=1.2",
     ]
     assert "fetching 2 Debian packages" in said
     assert [path.name for path in folder.iterdir()] == ["mlir"]
-    assert mlir.missing(folder) == []
+    assert linalg_tools.missing(folder) == []
 
     moved = tmp_path / "moved"
     folder.rename(moved)
-    tools = mlir.tools(moved)
+    tools = linalg_tools.tools(moved)
     assert tools["llc"] == str(moved / "mlir" / "bin" / "llc")
     seen = subprocess.run([tools["llc"], "-O2"], capture_output=True, text=True, check=True, env={"PATH": str(bare)})
     library, argument = seen.stdout.split()
@@ -103,7 +103,7 @@ def test_packages_are_unpacked_and_their_programs_find_their_libraries(bare: Pat
 def test_where_they_cannot_be_fetched_it_says_what_to_install(bare: Path, tmp_path: Path, spoiled: str) -> None:
     reason = "this machine has no apt"
     if spoiled != "no apt":
-        plant(bare, mlir.LLVM[:2] if spoiled == "a program is missing" else mlir.LLVM)
+        plant(bare, linalg_tools.LLVM[:2] if spoiled == "a program is missing" else linalg_tools.LLVM)
     if spoiled == "apt refuses":
         (bare / "apt-get").write_text("#!/bin/sh\necho 'E: Unable to locate package mlir-19-tools'\nexit 100\n")
         reason = "Unable to locate package mlir-19-tools"
@@ -117,8 +117,8 @@ def test_where_they_cannot_be_fetched_it_says_what_to_install(bare: Path, tmp_pa
         reason = "mlir-opt of the packages does not run: cannot load libLLVM"
     folder = tmp_path / "environment"
     folder.mkdir()
-    with pytest.raises(mlir.NoTools) as refused:
-        mlir.fetch(folder, list(mlir.LLVM), lambda _: None, Commands())
+    with pytest.raises(linalg_tools.NoTools) as refused:
+        linalg_tools.fetch(folder, list(linalg_tools.LLVM), lambda _: None, Commands())
     assert reason in str(refused.value)
     assert "install mlir-19-tools and llvm-19" in str(refused.value)
     assert list(folder.iterdir()) == []

@@ -10,17 +10,16 @@ import pytest
 from handmade import make_cell, make_run, whole
 from planted import planted as planted
 
-from portattn.testing import numerics
+from portattn.testing import executor
 from portattn.tools.matrix import provenance, select
-from portattn.tools.matrix.cells import Cell, Run
+from portattn.tools.matrix.cells import Cell, Run, Snapshot, snapshot
 from portattn.tools.matrix.problems import NamedProblem, decode, dense
-from portattn.tools.matrix.snapshot import Snapshot, snapshot
 
 
 @pytest.fixture
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave interpreted numerics out: they start a child that imports torch."""
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
+    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
 
 
 @pytest.fixture

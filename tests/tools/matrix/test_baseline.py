@@ -9,13 +9,13 @@ import pytest
 
 from portattn.errors import DataError
 from portattn.testing.findings import KernelFacts, Numerics
+from portattn.tools.compare.changes import compare
 from portattn.tools.matrix import baseline
 from portattn.tools.matrix.cells import Footnote, PlanSummary
-from portattn.tools.matrix.diff import compare
 from portattn.tools.matrix.problems import NamedProblem, decode, dense
 from portattn.tools.matrix.results import write_data
 
-NOTE = Footnote(id="cuda-0901-one", role="applied", sentence="x", upstream="none")
+NOTE = Footnote(id="cuda-0901-one", role="applied", sentence="x", upstream="none", sets={"num_stages": 1})
 
 
 @pytest.fixture

@@ -5,19 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from portattn.schema.plan import Rejection
 from portattn.schema.problem import Problem
 from portattn.testing.findings import KernelFacts, Numerics
-from portattn.tools.matrix.cells import Footnote, PlanSummary
-from portattn.tools.matrix.diff import LOST, compare, part_of
+from portattn.tools.compare.changes import LOST, compare, part_of
+from portattn.tools.matrix.cells import Footnote, PlanSummary, evidence, problem_digest
 from portattn.tools.matrix.problems import decode, dense
-from portattn.tools.matrix.snapshot import evidence, problem_digest
 
-TAKES = Footnote(id="rocm-0901-takes", role="rejected", sentence="x; the reference path is taken", upstream="none")
-SETS = Footnote(id="rocm-0902-sets", role="applied", sentence="x; sets num_stages = 1", upstream="none")
-REFERENCE = PlanSummary(
-    path="reference", core_taken=False, rejected=(Rejection(path="triton", reason="planted", quirk=TAKES.id),)
-)  # fmt: skip
+SETS = Footnote(
+    id="rocm-0902-sets", role="applied", sentence="x; sets num_stages = 1", upstream="none", sets={"num_stages": 1}
+)
+NOTES = msgspec.structs.replace(SETS, id="rocm-0903-notes", sentence="x; nothing is changed: y", sets={})
 PASSED = Numerics(outcome="pass", where="interpreter")
 
 
@@ -44,60 +41,48 @@ def test_the_same_run_has_no_changes(rocm, seen):
     assert (diff.compared, diff.changes) == (2, ())
 
 
-def test_a_quirk_that_takes_the_core_is_the_cause(rocm, seen):
-    """`toolchain = {triton = "<4"}, path = "reference"` for all of ROCm: every cell passes, at `declared`."""
-    taken = rocm(level="declared", plan=REFERENCE, footnotes=(TAKES,), interpreter=None)
-    change = only(compare(seen([rocm()]), seen([taken], digests={"quirks/rocm": "other"})))
-    assert set(change.kinds) == {"level", "core", "quirks"}
-    assert change.lost
-    assert change.told["level"] == "emulated → declared"
-    assert change.told["core"] == "path triton → reference"
-    assert change.joined == (TAKES.id,)
-    assert str(change.causes[0]) == f"quirk {TAKES.id} rules out the path triton"
-    assert [cause.name for cause in change.causes[1:]] == ["quirks/rocm"]
+VARIANT = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
+LACKING = Numerics(outcome="not_run", where="interpreter", reason="numpy is too new")
+INSTALLED = "triton==3.6.0 is compiled with by installed → nothing"
+NOTHING = "nothing that is recorded differs: the same code, data and compilers gave another result"
+CHANGES = {
+    "a missing toolchain is a lost level": (
+        {"level": "emulated", "kernels": kernel(spills=0)}, {"status": "NOT_RUN", "level": "declared", "kernels": ()},
+        {"toolchains": {"triton==3.6.0": ""}}, {"level": "emulated → NOT_RUN"}, INSTALLED,
+    ),
+    "spills within a level are told and not lost": (
+        {"kernels": kernel(spills=8)}, {"kernels": kernel(spills=24)}, {}, {"facts": "dense_forward spills 8 → 24"},
+        NOTHING,
+    ),
+    "what another path compiles is not compared": (
+        {"plan": VARIANT, "kernels": kernel(spills=8)}, {"kernels": kernel(spills=9)}, {},
+        {"variant": "path gluon_forward → triton"}, NOTHING,
+    ),
+    "interpreted numbers that are not there any more are lost": (
+        {"interpreter": PASSED}, {"interpreter": LACKING}, {}, {"interpreter": "interpreted numbers: pass → not_run"},
+        NOTHING,
+    ),
+    "interpreted numbers of a variant are lost too": (
+        {"plan": VARIANT, "interpreter": PASSED}, {"plan": VARIANT}, {},
+        {"interpreter": "interpreted numbers: pass → none"}, NOTHING,
+    ),
+}  # fmt: skip
 
 
-def test_a_missing_toolchain_is_a_lost_level(rocm, seen):
-    gone = rocm(status="NOT_RUN", level="declared", reason="not compiled here", kernels=())
-    was, now = seen([rocm(kernels=kernel(spills=0))]), seen([gone], toolchains={"triton==3.6.0": ""})
-    change = only(compare(was, now))
-    assert change.kinds == ("level",)
-    assert change.told["level"] == "emulated → NOT_RUN"
-    assert [str(cause) for cause in change.causes] == ["triton==3.6.0 is compiled with by installed → nothing"]
-
-
-def test_spills_of_a_new_compiler_are_a_lost_level_and_its_column_is_found(cell, seen):
-    was = cell(kernels=kernel(spills=0))
-    now = cell(toolchain="triton==3.9.0", status="NOTE", level="declared", reason="152 bytes spilled",
-               kernels=kernel(spills=152))  # fmt: skip
-    change = only(compare(seen([was]), seen([now])))
-    assert set(change.kinds) == {"level", "facts"}
-    assert change.told == {"level": "compiles → NOTE", "facts": "dense_forward spills 0 → 152"}
-    assert (change.was, change.toolchain) == ("triton==3.6.0", "triton==3.9.0")
-    assert str(change.causes[0]) == "toolchain triton==3.6.0 → triton==3.9.0"
-
-
-def test_spills_within_a_level_are_told_and_not_lost(cell, seen):
-    change = only(compare(seen([cell(kernels=kernel(spills=8))]), seen([cell(kernels=kernel(spills=24))])))
-    assert change.kinds == ("facts",)
-    assert not change.lost
-
-
-def test_what_another_path_compiles_is_not_compared(cell, seen):
-    variant = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
-    change = only(compare(seen([cell(plan=variant, kernels=kernel(spills=8))]), seen([cell(kernels=kernel(spills=9))])))
-    assert change.kinds == ("variant",)
-    assert change.told["variant"] == "path gluon_forward → triton"
+@pytest.mark.parametrize(("was", "now", "made", "told", "cause"), CHANGES.values(), ids=CHANGES)
+def test_a_change_of_a_cell(cell, seen, was, now, made, told, cause):
+    change = only(compare(seen([cell(**was)]), seen([cell(**now)], **made)))
+    assert (change.told, change.lost) == (told, set(told) != {"facts"})
+    assert [str(one) for one in change.causes] == [cause]
 
 
 def test_the_reason_of_a_variant_that_is_not_taken_is_the_cause(cell, seen):
-    variant = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
     core = PlanSummary(path="triton", kernel="dense_forward", notes=("not gluon_forward: it needs Triton 3.6.0",))
-    change = only(compare(seen([cell(plan=variant)]), seen([cell(plan=core)])))
+    change = only(compare(seen([cell(plan=VARIANT)]), seen([cell(plan=core)])))
     assert str(change.causes[0]) == "the path gluon_forward is not taken: it needs Triton 3.6.0"
     note = f"not gluon_forward: Gluon has lost functions [{SETS.id}]"
     core = msgspec.structs.replace(core, notes=(note,))
-    change = only(compare(seen([cell(plan=variant)]), seen([cell(plan=core, footnotes=(SETS,))])))
+    change = only(compare(seen([cell(plan=VARIANT)]), seen([cell(plan=core, footnotes=(SETS,))])))
     assert str(change.causes[0]) == f"quirk {SETS.id} rules out the path gluon_forward"
 
 
@@ -113,19 +98,17 @@ def test_a_cell_that_is_gone_is_lost_and_says_what_it_was(rocm, cell, seen):
     assert "has no problem of the name" in str(change.causes[0])
 
 
-def test_winning_is_shown_and_a_new_cell_is_new(rocm, cell, seen):
-    was, now = rocm(level="compiles", kernels=kernel(spills=8)), rocm(kernels=kernel(spills=0))
-    changes = compare(seen([was]), seen([now, cell()])).changes
-    assert [change.kinds for change in changes] == [("won",), ("new",)]
-    assert changes[0].told["won"] == "compiles → emulated; dense_forward spills 8 → 0"
-    assert not any(change.lost for change in changes)
-
-
-def test_a_work_around_that_left_is_a_cause(rocm, seen):
-    red = rocm(status="FAIL", level="declared", reason="wrong")
-    change = only(compare(seen([rocm(footnotes=(SETS,))]), seen([red], digests={"quirks/rocm": "new"})))
-    assert change.left == (SETS.id,)
-    assert str(change.causes[0]) == f"quirk {SETS.id} is no more in the plan"
+def test_a_quirk_that_changes_nothing_is_no_cause(rocm, seen):
+    red = {"status": "FAIL", "level": "declared", "reason": "wrong", "toolchain": "triton==3.9.0"}
+    toolchain = "toolchain triton==3.6.0 → triton==3.9.0"
+    noted, plain = (seen([rocm(**red, footnotes=notes)]) for notes in ((NOTES,), ()))
+    joined, left = only(compare(seen([rocm()]), noted)), only(compare(seen([rocm(footnotes=(NOTES,))]), plain))
+    for change in (joined, left):
+        assert (str(change.causes[0]), change.kinds, change.joined, change.left) == (toolchain, ("level",), (), ())
+    listed = seen([rocm(footnotes=(SETS, NOTES))])
+    kept = msgspec.structs.replace(listed.entries[0], quirks=(SETS.id, NOTES.id), noted=())  # as earlier baselines
+    old = msgspec.structs.replace(listed, entries=(kept,))
+    assert compare(old, listed).changes == ()
 
 
 @pytest.mark.parametrize(
@@ -168,42 +151,16 @@ def test_the_digest_of_a_problem_is_of_what_it_asks_for(cell):
     assert problem_digest(msgspec.structs.replace(problem, seq_q=64)) != problem_digest(problem)
 
 
-def test_interpreted_numbers_that_are_not_there_any_more_are_lost(cell, seen):
-    missing = Numerics(outcome="not_run", where="interpreter", reason="numpy is too new")
-    change = only(compare(seen([cell(interpreter=PASSED)]), seen([cell(interpreter=missing)])))
-    assert change.kinds == ("interpreter",)
-    assert change.lost
-
-
-def test_interpreted_numbers_of_a_variant_are_lost_too(cell, seen):
-    variant = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
-    change = only(compare(seen([cell(plan=variant, interpreter=PASSED)]), seen([cell(plan=variant)])))
-    assert change.kinds == ("interpreter",)
-
-
-def test_the_least_loss_of_evidence_is_a_lost_level(cell, seen):
-    """A level that rests on another chip is one step less than one on the chip itself."""
-    older = cell(level="runs", label="sm_80 code on sm_90")
-    change = only(compare(seen([cell(level="runs")]), seen([older])))
-    assert change.kinds == ("level",)
-    assert change.told["level"] == "runs → runs (sm_80 code on sm_90)"
-
-
 def test_levels_in_order(cell):
     def known(**changes):
         return evidence(cell(**changes))
 
     order = [
-        known(status="CRASH", level="declared"),
-        known(status="NOT_RUN", level="declared"),
-        known(status="NOTE", level="declared"),
-        known(level="compiles"),
-        known(level="lowering-checked"),
-        known(level="emulated"),
-        known(level="runs", label="sm_80 code on sm_90"),
-        known(level="runs"),
+        known(status="CRASH", level="declared"), known(status="NOT_RUN", level="declared"),
+        known(status="NOTE", level="declared"), known(level="compiles"), known(level="lowering-checked"),
+        known(level="emulated"), known(level="runs", label="sm_80 code on sm_90"), known(level="runs"),
         known(level="measured"),
-    ]
+    ]  # fmt: skip
     assert order == sorted(order)
     assert len(set(order)) == len(order)
     assert known(level="declared") == known(status="NOTE", level="declared")

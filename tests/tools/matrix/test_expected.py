@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from portattn.errors import DataError
-from portattn.tools.matrix.expected import judge, read
+from portattn.tools.compare.verdict import judge, read
 from portattn.tools.matrix.problems import decode
 
 ENTRY = """\

@@ -13,7 +13,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.ops import ROWS
 from portattn.schema.tuning import TIMED_SPILLS, ProblemFigures, Source
-from portattn.testing import gates
+from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix import variants
 from portattn.tools.matrix.problems import dense, quick
@@ -43,31 +43,27 @@ def check(
     made = plan(problem, where, registry, settings=Settings(backend="triton"))  # no variant
     made = replace(made, lowering=replace(made.lowering, dot_precision=dot_precision))
     kernels = (KernelFacts(function=made.form or CORES[problem.op].function, facts=FITS | facts),)
-    return {g.name: g.explained_by for g in gates.check(made, where, kernels, registry) if not g.passed}
-
-
-def test_what_fits_passes_every_gate():
-    assert check() == {}
-    assert check("rocm:gfx942") == {}
+    return {g.name: g.explained_by for g in findings.check_gates(made, where, kernels, registry) if not g.passed}
 
 
 @pytest.mark.parametrize(
-    ("facts", "name"),
+    ("target", "facts", "broken"),
     [
-        ({"spills": 4}, "bytes spilled"),
-        ({"registers": 256}, "registers"),
-        ({"scratchpad_bytes": 232449}, "bytes of shared memory"),
-        ({"mma": 0, "wgmma": 0}, "matrix instructions"),
+        ("cuda:sm_90", {}, ""),
+        ("rocm:gfx942", {}, ""),
+        ("cuda:sm_90", {"spills": 4}, "bytes spilled"),
+        ("cuda:sm_90", {"registers": 256}, "registers"),
+        ("cuda:sm_90", {"scratchpad_bytes": 232449}, "bytes of shared memory"),
+        ("cuda:sm_90", {"mma": 0, "wgmma": 0}, "matrix instructions"),
+        ("rocm:gfx942", {"registers": 512}, ""),
+        ("rocm:gfx942", {"scratchpad_bytes": 65537}, "bytes of LDS"),
+        ("rocm:gfx942", {"mfma": 0}, "matrix instructions"),  # mma is no instruction of that chip
+        ("cuda:sm_90", {"dtype": "fp32", "mma": 0, "wgmma": 0}, ""),  # an exact product needs none
+        ("cuda:sm_90", {"dtype": "fp32", "dot_precision": "tf32", "mma": 0, "wgmma": 0}, "matrix instructions"),
     ],
 )
-def test_each_limit_is_a_gate(facts, name):
-    assert check(**facts) == {name: ""}
-
-
-def test_the_limit_is_the_archs_own():
-    assert check("rocm:gfx942", registers=512) == {}
-    assert check("rocm:gfx942", scratchpad_bytes=65537) == {"bytes of LDS": ""}
-    assert check("rocm:gfx942", mfma=0) == {"matrix instructions": ""}  # mma is no instruction of that chip
+def test_each_limit_of_an_arch_is_a_gate(target, facts, broken):
+    assert check(target, **facts) == ({broken: ""} if broken else {})
 
 
 def test_a_tile_that_was_timed_on_the_chip_may_spill_so_much():
@@ -85,7 +81,7 @@ def planned(registry, toolchain="triton==3.6.0", **fields):
 
     def spilled(number):
         facts = KernelFacts(function="dense_forward", facts=FITS | {"spills": number})
-        (gate,) = [one for one in gates.check(made, target, (facts,), registry) if one.name == "bytes spilled"]
+        (gate,) = [one for one in findings.check_gates(made, target, (facts,), registry) if one.name == "bytes spilled"]
         return gate
 
     return spilled
@@ -133,11 +129,6 @@ def test_a_timed_schedule_may_spill_so_much(toolchain, allowed):
     assert [passed(number) for number in (allowed, allowed + 4)] == [True, False]
 
 
-def test_an_exact_fp32_product_needs_no_matrix_instruction():
-    assert check(dtype="fp32", mma=0, wgmma=0) == {}
-    assert check(dtype="fp32", dot_precision="tf32", mma=0, wgmma=0) == {"matrix instructions": ""}
-
-
 @pytest.mark.parametrize("named", quick(), ids=lambda named: named.name)
 def test_the_kernel_of_every_op_is_looked_at_for_matrix_instructions(named):
     exact = named.problem.dtype == "fp32"
@@ -149,12 +140,8 @@ def test_the_kernel_of_every_op_is_looked_at_for_matrix_instructions(named):
 def test_a_quirk_whose_signature_matches_explains_a_gate():
     registry = Registry.load()
     quirk = next(q for q in registry.quirks.values() if q.id == "cuda-0012-serialised-wgmma")
-    spill = replace(
-        quirk,
-        id="cuda-9999-spill",
-        when=type(quirk.when)(backend="cuda"),
-        evidence=replace(quirk.evidence, signature=r"8 bytes spilled", last_seen=""),
-    )
+    evidence = replace(quirk.evidence, signature=r"8 bytes spilled", last_seen="")
+    spill = replace(quirk, id="cuda-9999-spill", when=type(quirk.when)(backend="cuda"), evidence=evidence)
     planted = replace(registry, quirks={spill.id: spill})
     assert check(registry=planted, spills=8) == {"bytes spilled": spill.id}
     assert check(registry=planted, spills=12) == {"bytes spilled": ""}
@@ -174,7 +161,7 @@ def test_a_quirk_is_asked_with_the_real_number_of_programs(monkeypatch):
     made = plan(dense(dtype="fp16", head_dim=64).problem, where, replace(registry, quirks={}), settings=core)
     kernels = (KernelFacts(function=made.kernel, facts=FITS | {"spills": 8}),)
     planted = replace(with_tunings(registry, False), quirks={spill.id: spill})
-    assert [g.explained_by for g in gates.check(made, where, kernels, planted) if not g.passed] == [spill.id]
+    assert [g.explained_by for g in findings.check_gates(made, where, kernels, planted) if not g.passed] == [spill.id]
     p = made.problem
     assert asked[0][-1] == p.batch * p.heads_q * -(-p.seq_q // made.launch.block_m) > 0
 
@@ -187,7 +174,7 @@ def test_spills_of_a_tile_that_was_chosen_with_another_compiler_are_noted() -> N
     facts = FITS | {"spills": 8, "scratchpad_bytes": 10**6}
     for toolchain, noted in (("triton==3.6.0", False), ("triton==3.8.0", True)):
         target = parse_target("cuda:sm_90", toolchain)
-        found = gates.check(made, target, (KernelFacts(function="dense_forward", facts=facts),), registry)
+        found = findings.check_gates(made, target, (KernelFacts(function="dense_forward", facts=facts),), registry)
         by_name = {gate.name: gate for gate in found if not gate.passed}
         assert by_name["bytes spilled"].noted is noted
         assert ("chosen with triton==3.6.0" in str(by_name["bytes spilled"])) is noted
@@ -204,5 +191,5 @@ def test_both_kernels_of_gradients_have_matrix_instructions():
             KernelFacts(function=name, facts=none if name in (without, "backward_delta") else FITS)
             for name in ("backward_delta", "backward_keys", "backward_rows")
         )
-        red = [(gate.name, gate.function) for gate in gates.check(made, sm_90, kernels, registry) if not gate.passed]
-        assert red == [("matrix instructions", without)]
+        gates = findings.check_gates(made, sm_90, kernels, registry)
+        assert [(one.name, one.function) for one in gates if not one.passed] == [("matrix instructions", without)]

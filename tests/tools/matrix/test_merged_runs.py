@@ -10,8 +10,8 @@ import pytest
 from portattn.errors import ArgumentError
 from portattn.testing.findings import KernelFacts, Numerics
 from portattn.tools.matrix.cells import PlanSummary
-from portattn.tools.matrix.merge import conflicts, merge
 from portattn.tools.matrix.problems import decode
+from portattn.tools.matrix.results import conflicts, merge
 
 COMMAND = "portattn matrix merge"
 

@@ -21,8 +21,9 @@ from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
 from portattn.schema.toolchain import Toolchain
-from portattn.testing import numerics, run_plan, tolerance
-from portattn.testing.numerics import Interpreter, on_device, request_of, scale_down
+from portattn.testing import executor as triton_interpreter
+from portattn.testing import findings, tolerance, verdict
+from portattn.testing.executor import Interpreter, on_device, request_of, scale_down
 from portattn.tools.matrix.problems import PADDED, dense, full
 from portattn.tools.matrix.run import core_of
 from portattn.worker.client import Reply
@@ -68,7 +69,7 @@ def test_scaling_down_keeps_what_decides_the_code(shrink):
     ],
 )
 def test_a_verdict_needs_every_figure_in_its_budget(facts, outcome, reason):
-    seen = numerics.numerics(Reply(outcome="ok", facts=facts), "here", dense(dtype="fp16", head_dim=64).problem)
+    seen = findings.numerics(Reply(outcome="ok", facts=facts), "here", dense(dtype="fp16", head_dim=64).problem)
     assert seen.outcome == outcome
     assert reason in seen.reason
 
@@ -76,9 +77,9 @@ def test_a_verdict_needs_every_figure_in_its_budget(facts, outcome, reason):
 @pytest.mark.parametrize("outcome", ["error", "crash", "hang"])
 def test_a_run_that_does_not_end_well_is_kept_as_such(outcome):
     reply = Reply(outcome=outcome, kind="NotImplementedError", message="\nno such thing\nmore")
-    seen = numerics.numerics(reply, "here", dense(dtype="fp16", head_dim=64).problem)
+    seen = findings.numerics(reply, "here", dense(dtype="fp16", head_dim=64).problem)
     assert seen.outcome == outcome
-    assert numerics.figure(seen) == f"FAIL: {seen.reason}"
+    assert findings.figure(seen) == f"FAIL: {seen.reason}"
     assert seen.reason == f"{outcome}: NotImplementedError: no such thing"
 
 
@@ -101,7 +102,7 @@ def test_both_tiles_of_gradients_are_filled():
             interpreter.check(msgspec.structs.replace(made, launch=launch.changed(compiled)), worker)
         assert len(worker.requests) == 1
         (asked,) = worker.requests
-        assert run_plan.plan_of(asked, parse_target("cpu:generic", "none")).launch.of_rows().block_m == tiles["rows_m"]
+        assert verdict.plan_of(asked, parse_target("cpu:generic", "none")).launch.of_rows().block_m == tiles["rows_m"]
 
 
 @pytest.mark.parametrize(("op", "read"), [("write_pages", "bytes"), ("paged_attention", "words")])
@@ -133,7 +134,7 @@ def test_loads_that_this_triton_has_not_are_interpreted_by_pointers_and_that_is_
     monkeypatch, here, load, interpreted, said
 ):
     """The plan is another compiler's, whose quirks say nothing of the Triton that interprets."""
-    monkeypatch.setattr(numerics, "installed_toolchain", lambda: Toolchain.parse(here))
+    monkeypatch.setattr(triton_interpreter, "installed_toolchain", lambda: Toolchain.parse(here))
     interpreter, worker = Interpreter(1.0), CountingWorker()
     interpreter.missing = ""
     worker.go.set()
@@ -158,7 +159,7 @@ def test_what_loads_need_of_triton_is_what_the_quirks_say():
         for version in ("3.3.1", "3.4.0", "3.8.0", "3.9.0"):
             toolchain = Toolchain.parse(f"triton=={version}")
             without = toolchain.within("triton", quirks[lost].when.toolchain["triton"])
-            assert bool(numerics.lacking(load, toolchain)) is without, (load, version)
+            assert bool(triton_interpreter.lacking(load, toolchain)) is without, (load, version)
 
 
 @pytest.mark.interpreter
@@ -171,7 +172,7 @@ def test_block_pointers_of_a_plan_are_no_fault_under_a_triton_without_them(tmp_p
 import sys
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.testing.numerics import Interpreter
+from portattn.testing.executor import Interpreter
 from portattn.tools.matrix.problems import dense
 from portattn.worker.client import Worker
 made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target("ascend:ascend910b2", "triton-ascend==3.2.0"))
@@ -200,7 +201,7 @@ class CountingWorker:
 
 
 def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
+    monkeypatch.setattr(triton_interpreter, "interpreter_missing", lambda: "")
     interpreter, worker = Interpreter(1.0), CountingWorker()
     made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target(SM_80, "triton==3.6.0"))
     found = []
@@ -228,7 +229,7 @@ def small_request(**changes):
     "changes", [{}, PADDED | {"leftpad_q": True, "leftpad_k": True}, {"layout": "bshd", "aligned": False}]
 )
 def test_the_kernels_are_right(changes):
-    facts = run_plan.compare(small_request(**changes))["facts"]
+    facts = verdict.compare(small_request(**changes))["facts"]
     assert 0 < facts["error"] <= facts["budget"] < 0.1
     assert facts["lse_error"] <= facts["lse_budget"] < 0.1
     assert facts["wrong"] == 0
@@ -249,16 +250,16 @@ def test_damage_is_seen(monkeypatch, damage):
             lse = torch.zeros_like(lse) if damage == "lse" else torch.full_like(lse, float("inf"))
         return out, lse
 
-    monkeypatch.setattr(run_plan, "run_core", damaged)
-    facts = run_plan.compare(small_request())["facts"]
-    seen = numerics.numerics(Reply(outcome="ok", facts=facts), "here", support.problem())
+    monkeypatch.setattr(verdict, "run_core", damaged)
+    facts = verdict.compare(small_request())["facts"]
+    seen = findings.numerics(Reply(outcome="ok", facts=facts), "here", support.problem())
     assert seen.outcome == "fail"
 
 
 def test_the_reference_path_is_compared_too():
     problem = support.problem(seqlens_k=True)
     request = {"problem": msgspec.to_builtins(problem), "path": "reference", "target": "cpu:generic"}
-    facts = run_plan.compare(request | {"device": "cpu"})["facts"]
+    facts = verdict.compare(request | {"device": "cpu"})["facts"]
     assert facts["wrong"] == 0
     assert facts["error"] <= facts["budget"]
 
@@ -269,11 +270,8 @@ def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():
     budgets = [tolerance.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
     assert budgets[0] <= budgets[1] < 10 * budgets[0] < budgets[2] / 10
     assert tolerance.round_fraction(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
-        1,
-        1,
-        1 + 2**-9,
-        -2,
-    ]
+        1, 1, 1 + 2**-9, -2,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -299,7 +297,7 @@ def test_a_row_with_nothing_to_attend_must_be_zero_and_minus_infinity():
 
 
 def test_a_missing_interpreter_alone_is_not_run(monkeypatch):
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "no NumPy")
+    monkeypatch.setattr(triton_interpreter, "interpreter_missing", lambda: "no NumPy")
     made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target(SM_80, "triton==3.6.0"))
     seen = Interpreter(1.0).check(made, CountingWorker())
     assert (seen.outcome, seen.reason) == ("not_run", "no NumPy")

@@ -12,24 +12,24 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.problem_limits import OPS
 from portattn.testing.findings import Gate, KernelFacts, Numerics
+from portattn.tools.matrix.cell_text import brief, steps, word
 from portattn.tools.matrix.cells import Footnote, PlanSummary
-from portattn.tools.matrix.evidence import steps
-from portattn.tools.matrix.labels import brief, word
-from portattn.tools.matrix.merge import merge
 from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
-from portattn.tools.matrix.report import render
+from portattn.tools.matrix.results import merge
 from portattn.tools.matrix.run import summary
-from portattn.tools.matrix.table import BAND, link, sizes
+from portattn.tools.matrix.site import BAND, link, render, sizes
 
 SLOW = Footnote(
-    id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported"
+    id="rocm-0001-slow",
+    role="applied",
+    sentence="tiles spill (slow); sets block_n = 32",
+    upstream="unreported",
+    sets={"block_n": 32},
 )
 WRONG = Footnote(
-    id="cuda-0002-wrong",
-    role="rejected",
-    sentence="wrong sums",
+    id="cuda-0002-wrong", role="rejected", sentence="wrong sums",
     upstream="https://github.com/triton-lang/triton/issues/1, open",
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_footnotes_are_numbered_as_they_are_met_and_lead_somewhere(cells, run):
 
 def test_what_a_compiler_printed_is_text(cells, run):
     page = render(run(cells), cells)
-    assert "<script" not in page
+    assert page.count("<script") == 1, "the filters"
     assert "&lt;script&gt;alert(1)" in page
 
 
@@ -231,7 +231,7 @@ def test_an_empty_cell_says_why_and_what_fills_it(cells, cell, run):
     tiles = re.findall(r'<button class="tile k-NOT_RUN.*?</button>', page, re.DOTALL)
     assert len(tiles) == 1
     assert '<span class="brief">not run here</span>' in tiles[0]
-    legend = page[: page.index("<main")]
+    legend = page[page.index('id="legend"') :]
     command = "portattn matrix run --targets ascend:ascend910b2 --toolchain triton-ascend==3.2.0 --create"
     assert f'<code class="command">{command}</code>' in legend
     gaps = re.findall(r'<span class="tile empty">.*?<span class="brief">(.*?)</span>', page, re.DOTALL)
@@ -257,3 +257,37 @@ def test_a_quirk_with_two_roles_in_a_cell_is_one_number_and_one_cell(cell, run):
     page = render(run([one]), [one])
     assert page.count('<a href="#fn1" title') == 1
     assert "<code>rocm-0001-slow</code> · 1 cell\n" in page
+
+
+def test_a_quirk_that_changes_nothing_has_no_footnote(cell, run):
+    notes = msgspec.structs.replace(SLOW, id="rocm-0002-notes", sets={})
+    page = render(run([one := cell(footnotes=(notes, WRONG))]), [one])
+    assert notes.id not in page
+    assert page.count('<a href="#fn1" title') == 1
+
+
+def test_what_is_recorded_on_hardware_is_a_second_mark(cell, run):
+    """verified.toml has runs on sm_90; this run compiled alone."""
+    sdpa = PlanSummary(path="sdpa", core_taken=False)
+    cells = [cell(), cell(target="rocm:gfx942", level="emulated"), cell(status="FAIL", index=2), cell(plan=sdpa)]
+    cells += [cell(toolchain="triton==of another"), cell(target="cuda:sm_9999"), cell(target="other:one")]
+    for one, marked in zip(cells, (True, *[False] * 6), strict=True):
+        page = render(run([one]), [one])
+        assert ("◆ measured" in page) == marked
+        assert ("recorded on hardware" in page) == marked
+    assert [(step.outcome, step.where) for step in steps(cells[0])][-1] == ("seen", "triton==3.6.0")
+
+
+def test_the_table_comes_before_what_explains_it_and_evidence_first_in_a_card(cells, run):
+    page = render(run(cells), cells)
+    assert page.index("<table") < page.index('id="legend"') < page.index('id="empty"') < page.index('id="quirks"')
+    card = page[page.index("<article") :]
+    assert card.index("<dt>evidence") < card.index("<dt>problem") < card.index("<dt>path")
+
+
+def test_many_chips_of_empty_cells_are_counted(cell, run):
+    targets = [f"rocm:gfx{n}" for n in ("90a", "942", "950", "1100")]
+    cells = [cell(target=name, status="NOT_RUN", level="declared", reason="not here", index=i)
+             for i, name in enumerate(targets)]  # fmt: skip
+    assert "(4 chips)" in render(run(cells), cells)
+    assert "(rocm:gfx90a, rocm:gfx942)" in render(run(cells[:2]), cells[:2])

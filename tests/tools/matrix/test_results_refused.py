@@ -10,10 +10,9 @@ import pytest
 from portattn.errors import ArgumentError, DataError
 from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix import baseline
-from portattn.tools.matrix.merge import merge
+from portattn.tools.matrix.cells import snapshot
 from portattn.tools.matrix.problems import decode
-from portattn.tools.matrix.results import NAME, read
-from portattn.tools.matrix.snapshot import snapshot
+from portattn.tools.matrix.results import NAME, merge, read
 from portattn.tools.run_log import encode_record
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from portattn.planning.detect_target import devices
+from portattn.planning.registry import devices
 from portattn.schema.toolchain import Toolchain, installed_toolchain
-from portattn.testing import numerics
+from portattn.testing import executor
 from portattn.tools.matrix import run, select
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.problems import dense
@@ -203,7 +203,7 @@ def test_ascend_says_what_it_needs(small):
 
 @pytest.mark.usefixtures("no_interpreter")
 def test_lowering_to_linalg_is_a_note_and_no_level(planted, small, monkeypatch):
-    monkeypatch.setattr("portattn.backends.ascend.linalg.executor.missing", lambda: "no mlir-opt here")
+    monkeypatch.setattr("portattn.backends.ascend.linalg.executor.missing_reason", lambda: "no mlir-opt here")
     found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)), pythons={ASCEND: planted})
     for cell in found.values():
         assert (cell.status, cell.level) == ("NOTE", "declared")
@@ -258,7 +258,7 @@ def test_kernels_that_raise_crash_or_hang_under_the_interpreter_are_red(monkeypa
             pass
 
     get = run.Workers.get
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
+    monkeypatch.setattr(executor, "interpreter_missing", lambda: "")
     monkeypatch.setattr(run.Workers, "get", lambda self, kind: Broken() if kind == "interpreter" else get(self, kind))
     (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_100"], [], None)), pythons={HERE: planted}).values()
     assert (cell.status, cell.red) == (status, True)

@@ -153,21 +153,6 @@ def test_cells_are_numbered_target_by_target_and_have_ids_of_their_own():
     assert select.specs(quick(), select.targets(["cuda"], [], None)) == specs
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: select.targets(["sm_91"], [], None), r"--targets is 'sm_91', but must match one of cuda:sm_80"),
-        (lambda: select.problems("quick", ["conv*"]), r"--ops is 'conv\*', but must match an op"),
-        (lambda: select.toolchains(["triton"]), r"--toolchain is 'triton', but .*NAME==VERSION"),
-        (lambda: select.toolchain_of("/nowhere/python"), r"--ascend-python is '/nowhere/python', but cannot be run"),
-        (lambda: select.toolchain_of("/bin/false"), r"must be a Python interpreter"),
-    ],
-)
-def test_bad_input_names_the_option_the_value_and_the_limit(call, message):
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
 def test_a_python_without_triton_ascend_is_refused():
     if installed_toolchain().distribution == "triton-ascend":
         pytest.skip("this Python has triton-ascend")

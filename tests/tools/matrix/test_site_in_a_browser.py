@@ -14,7 +14,7 @@ from sites import KNOWN, run_of_every_kind
 
 from portattn.files import replace_folder
 from portattn.tools.matrix import site
-from portattn.tools.matrix.report import render
+from portattn.tools.matrix.site import render
 
 pytestmark = pytest.mark.skipif(bool(browsers.missing()), reason=browsers.missing() or "there is a browser")
 SCREENS = (1400, 390)
@@ -196,11 +196,30 @@ def test_a_screen_reader_finds_a_table_and_the_keyboard_its_cells(driver, made, 
     links = [name for role, name in seen if role == "link" and " on " in name]
     assert len(links) == len(made[1])
     assert any(name.endswith("on cuda:sm_80: compiles, interpreted numbers pass") for name in links)
-    assert any(name.endswith("on cuda:sm_90: compiles") for name in links)
+    assert any(name.endswith("on cuda:sm_90: compiles, recorded on hardware: measured") for name in links)
     driver.find_element("css selector", ".skip").send_keys("\n")
     script = "return document.activeElement.tagName === 'BODY' || document.activeElement.id === 'main'"
     assert driver.execute_script(script)
     assert driver.current_url.endswith("#main")
+
+
+@pytest.mark.parametrize("page", ["path/index.html", "report.html"])
+def test_the_table_comes_first(driver, made, page):
+    for width, most in ((SCREENS[0], 330), (SCREENS[1], 560)):
+        browsers.sized(driver, width, 900)
+        driver.get((made[0].parent / page).as_uri())
+        top = driver.execute_script("return document.querySelector('.scroll').getBoundingClientRect().top")
+        assert 0 < top < most
+
+
+def test_the_page_of_a_run_has_filters_and_a_phone_shows_chips_by_their_names(driver, made):
+    browsers.sized(driver, SCREENS[1])
+    driver.get((made[0].parent / "report.html").as_uri())
+    choose(driver, "target", "cuda:sm_90")
+    assert set(left(driver)) == {("cuda:sm_90", "attention"), ("cuda:sm_90", "decode_attention")}
+    tile = driver.find_element("css selector", 'td[data-target="cuda:sm_90"] .tile')
+    assert tile.text.split("\n")[0].startswith("H100")
+    choose(driver, "target", "")
 
 
 @pytest.mark.parametrize("width", SCREENS)

@@ -17,9 +17,9 @@ from sites import KNOWN, SCRIPT, UNKNOWN, run_of_every_kind
 from portattn.errors import ArgumentError
 from portattn.files import replace_folder
 from portattn.planning.registry import Registry
-from portattn.tools.matrix import badge, site
-from portattn.tools.matrix.history import history
-from portattn.tools.matrix.snapshot import snapshot
+from portattn.tools.compare.changes import history
+from portattn.tools.matrix import site
+from portattn.tools.matrix.cells import snapshot
 
 
 class Page(html.parser.HTMLParser):
@@ -92,16 +92,9 @@ def test_a_cells_page_says_what_was_seen_and_what_was_not(made, files):
     of = {cell.target: files[f"cells/{cell.id}.html"].decode() for cell in reversed(cells)}
     text = Page(of["cuda:sm_80"]).text
     for told in (
-        "not gluon_forward",
-        "needs sm_90",
-        "use an H100",
-        "interpreter seen",
-        "emulated not seen",
-        "on the chip not seen",
-        run.identity.code(),
-        "made <b>by hand</b>",
-        "168 registers",
-    ):
+        "not gluon_forward", "needs sm_90", "use an H100", "interpreter seen", "emulated not seen",
+        "on the chip not seen", run.identity.code(), "made <b>by hand</b>", "168 registers",
+    ):  # fmt: skip
         assert told in " ".join(text.split()), told  # fmt: skip
     assert "interpreter not seen" in " ".join(Page(of["cuda:sm_90"]).text.split())
     assert "reference numbers on this CPU, not a chip's" in Page(of["cpu:generic"]).text
@@ -140,22 +133,22 @@ def test_a_cells_history_is_on_its_page(made):
 
 def test_the_badge_counts_chips_alone(made):
     run, cells = made
-    found = badge.counts(run, cells)
+    found = site.counts(run, cells)
     by_hand = {"green": 15, "amber": 3, "red": 2}  # 2 NOT_RUN and a place without a cell; the CPU's 2 count nowhere
     assert msgspec.structs.asdict(found) == by_hand
-    assert badge.endpoint(found) == {
+    assert site.endpoint(found) == {
         "schemaVersion": 1, "label": "portattn matrix", "message": "15 green, 3 amber, 2 red", "color": "red",
         "isError": True,
     }  # fmt: skip
-    picture = ElementTree.fromstring(badge.svg(found))
+    picture = ElementTree.fromstring(site.svg(found))
     texts = [one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert texts == ["portattn matrix", "15", "3", "2"]
-    assert badge.endpoint(badge.counts(run, [c for c in cells if c.level == "emulated"]))["color"] == "yellow"
+    assert site.endpoint(site.counts(run, [c for c in cells if c.level == "emulated"]))["color"] == "yellow"
     only = [cell for cell in cells if cell.target == "rocm:gfx942"]
     whole = msgspec.structs.replace(run, cells=tuple(cell.id for cell in only))
-    assert badge.endpoint(badge.counts(whole, only))["color"] == "brightgreen"
-    nothing = badge.counts(msgspec.structs.replace(run, cells=()), [])
-    assert (nothing.colour, badge.endpoint(nothing)["message"]) == ("grey", "no cells")
+    assert site.endpoint(site.counts(whole, only))["color"] == "brightgreen"
+    nothing = site.counts(msgspec.structs.replace(run, cells=()), [])
+    assert (nothing.colour, site.endpoint(nothing)["message"]) == ("grey", "no cells")
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "", "a" * 200])

@@ -10,12 +10,10 @@ import pytest
 
 from portattn.errors import ArgumentError
 from portattn.testing.findings import KernelFacts, Numerics
-from portattn.tools.matrix import junit
+from portattn.tools.compare import verdict as matrix_verdict
+from portattn.tools.compare.changes import compare
+from portattn.tools.compare.verdict import FAIL_ON, STATUSES, ExpectedFailure, of_run, words
 from portattn.tools.matrix.cells import PlanSummary
-from portattn.tools.matrix.diff import compare
-from portattn.tools.matrix.expected import ExpectedFailure
-from portattn.tools.matrix.history import history
-from portattn.tools.matrix.verdict import FAIL_ON, STATUSES, of_run, words
 
 TODAY = datetime.date(2026, 11, 23)
 EXPECTED = ExpectedFailure(
@@ -113,55 +111,16 @@ def test_words_of_fail_on():
         words(["nott"], "matrix report", STATUSES)
 
 
-def test_junit_is_xml_whatever_a_compiler_printed(run_of, cells, seen, cell):
+def test_junit_is_xml_whatever_a_compiler_printed(run_of, cells):
     made, cells = run_of(cells)
-    changes = compare(seen([cell(level="runs"), cell(target="rocm:gfx942")]), seen(cells))
-    verdict = of_run(made, cells, changes=changes, fail_on={"note"})
-    root = ElementTree.fromstring(junit.render(made, cells, verdict))
-    cases = {case.get("classname"): case for case in root.iter("testcase")}
-    assert {name: [child.tag for child in case if child.tag != "system-out"] for name, case in cases.items()} == {
-        "cuda:sm_90 triton==3.6.0": ["failure"],
-        "cuda:sm_80 triton==3.6.0": ["error"],
-        "cuda:sm_89 triton==3.6.0": ["failure"],
-        "cuda:sm_100 triton==3.6.0": ["skipped"],
-        "rocm:gfx942 triton==3.6.0": ["failure"],
-    }
-    assert {name: root.get(name) for name in ("tests", "failures", "errors", "skipped")} == {
-        "tests": "5", "failures": "3", "errors": "1", "skipped": "1",
-    }  # fmt: skip
-    text = cases["cuda:sm_80 triton==3.6.0"].find("error").text
+    root = ElementTree.fromstring(matrix_verdict.as_junit(made, cells, of_run(made, cells)))
+    text = next(root.iter("error")).text
     assert "\N{REPLACEMENT CHARACTER}[31mred" in text
     assert "</a>" in text
-    assert "cause: " in cases["cuda:sm_90 triton==3.6.0"].find("failure").text
-    properties = {p.get("name"): p.get("value") for p in root.iter("property")}
-    assert properties["commit.0"] == "1111111111"
-    expected = of_run(made, cells, expected=[EXPECTED], today=TODAY)
-    root = ElementTree.fromstring(junit.render(made, cells, expected))
-    assert "expected to fail until 2026-11-30" in next(root.iter("skipped")).get("message")
 
 
 def test_junit_of_a_run_that_is_not_whole(run_of, cell):
     made, cells = run_of([cell(), cell(target="rocm:gfx942")])
-    root = ElementTree.fromstring(junit.render(made, cells[:1], of_run(made, cells[:1])))
-    (case,) = (case for case in root.iter("testcase") if case.get("classname") == junit.WHOLE)
+    root = ElementTree.fromstring(matrix_verdict.as_junit(made, cells[:1], of_run(made, cells[:1])))
+    (case,) = (case for case in root.iter("testcase") if case.get("classname") == matrix_verdict.WHOLE)
     assert "interrupted" in case.find("failure").get("message")
-
-
-def test_a_history_is_in_the_order_of_dates_and_names_what_changed(cell, seen):
-    was = seen([cell(), cell(target="rocm:gfx942")], shown="monday", day=1, host="a")
-    bump = seen([cell(toolchain="triton==3.9.0", status="NOTE", level="declared")], shown="tuesday", day=2, host="b")
-    back = seen([cell(toolchain="triton==3.9.0")], shown="friday", day=5, commit="2" * 40)
-    lines = history([back, was, bump], "cuda:sm_90 dense*")
-    assert [(one.run, one.word) for one in lines] == [
-        ("monday", "compiles"),
-        ("tuesday", "NOTE"),
-        ("friday", "compiles"),
-    ]
-    assert [one.changed for one in lines] == [{}, {"level": "compiles → NOTE"}, {"won": "NOTE → compiles"}]
-    assert [one.lost for one in lines] == [False, True, False]
-    assert lines[1].causes[0] == "toolchain triton==3.6.0 → triton==3.9.0"
-    assert [one.host for one in lines] == ["a (Linux x86_64)", "b (Linux x86_64)", "Linux x86_64"]
-    assert lines[2].commit == "2" * 10
-    assert {one.target for one in history([was], "dense*")} == {"cuda:sm_90", "rocm:gfx942"}
-    assert [one.target for one in history([was], "* triton==3.6.0 *")] == ["cuda:sm_90", "rocm:gfx942"]
-    assert history([was], "decode*") == []

@@ -136,9 +136,7 @@ def test_number_of_a_shipped_entry_is_used_once() -> None:
         ("cuda-0901-x", 'note = "x"', 'arch = ["zz"]', "'zz' matches nothing; known: sm_80"),
         ("cuda-0901-x", 'note = "x"', 'arch = ["sm_90", "gfx942"]', "'gfx942' matches nothing"),
         (
-            "cuda-0901-x",
-            'note = "x"',
-            'kernels = ["dense_forwards"]',
+            "cuda-0901-x", 'note = "x"', 'kernels = ["dense_forwards"]',
             "'dense_forwards' matches nothing; did you mean dense_forward",
         ),
         ("xpu-0901-x", 'note = "x"', "", "unknown backend 'xpu'; known: cuda"),
@@ -148,13 +146,11 @@ def test_number_of_a_shipped_entry_is_used_once() -> None:
         ("cuda-0901-x", 'note = "x"', 'kernels = ["paged_split"]\nfeatures = ["!paged"]', "must be given for paged"),
         ("cuda-0901-x", 'note = "x"', 'toolchain = { triton = ">=3.7,<3.5" }', "can never apply"),
         (
-            "cuda-0901-x",
-            'lowering = { select = "where" }',
-            'kernels = ["decode_split"]',
+            "cuda-0901-x", 'lowering = { select = "where" }', 'kernels = ["decode_split"]',
             "sets select, which decode_split do not read",
         ),
     ],
-)
+)  # fmt: skip
 def test_entry_that_can_never_apply(tmp_path: Path, quirk_id: str, effect: str, when: str, complaint: str) -> None:
     plant(tmp_path, quirk_id, effect, when)
     found = audited(tmp_path)

@@ -13,7 +13,8 @@ from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import ProbeRun
 from portattn.tools.quirks import audit, evidence
-from portattn.tools.quirks.trackers import MOVED, TRACKERS, new_location
+from portattn.tools.quirks.evidence import new_location
+from portattn.tools.quirks.failure_log import patterns
 
 TODAY = datetime.date(2026, 11, 21)
 OPEN = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01'
@@ -109,21 +110,17 @@ def test_what_the_source_quotes_is_evidence() -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("a|b", ["a", "b"]),
-        (r"a\|b", [r"a\|b"]),
-        ("(a|b)c|d", ["(a|b)c", "d"]),
-        ("[a|b]|c", ["[a|b]", "c"]),
-        (r"\(C7600\) x|y", [r"\(C7600\) x", "y"]),
-        ("", [""]),
+        ("a|b", ["a", "b"]), (r"a\|b", [r"a\|b"]), ("(a|b)c|d", ["(a|b)c", "d"]), ("[a|b]|c", ["[a|b]", "c"]),
+        (r"\(C7600\) x|y", [r"\(C7600\) x", "y"]), ("", [""]),
     ],
-)
+)  # fmt: skip
 def test_alternatives(text: str, parts: list[str]) -> None:
     assert evidence.alternatives(text) == parts
 
 
 def test_trackers_are_todays(tmp_path) -> None:
-    assert not any(new_location(link) for link in TRACKERS.values())
-    assert not set(MOVED.values()) & set(MOVED)
+    assert not any(new_location(link) for link in patterns().trackers.values())
+    assert not set(patterns().moved.values()) & set(patterns().moved)
     for quirk in Registry.load().quirks.values():
         assert not new_location(quirk.evidence.upstream), quirk.id
     path = plant(

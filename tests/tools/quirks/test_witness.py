@@ -45,29 +45,15 @@ MET = [
     ("mla_split", '"head_dim<=288", "head_dim_v=256"', "mla_attention"),
 ]
 UNMET = [
-    ("dense_forward", '"paged"'),
-    ("dense_forward", '"packed"'),
-    ("dense_forward", '"log_weights"'),
-    ("dense_forward", '"page_layout=hpd"'),
-    ("varlen_forward", '"!packed"'),
-    ("varlen_forward", '"seqlens_k"'),
-    ("varlen_forward", '"bias"'),
-    ("decode_split", '"seqlens_q"'),
-    ("decode_split", '"tokens>8"'),
-    ("paged_split", '"!paged"'),
-    ("paged_split", '"!seqlens_k"'),
-    ("sparse_split", '"causal"'),
-    ("sparse_split", '"window"'),
-    ("sparse_split", '"mask"'),
-    ("sparse_split", '"seq_q>1"'),
-    ("mla_split", '"heads_k>1"'),
-    ("mla_split", '"page_layout=hpd"'),
-    ("mla_split", '"head_dim_v>512"'),
-    ("*", '"head_dim>576"'),
-    ("*", '"widest<64", "head_dim>=64"'),
-    ("sparse_split", '"featured", "!softcap", "!alibi_slopes"'),
-    ("*", '"paged", "page_size=0"'),
-]
+    ("dense_forward", '"paged"'), ("dense_forward", '"packed"'), ("dense_forward", '"log_weights"'),
+    ("dense_forward", '"page_layout=hpd"'), ("varlen_forward", '"!packed"'), ("varlen_forward", '"seqlens_k"'),
+    ("varlen_forward", '"bias"'), ("decode_split", '"seqlens_q"'), ("decode_split", '"tokens>8"'),
+    ("paged_split", '"!paged"'), ("paged_split", '"!seqlens_k"'), ("sparse_split", '"causal"'),
+    ("sparse_split", '"window"'), ("sparse_split", '"mask"'), ("sparse_split", '"seq_q>1"'),
+    ("mla_split", '"heads_k>1"'), ("mla_split", '"page_layout=hpd"'), ("mla_split", '"head_dim_v>512"'),
+    ("*", '"head_dim>576"'), ("*", '"widest<64", "head_dim>=64"'),
+    ("sparse_split", '"featured", "!softcap", "!alibi_slopes"'), ("*", '"paged", "page_size=0"'),
+]  # fmt: skip
 
 
 def planted(folder: Path, kernels: str, features: str, more: str = "") -> tuple:

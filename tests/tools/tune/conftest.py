@@ -17,11 +17,10 @@ from portattn.planning.data_files import load_tuning
 from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.tune.classes import Class, classes
+from portattn.tools.tune.classes import Class, classes, parse, workload
 from portattn.tools.tune.log import History
 from portattn.tools.tune.records import Origin, Outcome, Record
 from portattn.tools.tune.run import TuneOptions, Tuner
-from portattn.tools.tune.workloads import parse, workload
 
 
 @pytest.fixture
@@ -51,11 +50,9 @@ def class_with(tmp_path, target) -> Callable[..., Class]:
             path.write_text(file)
             tuning = load_tuning(path, "cuda")
         found = classes(
-            [tunable],
-            [workload(parse(text)) for text in texts or (SMALL,)],
-            tuning,
+            [tunable], [workload(parse(text)) for text in texts or (SMALL,)], tuning,
             msgspec.structs.replace(target, toolchain=toolchain),
-        )
+        )  # fmt: skip
         assert len(found) == 1
         return found[0]
 

@@ -10,8 +10,7 @@ import torch
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
-from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, NotBuilt, RunnableCandidate
+from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, NotBuilt, RunnableCandidate
 
 SMALL = "attention q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
 OTHER = "attention q=2,2,20,16 kv=2,1,37,16 dtype=fp16 causal"
@@ -119,25 +118,27 @@ class FakeClock:
         return [run.one.us * factor, run.one.us * factor * 1.01]
 
 
-FILE = """\
-# What the chip likes.
+TIMED = """\
 [provenance]
 chip = "NVIDIA H200"
 toolchain = "triton==3.6.0"
 date = 2026-11-01
 measured = true
 
-# Narrow heads.
+"""
+FILE = f"""\
+# What the chip likes.
+{TIMED}# Narrow heads.
 [[entry]]
 kernel = "*_forward"
 when = ["widest<=64"]
-launch = { block_m = 64, block_n = 64 }  # as timed
+launch = {{ block_m = 64, block_n = 64 }}  # as timed
 note = "of old"
 
 # The rest.
 [[entry]]
 kernel = "*_forward"
-launch = { block_m = 32, block_n = 32 }
+launch = {{ block_m = 32, block_n = 32 }}
 timed = false
 """
 

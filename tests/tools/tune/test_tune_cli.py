@@ -67,17 +67,15 @@ def test_a_dry_run_says_what_would_be_searched_and_writes_nothing(tmp_path, monk
 
 @pytest.mark.parametrize("here", ["no chip", "the chip"])
 def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here):
-    """A planted compiler by which everything compiles for sm_90, and nothing for sm_120 without spills.
-
-    Where the machine has the chip, nothing is timed because that is asked for.
-    """
+    """A planted compiler by which everything compiles for sm_90, and nothing for sm_120 without spills. Where the
+    machine has the chip, nothing is timed because that is asked for."""
     monkeypatch.setattr(lab, "worker", lambda name: Worker(python=planted))
     common = ("--toolchain", "triton==3.6.0", "--problem", SMALL, "--candidates", "2", "--kernel", "dense_forward")
     if here == "the chip":
         common += ("--compile-only",)
         monkeypatch.setattr("portattn.cli.tune._device", lambda where: pytest.fail("a device is looked for"))
     else:
-        monkeypatch.setattr("portattn.planning.detect_target.devices", list)
+        monkeypatch.setattr("portattn.planning.registry.devices", list)
     called = tune("--target", "cuda:sm_90", *common, "--out", str(tmp_path), "--json")
     assert called.exit_code == 0
     told = json.loads(called.stdout)
@@ -101,7 +99,7 @@ def device(monkeypatch: pytest.MonkeyPatch):
 
     def plant(made: dict[int, Made]) -> FakeTunable:
         tunable = FakeTunable(made)
-        monkeypatch.setattr("portattn.tools.tune.tunables.tunables", lambda target: [tunable])
+        monkeypatch.setattr("portattn.tools.tune.run.tunables", lambda target: [tunable])
         return tunable
 
     return plant

@@ -10,13 +10,11 @@ from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
 from portattn.tools import lab
 from portattn.tools.lab import LabError
-from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.classes import parse, workload
 from portattn.tools.tune.core import plan_choice
-from portattn.tools.tune.facts import compile_all, programs_a_core, verdict
+from portattn.tools.tune.run import tunables
 from portattn.tools.tune.search import PreparedWorkload, facts_of
-from portattn.tools.tune.tunable import CompileResult, NotBuilt
-from portattn.tools.tune.tunables import tunables
-from portattn.tools.tune.workloads import parse, workload
+from portattn.tools.tune.tunable import Choice, CompileResult, NotBuilt, compile_all, programs_a_core, verdict
 
 WIDE = "attention q=2,4,512,128 kv=2,4,512,128 dtype=bf16 causal"
 
@@ -97,7 +95,7 @@ def test_a_candidate_compiles_in_a_child(name):
 
 
 def test_a_toolchain_that_is_not_here_is_said_at_once(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(lab.workers.folders, "need", lambda name: (_ for _ in ()).throw(LabError(f"no {name}")))
+    monkeypatch.setattr(lab.folders, "need", lambda name: (_ for _ in ()).throw(LabError(f"no {name}")))
     built = core(target, "dense_forward").build(workload(parse(WIDE)).problem, choice(64), target)
     with pytest.raises(LabError, match=r"triton==3\.2\.0"):
         compile_all([(built.code, built)], "triton==3.2.0", 2, 5.0, lambda code, made: None, {})

@@ -15,16 +15,14 @@ from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.tune import classes as tune_classes
-from portattn.tools.tune import entries
-from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.classes import classes
+from portattn.tools.tune import records
+from portattn.tools.tune.classes import classes, parse, workload
 from portattn.tools.tune.core import CoreTunable
-from portattn.tools.tune.entries import TuningFile
 from portattn.tools.tune.log import sentence
 from portattn.tools.tune.race import Times
-from portattn.tools.tune.records import Outcome, ProblemResult
-from portattn.tools.tune.tunables import tunables
-from portattn.tools.tune.workloads import parse, workload
+from portattn.tools.tune.records import Outcome, ProblemResult, TuningFile
+from portattn.tools.tune.run import tunables
+from portattn.tools.tune.tunable import Choice
 
 TIMES = Times(least=10.0, median=12.3456, most=20.0)
 
@@ -148,18 +146,13 @@ RELEASES = (
 @pytest.mark.parametrize(
     ("release", "its_range", "also"),
     [
-        ("3.7.1", ">=3.7.1,<3.8", ()),
-        ("3.7.0", ">=3.7.0,<3.8", ("3.7.1",)),
-        ("3.5.1", "<3.6.0", ()),
-        ("3.8.1", ">=3.8.1,<3.9", ()),
-        ("3.10.0", ">=3.10.0", ("4.0.0",)),
-        ("3.10.0rc1", ">=3.10.0rc1", ("3.10.0", "4.0.0")),
-        ("3.6.0.post1", "===3.6.0.post1", ()),
-        ("3.6.0+unowned", "===3.6.0+unowned", ()),
-        ("3.7.0+git1", "===3.7.0+git1", ()),
+        ("3.7.1", ">=3.7.1,<3.8", ()), ("3.7.0", ">=3.7.0,<3.8", ("3.7.1",)), ("3.5.1", "<3.6.0", ()),
+        ("3.8.1", ">=3.8.1,<3.9", ()), ("3.10.0", ">=3.10.0", ("4.0.0",)),
+        ("3.10.0rc1", ">=3.10.0rc1", ("3.10.0", "4.0.0")), ("3.6.0.post1", "===3.6.0.post1", ()),
+        ("3.6.0+unowned", "===3.6.0+unowned", ()), ("3.7.0+git1", "===3.7.0+git1", ()),
         ("3.10.0.dev7", ">=3.10.0.dev7", ("3.10.0", "4.0.0")),
     ],
-)
+)  # fmt: skip
 def test_a_choice_takes_no_problems_of_releases_that_have_another_entry(
     tmp_path, class_with, tunable, origin, release, its_range, also
 ):
@@ -180,14 +173,11 @@ def test_a_choice_takes_no_problems_of_releases_that_have_another_entry(
 @pytest.mark.parametrize(
     ("release", "of_today", "its_range"),
     [
-        ("3.6.0", "3.6.0+unowned", "===3.6.0"),
-        ("3.6.0", "3.6.0.post1", "===3.6.0"),
-        ("3.5.0", "3.6.0+unowned", "<3.6.0"),
-        ("3.10.0rc1", "3.10.0", "<3.10.0"),
-        ("3.10.0", "3.10.0rc1", ">=3.10.0"),
+        ("3.6.0", "3.6.0+unowned", "===3.6.0"), ("3.6.0", "3.6.0.post1", "===3.6.0"),
+        ("3.5.0", "3.6.0+unowned", "<3.6.0"), ("3.10.0rc1", "3.10.0", "<3.10.0"), ("3.10.0", "3.10.0rc1", ">=3.10.0"),
         ("3.10.0rc1", "3.10.0rc2", "<3.10.0rc2"),
     ],
-)
+)  # fmt: skip
 def test_beside_what_was_timed_with_another_build(tmp_path, class_with, tunable, origin, release, of_today, its_range):
     """Each file is one that a reader takes, and by which today's compiler keeps its choice."""
     path, own, other = tmp_path / "sm_90.toml", f"triton=={release}", f"triton=={of_today}"
@@ -275,7 +265,7 @@ def test_two_runs_with_one_file_keep_each_others_entries(tmp_path, base, class_o
 
 def test_a_file_is_read_and_written_under_a_lock(tmp_path, base, class_of, tunable, origin, monkeypatch):
     """Else the entry that another run puts in between is lost."""
-    monkeypatch.setattr(entries, "LOCK_S", 0.05)
+    monkeypatch.setattr(records, "LOCK_S", 0.05)
     path, of = tmp_path / "sm_90.toml", class_of(tunable)
     file = TuningFile(path, base, origin(of.name), "cuda")
     with (
@@ -290,7 +280,7 @@ def test_a_file_is_read_and_written_under_a_lock(tmp_path, base, class_of, tunab
 def test_runs_try_what_they_write_in_files_of_their_own(tmp_path, base, class_of, tunable, origin, monkeypatch):
     """One of a fixed name would be read, and removed, by the other run."""
     tried = []
-    monkeypatch.setattr(entries, "load_tuning", lambda path, backend: tried.append(path))
+    monkeypatch.setattr(records, "load_tuning", lambda path, backend: tried.append(path))
     of = class_of(tunable)
     file = TuningFile(tmp_path / "sm_90.toml", base, origin(of.name), "cuda")
     assert file.put(of, outcome(of))

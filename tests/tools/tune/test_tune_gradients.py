@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faketunable import Made, Timed
+from faketunable import TIMED, Made, Timed
 
 from portattn.planning.registry import parse_target
-from portattn.reference import gradients as by_reference
+from portattn.reference import blockwise
 from portattn.schema.lowering import OF_ROWS, Launch
 from portattn.schema.ops import BACKWARD
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.classes import classes
-from portattn.tools.tune.facts import compile_all, verdict
+from portattn.tools.tune.classes import classes, from_sets, parse, workload
 from portattn.tools.tune.gradients import Shares, call_of, combine_sweeps, swept
+from portattn.tools.tune.run import tunables
 from portattn.tools.tune.search import PreparedWorkload, facts_of, witnesses
-from portattn.tools.tune.tunable import BuiltCandidate, CompileResult, RunnableCandidate
-from portattn.tools.tune.tunables import tunables
-from portattn.tools.tune.workloads import from_sets, parse, workload
+from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, RunnableCandidate, compile_all, verdict
 
 SMALL = "attention_backward q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
 PACKED = "varlen_attention_backward q=2,2,20,16 kv=2,1,20,16 dtype=fp16 causal"
 WIDE = "attention_backward q=2,4,512,128 kv=2,4,512,128 dtype=bf16 causal"
 CPU = torch.device("cpu")
-FILE = """\
-[provenance]
-chip = "NVIDIA H200"
-toolchain = "triton==3.6.0"
-date = 2026-11-01
-measured = true
-
+FILE = f"""{TIMED}
 [[entry]]
 kernel = "*_backward"
 when = ["widest<=64"]
-launch = { block_m = 64, block_n = 32 }
+launch = {{ block_m = 64, block_n = 32 }}
 """
 
 
@@ -64,10 +55,10 @@ def test_gradients_under_dropout_are_judged_with_the_mask_of_their_seed() -> Non
     call = call_of(case, t)
     assert call.problem.dropout
     judge = Shares(case, t, call)
-    by_reference.run(call)
+    blockwise.run_backward(call)
     assert judge.of()[0] <= 1.0
     call.dropout_seed = call.dropout_seed + 1
-    by_reference.run(call)
+    blockwise.run_backward(call)
     assert judge.of()[0] > 100.0
 
 
@@ -109,12 +100,9 @@ class FakeBackward:
     name, ops = "dense_backward", ("attention_backward",)
 
     def __init__(
-        self,
-        keys: dict[int, float],
-        rows: dict[int, float],
-        behaviour: str = "right",
+        self, keys: dict[int, float], rows: dict[int, float], behaviour: str = "right",
         spills: dict[int, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.keys, self.rows, self.behaviour, self.spills = keys, rows, behaviour, spills or {}
 
     def space(self, problem, target, base):
@@ -138,7 +126,7 @@ class FakeBackward:
             delta = call.new_out()
 
             def run() -> None:
-                made, _ = by_reference.run(call)
+                made, _ = blockwise.run_backward(call)
                 delta.copy_(made)
                 if self.behaviour == "unwritten" and held == (32, 64):
                     call.grad_v[:, :, -1] = float("nan")
@@ -225,9 +213,6 @@ def test_witnesses_are_gradients_too() -> None:
     (of,) = classes([tunable], [workload(parse(WIDE))], None, where)
     (witness,) = witnesses(of)
     assert (witness.op, witness.grad_lse, witness.seqlens_q, witness.seqlens_k) == (
-        BACKWARD["attention"],
-        True,
-        True,
-        True,
-    )
+        BACKWARD["attention"], True, True, True,
+    )  # fmt: skip
     assert tunable.build(witness, tile(64, 64), where).code

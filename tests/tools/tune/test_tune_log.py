@@ -7,7 +7,7 @@ import pytest
 from faketunable import choice
 
 from portattn.errors import ArgumentError, DataError
-from portattn.tools import legend
+from portattn.tools import display_text
 from portattn.tools.tune.log import COLUMNS, History, TuneLog, latest, read, text
 from portattn.tools.tune.race import Times
 from portattn.tools.tune.records import CandidateRecord, CodeRecord, Interruption, Outcome, Trying
@@ -113,7 +113,7 @@ def test_the_table_has_the_last_word_on_each_the_fastest_first(origin):
     assert [r.verdict for r in latest(records, NAME)] == ["chosen", "kept", "ruled out"]
     lines = text(records).splitlines()
     assert lines[0] == "cuda:sm_90, NVIDIA H200, triton==3.6.0, ptxas 12.8.93, 2026-11-22; timed"
-    assert legend.TILES in lines[:3]
+    assert display_text.TILES in lines[:3]
     header = next(line for line in lines if line.startswith("problem"))
     assert all(column in header for column in COLUMNS)
     rows = [line.split() for line in lines if line.startswith("p ")]

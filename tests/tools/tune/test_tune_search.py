@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from faketunable import OTHER, SMALL, FakeClock, FakeTunable, Made, choice
+from faketunable import OTHER, SMALL, TIMED, FakeClock, FakeTunable, Made, choice
 
 from portattn.tools.tune import race
 from portattn.tools.tune.log import History
@@ -104,28 +104,21 @@ def test_compiling_rules_out_before_the_device_is_asked(class_of, search):
     good = {"registers": 128, "scratchpad_bytes": 1000, "num_warps": 4, "spills": 0}
     tunable = FakeTunable(
         {
-            64: Made(100.0),
-            1: Made(1.0, facts=good | {"spills": 8}),
-            2: Made(1.0, facts=good | {"scratchpad_bytes": 10**6}),
-            4: Made(1.0, facts=good | {"registers": 256}),
-            8: Made(1.0, failure="ttgir: no"),
-            16: Made(1.0, facts=good | {"serialized_wgmma": 2}),
-            32: Made(1.0, facts=good | {"registers": 255, "num_warps": 16}),
-            128: Made(90.0, facts=good),
+            64: Made(100.0), 1: Made(1.0, facts=good | {"spills": 8}),
+            2: Made(1.0, facts=good | {"scratchpad_bytes": 10**6}), 4: Made(1.0, facts=good | {"registers": 256}),
+            8: Made(1.0, failure="ttgir: no"), 16: Made(1.0, facts=good | {"serialized_wgmma": 2}),
+            32: Made(1.0, facts=good | {"registers": 255, "num_warps": 16}), 128: Made(90.0, facts=good),
         }
-    )
+    )  # fmt: skip
     outcome, records = search(tunable, class_of(tunable))
     assert outcome.choice == choice(128)
     assert set(tunable.started) == {64, 128}
     reasons = {r.choice.launch["block_n"]: r.reason for r in records if getattr(r, "verdict", "") == "ruled out"}
     assert reasons == {
-        1: "8 bytes spilled, 0 allowed",
-        2: "1000000 bytes of shared memory, sm_90 has 232448",
-        4: "256 registers, sm_90 has 255",
-        8: "ttgir: no",
-        16: "ptxas serialised its wgmma instructions",
+        1: "8 bytes spilled, 0 allowed", 2: "1000000 bytes of shared memory, sm_90 has 232448",
+        4: "256 registers, sm_90 has 255", 8: "ttgir: no", 16: "ptxas serialised its wgmma instructions",
         32: "over-subscribed: 1 programs a core are asked for, 0 fit",
-    }
+    }  # fmt: skip
     assert red(records, {outcome.name: outcome}) == []
     assert search(tunable, class_of(tunable), spills=8)[0].choice == choice(1)
 
@@ -162,17 +155,8 @@ def test_without_a_device_the_incumbent_stays_if_it_compiles(class_of, search):
     assert tunable.started == []
 
 
-NOT_TIMED = """\
-[provenance]
-chip = "H100, not present"
-toolchain = "triton==3.6.0"
-date = 2026-11-01
-measured = false
-
-[[entry]]
-kernel = "dense_forward"
-launch = { block_m = 64, block_n = 64 }
-"""
+NOT_TIMED = TIMED.replace("NVIDIA H200", "H100, not present").replace("true", "false")
+NOT_TIMED += '[[entry]]\nkernel = "dense_forward"\nlaunch = { block_m = 64, block_n = 64 }\n'
 
 
 def test_without_a_device_what_spills_is_replaced_by_the_largest_tile_that_does_not(class_of, search):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from faketunable import TIMED
 
 from portattn.errors import DataError
 from portattn.planning.data_files import load_tuning
 from portattn.planning.registry import Registry
-from portattn.schema.features import EVERY_SCORE
+from portattn.schema.ops import EVERY_SCORE
 from portattn.schema.tuning import Source
 
 SHIPPED = [
@@ -42,16 +43,10 @@ def test_a_file_that_was_never_timed_has_no_timed_entry():
             assert not tuning.provenance.measured, name
 
 
-ENTRY = """\
-[provenance]
-chip = "NVIDIA H200"
-toolchain = "triton==3.6.0"
-date = 2026-11-01
-measured = true
-
+ENTRY = f"""{TIMED}
 [[entry]]
 kernel = "dense_forward"
-launch = { block_m = 64 }
+launch = {{ block_m = 64 }}
 
 [entry.provenance]
 chip = "NVIDIA H200"

@@ -6,20 +6,16 @@ import msgspec
 import pytest
 import torch
 
-from portattn.backends.cuda import searched
+from portattn.backends.cuda import schedule_tunables as cuda_tunables
 from portattn.backends.cuda.hopper_backward import variant as backward
-from portattn.backends.cuda.hopper_backward.schedule import BackwardSchedule as BackwardSchedule
-from portattn.backends.cuda.hopper_backward.tuning import BackwardTunable
-from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
+from portattn.backends.cuda.hopper_backward.variant import BackwardSchedule, BackwardVariant
 from portattn.backends.cuda.hopper_forward import variant as forward
-from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
+from portattn.backends.cuda.schedule_tunables import BackwardTunable, ForwardTunable
 from portattn.launch import meta_call
 from portattn.planning.registry import parse_target
-from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.classes import conditions_of
-from portattn.tools.tune.tunable import NotBuilt
-from portattn.tools.tune.tunables import tunables
-from portattn.tools.tune.workloads import parse, workload
+from portattn.tools.tune.classes import conditions_of, parse, workload
+from portattn.tools.tune.run import tunables
+from portattn.tools.tune.tunable import Choice, NotBuilt
 
 DENSE = "attention q=1,16,4096,{dim} kv=1,16,4096,{dim} dtype={dtype} causal"
 GRADIENTS = "attention_backward q=1,16,4096,{dim} kv=1,16,4096,{dim} dtype={dtype} causal"
@@ -86,8 +82,8 @@ def test_what_is_broadcast_is_copied_for_a_candidate(target, monkeypatch, name):
     problem = workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
     seen = []
     monkeypatch.setattr(backward, "steps_of", lambda call, schedule: lambda t: seen.append(t[name].stride()))
-    monkeypatch.setattr(searched, "bind_launcher", lambda launch, call: launch)
-    monkeypatch.setattr(searched, "described_by", lambda toolchain: False)
+    monkeypatch.setattr(cuda_tunables, "bind_launcher", lambda launch, call: launch)
+    monkeypatch.setattr(cuda_tunables, "described_by", lambda toolchain: False)
     call = meta_call(problem)
     whole = getattr(call, name)
     setattr(call, name, torch.empty((1, 1, *whole.shape[2:]), device="meta", dtype=whole.dtype).expand(whole.shape))

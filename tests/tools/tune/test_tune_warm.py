@@ -8,9 +8,9 @@ import pytest
 from faketunable import SMALL, choice
 
 from portattn.tools.tune import run
-from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.classes import parse
 from portattn.tools.tune.run import CandidateJob, warm_all
-from portattn.tools.tune.workloads import parse
+from portattn.tools.tune.tunable import Choice
 
 
 def asked(code: str, **changes) -> CandidateJob:

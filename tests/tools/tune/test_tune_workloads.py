@@ -11,23 +11,19 @@ from portattn.schema.ops import BACKWARD
 from portattn.tools.bench.gate import as_call
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.tune.workloads import from_sets, parse, tunable_sets, workload
+from portattn.tools.tune.classes import from_sets, parse, tunable_sets, workload
 
 TEXTS = [
-    "attention q=2,4,20,16 kv=2,2,37,16 dtype=fp16 causal",
-    "attention q=2,4,20,16 kv=2,2,37,16 causal=top_left",
-    "attention q=1,4,64,16 kv=1,4,64,16 dtype=fp32 window=7,0",
-    "attention q=1,4,64,24 kv=1,4,64,24 head_dim_v=16",
-    "varlen_attention q=2,4,20,16 kv=2,2,37,16 causal",
-    "decode_attention q=2,4,1,16 kv=2,2,64,16",
-    "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16",
-    "decode_attention q=2,4,1,16 kv=2,2,64,16 kv_format=e4m3",
+    "attention q=2,4,20,16 kv=2,2,37,16 dtype=fp16 causal", "attention q=2,4,20,16 kv=2,2,37,16 causal=top_left",
+    "attention q=1,4,64,16 kv=1,4,64,16 dtype=fp32 window=7,0", "attention q=1,4,64,24 kv=1,4,64,24 head_dim_v=16",
+    "varlen_attention q=2,4,20,16 kv=2,2,37,16 causal", "decode_attention q=2,4,1,16 kv=2,2,64,16",
+    "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16", "decode_attention q=2,4,1,16 kv=2,2,64,16 kv_format=e4m3",
     "decode_attention q=2,4,1,16 kv=2,2,64,16 dtype=fp16 kv_format=e5m2 kv_scales=head",
     "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 kv_format=int8",
     "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 kv_format=e4m3fnuz kv_scales=token",
     "sparse_attention q=2,4,1,16 kv=2,2,64,16 tokens=9",
     "mla_attention q=2,4,1,24 kv=2,1,64,24 head_dim_v=16 page_size=16",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -5,10 +5,9 @@
     arguments = [memory.add(x), memory.add(y), len(x)]
     report = program.launch(grid=(4, 1, 1), arguments=arguments, memory=memory, lds_bytes=compiled.metadata.shared)
 
-Modelled: gfx90a, gfx942, gfx950 (MFMA), gfx1100, gfx1201 (WMMA). While a kernel runs, Checks look for what would be
-wrong on the chip; findings name the assembly line and the kernel's source line (errors.py). An instruction, operand or
-modifier that the model does not know is an error, never a guess. It was never compared with hardware, and it has no
-notion of time.
+Modelled: gfx90a, gfx942, gfx950 (MFMA), gfx1100, gfx1201 (WMMA). Checks report errors of the chip with assembly and
+source line (errors.py). An unknown instruction, operand or modifier is an error, never a guess. The model has no notion
+of time and was never compared with hardware.
 
 With torch and Triton installed, `with portattn.backends.rocm.emulator.amdgpu("gfx942"):` runs unmodified
 `kernel[grid](cpu_tensors)` code in the model (triton_driver.py).
@@ -18,11 +17,11 @@ import sys
 import types
 from typing import Any
 
-from portattn.backends.rocm.emulator.amdgpu.checks import Checks
 from portattn.backends.rocm.emulator.amdgpu.errors import (
     BadLaunch,
     BadProgram,
     BarrierMismatch,
+    Checks,
     EmulationError,
     Finding,
     GlobalRace,
@@ -33,14 +32,14 @@ from portattn.backends.rocm.emulator.amdgpu.errors import (
     Place,
     StepLimit,
     TruncatedText,
-    Uninitialised,
+    UninitialisedValue,
     UnknownInstruction,
     UnknownOperand,
     WrongArch,
 )
 from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES
+from portattn.backends.rocm.emulator.amdgpu.machine import Program, Report
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
-from portattn.backends.rocm.emulator.amdgpu.program import Program, Report
 
 __all__ = [
     "ARCHES",
@@ -61,7 +60,7 @@ __all__ = [
     "Report",
     "StepLimit",
     "TruncatedText",
-    "Uninitialised",
+    "UninitialisedValue",
     "UnknownInstruction",
     "UnknownOperand",
     "WrongArch",
@@ -69,7 +68,7 @@ __all__ = [
 
 
 class _Callable(types.ModuleType):
-    """This package is called as the context manager that runs Triton's kernels, and needs no Triton until then."""
+    """The package as a context manager that runs Triton's kernels, and needs no Triton until then."""
 
     def __call__(self, arch: str, **options: Any) -> Any:
         """Run Triton kernels for `arch` in the model: see triton_driver.emulate."""

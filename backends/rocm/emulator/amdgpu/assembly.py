@@ -1,13 +1,14 @@
-"""amdgcn assembly text → instructions, labels, kernel descriptor, arguments.
+"""Parses amdgcn assembly, as LLVM prints it: instructions, operands, labels, kernel descriptor and arguments.
 
-The text is what LLVM prints (`compiled.asm["amdgcn"]` in Triton). Source: LLVM "User Guide for AMDGPU Backend",
-sections "Assembler", "Code Object V5 Metadata" and "Kernel Descriptor".
+Source: LLVM "User Guide for AMDGPU Backend", "Assembler", "Code Object V5 Metadata", "Kernel Descriptor".
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass, field
+from functools import cache
 
 from portattn.backends.rocm.emulator.amdgpu.errors import (
     BadLaunch,
@@ -17,7 +18,7 @@ from portattn.backends.rocm.emulator.amdgpu.errors import (
     UnknownOperand,
     WrongArch,
 )
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, AmdArch
+from portattn.backends.rocm.emulator.amdgpu.isa import ACCUMULATION, ARCHES, EXEC, M0, TTMP, VCC, VECTOR, AmdArch
 
 _TARGET = re.compile(r'^\s*\.amdgcn_target\s+"[^"]*--?(gfx\w+)(?::[^"]*)?"', re.MULTILINE)
 _LABEL = re.compile(r"^([.\w$]+):$")
@@ -93,11 +94,9 @@ class Instruction:
     second: Instruction | None = None
 
     def number(self, modifier: str, default: int = 0) -> int:
-        """The integer that a modifier has."""
         return int(self.modifiers[modifier], 0) if modifier in self.modifiers else default
 
     def numbers(self, modifier: str, default: list[int]) -> list[int]:
-        """The list that a modifier such as op_sel:[0,1] has."""
         if modifier not in self.modifiers:
             return default
         return [int(part, 0) for part in self.modifiers[modifier].strip("[]").split(",")]
@@ -105,7 +104,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class KernargSlot:
-    """A kernel argument as the metadata gives it: bytes from the start of the kernarg segment, and what it is."""
+    """A kernel argument in the metadata: bytes from the start of the kernarg segment, and kind."""
 
     offset: int
     size: int
@@ -115,28 +114,18 @@ class KernargSlot:
 
 @dataclass
 class Assembly:
-    """A parsed text: one kernel.
-
-    descriptor  the .amdhsa_… values
-    labels      label → index of the instruction after it
-    threads     work-items of a work-group (.max_flat_workgroup_size); Triton compiles for exactly so many
-    """
-
     arch: AmdArch
     name: str
     wave: int
-    descriptor: dict[str, int]
+    descriptor: dict[str, int]  # the .amdhsa_… values
     arguments: tuple[KernargSlot, ...]
-    threads: int
+    threads: int  # per work-group (.max_flat_workgroup_size): Triton's exact number
     instructions: list[Instruction] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)  # label → index of the instruction after it
 
 
 def parse(text: str, kernel: str | None = None) -> Assembly:
-    """Parse the assembly of one kernel (`kernel` names which where the text has several).
-
-    Raises WrongArch, TruncatedText, UnknownOperand, BadProgram; each names the line.
-    """
+    """Parse one kernel's assembly. Raise WrongArch, TruncatedText, UnknownOperand or BadProgram with the line."""
     target = _TARGET.search(text)
     if target is None:
         raise BadProgram("no .amdgcn_target line: this is no amdgcn assembly, or its beginning is missing")
@@ -241,7 +230,7 @@ def _body(text: str, result: Assembly) -> None:
 
 
 def parse_instruction(text: str, line: int = 0, source: str = "") -> Instruction:
-    """One line of assembly without its comment. Raises UnknownOperand for a modifier that is not known."""
+    """Parse a line of assembly without its comment. Raise UnknownOperand for an unknown modifier."""
     place = Place(line, text, source)
     if "::" in text:
         first, _, second = text.partition("::")
@@ -276,7 +265,6 @@ def _single(text: str, place: Place) -> Instruction:
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split at a separator outside of brackets; empty parts are left out."""
     if "[" not in text and "(" not in text:
         return [part for part in map(str.strip, text.split(separator)) if part]
     parts, depth, current = [], 0, ""
@@ -289,3 +277,98 @@ def split_outside(text: str, separator: str) -> list[str]:
             current += character
     parts.append(current.strip())
     return [part for part in parts if part]
+
+
+_REGISTER = re.compile(r"(v|s|a|ttmp)(\d+)(?:\.([lh]))?")
+_RANGE = re.compile(r"(v|s|a|ttmp)\[(\d+):(\d+)\]")
+_INTEGER = re.compile(r"-?(0x[0-9a-fA-F]+|\d+)")
+# Name → (first scalar register, how many).
+_NAMED = {
+    "vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "exec": (EXEC, 2), "exec_lo": (EXEC, 1),
+    "exec_hi": (EXEC + 1, 1), "m0": (M0, 1), "flat_scratch": (102, 2), "flat_scratch_lo": (102, 1),
+    "flat_scratch_hi": (103, 1), "xnack_mask": (104, 2),
+}  # fmt: skip
+# Inline constants that LLVM prints as floats; 0.15915494… is 1/(2π).
+_FLOATS = ("0.5", "1.0", "2.0", "4.0", "0.15915494", "0.15915494309189532", "0.1592")
+
+
+@dataclass(frozen=True)
+class Operand:
+    kind: str  # "v", "s", "literal", "null", "off", "scc"
+    index: int = 0  # vector plane (accumulation registers from ACCUMULATION) or scalar register
+    count: int = 1  # 32-bit registers
+    value: int | float = 0  # of a literal; float for inline constants only
+    half: int | None = None  # 0 or 1 for low or high 16 bits (v1.l, v1.h)
+    negative: bool = False
+    absolute: bool = False
+    extend: bool = False
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Unified numbers of its registers."""
+        if self.kind == "v":
+            return tuple(range(VECTOR + self.index, VECTOR + self.index + self.count))
+        return tuple(range(self.index, self.index + self.count)) if self.kind == "s" else ()
+
+    def bits(self, width: int, is_float: bool = False) -> int:
+        """Return a literal as `width` bits (16, 32 or 64).
+
+        A float constant has the width's format. A 32-bit literal of a 64-bit float is its upper half. Negative inline
+        constants are sign-extended. Source: MI300 ISA reference, "Inline constants" and "Literal constants"."""
+        if isinstance(self.value, float):
+            code = {16: "<e", 32: "<f", 64: "<d"}[width]
+            return int.from_bytes(struct.pack(code, self.value), "little")
+        if width == 64 and is_float and not -16 <= self.value <= 64:
+            return (self.value & 0xFFFFFFFF) << 32
+        return self.value & ((1 << width) - 1)
+
+
+@cache
+def operand(text: str) -> Operand:
+    """Parse one operand. Raises UnknownOperand."""
+    original, negative, absolute, extend = text, False, False, False
+    if text.startswith("-") and not re.match(r"-[\d.]", text):
+        negative, text = True, text[1:]
+    if text.startswith("neg("):
+        negative, text = True, text[4:-1]
+    if text.startswith("|") and text.endswith("|"):
+        absolute, text = True, text[1:-1]
+    elif text.startswith("abs("):
+        absolute, text = True, text[4:-1]
+    if text.startswith("sext("):
+        extend, text = True, text[5:-1]
+    found = _plain(text)
+    if found is None:
+        raise UnknownOperand(f"operand {original!r} is not known")
+    if not (negative or absolute or extend):
+        return found
+    return Operand(found.kind, found.index, found.count, found.value, found.half, negative, absolute, extend)
+
+
+def _plain(text: str) -> Operand | None:
+    single = _REGISTER.fullmatch(text)
+    if single:
+        half = {None: None, "l": 0, "h": 1}[single[3]]
+        return _register(single[1], int(single[2]), 1, half)
+    several = _RANGE.fullmatch(text)
+    if several:
+        return _register(several[1], int(several[2]), int(several[3]) - int(several[2]) + 1, None)
+    if text in _NAMED:
+        return Operand("s", *_NAMED[text])
+    if text in ("null", "off", "scc"):
+        return Operand(text)
+    if text.lstrip("-") in _FLOATS:
+        value = 0.15915494309189532 if "0.159" in text else float(text)
+        return Operand("literal", value=-abs(value) if text.startswith("-") else value)
+    if _INTEGER.fullmatch(text):
+        return Operand("literal", value=int(text, 0))
+    return None
+
+
+def _register(letter: str, index: int, count: int, half: int | None) -> Operand | None:
+    limits = {"v": 256, "a": 256, "s": 106, "ttmp": 16}
+    if index + count > limits[letter] or count < 1:
+        return None
+    if letter in "va":
+        return Operand("v", index + (ACCUMULATION if letter == "a" else 0), count, half=half)
+    return Operand("s", index + (TTMP if letter == "ttmp" else 0), count)

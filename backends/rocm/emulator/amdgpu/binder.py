@@ -1,23 +1,110 @@
-"""Bind an instruction to a work-group's registers: operands become arrays or short functions.
+"""Binds an instruction's operands to registers: readers and writers, with DPP, SDWA and output modifiers.
 
-Binding decides all that precedes execution: each operand's register view, and its modifiers. The closures that
-`BoundInstruction.run` holds do the rest.
+Source: AMD MI300 ISA reference, "DPP: Data Parallel Primitives"; RDNA3 ISA reference, "DPP16" and "DPP8".
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.dpp import Dpp
+from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction, Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.isa import VECTOR
-from portattn.backends.rocm.emulator.amdgpu.operands import Operand, operand
+from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, VECTOR
 from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState, literal
+
+# Control → function of (lanes, its number) that returns the source lane, negative if it is missing. A row is 16 lanes.
+_Source = Callable[[Array, int], Array]
+
+
+def _inside(lane: Array, source: Array) -> Array:
+    return np.where(source // 16 == lane // 16, source, -1)
+
+
+CONTROLS: dict[str, _Source] = {
+    "row_shl": lambda lane, n: _inside(lane, lane + n),
+    "row_shr": lambda lane, n: _inside(lane, lane - n),
+    "row_ror": lambda lane, n: (lane & ~15) + ((lane - n) & 15),
+    "row_mirror": lambda lane, n: (lane & ~15) + 15 - (lane & 15),
+    "row_half_mirror": lambda lane, n: (lane & ~7) + 7 - (lane & 7),
+    "row_newbcast": lambda lane, n: (lane & ~15) + n,
+    "row_share": lambda lane, n: (lane & ~15) + n,
+    "row_xmask": lambda lane, n: lane ^ n,
+    "wave_shr": lambda lane, n: lane - 1,
+    "wave_shl": lambda lane, n: np.where(lane + 1 < len(lane), lane + 1, -1),
+    "wave_ror": lambda lane, n: (lane - 1) % len(lane),
+    "wave_rol": lambda lane, n: (lane + 1) % len(lane),
+}
+
+
+def _broadcast(lane: Array, n: int) -> Array:
+    """row_bcast:15 gives the last lane of each row to the next; row_bcast:31 gives lane 31 to the upper half."""
+    if n == 15:
+        return np.where(lane >= 16, (lane & ~15) - 1, -1)
+    if n == 31:
+        return np.where(lane >= 32, 31, -1)
+    raise UnknownOperand(f"row_bcast:{n}")
+
+
+CONTROLS["row_bcast"] = _broadcast
+
+
+class Dpp:
+    """The DPP control of one instruction on one state.
+
+    A lane whose source is out of its row, or off, gets 0 with bound_ctrl and is not written otherwise. gfx10 and later
+    read lanes that are off with fi:1."""
+
+    def __init__(self, source: Array, enabled: Array, bound: bool, inactive: bool, state: Any) -> None:
+        self.source, self.present = np.maximum(source, 0), source >= 0
+        self.rows, self.bound, self.inactive, self.state = enabled, bound, inactive, state
+
+    @classmethod
+    def of(cls, instruction: Instruction, state: Any) -> Dpp | None:
+        modifiers, lane = instruction.modifiers, np.arange(state.lanes)
+        source = None
+        for name, function in CONTROLS.items():
+            if name in modifiers:
+                source = function(lane, instruction.number(name))
+        if "quad_perm" in modifiers:
+            source = (lane & ~3) + np.array(instruction.numbers("quad_perm", []))[lane & 3]
+        if "dpp8" in modifiers:
+            source = (lane & ~7) + np.array(instruction.numbers("dpp8", []))[lane & 7]
+        if source is None:
+            if "_dpp" in instruction.mnemonic:
+                raise UnknownOperand("a DPP instruction without a DPP control")
+            return None
+        rows, banks = instruction.number("row_mask", 15), instruction.number("bank_mask", 15)
+        enabled = ((rows >> (lane >> 4)) & (banks >> ((lane >> 2) & 3)) & 1).astype(bool)
+        # LLVM before 14 printed the same bit as bound_ctrl:0.
+        return cls(source, enabled, "bound_ctrl" in modifiers, instruction.number("fi") == 1, state)
+
+    def valid(self) -> Array:
+        """Return the lanes that have a source lane, [waves, lanes] bool."""
+        if self.inactive:
+            return np.broadcast_to(self.present, self.state.mask.shape)
+        return self.present & self.state.read_mask(EXEC)[:, self.source]
+
+    def moved(self, plain: Array | Callable[[], Array]) -> Callable[[], Array]:
+        """Return a function that reads the source with its lanes moved; 0 in a lane without a source lane."""
+        state = self.state
+
+        def get() -> Array:
+            value = plain() if callable(plain) else plain
+            full = np.broadcast_to(value, (state.waves, state.lanes))
+            return np.where(self.valid(), full[:, self.source], value.dtype.type(0))
+
+        return get
+
+    def enabled(self) -> Array:
+        """Return the lanes that are written, [waves, lanes] bool."""
+        on = self.state.mask & self.rows
+        return on if self.bound else on & self.valid()
+
 
 Read = Callable[[], Array]
 Write = Callable[[Array], None]
@@ -28,29 +115,17 @@ _SELECT = {"DWORD": (0, 32), "WORD_0": (0, 16), "WORD_1": (16, 16), **{f"BYTE_{n
 
 @dataclass(eq=False)
 class BoundInstruction:
-    """An instruction ready to run.
-
-    run     executes it for the waves and lanes that are on; returns the index to go on from, None for the next
-    reads   registers (unified numbers) whose values go into the result, lane by lane
-    masks   scalar registers read as a bit a lane
-    writes  vector registers written in the lanes that are on
-    mask_writes    scalar registers written as a bit a lane
-    scalar_writes  scalar registers (isa.SCC too) written as numbers
-    uses    registers that must be defined: addresses, stored data, conditions
-    counter what a load counts as ("load", "lds"): loads of one kind write their registers in order
-    flow    moves undefinedness from reads to writes where the general rule does not hold (see definedness.py)
-    """
-
     instruction: Instruction
-    run: Callable[[], int | None]
-    reads: tuple[int, ...] = ()
-    masks: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    mask_writes: tuple[int, ...] = ()
-    scalar_writes: tuple[int, ...] = ()
-    uses: tuple[int, ...] = ()
+    run: Callable[[], int | None]  # executes it in active waves and lanes, returns the next index (None: following)
+    reads: tuple[int, ...] = ()  # values go into the result, lane by lane
+    masks: tuple[int, ...] = ()  # scalar registers read as a bit a lane
+    writes: tuple[int, ...] = ()  # vector registers
+    mask_writes: tuple[int, ...] = ()  # scalar registers written as a bit a lane
+    scalar_writes: tuple[int, ...] = ()  # written as numbers, isa.SCC too
+    uses: tuple[int, ...] = ()  # must be defined: addresses, stored data, conditions
+    # Moves undefinedness by another rule than reads → writes (register_checks.py).
     flow: Callable[[Any], None] | None = None
-    counter: str = ""
+    counter: str = ""  # kind of load ("load", "lds"): loads of one kind write their registers in order
     touches: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,8 +134,6 @@ class BoundInstruction:
 
 
 class Binder:
-    """Operands of one instruction on one State."""
-
     def __init__(self, state: WorkGroupState, instruction: Instruction) -> None:
         self.state, self.instruction = state, instruction
         self.operands = [operand(text) for text in instruction.operands]
@@ -68,7 +141,7 @@ class Binder:
         self.sdwa = instruction.mnemonic.endswith("_sdwa")
 
     def expect(self, *counts: int) -> None:
-        """Raise UnknownInstruction unless there are as many operands as one of `counts`."""
+        """Raise UnknownInstruction unless the number of operands is one of `counts`."""
         if len(self.operands) not in counts:
             raise UnknownInstruction(f"{self.instruction.mnemonic} with {len(self.operands)} operands is not modelled")
 
@@ -81,10 +154,7 @@ class Binder:
     # ---- sources
 
     def array(self, index: int, kind: str, slot: int | None = None) -> Array | Read:
-        """Operand `index` as values of a kind: an array that is always up to date, or a function that makes one.
-
-        `slot` numbers sources for op_sel, src0_sel and DPP; None for an operand that has no modifiers.
-        """
+        """Return operand `index` as a live array, or a function; `slot`: a source's number for op_sel and DPP."""
         item = self.operands[index]
         plain = self._selected(item, kind, slot)
         if self.dpp is not None and slot == 0:
@@ -98,7 +168,7 @@ class Binder:
         return _signed(plain, item)
 
     def read(self, index: int, kind: str, slot: int | None = None) -> Read:
-        """The same, always as a function."""
+        """Like `array`, but always return a function."""
         found = self.array(index, kind, slot)
         return found if callable(found) else lambda: found
 
@@ -114,7 +184,7 @@ class Binder:
         return self.plain(item, kind, half or 0)
 
     def plain(self, item: Operand, kind: str, half: int = 0) -> Array | Read:
-        """An operand without modifiers as values of a kind."""
+        """Return an operand without modifiers as values of a kind."""
         state, (dtype, width, _) = self.state, KINDS[kind]
         if item.kind == "literal":
             value = literal(item, kind)
@@ -150,10 +220,7 @@ class Binder:
     # ---- destinations
 
     def write(self, index: int, kind: str, keeps: bool = False) -> Write:
-        """A function that writes values of a kind to operand `index`, in the lanes that are on.
-
-        `keeps`: a 16-bit instruction that leaves the other half of its destination alone on gfx9 too.
-        """
+        """Return a function that writes operand `index` in active lanes; `keeps`: other 16 bits stay, on gfx9 too."""
         item, state = self.operands[index], self.state
         if item.kind == "null":
             return lambda value: None
@@ -240,7 +307,7 @@ def _signed(plain: Array | Read, item: Operand) -> Read:
 
 
 def _field(plain: Array | Read, first: int, bits: int, extend: bool, kind: str) -> Read:
-    """SDWA: a field of a 32-bit source, extended to 32 bits, as a kind."""
+    """Return SDWA's field of a 32-bit source, extended to 32 bits, as a kind."""
     get: Read = plain if callable(plain) else lambda: plain
     dtype, width, _ = KINDS[kind]
     mask = np.uint32((1 << bits) - 1)
@@ -259,7 +326,6 @@ def _field(plain: Array | Read, first: int, bits: int, extend: bool, kind: str) 
 
 
 def compute(function: Callable[..., Array], sources: list[Array | Read]) -> Read:
-    """The function of its sources, with no more indirection than they need."""
     if any(callable(source) for source in sources):
         reads: list[Read] = [source if callable(source) else (lambda s=source: s) for source in sources]  # type: ignore[misc]
         if len(reads) == 1:
@@ -282,7 +348,7 @@ def compute(function: Callable[..., Array], sources: list[Array | Read]) -> Read
 
 
 def vector_plane(item: Operand) -> int:
-    """Plane of a vector operand. Raises UnknownOperand for any other kind."""
+    """Return a vector operand's plane. Raise UnknownOperand for any other kind."""
     if item.kind != "v":
         raise UnknownOperand("a vector register is needed")
     return item.index
@@ -290,3 +356,27 @@ def vector_plane(item: Operand) -> int:
 
 def unified_registers(plane: int, count: int = 1) -> tuple[int, ...]:
     return tuple(range(VECTOR + plane, VECTOR + plane + count))
+
+
+Bind = Callable[[WorkGroupState, Instruction], BoundInstruction]
+_SUFFIX = re.compile(r"_(e32|e64|dpp|dpp8|sdwa|e64_dpp|e32_dpp|e64_dpp8)$")
+DPP = ("quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror", "row_bcast", "row_newbcast",
+        "row_share", "row_xmask", "wave_shr", "wave_shl", "wave_ror", "wave_rol", "row_mask", "bank_mask", "bound_ctrl",
+        "fi", "dpp8")  # fmt: skip
+SDWA = ("src0_sel", "src1_sel", "dst_sel", "dst_unused")
+
+
+def base_name(mnemonic: str) -> str:
+    return _SUFFIX.sub("", _SUFFIX.sub("", mnemonic[2:])).removeprefix("dual_")
+
+
+def dpp_flow(binder: Binder) -> Callable[..., None] | None:
+    """Return DPP's flow of undefinedness, which moves along with source 0."""
+    dpp = binder.dpp
+    if dpp is None:
+        return None
+
+    def flow(defined: object) -> None:
+        defined.moved(binder, dpp)  # type: ignore[attr-defined]
+
+    return flow

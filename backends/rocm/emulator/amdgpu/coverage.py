@@ -1,9 +1,8 @@
-"""Which instructions kernels use, which the model knows, and which the tests execute: a table.
+"""Writes a Markdown table of the instructions that kernels use, the model knows and the tests execute.
 
     python -m portattn.backends.rocm.emulator.amdgpu.coverage FOLDER [TESTED.txt]
 
-FOLDER holds assembly texts (*.s, *.amdgcn); TESTED.txt has a mnemonic a line. Writes Markdown to standard output, and
-exits with 1 where a kernel uses what is not modelled.
+FOLDER holds assembly texts (*.s, *.amdgcn); TESTED.txt has a mnemonic a line. Exits 1 if a kernel needs more.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from pathlib import Path
 from portattn.backends.rocm.emulator.amdgpu.assembly import parse
 from portattn.backends.rocm.emulator.amdgpu.decode import FAMILIES, family
 
-COLUMNS = 118  # of a line of docs/emulation.md
+COLUMNS = 118  # of a line of the table
 
 
 def count_mnemonics(texts: Iterable[str]) -> dict[str, Counter[str]]:
-    """arch → mnemonic → how often it stands in the texts. Raises BadProgram on a text that is none."""
+    """Count arch → mnemonic in the texts. Raise BadProgram on another text."""
     found: dict[str, Counter[str]] = {}
     for text in texts:
         assembly = parse(text)
@@ -34,11 +33,7 @@ def count_mnemonics(texts: Iterable[str]) -> dict[str, Counter[str]]:
 
 
 def table(counts: Mapping[str, Iterable[str]], tested: Mapping[str, set[str]]) -> str:
-    """Markdown: for each family and arch, mnemonics used / modelled / tested, and the names that are missing.
-
-    counts  arch → mnemonics that kernels use
-    tested  arch → mnemonics that tests execute
-    """
+    """Return Markdown of mnemonics used, modelled and tested per family and arch, and the missing names."""
     arches = sorted(counts)
     lines = ["| family | " + " | ".join(arches) + " |", "| --- |" + " --- |" * len(arches)]
     for name in FAMILIES:

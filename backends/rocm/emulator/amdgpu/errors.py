@@ -1,8 +1,4 @@
-"""Every error that the model raises on purpose. All derive from EmulationError.
-
-Two kinds: the text or the launch cannot be executed (BadProgram, BadLaunch), or the kernel does something that would be
-wrong on the chip (Finding). A Finding knows the assembly line and the kernel's source line.
-"""
+"""Errors of the model: a text or launch that cannot be executed, or a Finding that would be wrong on the chip."""
 
 from __future__ import annotations
 
@@ -11,16 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Where an instruction stands.
-
-    line    line of the assembly text, from 1
-    text    the instruction as written
-    source  the kernel's source as the `.loc` before it says, "file.py:12:30"; empty where the text has none
-    """
-
-    line: int
+    line: int  # of the assembly text, from 1
     text: str
-    source: str = ""
+    source: str = ""  # of the last `.loc`, "file.py:12:30"; empty without one
 
     def __str__(self) -> str:
         source = f" ({self.source})" if self.source else ""
@@ -28,14 +17,14 @@ class Place:
 
 
 class EmulationError(Exception):
-    """Base class. `place` is where, or None where no instruction is to blame."""
+    """Base class. `place` is None if no instruction is to blame."""
 
     def __init__(self, problem: str, place: Place | None = None) -> None:
         self.problem, self.place = problem, place
         super().__init__(f"{place}: {problem}" if place else problem)
 
     def at(self, place: Place) -> EmulationError:
-        """The same error with its place, for code that raises without knowing it."""
+        """Return the error with its place, for code that raises without knowing it."""
         return self if self.place is not None else type(self)(self.problem, place)
 
 
@@ -64,11 +53,11 @@ class BadLaunch(EmulationError, ValueError):
 
 
 class Finding(EmulationError):
-    """Something that the kernel does and that is wrong, or not sure to be right, on the chip."""
+    """A kernel's act that is wrong, or not sure to be right, on the chip."""
 
 
 class OutOfBounds(Finding):
-    """A global or scratch access outside every buffer that the launch was given."""
+    """A global or scratch access outside every buffer of the launch."""
 
 
 class LdsOutOfRange(Finding):
@@ -76,19 +65,19 @@ class LdsOutOfRange(Finding):
 
 
 class LdsRace(Finding):
-    """Two waves access one LDS byte between two barriers, at least one of them writes, and the order is open."""
+    """Unordered accesses of two waves to one LDS byte between barriers, one a write at least."""
 
 
 class GlobalRace(Finding):
-    """Two work-groups of a launch access one byte of global memory, one at least stores, and the order is open."""
+    """Unordered accesses of two work-groups to one byte of global memory, one a store at least."""
 
 
 class BarrierMismatch(Finding):
     """The waves of a work-group wait at different barriers, or one ends while others wait."""
 
 
-class Uninitialised(Finding):
-    """A value that nothing has defined reaches memory, an address, a branch or the execution mask."""
+class UninitialisedValue(Finding):
+    """An undefined value reaches memory, an address, a branch or the execution mask."""
 
 
 class MissingWait(Finding):
@@ -96,4 +85,44 @@ class MissingWait(Finding):
 
 
 class StepLimit(Finding):
-    """More instructions than the launch allows: an endless loop, as far as anyone can tell."""
+    """More instructions than the launch allows: probably an endless loop."""
+
+
+MOST_FINDINGS = 100  # with stop=False: a kernel that is wrong everywhere says so a hundred times
+
+
+@dataclass(frozen=True)
+class Checks:
+    stop: bool = True
+    memory: bool = True
+    lds: bool = True
+    races: bool = True
+    barriers: bool = True
+    undefined: bool = True
+    waits: bool = True
+    groups: bool = False
+
+    @classmethod
+    def off(cls) -> Checks:
+        """Return no checks: for speed, or to see a wrong kernel's numbers."""
+        return cls(memory=False, lds=False, races=False, barriers=False, undefined=False, waits=False)
+
+
+class Findings:
+    def __init__(self, checks: Checks) -> None:
+        self.checks = checks
+        self.found: list[Finding] = []
+        self._seen: set[tuple[type[Finding], int]] = set()
+
+    def clear(self) -> None:
+        self.found = []
+        self._seen.clear()
+
+    def report(self, kind: type[Finding], problem: str, place: Place | None) -> None:
+        error = kind(problem, place)
+        if self.checks.stop:
+            raise error
+        key = (kind, place.line if place else 0)
+        if key not in self._seen and len(self.found) < MOST_FINDINGS:
+            self._seen.add(key)
+            self.found.append(error)

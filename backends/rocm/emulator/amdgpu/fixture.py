@@ -17,7 +17,6 @@ import pytest
 
 @pytest.fixture
 def amdgpu() -> Callable[..., Any]:
-    """`portattn.backends.rocm.emulator.amdgpu`, as a context manager of an arch."""
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate

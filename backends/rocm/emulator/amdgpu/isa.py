@@ -1,7 +1,7 @@
-"""The architectures that are modelled: the rows that backends/rocm/arches has for them.
+"""The modelled architectures: rows of backends/rocm/arches.
 
 Sources: LLVM "User Guide for AMDGPU Backend" (processors, address spaces, kernel descriptor, initial register state);
-AMD "Instinct MI200", "MI300" and "CDNA4" ISA references; AMD "RDNA3" and "RDNA4" ISA references.
+AMD "Instinct MI200", "MI300", "CDNA4", "RDNA3" and "RDNA4" ISA references.
 """
 
 from __future__ import annotations
@@ -25,27 +25,15 @@ ACCUMULATION = 256  # accumulation register i is vector plane ACCUMULATION + i
 
 @dataclass(frozen=True)
 class AmdArch:
-    """One architecture.
-
-    wave        lanes of a wave that Triton compiles for; the text says which are in use
-    planes      vector registers a lane can have, accumulation registers included
-    lds_bytes   of one work-group at most
-    family      9, 11 or 12: which encoding of waits, barriers and 16-bit registers
-    fnuz        fp8 is the FNUZ kind (no infinities, no negative zero), else OCP
-    counters    wait counter each kind of access increments
-    most        how many accesses each counter can count
-    same_as     another arch with the same instructions; empty for none: tests of instructions leave this one out
-    """
-
     name: str
-    wave: int
-    planes: int
-    lds_bytes: int
-    family: int
-    fnuz: bool
-    counters: dict[str, str]
-    most: dict[str, int]
-    same_as: str = ""
+    wave: int  # lanes that Triton compiles for
+    planes: int  # vector registers of a lane, accumulation registers included
+    lds_bytes: int  # of one work-group at most
+    family: int  # 9, 11 or 12: encoding of waits, barriers and 16-bit registers
+    fnuz: bool  # fp8 is FNUZ, else OCP
+    counters: dict[str, str]  # kind of access → wait counter
+    most: dict[str, int]  # most accesses of each counter
+    same_as: str = ""  # an arch with the same instructions, which tests of instructions run instead
 
 
 # LLVM AMDGPU guide, "Memory Model": vmcnt covers vector loads and stores before gfx10; stores have vscnt since; gfx12
@@ -61,7 +49,7 @@ _MOST_OF = {9: _MOST | {"lgkmcnt": 15}, 11: _MOST, 12: _MOST}
 
 
 def _modelled() -> dict[str, AmdArch]:
-    """The arches of backends/rocm/arches whose [executors.emulated] names an instruction set."""
+    """Return the arches of backends/rocm/arches whose [executors.emulated] names an instruction set."""
     found = {}
     for name, arch in load_arches(Path(__file__).parents[2]).items():
         row = arch.executors[EXECUTOR]

@@ -1,4 +1,4 @@
-"""The LDS of a work-group: its bytes, which of them are undefined, and who accessed what since the last barrier."""
+"""The LDS of a work-group: its bytes, undefined ones, and accesses since the last barrier."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.checks import Findings
-from portattn.backends.rocm.emulator.amdgpu.errors import LdsOutOfRange, LdsRace, MissingWait, Place
-from portattn.backends.rocm.emulator.amdgpu.memory import gather, scatter
+from portattn.backends.rocm.emulator.amdgpu.errors import (
+    Findings,
+    GlobalRace,
+    LdsOutOfRange,
+    LdsRace,
+    MissingWait,
+    Place,
+)
+from portattn.backends.rocm.emulator.amdgpu.memory import BASE, Memory, gather, scatter
+from portattn.backends.rocm.emulator.amdgpu.register_checks import PendingAccess
 from portattn.backends.rocm.emulator.amdgpu.state import Array
-from portattn.backends.rocm.emulator.amdgpu.waits import PendingAccess
 
 
 @dataclass(eq=False)
 class Access:
-    """One LDS instruction: [n] waves and byte offsets, and the bytes written (None for a read).
-
-    entry   its place in a wait queue: until it has left that, a barrier does not order it
-    late    it was issued before the last barrier and not waited for
-    """
+    """One LDS instruction: [n] waves and byte offsets, and the bytes written (None for a read)."""
 
     place: Place
     waves: Array
     offsets: Array
     size: int
     data: Array | None
-    entry: PendingAccess | None = None
-    late: bool = False
+    entry: PendingAccess | None = None  # place in a wait queue: until it left that, a barrier does not order it
+    late: bool = False  # issued before the last barrier and not waited for
     atomic: bool = False
 
 
@@ -53,7 +55,7 @@ class Lds:
         self.dma.clear()
 
     def inside(self, offsets: Array, size: int, place: Place) -> Array | None:
-        """Which accesses lie inside; None for all. Reports those that do not."""
+        """Return which accesses lie inside (None for all), and report the others."""
         if not len(offsets) or (int(offsets.max()) + size <= self.size and int(offsets.min()) >= 0):
             return None
         ok = (offsets >= 0) & (offsets + size <= self.size)
@@ -64,7 +66,7 @@ class Lds:
         return ok
 
     def load(self, offsets: Array, size: int, waves: Array, place: Place) -> tuple[Array, Array | None]:
-        """Bytes [n, size], and as bool which of them are undefined (None: none)."""
+        """Return bytes [n, size], and which of them are undefined (None: none)."""
         if self.dma:
             self._dma_waited_for(offsets, size, waves, place)
         if self._record:
@@ -79,7 +81,7 @@ class Lds:
         self, offsets: Array, data: Array, waves: Array, place: Place, undefined: Array | None,
         entry: PendingAccess | None, dma: bool = False,
     ) -> None:  # fmt: skip
-        """Write uint8 [n, size]. `undefined` [n, size or more] bool marks bytes that nothing has defined."""
+        """Write uint8 [n, size]. `undefined` [n, size or more] bool marks undefined bytes."""
         if self._record or dma:
             access = Access(place, waves, offsets, data.shape[1], data, entry)
             if self._record:
@@ -95,7 +97,7 @@ class Lds:
             scatter(self.unset.view(np.uint8), offsets, marks)
 
     def note_atomic(self, offsets: Array, size: int, waves: Array, place: Place) -> None:
-        """An atomic's access; atomics race with everything but each other."""
+        """Record an atomic, which races with all but atomics."""
         if self._record:
             data = np.zeros((len(offsets), size), np.uint8)
             self.log.append(Access(place, waves, offsets, size, data, atomic=True))
@@ -103,7 +105,7 @@ class Lds:
             scatter(self.unset.view(np.uint8), offsets, np.zeros((len(offsets), size), np.uint8))
 
     def _dma_waited_for(self, offsets: Array, size: int, waves: Array, place: Place) -> None:
-        """A wave that reads LDS bytes which its own load to LDS may still be writing."""
+        """Report a wave's read of bytes that its own load to LDS may still be writing."""
         self.dma = [access for access in self.dma if access.entry is not None and access.entry.waves]
         for access in self.dma:
             assert access.entry is not None
@@ -121,7 +123,7 @@ class Lds:
     # ---- races
 
     def barrier(self) -> None:
-        """All waves have met: look at the interval that ends, and begin the next."""
+        """Check the interval that ends, and begin the next."""
         if not self._record:
             return
         if self.log:
@@ -149,7 +151,7 @@ class Lds:
             self._explain(suspects)
 
     def _explain(self, suspects: Array) -> None:
-        """Report the first pair of accesses to suspected bytes that can go wrong. Equal values written are harmless."""
+        """Report the first conflicting accesses to suspected bytes; writes of equal values are harmless."""
         wanted = np.zeros(len(self.bytes), bool)
         wanted[suspects] = True
         bytes_, access_of, wave_of, value_of = [], [], [], []
@@ -162,7 +164,7 @@ class Lds:
             read = access.data is None or access.atomic
             value_of.append(np.full(len(lane), -1) if read else access.data[lane, column].astype(np.int64))  # type: ignore[index]
         byte, number, wave, value = (np.concatenate(x) for x in (bytes_, access_of, wave_of, value_of))
-        # A byte is harmless when every access of it has one value: all write the same, and nobody reads.
+        # A byte is harmless if all accesses write the same value, and none reads.
         order = np.argsort(byte, kind="stable")
         start = np.concatenate([[0], np.nonzero(np.diff(byte[order]))[0] + 1])
         low, high = np.minimum.reduceat(value[order], start), np.maximum.reduceat(value[order], start)
@@ -173,7 +175,6 @@ class Lds:
                 return
 
     def _conflict(self, byte: int, numbers: Array, waves: Array, values: Array) -> bool:
-        """Look at all pairs of accesses of one byte; report the first that conflicts."""
         for index in range(len(numbers)):
             first = self.log[numbers[index]]
             for other in range(index + 1, len(numbers)):
@@ -207,5 +208,73 @@ class Lds:
 
 
 def flat_waves(mask: Array | None, waves: int, lanes: int) -> Any:
-    """The wave of each lane that is on, in the order in which masks flatten."""
+    """Return the wave of each active lane, in the order in which masks flatten."""
     return np.repeat(np.arange(waves), lanes) if mask is None else np.nonzero(mask)[0]
+
+
+_STORED, _LOADED, _ATOMIC = np.uint8(1), np.uint8(2), np.uint8(4)
+
+
+class GroupRaces:
+    """Marks (_STORED, _LOADED, _ATOMIC) of each byte, uint8: `before` of earlier work-groups, `mine` of this."""
+
+    def __init__(self, memory: Memory, report: Any) -> None:
+        self.memory, self.report = memory, report
+        self.before: Array = np.zeros(len(memory.bytes), np.uint8)
+        self.mine: Array = np.zeros(len(memory.bytes), np.uint8)
+        self.ordered = False
+        self._low, self._high = len(memory.bytes), 0
+
+    def next_group(self) -> None:
+        span = slice(self._low, self._high)
+        self.before[span] |= self.mine[span]
+        self.mine[span] = 0
+        self.ordered, self._low, self._high = False, len(self.mine), 0
+
+    def load(self, offsets: Array, size: int) -> None:
+        if not len(offsets):
+            return
+        before = gather(self.before, offsets, size)
+        if before.any() and not self.ordered:
+            if (before & _ATOMIC).any():
+                self.ordered = True
+            else:
+                stray = (before & _STORED) & ~gather(self.mine, offsets, size)
+                self._found(stray != 0, offsets, "loads what another work-group stores")
+        self._note(offsets, size, _LOADED)
+
+    def store(self, offsets: Array, data: Array) -> None:
+        size = data.shape[1]
+        if not len(offsets):
+            return
+        before = gather(self.before, offsets, size)
+        if not self.ordered and (before & (_STORED | _LOADED)).any():
+            changed = gather(self.memory.bytes, offsets, size) != data
+            if (changed & ((before & _LOADED) != 0)).any():
+                self._found(changed & ((before & _LOADED) != 0), offsets, "stores what another work-group loads")
+            else:
+                problem = "stores what another work-group stores too, with another value"
+                self._found(changed & ((before & _STORED) != 0), offsets, problem)
+        self._note(offsets, size, _STORED)
+
+    def atomic(self, offsets: Array, size: int, returns: bool) -> None:
+        if len(offsets):
+            self.ordered |= returns
+            self._note(offsets, size, _ATOMIC)
+
+    def _note(self, offsets: Array, size: int, what: np.uint8) -> None:
+        scatter(self.mine, offsets, gather(self.mine, offsets, size) | what)
+        self._low = min(self._low, int(offsets.min()))
+        self._high = max(self._high, int(offsets.max()) + size)
+
+    def _found(self, where: Array, offsets: Array, problem: str) -> None:
+        if where.any():
+            lane, byte = (int(n) for n in np.argwhere(where)[0])
+            at = int(offsets[lane]) + byte
+            self.report(GlobalRace, f"{problem}, and no atomic orders them: {self._name(at)}")
+
+    def _name(self, offset: int) -> str:
+        for region in self.memory.regions:
+            if region.offset <= offset < region.offset + region.size:
+                return f"byte {offset - region.offset} of {region.name}"
+        return f"the byte at {BASE + offset:#x}"

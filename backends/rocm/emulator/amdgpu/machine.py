@@ -1,42 +1,43 @@
-"""A work-group in execution: its state, memories and checks, and the order in which its waves run.
+"""Program: an assembly text that can be launched. Machine: one of its work-groups in execution.
 
-Waves at the same instruction run it together. Where they part, the group furthest behind runs first, until it
-catches up with another: code that the waves come back to is then run together again. A group that loops for long while
-another could run gives way, so that a wave which waits for another's store gets it.
-"""
+Waves at one instruction run together, the group furthest behind first; a group that loops for long gives way."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import gc
+import reprlib
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import decode
-from portattn.backends.rocm.emulator.amdgpu.assembly import Assembly
+from portattn.backends.rocm.emulator.amdgpu.assembly import Assembly, KernargSlot, parse
 from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
-from portattn.backends.rocm.emulator.amdgpu.checks import Findings
-from portattn.backends.rocm.emulator.amdgpu.control import END, SPLIT, WAIT
-from portattn.backends.rocm.emulator.amdgpu.definedness import Definedness
+from portattn.backends.rocm.emulator.amdgpu.decode import END, SPLIT, WAIT
 from portattn.backends.rocm.emulator.amdgpu.errors import (
+    BadLaunch,
+    BadProgram,
     BarrierMismatch,
+    Checks,
     EmulationError,
     Finding,
+    Findings,
     MissingWait,
     Place,
     StepLimit,
-    Uninitialised,
+    UninitialisedValue,
+    UnknownInstruction,
 )
-from portattn.backends.rocm.emulator.amdgpu.group_races import GroupRaces
+from portattn.backends.rocm.emulator.amdgpu.global_memory_ops import check_order
 from portattn.backends.rocm.emulator.amdgpu.isa import TTMP, VECTOR
-from portattn.backends.rocm.emulator.amdgpu.lds import Lds
+from portattn.backends.rocm.emulator.amdgpu.lds import GroupRaces, Lds
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
-from portattn.backends.rocm.emulator.amdgpu.scratch import MAGIC, Scratch
-from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
-from portattn.backends.rocm.emulator.amdgpu.vmem import check_order
-from portattn.backends.rocm.emulator.amdgpu.waits import PendingAccess, Waits, register_name
-
-if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.checks import Checks
+from portattn.backends.rocm.emulator.amdgpu.register_checks import Definedness, PendingAccess, Waits, register_name
+from portattn.backends.rocm.emulator.amdgpu.state import SCRATCH_MAGIC, Array, Scratch, WorkGroupState
 
 RUNNING, WAITING, ENDED = 0, 1, 2
 PATIENCE = 20_000  # steps a group may run while another could, before it gives way
@@ -48,7 +49,7 @@ _USER_SCALARS = (
 
 
 class Machine:
-    """One work-group of a program; used again for each work-group of a grid, and for later launches."""
+    """One work-group of a program, reused for each work-group of a grid and for later launches."""
 
     def __init__(self, program: Assembly, waves: int, lds_bytes: int, checks: Checks) -> None:
         self.program, self.checks = program, checks
@@ -73,7 +74,7 @@ class Machine:
         self.signals: Array = np.zeros(waves, np.int64)
 
     def renew(self, memory: Memory, step_limit: int) -> None:
-        """For the next launch: its memory, and nothing counted or found. What is bound stays bound."""
+        """Reset counts and findings for the next launch and its memory; bindings stay."""
         self.memory, self.step_limit = memory, step_limit
         self.group_races = GroupRaces(memory, self.report) if self.checks.groups else None
         self.counts[:] = [0] * len(self.counts)
@@ -96,7 +97,6 @@ class Machine:
         writes_lds: bool = False,
         half: int | None = None,
     ) -> PendingAccess | None:
-        """An access was issued: its registers (or one half of its register) are not to be touched before a wait."""
         if self.waits is None:
             return None
         entry = PendingAccess(frozenset(registers), self.group_bits, self.place(), unordered, writes_lds, half)
@@ -104,7 +104,7 @@ class Machine:
         return entry
 
     def issue_store(self, offsets: Array, size: int, mask: Array | None) -> None:
-        """A store was issued. Who stored which bytes is kept until a wait, where all lanes that are on stored."""
+        """Record a store's bytes until a wait, if all active lanes stored."""
         entry = self.issue("store", ())
         if entry is None or not len(offsets) or self.state.waves == 1:
             return
@@ -115,14 +115,12 @@ class Machine:
         entry.payload = (int(offsets.min()), int(offsets.max()) + size, offsets, size, owners)
 
     def ordered(self, offsets: Array, size: int) -> None:
-        """A load is about to read these bytes."""
         if self.group_races is not None:
             self.group_races.load(offsets, size)
         if self.waits is not None and self.state.waves > 1:
             check_order(self, offsets, size)
 
     def undefined(self, registers: tuple[int, ...], mask: Array | None) -> Array | None:
-        """[n, bytes] bool of the lanes given: which bytes of the registers are undefined? None when all are defined."""
         if self.defined is None or self.defined.bad.isdisjoint(registers):
             return None
         each = [self.defined.lanes((register,)) for register in registers]
@@ -133,10 +131,9 @@ class Machine:
         assert self.defined is not None
         bad = [register for register in registers if register in self.defined.bad]
         problem = f"{register_name(bad[0])} is undefined in some lane, and is stored; {self.defined.since(bad[0])}"
-        self.report(Uninitialised, problem)
+        self.report(UninitialisedValue, problem)
 
     def mark(self, registers: tuple[int, ...], mask: Array | None, undefined: Array) -> None:
-        """What was loaded into these registers was undefined: [n, bytes] bool of the lanes given."""
         if self.defined is None:
             return
         for number, register in enumerate(registers):
@@ -149,7 +146,6 @@ class Machine:
             self.defined.set_lanes((register,), where)
 
     def split(self, taken: Array, target: int) -> None:
-        """The waves of the group part at a branch."""
         self.pcs[self.state.group] = self.pc + 1
         self.pcs[taken] = target
 
@@ -159,14 +155,13 @@ class Machine:
     # ---- running
 
     def run(self, group_id: tuple[int, int, int], kernarg: int) -> None:
-        """Execute one work-group. Raises what the checks find, and BadProgram errors, with their place."""
+        """Execute one work-group. Raise findings and BadProgram errors, with their place."""
         self.start(group_id, kernarg)
         self.finish()
         if self.group_races is not None:
             self.group_races.next_group()
 
     def finish(self) -> None:
-        """Execute from where the waves are to their end."""
         try:
             while True:
                 runnable = self.status == RUNNING
@@ -196,7 +191,7 @@ class Machine:
             if name == "kernarg_segment_ptr":
                 given |= {at: kernarg & 0xFFFFFFFF, at + 1: kernarg >> 32}
             elif name == "private_segment_buffer":
-                given |= {at: 0, at + 1: MAGIC, at + 2: 0xFFFFFFFF, at + 3: 0}
+                given |= {at: 0, at + 1: SCRATCH_MAGIC, at + 2: 0xFFFFFFFF, at + 3: 0}
             elif name in ("flat_scratch_init", "private_segment_size"):
                 given |= {at + n: 0 for n in range(words)}
             at += words
@@ -210,7 +205,7 @@ class Machine:
                     given[at] = value
                     at += 1
             if at < 106:
-                given[at] = 0  # the wave's offset in scratch, where there is one
+                given[at] = 0  # the wave's offset in scratch, if it has scratch
         for register, value in given.items():
             state.S[:, register] = value
         if self.program.arch.family == 12:
@@ -289,7 +284,7 @@ class Machine:
             self.report(MissingWait, problem)
 
     def _release(self) -> bool:
-        """No wave can run: let those that wait at a barrier go on. False when all have ended."""
+        """Release the waves at a barrier as no wave can run; return False when all have ended."""
         waiting = self.status == WAITING
         if not waiting.any():
             return False
@@ -322,3 +317,179 @@ class Machine:
 
 def _numbers(waves: Array) -> str:
     return ", ".join(str(int(n)) for n in np.nonzero(waves)[0])
+
+
+STEP_LIMIT = 20_000_000  # instructions of one work-group; minutes here, milliseconds on the chip
+_HIDDEN = 2  # trailing pointers that Triton's compiler adds to a kernel's own arguments: global and profiling scratch
+_MOST_GROUPS = 2**31 - 1
+
+
+@dataclass
+class Report:
+    instructions: int = 0  # of all waves
+    steps: int = 0  # of groups of waves together, on which a launch's time depends
+    coverage: Counter[str] = field(default_factory=Counter)  # mnemonic → executions, of all waves
+    findings: list[Finding] = field(default_factory=list)  # with Checks(stop=False)
+
+
+class Program:
+    """A kernel in amdgcn assembly.
+
+    >>> program = Program.parse(text)
+    >>> memory = Memory()
+    >>> report = program.launch(grid=(4, 1, 1), arguments=[memory.add(x), memory.add(y), 1000], memory=memory)
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self._machines: dict[tuple[int, int, Checks], Machine] = {}  # idle ones; to bind takes longer than to run
+
+    @classmethod
+    def parse(cls, text: str, kernel: str | None = None) -> Program:
+        """Parse a text, of which `kernel` may name one kernel. Raise BadProgram, on unknown instructions too."""
+        if not isinstance(text, str):
+            raise BadProgram(f"the text is of type {type(text).__name__}; amdgcn assembly as a string is needed")
+        assembly = parse(text, kernel)
+        for instruction in assembly.instructions:
+            for part in (instruction, instruction.second):
+                if part is not None and decode.family(part.mnemonic) is None:
+                    raise UnknownInstruction(f"{part.mnemonic} is not modelled", instruction.place)
+        return cls(assembly)
+
+    @property
+    def name(self) -> str:
+        return self.assembly.name
+
+    @property
+    def arguments(self) -> tuple[KernargSlot, ...]:
+        """The caller's arguments; Triton's runtime appends its own."""
+        # From 3.8 on some kernels list arguments of the runtime after them (hidden_block_count_x and the like), unread.
+        return tuple(a for a in self.assembly.arguments if not a.kind.startswith("hidden_"))
+
+    def launch(
+        self,
+        grid: Sequence[int],
+        arguments: Sequence[int | float | None] | bytes,
+        memory: Memory,
+        *,
+        lds_bytes: int | None = None,
+        waves: int | None = None,
+        checks: Checks | None = None,
+        step_limit: int = STEP_LIMIT,
+        groups: Iterable[tuple[int, int, int]] | None = None,
+    ) -> Report:
+        """Run every work-group of the grid, one after the other; memory's arrays hold the results afterwards.
+
+        Args:
+            arguments: the kernel's addresses, integers and floats (omitted trailing pointers, at most two, are null:
+                Triton's own), or the kernarg segment as bytes
+            lds_bytes, waves: of a work-group (Triton's `metadata.shared`); the text's by default
+            step_limit: instructions of one work-group before StepLimit
+            groups: run these work-groups only
+
+        Raises BadLaunch, and findings (errors.Finding).
+        """
+        extent = _grid(grid)
+        waves = max(self.assembly.threads // self.assembly.wave, 1) if waves is None else waves
+        static = self.assembly.descriptor.get("group_segment_fixed_size", 0)
+        lds_bytes = static if lds_bytes is None else lds_bytes
+        if not 0 <= lds_bytes <= self.assembly.arch.lds_bytes:
+            limit = self.assembly.arch.lds_bytes
+            raise BadLaunch(f"{lds_bytes} bytes of LDS asked for; {self.assembly.arch.name} has {limit}")
+        if step_limit < 1:
+            raise BadLaunch(f"step_limit {step_limit}: at least 1 instruction")
+        if not 1 <= waves * self.assembly.wave <= 1024:
+            raise BadLaunch(f"{waves} waves of {self.assembly.wave} lanes: a work-group has 1 to 1,024 work-items")
+        checks = checks or Checks()
+        kernarg = np.frombuffer(self.kernarg(arguments), np.uint8).copy()
+        kernarg.flags.writeable = False
+        address = memory.add(kernarg, "the arguments")
+        report = Report()
+        try:
+            with np.errstate(all="ignore"), _no_collections():
+                machine = self._machine(waves, lds_bytes, checks)
+                machine.renew(memory, step_limit)
+                chosen = groups if groups is not None else _every(extent)
+                for group in chosen:
+                    machine.steps = 0
+                    machine.run(group, address)
+                    report.steps += machine.steps
+        finally:
+            memory.remove_last()
+            memory.write_back()
+        for instruction, count in zip(self.assembly.instructions, machine.counts, strict=True):
+            if count:
+                report.instructions += count
+                for part in (instruction, instruction.second):
+                    if part is not None:
+                        report.coverage[part.mnemonic] += count
+        report.findings = machine.findings.found
+        machine.renew(Memory(), step_limit)
+        self._machines[waves, lds_bytes, checks] = machine
+        return report
+
+    def _machine(self, waves: int, lds_bytes: int, checks: Checks) -> Machine:
+        """Return an idle machine with everything bound; if another thread has it, a new one."""
+        idle = self._machines.pop((waves, lds_bytes, checks), None)
+        return idle or Machine(self.assembly, waves, lds_bytes, checks)
+
+    def kernarg(self, arguments: Sequence[int | float | None] | bytes) -> bytes:
+        """Return the kernarg segment for these arguments. Raise BadLaunch on a wrong number or type."""
+        size = max(self.assembly.descriptor.get("kernarg_size", 0), 8)
+        if isinstance(arguments, (bytes, bytearray)):
+            if len(arguments) > size:
+                raise BadLaunch(f"{len(arguments)} bytes of arguments; {self.name} takes {size}")
+            return bytes(arguments).ljust(size, b"\0")
+        missing = self.arguments[len(arguments) :]
+        hidden = len(missing) <= _HIDDEN and all(argument.kind == "global_buffer" for argument in missing)
+        if len(arguments) > len(self.arguments) or not hidden:
+            raise BadLaunch(f"{len(arguments)} arguments given; {self.name} takes {len(self.arguments)}")
+        segment = bytearray(size)
+        for number, (value, argument) in enumerate(zip(arguments, self.arguments, strict=False)):
+            segment[argument.offset : argument.offset + argument.size] = _encoded(value, argument, number)
+        return bytes(segment)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pause garbage collection: binding makes many lasting objects, and a collection walks all of a process."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _grid(grid: Sequence[int]) -> tuple[int, int, int]:
+    if not isinstance(grid, Sequence) or not all(isinstance(n, (int, np.integer)) for n in grid):
+        raise BadLaunch(f"grid {reprlib.repr(grid)}: one to three whole numbers are needed, such as (4, 1, 1)")
+    if not 1 <= len(grid) <= 3:
+        raise BadLaunch(f"a grid has one to three extents; {tuple(grid)} has {len(grid)}")
+    extent = tuple(int(n) for n in grid) + (1,) * (3 - len(grid))
+    if min(extent) < 1 or max(extent) > _MOST_GROUPS:
+        raise BadLaunch(f"grid {tuple(grid)}: every extent is 1 to {_MOST_GROUPS:,}")
+    return extent[0], extent[1], extent[2]
+
+
+def _every(extent: tuple[int, int, int]) -> Iterable[tuple[int, int, int]]:
+    x, y, z = extent
+    return ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
+
+
+def _encoded(value: int | float | None, argument: KernargSlot, number: int) -> bytes:
+    size, what = argument.size, f"argument {number}"
+    if value is None and argument.kind == "global_buffer":
+        return bytes(size)
+    if isinstance(value, (float, np.floating)):
+        if argument.kind == "global_buffer" or size not in (2, 4, 8):
+            raise BadLaunch(f"{what} is {value!r}, but the kernel takes {argument.kind} of {size} bytes")
+        return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], float(value))
+    if isinstance(value, (bool, int, np.integer)):
+        integer = int(value)
+        if not -(1 << 8 * size - 1) <= integer < 1 << 8 * size:
+            raise BadLaunch(f"{what} is {integer}, which {size} bytes do not hold")
+        return (integer & (1 << 8 * size) - 1).to_bytes(size, "little")
+    given = type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
+    raise BadLaunch(f"{what} is {given}; a number or an address is needed (of an array: what Memory.add returns)")

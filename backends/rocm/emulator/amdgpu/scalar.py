@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu import extremes, floats, vector_tables
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
+from portattn.backends.rocm.emulator.amdgpu import softfloat, vector_tables
+from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction, Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCC
-from portattn.backends.rocm.emulator.amdgpu.operands import Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
 
 _u32, _u64, _i32, _i64, _f32 = np.uint32, np.uint64, np.int32, np.int64, np.float32
@@ -97,7 +96,7 @@ def _leading64(x: Array) -> Array:
     return np.where(high != 0, zeros(high), np.where(low != 0, zeros(low) + _u32(32), _u32(0xFFFFFFFF)))
 
 
-# name → (type written, types read, what becomes of scc, function)
+# name → (type written, types read, new scc, function)
 TABLE: dict[str, Entry] = {
     "mov_b32": ("u", "u", KEEP, lambda a: a), "mov_b64": ("U", "U", KEEP, lambda a: a),
     "add_i32": ("i", "ii", GIVEN, lambda a, b: _signed_over(a, b, False)),
@@ -131,7 +130,7 @@ TABLE: dict[str, Entry] = {
     "ff1_i32_b32": ("u", "u", KEEP, vector_tables.trailing_zeros), "ff1_i32_b64": ("u", "U", KEEP, _first_set64),
     "flbit_i32_b32": ("u", "u", KEEP, vector_tables.leading_zeros), "flbit_i32_b64": ("u", "U", KEEP, _leading64),
     "flbit_i32": ("u", "u", KEEP, vector_tables.leading_sign_bits),
-    "bcnt1_i32_b32": ("u", "u", NONZERO, lambda a: vector_tables.count_bits(np.ascontiguousarray(a)[:, None])),
+    "bcnt1_i32_b32": ("u", "u", NONZERO, vector_tables.count_bits),
     "bcnt1_i32_b64": ("u", "U", NONZERO, _count64),
     "pack_ll_b32_b16": ("u", "uu", KEEP, lambda a, b: (a & _u32(0xFFFF)) | (b << _u32(16))),
     "pack_lh_b32_b16": ("u", "uu", KEEP, lambda a, b: (a & _u32(0xFFFF)) | (b & _u32(0xFFFF0000))),
@@ -144,8 +143,8 @@ TABLE: dict[str, Entry] = {
     lambda a: a.astype(_f32)),
     "cvt_i32_f32": ("i", "f", KEEP, vector_tables.TABLE["cvt_i32_f32"][2]),
     "cvt_u32_f32": ("u", "f", KEEP, vector_tables.TABLE["cvt_u32_f32"][2]),
-    "cvt_f32_f16": ("f", "h", KEEP, floats.from_half),
-    "cvt_f16_f32": ("u", "f", KEEP, lambda a: floats.f16_bits(np.ascontiguousarray(a))),
+    "cvt_f32_f16": ("f", "h", KEEP, softfloat.from_half),
+    "cvt_f16_f32": ("u", "f", KEEP, lambda a: softfloat.f16_bits(np.ascontiguousarray(a))),
     "ceil_f32": ("f", "f", KEEP, np.ceil), "floor_f32": ("f", "f", KEEP, np.floor), "trunc_f32": ("f", "f", KEEP,
     np.trunc),
     "rndne_f32": ("f", "f", KEEP, np.rint),
@@ -197,7 +196,6 @@ TRANSCENDENTAL = frozenset({"exp_f32", "log_f32", "rcp_f32", "rsq_f32", "sqrt_f3
 
 
 def bind_transcendental(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
-    """Bind v_s_rcp_f32 and its like. Raises UnknownInstruction."""
     items = [operand(text) for text in instruction.operands]
     if instruction.modifiers:
         raise UnknownOperand(f"modifiers of {instruction.mnemonic} are not modelled")
@@ -209,11 +207,11 @@ def is_modelled(name: str) -> bool:
     save = _SAVE.fullmatch(name)
     if save:
         return _SAVE_RENAMED.get(save[1], save[1]) in SAVE_EXEC
-    return name in TABLE or name in _OTHERS or extremes.is_modelled(name) or bool(_COMPARE.fullmatch(name))
+    return name in TABLE or name in _OTHERS or softfloat.is_extreme(name) or bool(_COMPARE.fullmatch(name))
 
 
 def reader(state: WorkGroupState, item: Operand, kind: str) -> Callable[[], Array]:
-    """A scalar operand as [waves] values of a kind."""
+    """Return a scalar operand as [waves] values of a kind."""
     dtype, width, is_float = KINDS[kind]
     if item.negative or item.absolute:
         raise UnknownOperand("source modifiers on scalar instructions are not modelled")
@@ -258,7 +256,7 @@ def _writer(state: WorkGroupState, item: Operand, kind: str) -> Callable[[Array]
 
 
 def _short(item: Operand) -> Operand:
-    """A 16-bit immediate of SOPK, printed without its sign."""
+    """Return a 16-bit immediate of SOPK, printed without its sign."""
     if item.kind != "literal":
         raise UnknownOperand("an immediate is needed")
     value = int(item.value) & 0xFFFF
@@ -266,7 +264,6 @@ def _short(item: Operand) -> Operand:
 
 
 def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
-    """Bind one scalar instruction. Raises UnknownInstruction."""
     name = instruction.mnemonic[2:]
     items = [operand(text) for text in instruction.operands]
     if instruction.modifiers:
@@ -276,8 +273,8 @@ def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         return _compare(state, instruction, items, compare, short=name.startswith("cmpk"))
     if save:
         return _save_exec(state, instruction, items, save)
-    if extremes.is_modelled(name):
-        kind, kinds, function = extremes.entry(state, name)
+    if softfloat.is_extreme(name):
+        kind, kinds, function = softfloat.extreme_entry(state, name)
         return _table(state, instruction, items, (kind, kinds, KEEP, function))
     if name in TABLE:
         return _table(state, instruction, items, TABLE[name])
@@ -322,7 +319,7 @@ _BITWISE = frozenset({"and", "or", "xor", "andn2", "orn2", "not", "mov", "xnor",
 
 
 def _bitwise_flow(instruction: Instruction, items: list[Operand]) -> Callable[[Any], None]:
-    """Undefinedness bit by bit: masks of lanes are combined that are each defined only where they matter."""
+    """Move undefinedness bit by bit: lane masks are combined that are each defined only where they matter."""
     name = instruction.mnemonic[2:].rsplit("_", 1)[0]
     words = 2 if instruction.mnemonic.endswith("64") else 1
 
@@ -394,7 +391,7 @@ def _other(state: WorkGroupState, instruction: Instruction, items: list[Operand]
         reads, put = [reader(state, item, "f") for item in sources], _writer(state, items[0], "f")
 
         def run() -> None:
-            put(floats.fma32(*[np.ascontiguousarray(read()) for read in reads]))
+            put(softfloat.fma32(*[np.ascontiguousarray(read()) for read in reads]))
 
         return BoundInstruction(instruction, run, _registers(*sources), scalar_writes=_registers(items[0]))
     write, destination = _writer(state, items[0], kind), reader(state, items[0], kind)

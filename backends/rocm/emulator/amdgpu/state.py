@@ -1,9 +1,6 @@
 """Registers of a work-group, as arrays over waves and lanes.
 
-All waves that stand at one instruction execute it together. Vector registers are planes [waves, lanes] of uint32; every
-view that an instruction needs (as float32, low halves as float16 …) is made once, so that executing an instruction is
-one or two numpy calls on arrays that already exist. Scalar registers are columns of [waves, SCALARS].
-"""
+Vector registers are planes [waves, lanes] of uint32, every view made once: an instruction is a numpy call or two."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from portattn.backends.rocm.emulator.amdgpu.assembly import Operand
 from portattn.backends.rocm.emulator.amdgpu.isa import ACCUMULATION, EXEC, SCALARS, AmdArch
-from portattn.backends.rocm.emulator.amdgpu.operands import Operand
 
 Array = np.ndarray[Any, Any]
-JUNK = 0xDEAD0000  # what registers hold before anything is written: a recognisable number
+JUNK = 0xDEAD0000  # initial contents of registers: a recognisable number
 
 # Kinds of operands: letter → (numpy type, bits, is it a float).
 KINDS: dict[str, tuple[Any, int, bool]] = {
@@ -28,12 +25,12 @@ KINDS: dict[str, tuple[Any, int, bool]] = {
 class WorkGroupState:
     """Registers and masks of one work-group.
 
-    V      [planes, waves, lanes] uint32 vector registers, then accumulation registers from ACCUMULATION
-    S      [waves, SCALARS] uint32 scalar registers, exec and vcc among them; S64 is the same as [waves, SCALARS / 2]
-    scc    [waves] bool
-    group  [waves] bool: the waves that execute now; `together` when it is all of them
-    mask   [waves, lanes] bool: the lanes that execute now; `full` when it is all of them
-    ieee   MODE.IEEE: maxima and minima make signalling NaN quiet
+    Attributes:
+        V: [planes, waves, lanes] uint32 vector registers, then accumulation registers from ACCUMULATION
+        S, S64: [waves, SCALARS] uint32 scalar registers, exec and vcc among them; [waves, SCALARS / 2]
+        group, together: the waves that execute now, [waves] bool; whether it is all of them
+        mask, full: the lanes that execute now, [waves, lanes] bool; whether it is all of them
+        ieee: MODE.IEEE: maxima and minima make signalling NaN quiet
     """
 
     def __init__(self, arch: AmdArch, wave: int, waves: int) -> None:
@@ -59,7 +56,7 @@ class WorkGroupState:
         self.reset()
 
     def reset(self) -> None:
-        """As before a work-group starts: junk everywhere, all lanes of all waves on."""
+        """Set the state before a work-group: junk everywhere, all lanes of all waves on."""
         self.V[...] = JUNK
         self.S[...] = JUNK
         self.scc[...] = False
@@ -70,7 +67,6 @@ class WorkGroupState:
         self.set_group(self.everyone)
 
     def set_group(self, group: Array) -> None:
-        """Choose the waves that execute from now on."""
         self.group = group
         self.together = bool(group.all())
         self.exec_changed()
@@ -84,12 +80,11 @@ class WorkGroupState:
     # ---- masks: a bit a lane, in one (wave32) or two (wave64) scalar registers
 
     def read_mask(self, index: int) -> Array:
-        """Scalar registers as [waves, lanes] bool."""
         column = np.ascontiguousarray(self.S8[:, 4 * index : 4 * index + self.mask_bytes])
         return np.unpackbits(column, axis=1, bitorder="little").view(bool)
 
     def write_mask(self, index: int, bits: Array) -> None:
-        """[waves, lanes] bool into scalar registers; of the waves that execute."""
+        """Write [waves, lanes] bool to scalar registers, of the executing waves."""
         packed = np.packbits(bits, axis=1, bitorder="little")
         target = self.S8[:, 4 * index : 4 * index + self.mask_bytes]
         if self.together:
@@ -102,7 +97,7 @@ class WorkGroupState:
     # ---- scalars, as [waves] arrays
 
     def scalar(self, index: int, width: int = 32) -> Array:
-        """A scalar register, or a pair of them, of all waves. A view where there can be one."""
+        """Return a scalar register or pair of all waves, as a view if possible."""
         if width == 32:
             return self.S[:, index]
         if index % 2 == 0:
@@ -110,7 +105,7 @@ class WorkGroupState:
         return self.S[:, index].astype(np.uint64) | (self.S[:, index + 1].astype(np.uint64) << np.uint64(32))
 
     def set_scalar(self, index: int, value: Any, width: int = 32) -> None:
-        """Write a scalar register or pair, of the waves that execute; exec takes effect at once."""
+        """Write a scalar register or pair of the executing waves; exec takes effect at once."""
         if width == 32:
             target = self.S[:, index]
         elif index % 2 == 0:
@@ -135,27 +130,52 @@ class WorkGroupState:
     # ---- vectors
 
     def whole(self, plane: int, value: Array) -> None:
-        """Write uint32 values to a vector register in the lanes that execute."""
+        """Write uint32 values to a vector register in the executing lanes."""
         if self.full:
             self.planes["u"][plane][...] = value
         else:
             np.copyto(self.planes["u"][plane], value, where=self.mask)
 
     def pair(self, plane: int) -> Array:
-        """Two vector registers as uint64 [waves, lanes]."""
+        """Return two vector registers as uint64 [waves, lanes]."""
         both = np.empty((self.waves, self.lanes, 2), np.uint32)
         both[..., 0] = self.planes["u"][plane]
         both[..., 1] = self.planes["u"][plane + 1]
         return both.view(np.uint64)[..., 0]
 
     def set_pair(self, plane: int, value: Array) -> None:
-        """Write 64-bit values to two vector registers in the lanes that execute."""
+        """Write 64-bit values to two vector registers in the executing lanes."""
         halves = np.ascontiguousarray(value).view(np.uint32).reshape(*value.shape, 2)
         self.whole(plane, halves[..., 0])
         self.whole(plane + 1, halves[..., 1])
 
 
 def literal(operand: Operand, kind: str) -> Array:
-    """A constant as a [1, 1] array of a kind's type."""
+    """Return a constant as a [1, 1] array of a kind's type."""
     dtype, width, is_float = KINDS[kind]
     return np.array([[operand.bits(width, is_float)]], f"<u{width // 8}").view(dtype)
+
+
+# Base of the dispatcher's scratch descriptor, recognised again at its use.
+SCRATCH_MAGIC = 0x5C5C
+
+
+class Scratch:
+    """Words [size / 4, waves · lanes] uint32, and undefined bytes, [size, …]: a spill at one place is one row."""
+
+    def __init__(self, lanes: int, size: int) -> None:
+        self.size, self.lanes = size, lanes
+        self.words: Array = np.zeros((-(-size // 4), lanes), np.uint32)
+        self.bytes: Array = self.words.view(np.uint8)  # [size / 4, 4 · lanes]
+        self.unset: Array = np.ones((size, lanes), bool)
+
+    def reset(self) -> None:
+        self.unset[...] = True
+
+    def gather(self, rows: Array, where: Array) -> tuple[Array, Array]:
+        """Return bytes [n, size] of lanes `rows` [n, 1] at offsets `where` [n, size], and which are undefined."""
+        return self.bytes[where // 4, 4 * rows + where % 4], self.unset[where, rows]
+
+    def scatter(self, rows: Array, where: Array, data: Array, undefined: Array | bool) -> None:
+        self.bytes[where // 4, 4 * rows + where % 4] = data
+        self.unset[where, rows] = undefined

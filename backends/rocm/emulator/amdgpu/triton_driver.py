@@ -1,12 +1,10 @@
-"""A Triton driver that runs kernels in the model: unmodified `kernel[grid](cpu_tensors)` code, on a machine without
-GPU.
+"""A Triton driver that runs unmodified `kernel[grid](cpu_tensors)` code in the model, without a GPU.
 
     with portattn.backends.rocm.emulator.amdgpu("gfx942") as gpu:
         kernel[(4,)](x, y, n, BLOCK=1024)
     print(gpu.launches[-1].report.instructions)
 
-Triton compiles for the chip with its own AMD backend, and the machine code that it makes is executed. Needs torch and
-Triton 3.4 to 3.9; a kernel must have been defined without TRITON_INTERPRET set.
+Triton compiles with its AMD backend. Needs torch and Triton 3.4 to 3.9; kernels defined without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -25,15 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from portattn.backends.rocm.emulator.amdgpu.checks import Checks
-from portattn.backends.rocm.emulator.amdgpu.errors import EmulationError, WrongArch
+from portattn.backends.rocm.emulator.amdgpu.errors import Checks, EmulationError, WrongArch
 from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, AmdArch
-from portattn.backends.rocm.emulator.amdgpu.memory import Memory
-from portattn.backends.rocm.emulator.amdgpu.program import STEP_LIMIT, Program, Report
-from portattn.backends.rocm.emulator.amdgpu.tensors import share, value_of
+from portattn.backends.rocm.emulator.amdgpu.machine import STEP_LIMIT, Program, Report
+from portattn.backends.rocm.emulator.amdgpu.memory import Memory, share, value_of
 
 _THREADS = 1024  # of a work-group at most
-# Triton keeps compiled kernels by device number, whatever the driver: an arch gets one of its own, past real devices.
+# Triton caches compiled kernels by device number, for all drivers: an arch gets its own, past real devices.
 _DEVICES = {name: 1000 + number for number, name in enumerate(ARCHES)}
 _one_launch = threading.Lock()
 _blocks: list[int] = []  # threads that are inside a block, the innermost last
@@ -41,7 +37,7 @@ _blocks: list[int] = []  # threads that are inside a block, the innermost last
 
 @dataclass
 class EmulatedLaunch:
-    """One kernel launch that was emulated; `seconds` is the time that the model took, not the chip's."""
+    """One emulated kernel launch; `seconds` is the model's time, not the chip's."""
 
     name: str
     grid: tuple[int, int, int]
@@ -51,11 +47,7 @@ class EmulatedLaunch:
 
 @dataclass
 class Emulation:
-    """What `with portattn.backends.rocm.emulator.amdgpu(arch)` gives.
-
-    checks, step_limit  for the launches from now on; may be set at any time
-    launches            those made so far
-    """
+    """The value of emulate's block; `checks` and `step_limit` may be set at any time."""
 
     arch: str
     checks: Checks = field(default_factory=Checks)
@@ -67,12 +59,8 @@ class Emulation:
 def emulate(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_LIMIT) -> Iterator[Emulation]:
     """Have Triton compile for `arch` and run kernels in the model, until the block ends.
 
-    Blocks nest, and any thread may launch inside of one; Triton has one driver for all threads, so that only one thread
-    can be inside a block at a time.
-
-    Raises WrongArch for an arch that is not modelled, EmulationError where another thread is inside a block; launches
-    raise what Program.launch raises.
-    """
+    Blocks nest, and any thread may launch inside one; Triton has one driver for all threads, so only one thread can be
+    inside a block at a time: another raises EmulationError. Raises WrongArch for an arch that is not modelled."""
     if arch not in ARCHES:
         raise WrongArch(f"{arch!r} is not modelled; modelled are {', '.join(ARCHES)}")
     if _blocks and _blocks[-1] != threading.get_ident():
@@ -84,7 +72,7 @@ def emulate(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_L
     active = Driver(ARCHES[arch], emulation)
 
     def init_handles(kernel: Any) -> Any:
-        # load_binary gets the linked code only; what the model executes is the text beside it.
+        # load_binary gets the linked code only; the model executes the text beside it.
         active.utils.loading.text = kernel.asm["amdgcn"]
         return original(kernel)
 
@@ -104,8 +92,6 @@ def emulate(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_L
 
 
 class Driver:
-    """The interface that triton.runtime expects of a backend's driver."""
-
     def __init__(self, arch: AmdArch, emulation: Emulation) -> None:
         self.arch, self.emulation = arch, emulation
         self.utils = Utilities(arch)
@@ -141,7 +127,7 @@ class Driver:
         pass
 
     def get_benchmarker(self) -> Any:
-        """An autotuner's benchmark: runs each candidate once, and has no time to tell."""
+        """Return an autotuner's benchmark that runs each candidate once, without times."""
 
         def benchmark(function: Any, quantiles: Sequence[float] | None = None, **_: Any) -> Any:
             function()
@@ -172,7 +158,7 @@ class Utilities:
 
 
 class Launcher:
-    """Called with grid, stream, function, three or more things of Triton's own, and the kernel's arguments."""
+    """Called with grid, stream, function, three or more values of Triton's own, and the kernel's arguments."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.types = list(source.signature.values())
@@ -209,7 +195,7 @@ def _flatten(types: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[A
 
 
 def _link_without_rocm() -> None:
-    """Before 3.5 the last stage calls ROCm's linker. The model reads the text, so an unlinked object does."""
+    """Skip ROCm's linker, the last stage before 3.5: the model reads the text."""
     from triton.backends import backends
 
     compiler: Any = backends["amd"].compiler

@@ -1,8 +1,6 @@
-"""Vector instructions: the table of functions, and those that need more than a function of their lanes. carries.py has
-what reads or writes a bit a lane, division.py what divisions are made of.
+"""Vector instructions: the table of functions, and instructions that need more than a function of their lanes.
 
-Sources: AMD "Instinct MI300" ISA reference, chapters "VALU" and "Instructions"; "RDNA3", "RDNA4" likewise.
-"""
+Sources: AMD "Instinct MI300" ISA reference, chapters "VALU" and "Instructions"; "RDNA3", "RDNA4" likewise."""
 
 from __future__ import annotations
 
@@ -10,44 +8,46 @@ from collections.abc import Callable
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu import extremes, floats
+from portattn.backends.rocm.emulator.amdgpu import softfloat
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
 from portattn.backends.rocm.emulator.amdgpu.binder import (
+    DPP,
+    SDWA,
+    Bind,
     Binder,
     BoundInstruction,
     Read,
+    base_name,
     compute,
+    dpp_flow,
     unified_registers,
     vector_plane,
 )
-from portattn.backends.rocm.emulator.amdgpu.carries import carry, cndmask, mad64
-from portattn.backends.rocm.emulator.amdgpu.division import div_fixup, div_fmas, div_scale
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
-from portattn.backends.rocm.emulator.amdgpu.vector_forms import DPP, SDWA, Bind, base_name, dpp_flow
+from portattn.backends.rocm.emulator.amdgpu.vcc_ops import carry, cndmask, div_fixup, div_fmas, div_scale, mad64
 from portattn.backends.rocm.emulator.amdgpu.vector_tables import ACCUMULATING, KEEPS_UPPER_HALF, TABLE, count_bits
 
 _u32, _u64, _i64, _f32 = np.uint32, np.uint64, np.int64, np.float32
 
 
 def bind(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
-    """Bind one vector instruction. Raises UnknownInstruction."""
     name = base_name(instruction.mnemonic)
     if name in SPECIAL:
         return SPECIAL[name](state, instruction)
-    if name in TABLE or name in ACCUMULATING or extremes.is_modelled(name):
+    if name in TABLE or name in ACCUMULATING or softfloat.is_extreme(name):
         return _table(state, instruction, name)
     raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
 
 
 def is_modelled(name: str) -> bool:
-    return name in SPECIAL or name in TABLE or name in ACCUMULATING or extremes.is_modelled(name)
+    return name in SPECIAL or name in TABLE or name in ACCUMULATING or softfloat.is_extreme(name)
 
 
 def _table(state: WorkGroupState, instruction: Instruction, name: str) -> BoundInstruction:
     binder = Binder(state, instruction)
     accumulates = name in ACCUMULATING
-    entry = extremes.entry(state, name) if extremes.is_modelled(name) else TABLE[ACCUMULATING.get(name, name)]
+    entry = softfloat.extreme_entry(state, name) if softfloat.is_extreme(name) else TABLE[ACCUMULATING.get(name, name)]
     kind, kinds, function = entry
     binder.allow("clamp", "mul", "div", "op_sel", *DPP, *SDWA)
     binder.expect(len(kinds) + (0 if accumulates else 1))
@@ -66,7 +66,7 @@ def _table(state: WorkGroupState, instruction: Instruction, name: str) -> BoundI
 
 
 def _word_by_word(binder: Binder) -> Callable[..., None]:
-    """A 64-bit move: compilers also move pairs of which only one is defined."""
+    """Move undefinedness of a 64-bit move word by word: compilers move pairs of which only one is defined."""
     sources, targets = binder.operands[1].registers, binder.registers(0)
 
     def flow(defined: object) -> None:
@@ -78,7 +78,7 @@ def _word_by_word(binder: Binder) -> Callable[..., None]:
 
 
 def apply_output_modifiers(instruction: Instruction, kind: str, name: str, value: Read) -> Read:
-    """Output modifiers: mul:2, mul:4, div:2, then clamp."""
+    """Apply mul:2, mul:4, div:2, then clamp."""
     dtype, _, is_float = KINDS[kind]
     modifiers = instruction.modifiers
     if "mul" in modifiers or "div" in modifiers:
@@ -159,9 +159,9 @@ def _fma_mix(into: str) -> Bind:
                 np.copyto(target, value, where=state.mask)
 
         def exact() -> Array:
-            single = floats.fma32(*(np.ascontiguousarray(read()) for read in reads))
+            single = softfloat.fma32(*(np.ascontiguousarray(read()) for read in reads))
             # Rounded twice, as the documents say: to float32 by the multiply-add, then to float16.
-            return single if into == "f" else floats.to_half(single)
+            return single if into == "f" else softfloat.to_half(single)
 
         value = apply_output_modifiers(instruction, "f" if into == "f" else "h", "fma_mix", exact)
 
@@ -242,7 +242,7 @@ def _from_fp8(kind: str, into: str, both: bool = True, scaled: bool = False) -> 
         binder = Binder(state, instruction)
         binder.allow("op_sel", *SDWA, "byte_sel")
         binder.expect(3 if scaled else 2)
-        table = floats.fp8_table(kind, state.arch.fnuz)
+        table = softfloat.fp8_table(kind, state.arch.fnuz)
         selects = instruction.numbers("op_sel", [0, 0])
         chosen = instruction.modifiers.get("src0_sel", f"BYTE_{instruction.number('byte_sel')}")
         if both:
@@ -262,7 +262,7 @@ def _from_fp8(kind: str, into: str, both: bool = True, scaled: bool = False) -> 
             if scale is not None:
                 values = [value * _scale(scale()) for value in values]
             if into == "f16":
-                state.whole(plane, floats.f16_bits(values[0]) | floats.f16_bits(values[1]) << _u32(16))
+                state.whole(plane, softfloat.f16_bits(values[0]) | softfloat.f16_bits(values[1]) << _u32(16))
                 return
             for j, value in enumerate(values):
                 state.whole(plane + j, value.view(_u32))
@@ -287,7 +287,7 @@ def _to_fp8(kind: str, scaled: bool = False) -> Bind:
 
         def code(value: Array) -> Array:
             value = value / _scale(scale()) if scale is not None else value
-            return floats.fp8_bits(value, kind, state.arch.fnuz, state.saturate[:, None])
+            return softfloat.fp8_bits(value, kind, state.arch.fnuz, state.saturate[:, None])
 
         def run() -> None:
             np.copyto(target, (code(a()) | code(b()) << _u32(8)).astype(np.uint16), where=state.mask)

@@ -1,8 +1,7 @@
-"""What vector instructions compute, lane by lane: name → (type written, types read, function).
+"""Vector instructions lane by lane: name (without "v_" and encoding) → (type written, types read, function).
 
-Types are letters of state.KINDS. Names are without "v_" and without the encoding (_e32, _e64, _dpp, _sdwa).
-Sources: AMD "Instinct MI300" ISA reference chapter "Instructions" (VOP1, VOP2, VOP3), "RDNA3" and "RDNA4" likewise.
-Transcendental functions are rounded correctly here; the chips' differ by up to 1 ulp and say so.
+Types are letters of state.KINDS. Transcendental functions are rounded correctly; the chips' differ by up to 1 ulp.
+Sources: AMD "Instinct MI300" ISA reference, "Instructions" (VOP1, VOP2, VOP3), "RDNA3" and "RDNA4" likewise.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu import floats
-from portattn.backends.rocm.emulator.amdgpu.floats import Array
+from portattn.backends.rocm.emulator.amdgpu import softfloat
+from portattn.backends.rocm.emulator.amdgpu.softfloat import Array
 
 Entry = tuple[str, str, Callable[..., Array]]
 _u8, _u16, _u32, _u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -22,7 +21,7 @@ _31, _63, _16 = _u32(31), _u64(63), _u32(16)
 
 
 def _wide(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A float32 function computed in float64, so that its rounding to float32 is the only one that counts."""
+    """Compute a float32 function in float64, so that it is rounded once."""
     return lambda a: function(a.astype(_f64)).astype(_f32)
 
 
@@ -31,12 +30,11 @@ def _through32(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 def to_integer(x: Array, low: int, high: int) -> Array:
-    """Towards zero, clamped to the range; NaN gives 0."""
+    """Round towards zero, clamped to the range; NaN gives 0."""
     return np.clip(np.where(np.isnan(x), 0.0, np.trunc(x.astype(_f64))), low, high).astype(_i64)
 
 
 def bit_length(x: Array) -> Array:
-    """Position of the highest set bit plus one, of uint32."""
     return np.frexp(x.astype(_f64))[1].astype(_u32)
 
 
@@ -124,7 +122,7 @@ _BELOW_ONE32, _BELOW_ONE64 = np.nextafter(_f32(1), _f32(0)), np.nextafter(_f64(1
 
 
 def _fract(largest: np.floating[Any]) -> Callable[[Array], Array]:
-    """What is left above the floor. Always below 1: of a tiny negative number too, where the difference rounds to 1."""
+    """Return the fraction above the floor, below 1 even for a tiny negative number, whose difference rounds to 1."""
     return lambda a: np.minimum(a - np.floor(a), largest)
 
 
@@ -133,7 +131,7 @@ def _sad(a: Array, b: Array, c: Array) -> Array:
 
 
 def _dot2_f16(a: Array, b: Array, c: Array) -> Array:
-    """Two products of halves added to a float32, the lower first; every operation rounds, as the documents have it."""
+    """Add two products of halves to a float32, the lower first; every operation rounds, as documented."""
     x = np.ascontiguousarray(a).view(_f16).reshape(*a.shape, 2).astype(_f32)
     y = np.ascontiguousarray(b).view(_f16).reshape(*b.shape, 2).astype(_f32)
     return c + x[..., 0] * y[..., 0] + x[..., 1] * y[..., 1]
@@ -152,7 +150,7 @@ FLOAT32: dict[str, Entry] = {
     "subrev_f32": ("f", "ff", lambda a, b: b - a),
     "mul_legacy_f32": ("f", "ff", lambda a, b: np.where((a == 0) | (b == 0), _f32(0), a * b)),
     "mul_dx9_zero_f32": ("f", "ff", lambda a, b: np.where((a == 0) | (b == 0), _f32(0), a * b)),
-    "fma_f32": ("f", "fff", floats.fma32),
+    "fma_f32": ("f", "fff", softfloat.fma32),
     "mad_f32": ("f", "fff", lambda a, b, c: a * b + c),
     "rcp_f32": ("f", "f", lambda a: _f32(1) / a), "rcp_iflag_f32": ("f", "f", lambda a: _f32(1) / a),
     "rsq_f32": ("f", "f", _wide(lambda a: 1.0 / np.sqrt(a))), "sqrt_f32": ("f", "f", np.sqrt),
@@ -168,7 +166,7 @@ FLOAT32: dict[str, Entry] = {
 }  # fmt: skip
 
 FLOAT64: dict[str, Entry] = {
-    "add_f64": ("d", "dd", np.add), "mul_f64": ("d", "dd", np.multiply), "fma_f64": ("d", "ddd", floats.fma64),
+    "add_f64": ("d", "dd", np.add), "mul_f64": ("d", "dd", np.multiply), "fma_f64": ("d", "ddd", softfloat.fma64),
     "rcp_f64": ("d", "d", lambda a: 1.0 / a),
     "rsq_f64": ("d", "d", lambda a: 1.0 / np.sqrt(a)), "sqrt_f64": ("d", "d", np.sqrt),
     "floor_f64": ("d", "d", np.floor), "ceil_f64": ("d", "d", np.ceil), "trunc_f64": ("d", "d", np.trunc),
@@ -179,7 +177,7 @@ FLOAT64: dict[str, Entry] = {
 
 FLOAT16: dict[str, Entry] = {
     "add_f16": ("h", "hh", np.add), "sub_f16": ("h", "hh", np.subtract), "mul_f16": ("h", "hh", np.multiply),
-    "subrev_f16": ("h", "hh", lambda a, b: b - a), "fma_f16": ("h", "hhh", floats.fma16),
+    "subrev_f16": ("h", "hh", lambda a, b: b - a), "fma_f16": ("h", "hhh", softfloat.fma16),
     "mad_f16": ("h", "hhh", lambda a, b, c: a * b + c),
     "rcp_f16": ("h", "h", _through32(lambda a: 1.0 / a)), "rsq_f16": ("h", "h", _through32(lambda a: 1 / np.sqrt(a))),
     "sqrt_f16": ("h", "h", np.sqrt), "exp_f16": ("h", "h", _through32(np.exp2)), "log_f16": ("h", "h",
@@ -264,7 +262,7 @@ INTEGER64: dict[str, Entry] = {
 }  # fmt: skip
 
 CONVERSIONS: dict[str, Entry] = {
-    "cvt_f32_f16": ("f", "h", floats.from_half), "cvt_f16_f32": ("h", "f", floats.to_half),
+    "cvt_f32_f16": ("f", "h", softfloat.from_half), "cvt_f16_f32": ("h", "f", softfloat.to_half),
     "cvt_f32_u32": ("f", "u", lambda a: a.astype(_f32)), "cvt_f32_i32": ("f", "i", lambda a: a.astype(_f32)),
     "cvt_u32_f32": ("u", "f", lambda a: to_integer(a, 0, 2**32 - 1).astype(_u32)),
     "cvt_i32_f32": ("i", "f", lambda a: to_integer(a, -(2**31), 2**31 - 1).astype(_i32)),
@@ -279,9 +277,9 @@ CONVERSIONS: dict[str, Entry] = {
     "cvt_u16_f16": ("w", "h", lambda a: to_integer(a, 0, 65535).astype(_u16)),
     "cvt_i16_f16": ("s", "h", lambda a: to_integer(a, -32768, 32767).astype(np.int16)),
     "cvt_f32_bf16": ("f", "w", lambda a: (a.astype(_u32) << _16).view(_f32)),
-    "cvt_pk_f16_f32": ("u", "ff", lambda a, b: _pack(floats.f16_bits(a), floats.f16_bits(b))),
-    "cvt_pk_bf16_f32": ("u", "ff", lambda a, b: _pack(floats.bf16_bits(a), floats.bf16_bits(b))),
-    "cvt_pkrtz_f16_f32": ("u", "ff", lambda a, b: _pack(floats.f16_bits_to_zero(a), floats.f16_bits_to_zero(b))),
+    "cvt_pk_f16_f32": ("u", "ff", lambda a, b: _pack(softfloat.f16_bits(a), softfloat.f16_bits(b))),
+    "cvt_pk_bf16_f32": ("u", "ff", lambda a, b: _pack(softfloat.bf16_bits(a), softfloat.bf16_bits(b))),
+    "cvt_pkrtz_f16_f32": ("u", "ff", lambda a, b: _pack(softfloat.f16_bits_to_zero(a), softfloat.f16_bits_to_zero(b))),
     "cvt_pk_u16_u32": ("u", "uu", lambda a, b: _pack(np.minimum(a, _u32(65535)), np.minimum(b, _u32(65535)))),
     "cvt_i32_i16": ("i", "s", lambda a: a.astype(_i32)), "cvt_u32_u16": ("u", "w", lambda a: a.astype(_u32)),
     **{

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from portattn.backends.ascend.linalg.tools import TOOLCHAIN, missing
+from portattn.backends.ascend.linalg.llvm_tools import TOOLCHAIN, missing_reason
 from portattn.tools import lab
 from portattn.worker.client import Worker
 
@@ -25,7 +25,7 @@ def _lab_in_reach(real_lab: None) -> None:
 @pytest.fixture
 def mlir(_lab_in_reach: None) -> None:
     """Skips where MLIR's programs are missing."""
-    why = missing()
+    why = missing_reason()
     if why:
         pytest.skip(why)
 

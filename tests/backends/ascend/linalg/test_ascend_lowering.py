@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from portattn.backends.ascend import AscendBackend
-from portattn.backends.ascend.linalg.execute import Programs
-from portattn.backends.ascend.linalg.executor import LinalgExecutor
-from portattn.compile.compile_check import compile_in
+from portattn.backends.ascend.linalg.executor import LinalgExecutor, Programs
+from portattn.compile.ensure_compiled import compile_in
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan

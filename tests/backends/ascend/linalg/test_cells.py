@@ -50,14 +50,10 @@ def lint(name: str, message: str, function: str = "dense_forward") -> Lint:
 @pytest.mark.parametrize(
     ("outcome", "status", "level"),
     [
-        ("pass", "PASS", "lowering-checked"),
-        ("fail", "FAIL", "declared"),
-        ("error", "FAIL", "declared"),
-        ("crash", "CRASH", "declared"),
-        ("hang", "TIMEOUT", "declared"),
-        ("not_run", "NOTE", "declared"),
+        ("pass", "PASS", "lowering-checked"), ("fail", "FAIL", "declared"), ("error", "FAIL", "declared"),
+        ("crash", "CRASH", "declared"), ("hang", "TIMEOUT", "declared"), ("not_run", "NOTE", "declared"),
     ],
-)
+)  # fmt: skip
 def test_the_level_is_what_the_execution_showed(monkeypatch, outcome, status, level):
     found = cell_of(monkeypatch, dense(dtype="fp16", head_dim=64), Standing(numerics(outcome, "why")))
     assert (found.status, found.level) == (status, level)

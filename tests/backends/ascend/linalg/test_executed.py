@@ -81,7 +81,7 @@ def test_an_access_outside_the_arguments_fails_and_is_named(made, runner: Worker
 @pytest.fixture
 def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if MLIR's programs were here: stand-ins for the children need none of them."""
-    monkeypatch.setattr(executor, "missing", lambda: "")
+    monkeypatch.setattr(executor, "missing_reason", lambda: "")
 
 
 @pytest.mark.usefixtures("nothing_missing")
@@ -94,7 +94,7 @@ def test_a_lowering_that_fails_on_the_small_problem_says_so(made):
 
 
 def test_without_mlir_nothing_is_asked(made, monkeypatch):
-    monkeypatch.setattr(executor, "missing", lambda: "no mlir-opt here: install it")
+    monkeypatch.setattr(executor, "missing_reason", lambda: "no mlir-opt here: install it")
     compiler = Planted("")
     seen = LinalgExecutor(60.0).check(made, TARGET, compiler, compiler)
     assert (seen.outcome, seen.reason, compiler.asked) == ("not_run", "no mlir-opt here: install it", 0)

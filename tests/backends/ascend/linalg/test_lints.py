@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lowered_texts as texts
 import pytest
 
-from portattn.backends.ascend.linalg.executor import footprint, lints, read
+from portattn.backends.ascend.linalg.mlir_text import footprint, lints, read
 from portattn.testing.findings import LIMITS
 
 TILE = 64 * 64 * 4
@@ -15,54 +17,60 @@ SELECT_F16 = """\
     %picked = arith.select %mask, %tile, %zero : tensor<16x64xi1>, tensor<16x64xf16>"""
 
 
-def fired(text: str, **options) -> dict[str, int]:
-    found = lints(text, "kernel", ("x", "out", "n"), **options)
-    return {lint.name: lint.value for lint in found}
+ROWS = texts.gather("1, 64", 64)
+WIDE = texts.tiles(13, loop=False)
+FIRED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "a clean kernel": (texts.DOUBLE, {"grid": (65535,), "scratchpad_bytes": 196608}, {}),
+    "tiles made of single loads": (texts.ELEMENTS, {}, {"scalar-loop": 128, "whole-tile-load": 1}),
+    "loops of the kernel itself are no gathers": (
+        ROWS.replace(" {ExtractedLoadOrStore, hivm.parallel_loop}", ""), {}, {}),
+    "a whole tile that is masked afterwards": (
+        texts.masked("%arg2", texts.WHOLE, "%old, %new"), {}, {"whole-tile-load": 1}),
+    "rows of such a tile": (
+        texts.gather("1, 64", 64, mask=SELECT_F16), {}, {"row-loop": 16, "whole-tile-load": 1}),
+    "a load that the mask bounds is no whole tile": (texts.masked("%arg2", texts.BOUNDED, "%old, %new"), {}, {}),
+    "reductions that start from nothing": (texts.UNFILLED, {}, {"uninitialised-reduction": 1}),
+    "reductions that start from something": (texts.FILLED, {}, {}),
+    "too many programs": (texts.DOUBLE, {"grid": (256, 256)}, {"programs": 65536}),
+    "as many as the chip has": (texts.DOUBLE, {"grid": (256, 256), "max_programs": 65536}, {}),
+    "fewer programs": (texts.DOUBLE, {"grid": (255, 257)}, {}),
+    "a footprint over the unified buffer": (WIDE, {"scratchpad_bytes": 12 * TILE}, {"unified-buffer": 13 * TILE}),
+    "a footprint that fits": (WIDE, {"scratchpad_bytes": 13 * TILE}, {}),
+}  # fmt: skip
 
 
-def test_a_clean_kernel_has_none():
-    assert fired(texts.DOUBLE, grid=(65535,), scratchpad_bytes=196608) == {}
+@pytest.mark.parametrize("name", FIRED)
+def test_where_each_fires(name: str) -> None:
+    text, options, expected = FIRED[name]
+    assert {lint.name: lint.value for lint in lints(text, "kernel", ("x", "out", "n"), **options)} == expected
 
 
-def test_scalar_loops_count_their_elements():
-    found = lints(texts.gather("1, 1", 64, nested=True), "kernel", ("x", "out"))
-    assert [(lint.name, lint.value, lint.red) for lint in found] == [("scalar-loop", 128, False)]
-    assert str(found[0]) == "kernel: scalar-loop: a load of x is 128 copies of one element, one after another"
+SAID = {
+    "scalar loops": (texts.gather("1, 1", 64, nested=True), ("scalar-loop", 128, False),
+                     "kernel: scalar-loop: a load of x is 128 copies of one element, one after another"),
+    "row loops": (ROWS, ("row-loop", 16, False), "a load of x is 16 copies of one row"),
+    "a masked store that writes everything back": (
+        texts.masked("%arg3", texts.WHOLE, "%new, %old"), ("masked-store", None, True),
+        "a masked store to out reads the tile"),
+}  # fmt: skip
 
 
-def test_tiles_made_of_single_loads():
-    assert fired(texts.ELEMENTS) == {"scalar-loop": 128, "whole-tile-load": 1}
+@pytest.mark.parametrize("name", SAID)
+def test_what_it_says(name: str) -> None:
+    text, (kind, value, red), said = SAID[name]
+    (lint,) = lints(text, "kernel", ("x", "out", "n"))
+    assert (lint.name, lint.red) == (kind, red)
+    assert value in (None, lint.value)
+    assert said in str(lint)
 
 
-def test_row_loops_count_their_rows():
-    found = lints(texts.gather("1, 64", 64), "kernel", ("x", "out"))
-    assert [(lint.name, lint.value) for lint in found] == [("row-loop", 16)]
-    assert "a load of x is 16 copies of one row" in found[0].message
-
-
-def test_loops_of_the_kernel_itself_are_no_gathers():
-    assert fired(texts.gather("1, 64", 64).replace(" {ExtractedLoadOrStore, hivm.parallel_loop}", "")) == {}
-
-
-def test_a_whole_tile_that_is_masked_afterwards():
-    text = texts.masked("%arg2", texts.WHOLE, "%old, %new")
-    assert fired(text) == {"whole-tile-load": 1}
-    assert fired(texts.gather("1, 64", 64, mask=SELECT_F16)) == {"row-loop": 16, "whole-tile-load": 1}
-
-
-def test_a_load_that_the_mask_bounds_is_no_whole_tile():
-    assert fired(texts.masked("%arg2", texts.BOUNDED, "%old, %new")) == {}
-
-
-def test_a_masked_store_that_writes_everything_back():
-    text = texts.masked("%arg3", texts.WHOLE, "%new, %old")
-    found = lints(text, "kernel", ("x", "out", "n"))
-    assert [(lint.name, lint.red) for lint in found] == [("masked-store", True)]
-    assert "a masked store to out reads the tile" in found[0].message
-
-
-def test_a_select_between_inputs_is_no_masked_store():
-    assert "masked-store" not in fired(texts.masked("%arg2", texts.WHOLE, "%new, %old"))
+def test_what_is_no_lint() -> None:
+    """A select between inputs is no masked store, and attributes of the backend are no leftovers."""
+    text = texts.masked("%arg2", texts.WHOLE, "%new, %old")
+    assert "masked-store" not in {lint.name for lint in lints(text, "kernel", ("x", "out", "n"))}
+    assert "tt.divisibility" in texts.DOUBLE
+    assert "hivm.unlikely_condition" in texts.DOUBLE
+    assert "leftover" not in {lint.name for lint in lints(texts.DOUBLE, "kernel", ("x", "out", "n"))}
 
 
 @pytest.mark.parametrize("left", ["tt.reduce", "hivm.hir.sync_block"])
@@ -73,34 +81,11 @@ def test_leftovers(left):
     assert left in lint.message
 
 
-def test_attributes_of_the_backend_are_no_leftovers():
-    assert "tt.divisibility" in texts.DOUBLE
-    assert "hivm.unlikely_condition" in texts.DOUBLE
-    assert "leftover" not in fired(texts.DOUBLE)
-
-
-def test_reductions_that_start_from_nothing():
-    assert fired(texts.UNFILLED) == {"uninitialised-reduction": 1}
-    assert fired(texts.FILLED) == {}
-
-
-def test_programs():
-    assert fired(texts.DOUBLE, grid=(256, 256)) == {"programs": 65536}
-    assert fired(texts.DOUBLE, grid=(256, 256), max_programs=65536) == {}
-    assert fired(texts.DOUBLE, grid=(255, 257)) == {}
-
-
 def test_the_footprint_counts_what_lives_at_once():
     assert footprint(read(texts.tiles(3, loop=False))) == 3 * TILE
     # What a loop reads lives until it ends.
     assert footprint(read(texts.tiles(3, loop=True))) == 4 * TILE
     assert footprint(read(texts.DOUBLE)) == 8 * 4
-
-
-def test_a_footprint_over_the_unified_buffer():
-    text = texts.tiles(13, loop=False)
-    assert fired(text, scratchpad_bytes=12 * TILE) == {"unified-buffer": 13 * TILE}
-    assert fired(text, scratchpad_bytes=13 * TILE) == {}
 
 
 def test_names_that_the_printer_gives_twice_are_two_values():

@@ -8,9 +8,9 @@ import lowered_texts as texts
 import pytest
 import torch
 
-from portattn.backends.ascend.linalg import execute, tools
-from portattn.backends.ascend.linalg.execute import Programs
-from portattn.backends.ascend.linalg.tools import LinalgError
+from portattn.backends.ascend.linalg import executor, llvm_tools
+from portattn.backends.ascend.linalg.executor import Programs
+from portattn.backends.ascend.linalg.llvm_tools import LinalgError
 
 pytestmark = pytest.mark.usefixtures("mlir")
 
@@ -59,11 +59,9 @@ def test_bf16_is_rounded_to_the_nearest_even(in_child):
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        (4, "reads x 0 bytes after its end"),
-        (260, "reads x 1024 bytes after its end"),
-        (-1024, None),
+        (4, "reads x 0 bytes after its end"), (260, "reads x 1024 bytes after its end"), (-1024, None),
     ],
-)
+)  # fmt: skip
 def test_a_read_outside_an_argument_is_seen_and_not_fatal(in_child, at, said):
     results, strays, _ = in_child(launch, texts.AT, (1,), {"x": torch.ones(4), "out": torch.zeros(1), "at": at})
     if said is None:  # before the start it is known to the page
@@ -142,8 +140,8 @@ def test_a_text_that_mlir_refuses(in_child):
 
 
 def test_missing_programs_are_named(monkeypatch):
-    monkeypatch.setattr(tools, "tools", lambda: {"mlir-opt": "/bin/true", "cc": "/bin/cc"})
-    assert tools.missing().startswith("no mlir-translate, llc here: ")
+    monkeypatch.setattr(llvm_tools, "programs", lambda: {"mlir-opt": "/bin/true", "cc": "/bin/cc"})
+    assert llvm_tools.missing_reason().startswith("no mlir-translate, llc here: ")
     with pytest.raises(LinalgError, match="install mlir-19-tools"):
         Programs().launch(texts.DOUBLE, (1,), {})
 
@@ -151,8 +149,8 @@ def test_missing_programs_are_named(monkeypatch):
 def test_a_text_is_compiled_once(in_child, monkeypatch):
     def twice() -> int:
         compiled = []
-        original = execute.build.library
-        monkeypatch.setattr(execute.build, "library", lambda *a: compiled.append(a) or original(*a))
+        original = executor.library
+        monkeypatch.setattr(executor, "library", lambda *a: compiled.append(a) or original(*a))
         programs = Programs()
         for _ in range(3):
             programs.launch(texts.DOUBLE, (1,), {"x": torch.ones(8), "out": torch.zeros(8)})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import lowered_texts as texts
 import pytest
 
-from portattn.backends.ascend.linalg.text import Argument, kernel_of, upstream
-from portattn.backends.ascend.linalg.tools import LinalgError
+from portattn.backends.ascend.linalg.llvm_tools import LinalgError
+from portattn.backends.ascend.linalg.mlir_text import Argument, kernel_of, upstream
 
 
 def test_a_kernel_has_its_own_arguments_only():

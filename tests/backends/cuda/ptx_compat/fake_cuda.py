@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from portattn.backends.cuda.ptx_compat.execute import read
+from portattn.backends.cuda.ptx_compat import read
 
 POINTER, INT, UINT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _KINDS = {(4, True): ctypes.c_float, (4, False): ctypes.c_int32, (8, False): ctypes.c_int64}
@@ -48,17 +48,13 @@ class FakeCuda:
         self._texts: dict[int, str] = {}
         self._kept: list[Any] = []
         signatures = {
-            "cuDriverGetVersion": (POINTER,),
-            "cuCtxGetDevice": (POINTER,),
-            "cuDeviceGetAttribute": (POINTER, INT, INT),
+            "cuDriverGetVersion": (POINTER,), "cuCtxGetDevice": (POINTER,), "cuDeviceGetAttribute": (POINTER, INT, INT),
             "cuModuleLoadDataEx": (POINTER, ctypes.c_char_p, UINT, POINTER, POINTER),
-            "cuModuleGetFunction": (POINTER, POINTER, ctypes.c_char_p),
-            "cuModuleUnload": (POINTER,),
+            "cuModuleGetFunction": (POINTER, POINTER, ctypes.c_char_p), "cuModuleUnload": (POINTER,),
             "cuFuncSetAttribute": (POINTER, INT, INT),
-            "cuLaunchKernel": (POINTER, *(UINT,) * 7, POINTER, POINTER, POINTER),
-            "cuGetErrorName": (INT, POINTER),
+            "cuLaunchKernel": (POINTER, *(UINT,) * 7, POINTER, POINTER, POINTER), "cuGetErrorName": (INT, POINTER),
             "cuGetErrorString": (INT, POINTER),
-        }
+        }  # fmt: skip
         for name, types in signatures.items():
             setattr(self, name, ctypes.CFUNCTYPE(INT, *types)(getattr(self, _snake(name))))
 

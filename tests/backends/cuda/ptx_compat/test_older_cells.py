@@ -14,23 +14,23 @@ from click.testing import CliRunner
 from planted import planted as planted
 
 from portattn import Target
-from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
+from portattn.backends.cuda.ptx_compat import PtxExecutor
 from portattn.cli import main
 from portattn.cli.matrix import _summary
-from portattn.cli.matrix_page import counts
+from portattn.cli.matrix_output import counts
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.testing import canary, numerics
+from portattn.testing import canary, executor
 from portattn.testing.findings import Numerics
 from portattn.tools import verify
 from portattn.tools.matrix import provenance, select
+from portattn.tools.matrix.cell_text import brief
 from portattn.tools.matrix.cells import Cell
-from portattn.tools.matrix.labels import brief
 from portattn.tools.matrix.problems import dense
-from portattn.tools.matrix.report import render
 from portattn.tools.matrix.run import Options, execute
+from portattn.tools.matrix.site import render
 from portattn.worker.client import Reply
 
 TOOLCHAIN = "triton==3.6.0"
@@ -112,7 +112,7 @@ def test_each_launch_is_sent_with_what_it_was_compiled_for() -> None:
     assert (seen.outcome, seen.where, seen.error) == ("pass", LABEL, 1e-3)
     assert [fields["target"] for _, fields in compiler.asked] == [["cuda", 80, 32]] * 2
     ((task, fields),) = runner.asked
-    assert task == "portattn.backends.cuda.ptx_compat.execute:compare"
+    assert task == "portattn.backends.cuda.ptx_compat:compare"
     assert [code["signature"]["function"] for code in fields["texts"]] == ["decode_split", "combine"]
     assert fields["texts"][0]["signature"] == compiler.asked[0][1]["signature"]
     assert {code["text"] for code in fields["texts"]} == {"text"}
@@ -128,19 +128,15 @@ def test_each_launch_is_sent_with_what_it_was_compiled_for() -> None:
         (Reply(outcome="error", kind="PtxTooNew", message="CUDA error 222"), "not_run", "CUDA error 222", 0),
         (Reply(outcome="error", kind="BadPtx", message="planted"), "error", "BadPtx: planted", 0),
         (
-            Reply(outcome="crash", kind="SIGSEGV", stage="import", message="died"),
-            "crash",
-            "SIGSEGV: died, at stage 'import'",
-            0,
+            Reply(outcome="crash", kind="SIGSEGV", stage="import", message="died"), "crash",
+            "SIGSEGV: died, at stage 'import'", 0,
         ),
         (
-            Reply(outcome="hang", kind="timeout", stage="run combine", message="no answer in 5 s"),
-            "hang",
-            "no answer in 5 s, at stage 'run combine'",
-            0,
+            Reply(outcome="hang", kind="timeout", stage="run combine", message="no answer in 5 s"), "hang",
+            "no answer in 5 s, at stage 'run combine'", 0,
         ),
     ],
-)
+)  # fmt: skip
 def test_what_a_run_ends_in(reply: Reply, outcome: str, said: str, closed: int) -> None:
     runner = Child(reply)
     seen = checked(compiles(), runner)
@@ -169,10 +165,8 @@ def test_shared_memory_is_limited_by_the_older_chip_and_by_the_device() -> None:
 
 
 def made_cell(monkeypatch: pytest.MonkeyPatch, planted: str, seen: Numerics | None, **options: Any) -> Cell:
-    """A cell whose compiler is planted and whose run as an older chip's code is `seen`; None: there must be no run.
-
-    The planted compiler gets sm_100 right and lets sm_120 spill.
-    """
+    """A cell whose compiler is planted and whose run as an older chip's code is `seen`; None: there must be no run. The
+    planted compiler gets sm_100 right and lets sm_120 spill."""
 
     def check(self: PtxExecutor, *_: Any) -> Numerics:
         assert seen is not None, "was not to be run"
@@ -180,7 +174,7 @@ def made_cell(monkeypatch: pytest.MonkeyPatch, planted: str, seen: Numerics | No
 
     monkeypatch.setattr(PtxExecutor, "check", check)
     monkeypatch.setattr(PtxExecutor, "lacks", lambda self, where: "" if self.device else "none is here")
-    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
+    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
     found: list[Cell] = []
     specs = select.specs([dense(dtype="fp16", head_dim=64)], [target(f"cuda:{options.pop('arch', 'sm_100')}")])
     options = {"here": (target("cuda:sm_90"),)} | options
@@ -219,7 +213,6 @@ def test_wrong_numbers_are_red_and_named(
 def test_what_could_not_be_run_is_no_evidence(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
     cell = made_cell(monkeypatch, planted, numbers("not_run", "CUDA error 222"))
     assert (cell.status, cell.level, cell.label) == ("PASS", "compiles", "")
-    assert cell.older is not None
     assert cell.older.reason == "CUDA error 222"
 
 
@@ -269,7 +262,7 @@ def called(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portattn.planning.detect_target.devices", lambda: [])
+    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
     monkeypatch.setattr(verify, "devices", lambda: [])
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))
 

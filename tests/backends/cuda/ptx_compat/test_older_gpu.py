@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from portattn import Problem, Target
-from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
-from portattn.planning.detect_target import devices
+from portattn.backends.cuda.ptx_compat import PtxExecutor
 from portattn.planning.planner import plan
-from portattn.planning.registry import parse_target
+from portattn.planning.registry import devices, parse_target
 from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import canary
 from portattn.testing.findings import Numerics

@@ -16,18 +16,8 @@ import torch
 from fake_cuda import FakeCuda
 
 from portattn import kernels
-from portattn.backends.cuda.ptx_compat import execute as executing
-from portattn.backends.cuda.ptx_compat.execute import (
-    BadPtx,
-    CudaDriver,
-    CudaError,
-    PtxCode,
-    PtxTooNew,
-    arguments,
-    fits,
-    read,
-    run,
-)
+from portattn.backends.cuda import ptx_compat
+from portattn.backends.cuda.ptx_compat import BadPtx, CudaDriver, CudaError, PtxCode, arguments, fits, read, run
 from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
 from portattn.launch.kernelcall import KernelCall, signature
@@ -35,8 +25,8 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.lowering import Launch
 from portattn.testing import canary
-from portattn.testing.numerics import request_of
-from portattn.testing.run_plan import call_of, plan_of
+from portattn.testing.executor import request_of
+from portattn.testing.verdict import call_of, plan_of
 from portattn.tools import lab
 from portattn.worker.client import Worker
 
@@ -154,7 +144,7 @@ def test_little_shared_memory_is_not_asked_for() -> None:
     ("refuses", "kind", "said"),
     [
         (218, CudaError, "cuModuleLoadDataEx: CUDA error 218, CUDA_ERROR_INVALID_PTX: a PTX JIT failed: line 7; no"),
-        (222, PtxTooNew, "CUDA error 222, CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
+        (222, ptx_compat.PtxTooNew, "CUDA error 222, CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
         (999, CudaError, "CUDA error 999, which the driver has no name for"),
     ],
 )
@@ -178,10 +168,10 @@ def test_a_device_says_what_it_is() -> None:
 
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executing, "LIBRARY", "libcuda-that-is-not-there.so.1")
-    executing.library.cache_clear()
+    monkeypatch.setattr(ptx_compat, "LIBRARY", "libcuda-that-is-not-there.so.1")
+    ptx_compat.library.cache_clear()
     with pytest.raises(PortattnError, match="the CUDA driver cannot be loaded: libcuda-that-is-not-there"):
-        executing.library()
+        ptx_compat.library()
 
 
 @pytest.mark.parametrize(
@@ -192,16 +182,13 @@ def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         (text("sm_90a"), 90, {"capability": 100}, {}, "sm_90a code runs on no other chip"),
         (text("sm_86"), 80, {}, {}, "compiled for sm_86, and sm_80 was asked for"),
         (
-            text(),
-            80,
-            {"most": 101_376},
-            {"shared": 110_000},
+            text(), 80, {"most": 101_376}, {"shared": 110_000},
             "needs 110000 bytes of shared memory, this device has 101376",
         ),
         (text(), 80, {}, {"scratch": 128}, "wants 128 bytes of Triton's scratch memory"),
         (text(), 80, {}, {"num_warps": 8}, "demands 128 threads, and was compiled with 8 warps"),
     ],
-)
+)  # fmt: skip
 def test_code_that_cannot_be_run_here_is_refused(
     ptx: str, capability: int, device: dict[str, int], changes: dict[str, Any], said: str
 ) -> None:
@@ -259,7 +246,7 @@ def test_a_compiled_kernel_is_launched_with_its_arguments(
     ptx = read(made.text)
     assert (ptx.capability, ptx.portable, ptx.entry, ptx.threads) == (capability, True, "combine", 32)
     names = names_of(launch.module)
-    monkeypatch.setattr(executing, "load_kernels", names_of)
+    monkeypatch.setattr(ptx_compat, "load_kernels", names_of)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     cuda = FakeCuda()
     run(launch, made, CudaDriver(cuda), capability, 5)
@@ -288,19 +275,19 @@ def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(
         devices.append(request["device"])
         return call_of(request | {"device": "cpu"})
 
-    monkeypatch.setattr(executing, "library", lambda: cuda)
-    monkeypatch.setattr(executing, "call_of", on_cpu)
-    monkeypatch.setattr(executing, "load_kernels", names_of)
+    monkeypatch.setattr(ptx_compat, "library", lambda: cuda)
+    monkeypatch.setattr(ptx_compat, "call_of", on_cpu)
+    monkeypatch.setattr(ptx_compat, "load_kernels", names_of)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=9))
-    facts = executing.compare(json.loads(json.dumps(request | {"texts": texts})), stages.append)["facts"]
+    facts = ptx_compat.compare(json.loads(json.dumps(request | {"texts": texts})), stages.append)["facts"]
     assert [read(one).entry for one in cuda.loaded] == ["decode_split", "combine"]
     assert [(one.stream, one.shared) for one in cuda.launches] == [(9, texts[0]["shared"]), (9, texts[1]["shared"])]
     assert devices == ["cuda"]
     assert stages == ["run", "run decode_split", "run combine", "oracle"]
     assert facts["wrong"] > 0
     with pytest.raises(ValueError, match="shorter"):
-        executing.compare(json.loads(json.dumps(request | {"texts": texts[:1]})), stages.append)
+        ptx_compat.compare(json.loads(json.dumps(request | {"texts": texts[:1]})), stages.append)
 
 
 @pytest.mark.compiles

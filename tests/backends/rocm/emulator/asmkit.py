@@ -3,12 +3,16 @@ read directly."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from places import ROOT
 
 from portattn.backends.rocm.emulator.amdgpu import Checks, Memory, Program
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
@@ -112,3 +116,15 @@ def mask_of(machine: Machine, index: int, wave: int = 0) -> int:
     """A lane mask in scalar registers as an integer."""
     low, high = (int(machine.state.S[wave, index + n]) for n in (0, 1))
     return low | (high << 32 if machine.state.lanes == 64 else 0)
+
+
+def run_apart(script: Path, *arguments: str, first: str = "", seconds: float = 300.0) -> dict[str, dict[str, Any]]:
+    """Return the lines of JSON that a script prints, by name: in a process without TRITON_INTERPRET, with the packages
+    in `first` before this Python's own. The line of "" says what an absent one failed of."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    path = [first, str(ROOT), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    command = [sys.executable, str(script), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines} | {"": {"failed": result.stderr[-800:]}}

@@ -55,6 +55,7 @@ CARRIES: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
     "addc_co_u32": lambda a, b, c: (a + b + c, a + b + c > M32),
     "sub_co_u32": lambda a, b, _: (a - b, b > a),
     "add_co_ci_u32": lambda a, b, c: (a + b + c, a + b + c > M32),
+    "subb_co_u32": lambda a, b, c: (a - b - c, b + c > a), "sub_co_ci_u32": lambda a, b, c: (a - b - c, b + c > a),
 }  # fmt: skip
 
 
@@ -74,12 +75,10 @@ def mixed(value: int, narrow: int, high: int) -> int:
 
 
 def div_scale_f32(s0: int, s1: int, s2: int) -> tuple[int, int]:
-    """V_DIV_SCALE_F32: (the operand, scaled or not; whether V_DIV_FMAS is to scale the quotient).
-
-    s0 is the denominator s1 or the numerator s2. The documents ask whether 1 / S1 is a denormal float64, which it never
-    is for a float32: read as of float32, and after the case of a denormal quotient. test_isa_division.py shows that
-    quotients are then correctly rounded.
-    """
+    """V_DIV_SCALE_F32: (the operand, scaled or not; whether V_DIV_FMAS is to scale the quotient). s0 is the denominator
+    s1 or the numerator s2. The documents ask whether 1 / S1 is a denormal float64, which it never is for a float32:
+    read as of float32, and after the case of a denormal quotient. test_isa_division.py shows that quotients are then
+    correctly rounded."""
     up = number.scale(F32, s0, 64)
     if number.is_zero(F32, s1) or number.is_zero(F32, s2):
         return number.NAN, 0
@@ -108,11 +107,9 @@ def _tiny_inverse(d: int) -> bool:
 
 
 def div_fmas_f32(a: int, b: int, c: int, flag: int) -> int:
-    """V_DIV_FMAS_F32: a multiply-add, scaled by 2^±64 where the lane's bit of vcc is set.
-
-    The documents write 2^32, which does not undo V_DIV_SCALE's 2^64. Rounded once, after scaling: only then are
-    denormal quotients correctly rounded.
-    """
+    """V_DIV_FMAS_F32: a multiply-add, scaled by 2^±64 where the lane's bit of vcc is set. The documents write 2^32,
+    which does not undo V_DIV_SCALE's 2^64. Rounded once, after scaling: only then are denormal quotients correctly
+    rounded."""
     plain = number.fma(F32, a, b, c)
     if not flag or plain == number.NAN or number.is_infinite(F32, plain) or number.is_infinite(F32, c):
         return plain

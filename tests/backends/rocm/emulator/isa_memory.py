@@ -10,7 +10,10 @@ _NAME = re.compile(
     r"(?P<space>ds|buffer|global|s)_(?P<action>load|read|store|write)_?(?P<two>2(?:addr)?(?:_?st(?:ride)?64)?_)?"
     r"(?P<kind>[a-z]+\d*(?:x\d+)?)(?P<hi>_d16_hi)?"
 )
-_BYTES = {"dword": 4, "dwordx2": 8, "dwordx4": 16, "dwordx8": 32, "ushort": 2, "short": 2, "ubyte": 1, "byte": 1}
+_BYTES = {
+    "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "dwordx8": 32, "ushort": 2, "short": 2, "ubyte": 1,
+    "byte": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

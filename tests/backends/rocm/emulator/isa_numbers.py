@@ -1,12 +1,11 @@
 """Floats as bit patterns, computed exactly: the arithmetic under the definitions of isa_vector.py and isa_scalar.py.
-
 Numbers are Python integers (the bits) and fractions; nothing here uses numpy. Every operation rounds once, to nearest
 even, keeps denormals and overflows to infinity. What NaN an operation gives, the documents do not say: it is NAN here,
-which stands for every quiet NaN.
-"""
+which stands for every quiet NaN."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
@@ -193,6 +192,24 @@ def power_of_two(f: Format, x: int) -> int:
         return f.infinity if value > 0 else 0
     digits = _DIGITS.divide(Decimal(value.numerator), Decimal(value.denominator))
     return rounded(f, Fraction(_DIGITS.power(Decimal(2), digits)))
+
+
+def root(f: Format, x: int, inverse: bool = False) -> int:
+    """√x or 1/√x, rounded from 60 digits."""
+    if is_nan(f, x) or (negative(f, x) and not is_zero(f, x)):
+        return NAN
+    if is_zero(f, x) or is_infinite(f, x):
+        return (x ^ f.infinity) if inverse else x
+    value = exact(f, x)
+    digits = _DIGITS.sqrt(_DIGITS.divide(Decimal(value.numerator), Decimal(value.denominator)))
+    return rounded(f, Fraction(_DIGITS.divide(Decimal(1), digits) if inverse else digits))
+
+
+def whole(f: Format, x: int, rounding: Callable[[Fraction], int]) -> int:
+    """A whole number near x, with the sign of x where it is zero."""
+    if is_nan(f, x):
+        return NAN
+    return x if is_infinite(f, x) else rounded(f, Fraction(rounding(exact(f, x))), x & f.sign)
 
 
 def logarithm(f: Format, x: int) -> int:

@@ -4,11 +4,10 @@ OUTSIDE: tuple[tuple[str, str, str], ...] = (
     (r"v_(mfma|wmma)_\w+", "the documents write D = A * B + C: neither the order of the sum nor its roundings, nor "
      "which lane holds what", "test_matrix_instructions.py; test_layouts.py against AMD's matrix calculator"),
     (r"scratch_(load|store)_\w+", "where a lane's own memory lies is prose; its bytes are addressed as those of others",
-     "test_used_memory.py"),
+     "test_memory_instructions.py"),
     (r"ds_read_b64_tr_b16", "the documents have prose and a figure", "test_memory_instructions.py"),
-    (r"ds_swizzle_b32", "the documents have prose and a table of its modes", "test_lanes.py"),
+    (r"ds_swizzle_b32", "the documents have prose and a table of its modes", "test_vector.py"),
     (r"s_wait\w+|s_nop|s_clause|s_delay_alu|buffer_gl0_inv|global_inv", "no effect on values: order and time",
      "the check of waits: test_checks.py"),
-    (r"s_barrier(_signal|_wait)?|s_branch|s_endpgm|s_sendmsg", "the order of waves and of instructions; addresses of "
-     "code are not modelled", "test_checks.py, test_scalar.py"),
+    (r"s_barrier(_signal|_wait)?|s_endpgm|s_sendmsg", "the order of waves", "test_checks.py"),
 )  # fmt: skip

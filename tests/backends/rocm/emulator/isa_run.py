@@ -25,9 +25,13 @@ def checked(cases: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return found
 
 
-def used(pattern: str) -> list[tuple[str, str]]:
-    """(arch, mnemonic) that kernels use and that match; whoever asks tests them."""
-    return checked((arch, name) for arch, names in USED.items() for name in names if re.fullmatch(pattern, name))
+def used(pattern: str, unused: dict[str, str] | None = None) -> list[tuple[str, str]]:
+    """(arch, mnemonic) that kernels use and that match, and others by arch ("" is all); whoever asks tests them."""
+    more = {arch: f"{(unused or {}).get(arch, '')} {(unused or {}).get('', '')}".split() for arch in USED}
+    found = {
+        arch: [*(name for name in names if re.fullmatch(pattern, name)), *more[arch]] for arch, names in USED.items()
+    }
+    return checked((arch, name) for arch, names in found.items() for name in dict.fromkeys(names))
 
 
 # What instructions treat differently: see edges().

@@ -61,10 +61,28 @@ INTEGER: dict[str, Entry] = {
     "min_u32": two("u32", lambda a, b: (min(a, b), a < b)), "absdiff_i32": two("u32", wrapped_difference),
     "cselect_b32": ("u32", "u32 u32", lambda a, b, scc, old: (a if scc else b, KEEPS)),
     "cselect_b64": ("u64", "u64 u64", lambda a, b, scc, old: (a if scc else b, KEEPS)),
+    "sub_u32": two("u32", lambda a, b: (a - b, b > a)),
+    "subb_u32": ("u32", "u32 u32", lambda a, b, scc, old: (a - b - scc, b + scc > a)),
+    "mul_hi_i32": two("u32", lambda a, b: (signed(a) * signed(b) >> 32, KEEPS)),
+    "lshl2_add_u32": two("u32", lambda a, b: ((a << 2) + b, (a << 2) + b > M32)),
+    "pack_ll_b32_b16": two("u32", lambda a, b: (field(a, 0, 16) | b << 16, KEEPS)),
+    "pack_hh_b32_b16": two("u32", lambda a, b: (a >> 16 | b >> 16 << 16, KEEPS)),
+    "bfm_b32": two("u32", lambda a, b: (((1 << (a & 31)) - 1) << (b & 31), KEEPS)),
+    "xor_b64": two("u64", lambda a, b: nonzero(M64, a ^ b)),
+    "lshr_b64": two("u64", lambda a, b: nonzero(M64, a >> (b & 63)), "u32"),
+    "ashr_i64": two("u64", lambda a, b: nonzero(M64, signed(a, 64) >> (b & 63)), "u32"),
+    "brev_b32": ("u32", "u32", lambda a, scc, old: (int(f"{a:032b}"[::-1], 2), KEEPS)),
+    "bcnt1_i32_b32": ("u32", "u32", lambda a, scc, old: (a.bit_count(), a != 0)),
+    "ff1_i32_b32": ("u32", "u32", lambda a, scc, old: ((a & -a).bit_length() - 1, KEEPS)),
+    "flbit_i32_b32": ("u32", "u32", lambda a, scc, old: (32 - a.bit_length() if a else -1, KEEPS)),
+    "sext_i32_i8": ("u32", "u32", lambda a, scc, old: (signed(a, 8), KEEPS)),
+    "sext_i32_i16": ("u32", "u32", lambda a, scc, old: (signed(a, 16), KEEPS)),
+    "cmov_b32": ("u32", "u32", lambda a, scc, old: (a if scc else old, KEEPS)),
     "bitset0_b32": ("u32", "u32", lambda a, scc, old: (old & ~(1 << (a & 31)), KEEPS)),
 }  # fmt: skip
 # With a 16-bit immediate in place of the source.
 IMMEDIATE: dict[str, Callable[[int, int], tuple[int, Any]]] = {
+    "mulk_i32": lambda k, old: (signed(old) * signed(k, 16), KEEPS),
     "movk_i32": lambda k, old: (signed(k, 16), KEEPS),
     "addk_i32": lambda k, old: (signed(old) + signed(k, 16), not fits(signed(old) + signed(k, 16))),
 }
@@ -77,7 +95,8 @@ FLOAT: dict[str, Entry] = {
     "cvt_f32_f16": ("f32", "f16", lambda a, scc, old: (number.convert(F16, F32, a), KEEPS)),
     "exp_f32": ("f32", "f32", lambda a, scc, old: (number.power_of_two(F32, a), KEEPS)),
 }  # fmt: skip
-RENAMED = {"add_co_i32": "add_i32", "sub_co_i32": "sub_i32", "and_not1_b32": "andn2_b32", "addk_co_i32": "addk_i32"}
+RENAMED = {"add_co_i32": "add_i32", "sub_co_i32": "sub_i32", "and_not1_b32": "andn2_b32",
+           "and_not1_b64": "andn2_b64", "addk_co_i32": "addk_i32"}  # fmt: skip
 
 
 @cache

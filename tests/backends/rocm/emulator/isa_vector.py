@@ -1,11 +1,10 @@
-"""What AMD's ISA documents say that vector instructions compute, lane by lane, on bit patterns.
-
-Written from the pseudocode of the CDNA, RDNA3 and RDNA4 ISA references, and from nothing of the model. Kinds of
-operands: u16, u32, u64 integers (signed ones too: bits are bits); f16, f32 floats; f16x2, bf16x2 two, low first.
-"""
+"""What AMD's ISA documents say that vector instructions compute, lane by lane, on bit patterns. Written from the
+pseudocode of the CDNA, RDNA3 and RDNA4 ISA references, and from nothing of the model. Kinds of operands: u16, u32, u64
+integers (signed ones too: bits are bits); f16, f32 floats; f16x2, bf16x2 two, low first."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -57,6 +56,18 @@ INTEGER: dict[str, Entry] = {
     "min3_i32": ("u32", "u32 u32 u32", lambda a, b, c: min(signed(a), signed(b), signed(c))),
     "maxmin_i32": ("u32", "u32 u32 u32", lambda a, b, c: min(max(signed(a), signed(b)), signed(c))),
     "pack_b32_f16": ("u32", "u16 u16", lambda a, b: a | b << 16),
+    "xnor_b32": ("u32", "u32 u32", lambda a, b: ~(a ^ b)),
+    "mul_hi_i32": ("u32", "u32 u32", lambda a, b: signed(a) * signed(b) >> 32),
+    "alignbyte_b32": ("u32", "u32 u32 u32", lambda a, b, c: field(a << 32 | b, 8 * (c & 3), 32)),
+    "bfm_b32": ("u32", "u32 u32", lambda a, b: ((1 << (a & 31)) - 1) << (b & 31)),
+    "bcnt_u32_b32": ("u32", "u32 u32", lambda a, b: a.bit_count() + b),
+    "max3_u32": ("u32", "u32 u32 u32", max), "min3_u32": ("u32", "u32 u32 u32", min),
+    "max3_i32": ("u32", "u32 u32 u32", lambda *x: max(map(signed, x))),
+    "med3_u32": ("u32", "u32 u32 u32", lambda *x: sorted(x)[1]),
+    "med3_i32": ("u32", "u32 u32 u32", lambda *x: sorted(map(signed, x))[1]),
+    "clz_i32_u32": ("u32", "u32", lambda a: 32 - a.bit_length() if a else M32),
+    "ctz_i32_b32": ("u32", "u32", lambda a: (a & -a).bit_length() - 1 if a else M32),
+    "ffbh_i32": ("u32", "u32", lambda a: 32 - (a ^ -(a >> 31) & M32).bit_length() if a not in (0, M32) else M32),
 }  # fmt: skip
 
 
@@ -109,6 +120,14 @@ FLOAT: dict[str, Entry] = {
     "cvt_f32_f16": ("f32", "f16", lambda a: number.convert(F16, F32, a)),
     "cvt_f32_u32": ("f32", "u32", lambda a: number.rounded(F32, number.Fraction(a))),
     "cvt_f32_i32": ("f32", "u32", lambda a: number.rounded(F32, number.Fraction(signed(a)))),
+    "sqrt_f32": ("f32", "f32", lambda a: number.root(F32, a)),
+    "rsq_f32": ("f32", "f32", lambda a: number.root(F32, a, inverse=True)),
+    "rndne_f32": ("f32", "f32", lambda a: number.whole(F32, a, round)),
+    "floor_f32": ("f32", "f32", lambda a: number.whole(F32, a, math.floor)),
+    "ceil_f32": ("f32", "f32", lambda a: number.whole(F32, a, math.ceil)),
+    "trunc_f32": ("f32", "f32", lambda a: number.whole(F32, a, math.trunc)),
+    **{f"cvt_f32_ubyte{n}": ("f32", "u32", lambda a, n=n: number.rounded(F32, number.Fraction(field(a, 8 * n, 8))))
+       for n in range(4)},
     "cvt_u32_f32": ("u32", "f32", lambda a: number.to_integer(F32, a, 0, M32)),
     "cvt_pk_f16_f32": ("f16x2", "f32 f32", lambda a, b: (number.convert(F32, F16, a), number.convert(F32, F16, b))),
     "cvt_pk_bf16_f32": ("bf16x2", "f32 f32", lambda a, b: (number.convert(F32, BF16, a), number.convert(F32, BF16, b))),
@@ -117,7 +136,8 @@ FLOAT: dict[str, Entry] = {
 
 # Instructions whose destination is also their last source.
 ACCUMULATING = {"fmac_f32": "fma_f32", "dot2acc_f32_f16": "dot2_f32_f16"}
-RENAMED = {"add_nc_u32": "add_u32", "sub_nc_u32": "sub_u32", "subrev_nc_u32": "subrev_u32"}
+RENAMED = {"add_nc_u32": "add_u32", "sub_nc_u32": "sub_u32", "subrev_nc_u32": "subrev_u32",
+           "ffbh_u32": "clz_i32_u32", "ffbl_b32": "ctz_i32_b32"}  # fmt: skip
 
 
 def _extremes(family: int, ieee: bool) -> dict[str, Entry]:

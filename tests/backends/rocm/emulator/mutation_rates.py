@@ -16,7 +16,7 @@ import torch
 from programs import NAN, flash
 
 from portattn.backends.rocm.emulator.amdgpu import ARCHES, EmulationError, Memory, Program
-from portattn.backends.rocm.emulator.amdgpu.tensors import address_of
+from portattn.backends.rocm.emulator.amdgpu.memory import address_of
 from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate
 
 S, KEYS, D, BLOCK, BATCH = 50, 75, 64, 32, 2

@@ -89,28 +89,6 @@ def flash(Q, K, V, O, L, scale, S, Sk, D: tl.constexpr, BM: tl.constexpr, BN: tl
     tl.store(L + tl.program_id(1) * S + rm, m * 0.6931471805599453 + tl.log(l), mask=rm < S)
 
 
-@triton.jit
-def flash_backward(Q, K, V, DO, L, DELTA, DQ, DK, DV, scale, S, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    n, d, b = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, D), tl.program_id(1) * S * D
-    k = tl.load(K + b + n[:, None] * D + d[None, :], n[:, None] < S, other=0.0)
-    v = tl.load(V + b + n[:, None] * D + d[None, :], n[:, None] < S, other=0.0)
-    dk, dv = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
-    for s in range(0, S, BM):
-        m = s + tl.arange(0, BM)
-        q = tl.load(Q + b + m[:, None] * D + d[None, :], m[:, None] < S, other=0.0)
-        do = tl.load(DO + b + m[:, None] * D + d[None, :], m[:, None] < S, other=0.0)
-        l = tl.load(L + tl.program_id(1) * S + m, m < S, other=0.0)
-        delta = tl.load(DELTA + tl.program_id(1) * S + m, m < S, other=0.0)
-        ok = (m[:, None] < S) & (n[None, :] < S)
-        p = tl.where(ok, tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - l[:, None]), 0.0)
-        dv += tl.dot(tl.trans(p.to(do.dtype)), do, input_precision="ieee")
-        ds = (p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None]) * scale).to(q.dtype)
-        dk += tl.dot(tl.trans(ds), q, input_precision="ieee")
-        tl.atomic_add(DQ + b + m[:, None] * D + d[None, :], tl.dot(ds, k, input_precision="ieee"), m[:, None] < S)
-    tl.store(DK + b + n[:, None] * D + d[None, :], dk, n[:, None] < S)
-    tl.store(DV + b + n[:, None] * D + d[None, :], dv, n[:, None] < S)
-
-
 Result = list[tuple[torch.Tensor, torch.Tensor, float]]  # ours, float64 reference, budget
 
 
@@ -165,31 +143,6 @@ def run_atomics() -> Result:
     return [(o, torch.bincount(x, minlength=10), 0.0), (count, torch.tensor([5]), 0.0)]
 
 
-def run_flash(dtype: torch.dtype, d: int = 64, warps: int = 4) -> Result:
-    s, sk, block = 50, 75, 32
-    q, k, v = torch.randn(2, s, d).to(dtype), torch.randn(2, sk, d).to(dtype), torch.randn(2, sk, d).to(dtype)
-    o, lse = torch.full_like(q, NAN), torch.full((2, s), NAN)
-    flash[(-(-s // block), 2)](q, k, v, o, lse, d**-0.5, s, sk, D=d, BM=block, BN=32, num_warps=warps, num_stages=2)
-    scores = q.double() @ k.double().mT * d**-0.5
-    scores = scores.masked_fill(~(torch.arange(s)[:, None] + (sk - s) >= torch.arange(sk)), -float("inf"))
-    budget = {torch.float32: 2e-6, torch.float16: 1e-3}.get(dtype, 8e-3)
-    return [(o, scores.softmax(-1) @ v.double(), budget), (lse, scores.logsumexp(-1), 1e-5)]
-
-
-def run_backward(dtype: torch.dtype) -> Result:
-    s, d, scale = 40, 32, 32**-0.5
-    q, k, v, do = (torch.randn(1, s, d).to(dtype) for _ in range(4))
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    scores = exact[0] @ exact[1].mT * scale
-    out = scores.softmax(-1) @ exact[2]
-    out.backward(do.double())
-    lse, delta = scores.logsumexp(-1).float().detach(), (out * do.double()).sum(-1).float().detach()
-    dq, dk, dv = torch.zeros(1, s, d), torch.full((1, s, d), NAN), torch.full((1, s, d), NAN)
-    flash_backward[(2, 1)](q, k, v, do, lse, delta, dq, dk, dv, scale, s, D=d, BM=32, BN=32, num_stages=1)
-    budget = {torch.float32: 1e-5, torch.float16: 8e-3}.get(dtype, 6e-2)
-    return [(ours, x.grad, budget) for ours, x in zip((dq, dk, dv), exact, strict=True)]
-
-
 def programs(arch: str) -> dict[str, Callable[[], Result]]:
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     found: dict[str, Callable[[], Result]] = {
@@ -202,9 +155,6 @@ def programs(arch: str) -> dict[str, Callable[[], Result]]:
         "sort int32": lambda: run_sort(torch.int32), "sort fp16": lambda: run_sort(half),
         "cumsum fp32": lambda: run_cumsum(single), "cumsum int64": lambda: run_cumsum(torch.int64),
         "atomics": run_atomics,
-        "flash fp16": lambda: run_flash(half), "flash bf16": lambda: run_flash(brain),
-        "flash fp32": lambda: run_flash(single, 32),
-        "backward fp16": lambda: run_backward(half), "backward bf16": lambda: run_backward(brain),
     }  # fmt: skip
     if arch == "gfx942":
         found["dot xf32"] = lambda: run_dot(single, precision="tf32")

@@ -1,6 +1,6 @@
 """Moves between lanes that our kernels use, bit for bit as the pseudocode of AMD's documents moves them, lanes off
 included: V_READLANE, V_READFIRSTLANE, V_WRITELANE, V_PERMLANEX16, V_PERMLANE16_SWAP and 32, DS_BPERMUTE, V_MOV_B32 with
-DPP. DS_SWIZZLE has prose and tables in the documents: test_lanes.py."""
+DPP. DS_SWIZZLE has prose and tables in the documents: test_vector.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_register(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint32]
     return np.array(values, np.uint32)
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_readlane_b32"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used("", {"": "v_readlane_b32"}))
 def test_readlane(arch: str, name: str) -> None:
     """The lane's number is taken modulo the wave; whether it is on does not matter."""
     lanes, x = asmkit.lanes(arch), column(arch, name)
@@ -32,7 +32,7 @@ def test_readlane(arch: str, name: str) -> None:
         assert int(machine.state.S[0, 4]) == x[select % lanes]
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_readfirstlane_b32"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used("", {"": "v_readfirstlane_b32"}))
 def test_readfirstlane(arch: str, name: str) -> None:
     """The lowest lane that is on; lane 0 where none is."""
     x = column(arch, name)
@@ -41,7 +41,7 @@ def test_readfirstlane(arch: str, name: str) -> None:
         assert int(machine.state.S[0, 4]) == x[lane]
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_writelane_b32"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used("", {"": "v_writelane_b32"}))
 def test_writelane(arch: str, name: str) -> None:
     lanes, x = asmkit.lanes(arch), column(arch, name)
     for select in (0, 7, lanes - 1, lanes + 3):
@@ -51,10 +51,10 @@ def test_writelane(arch: str, name: str) -> None:
         assert isa_run.result(machine, "u32", 16) == expected
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_permlanex16_b32"))
-def test_permlanex16(arch: str, name: str) -> None:
-    """Lane i of a row takes a lane of the other row of its pair, by four bits of {S2, S1}. The pseudocode reads lanes
-    that are off as well; op_sel:[1,0] asks for that."""
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_permlanex16_b32", {"gfx1100": "v_permlane16_b32"}))
+def test_permlane16(arch: str, name: str) -> None:
+    """Lane i of a row takes a lane of its row (with x: of the other row of its pair), by four bits of {S2, S1}. The
+    pseudocode reads lanes that are off as well; op_sel:[1,0] asks for that."""
     lanes, x = asmkit.lanes(arch), column(arch, name)
     selects = random.Random(name).getrandbits(64)
     for mask in MASKS:
@@ -64,11 +64,14 @@ def test_permlanex16(arch: str, name: str) -> None:
         found = isa_run.result(asmkit.execute(arch, body, {16: as_register(x)}, scalars, exec_mask=on), "u32")
         for lane in range(lanes):
             row, place = divmod(lane, 16)
-            source = (row ^ 1) * 16 + (selects >> 4 * place & 15)
+            source = (row ^ ("x16" in name)) * 16 + (selects >> 4 * place & 15)
             assert found[lane] == (x[source] if on >> lane & 1 else asmkit.JUNK)
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_permlane(16|32)_swap_b32_e32"))
+SWAPS = {"gfx950": "v_permlane16_swap_b32_e32 v_permlane32_swap_b32_e32"}
+
+
+@pytest.mark.parametrize(("arch", "name"), isa_run.used("", SWAPS))
 def test_permlane_swap(arch: str, name: str) -> None:
     """Of every two rows: the second of the destination and the first of the source change places."""
     size = int(name[10:12])
@@ -82,7 +85,7 @@ def test_permlane_swap(arch: str, name: str) -> None:
     assert isa_run.result(machine, "u32", 17) == source
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"ds_bpermute_b32"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used("", {"": "ds_bpermute_b32"}))
 def test_bpermute(arch: str, name: str) -> None:
     """Address / 4 modulo the lanes names the lane; 0 from one that is off. A wave of RDNA is 32 lanes here."""
     lanes = asmkit.lanes(arch)
@@ -108,6 +111,7 @@ DPP: dict[str, Callable[[int, int], int | None]] = {
     "row_mirror": lambda i, n: i ^ 15, "row_half_mirror": lambda i, n: i ^ 7,
 }  # fmt: skip
 GFX9 = {"row_bcast:15": lambda i, n: i // 16 * 16 - 1 if i >= 16 else None,
+        "wave_shr:1": lambda i, n: i - 1 if i else None, "row_newbcast:6": lambda i, n: i // 16 * 16 + 6,
         "row_bcast:31": lambda i, n: 31 if i >= 32 else None}  # fmt: skip
 RDNA = {"row_xmask:5": lambda i, n: i ^ 5, "row_share:9": lambda i, n: i // 16 * 16 + 9}
 

@@ -41,9 +41,22 @@ def bits(machine: Any, at: int, lanes: int) -> list[int]:
 
 
 ON = 0x7F3A_5F01_DEAD_BEE6
+_ORDERS = ("lt", "eq", "le", "gt", "ge")
+_FLOATS = (*_ORDERS, "lg", "o", "u", "nge", "nlg", "ngt", "nle", "neq", "nlt")
+COMPARES = {
+    "gfx942": " ".join(f"v_cmp_{p}_{kind}_e64" for p in (*_ORDERS, "ne")
+                       for kind in ("i16", "u16", "i32", "u32", "i64", "u64")),
+    "gfx1100": " ".join(["v_cmpx_lt_u32_e32", *(f"v_cmp_{p}_f32_e64" for p in _FLOATS)]),
+}  # fmt: skip
+_CARRIES9 = "v_add_co_u32_e32 v_addc_co_u32_e32 v_add_co_u32_e64 v_addc_co_u32_e64 v_sub_co_u32_e64 v_subb_co_u32_e64"
+_CARRIES11 = "v_add_co_u32 v_add_co_ci_u32_e64 v_sub_co_u32 v_sub_co_ci_u32_e64"
+CARRIES = {arch: _CARRIES9 if asmkit.lanes(arch) == 64 else _CARRIES11 for arch in asmkit.ARCH_NAMES}
+WIDE = {arch: "v_mad_co_u64_u32" if arch == "gfx1201" else "v_mad_u64_u32" for arch in asmkit.ARCH_NAMES}
+MIXED = {"": "v_fma_mix_f32 v_fma_mixlo_f16 v_fma_mixhi_f16"}
+PACKED = dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "v_pk_add_f32 v_pk_mul_f32 v_pk_fma_f32")
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_cmpx?_(?!class).*"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_cmpx?_(?!class).*", COMPARES))
 def test_comparison(arch: str, name: str) -> None:
     """A bit for every lane that is on, 0 for the others."""
     found = re.fullmatch(r"v_cmp(x?)_(\w+)_([iuf])(16|32|64)_(e32|e64|sdwa)", name)
@@ -72,7 +85,7 @@ def test_comparison(arch: str, name: str) -> None:
         assert bits(machine, at, lanes) == expected, text
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_cmp_class_f32_e64"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_cmp_class_f32_e64", {"gfx942": "v_cmp_class_f32_e64"}))
 def test_class_names_every_kind_of_number(arch: str, name: str) -> None:
     lanes = asmkit.lanes(arch)
     for seed in range(4):
@@ -96,7 +109,7 @@ def test_select(arch: str, name: str) -> None:
     assert isa_run.result(machine, "u32") == [(yes if chosen >> n & 1 else no)[n] for n in range(lanes)]
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_(add|addc|sub)_co(_ci)?_u32.*"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_(add|addc|sub)_co(_ci)?_u32.*", CARRIES))
 def test_carry(arch: str, name: str) -> None:
     """The carry out of a lane that is off is 0, as a comparison's bit is."""
     short, lanes = re.sub(r"_e(32|64)$", "", name[2:]), asmkit.lanes(arch)
@@ -116,7 +129,7 @@ def test_carry(arch: str, name: str) -> None:
             assert (found[n], carries[n]) == expected, (text, n)
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_mad_(co_)?u64_u32"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_mad_(co_)?u64_u32", WIDE))
 def test_wide_product(arch: str, name: str) -> None:
     lanes = asmkit.lanes(arch)
     for seed in range(3):
@@ -138,7 +151,7 @@ def test_truth_tables(arch: str, name: str) -> None:
         assert isa_run.result(machine, kind) == expected, hex(table)
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_fma_mix(lo|hi)?_f(16|32)"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_fma_mix(lo|hi)?_f(16|32)", MIXED))
 def test_mixed_precision(arch: str, name: str) -> None:
     draw = random.Random(name)
     for turn in range(24):
@@ -177,7 +190,7 @@ def test_a_mixed_sum_rounds_twice() -> None:
         assert int(asmkit.execute(arch, body, vectors).state.V[0, 0, 0]) == 0x7C007C00
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_pk_(add|mul|fma)_f32"))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_pk_(add|mul|fma)_f32", PACKED))
 def test_packed_pairs(arch: str, name: str) -> None:
     """op_sel and op_sel_hi choose the register for the low and the high result, neg_lo and neg_hi its sign."""
     count, draw = 3 if "fma" in name else 2, random.Random(name)

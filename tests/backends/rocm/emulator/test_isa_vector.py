@@ -20,13 +20,26 @@ from portattn.backends.rocm.emulator.amdgpu import Checks, Memory, Program
 from portattn.backends.rocm.emulator.amdgpu.machine import Machine
 
 USED = isa_run.USED
-# Not used, but once wrong in the model.
-ONCE_WRONG = {
-    **{arch: ["v_med3_f32", "v_min_f32_e32", "v_min3_f32", "v_fract_f32_e32"] for arch in asmkit.ARCH_NAMES
-       if arch != "gfx1201"},
+# Not used by our kernels: once wrong in the model, or modelled for others.
+_OTHERS = """
+    v_mov_b32_e32 v_not_b32_e32 v_bfrev_b32_e32 v_lshlrev_b32_e32 v_lshrrev_b32_e32 v_ashrrev_i32_e32 v_and_b32_e32
+    v_or_b32_e32 v_xor_b32_e32 v_xnor_b32_e32 v_mul_lo_u32 v_mul_hi_u32 v_mul_hi_i32 v_mul_u32_u24_e32 v_mul_i32_i24_e32
+    v_mad_u32_u24 v_mad_i32_i24 v_max_u32_e32 v_min_u32_e32 v_max_i32_e32 v_min_i32_e32 v_and_or_b32 v_or3_b32
+    v_lshl_or_b32 v_add3_u32 v_lshl_add_u32 v_add_lshl_u32 v_xad_u32 v_bfe_u32 v_bfe_i32 v_bfi_b32 v_perm_b32
+    v_alignbit_b32 v_alignbyte_b32 v_bfm_b32 v_bcnt_u32_b32 v_max3_u32 v_min3_u32 v_med3_u32 v_max3_i32 v_min3_i32
+    v_med3_i32 v_cvt_f32_u32_e32 v_cvt_f32_i32_e32 v_cvt_f32_ubyte0_e32 v_cvt_f32_ubyte1_e32 v_cvt_f32_ubyte2_e32
+    v_cvt_f32_ubyte3_e32 v_add_f32_e32 v_sub_f32_e32 v_subrev_f32_e32 v_mul_f32_e32 v_max_f32_e32 v_fma_f32 v_max3_f32
+    v_rndne_f32_e32 v_floor_f32_e32 v_ceil_f32_e32 v_trunc_f32_e32 v_sqrt_f32_e32 v_rcp_f32_e32 v_rsq_f32_e32
+    v_exp_f32_e32 v_log_f32_e32"""
+UNUSED = {arch: ["v_med3_f32", "v_min_f32_e32", "v_min3_f32", "v_fract_f32_e32"] for arch in asmkit.ARCH_NAMES} | {
     "gfx1201": ["v_med3_num_f32", "v_min_num_f32_e32", "v_min3_num_f32", "v_fract_f32_e32", "v_maximum_f32",
                 "v_minimum_f32", "v_maxmin_num_f32", "v_minmax_num_f32"],
 }  # fmt: skip
+UNUSED["gfx90a"] += ["v_and_b32_sdwa", "v_add_u32_sdwa", "v_or_b32_sdwa", "v_lshlrev_b16_sdwa"]
+UNUSED["gfx942"] += [*_OTHERS.split(), "v_add_u32_e32", "v_sub_u32_e32", "v_subrev_u32_e32", "v_ffbh_u32_e32",
+                     "v_ffbl_b32_e32", "v_ffbh_i32_e32"]  # fmt: skip
+UNUSED["gfx1100"] += [*_OTHERS.split(), "v_add_nc_u32_e32", "v_sub_nc_u32_e32", "v_subrev_nc_u32_e32",
+                      "v_clz_i32_u32_e32", "v_ctz_i32_b32_e32", "v_xor3_b32"]  # fmt: skip
 CONSTANT = 0x40490FDB  # the literal of fmaak and fmamk
 OFF = 0x9C3A_5F01_DEAD_BEE5  # lanes that are on, where not all are
 
@@ -43,7 +56,7 @@ def definition(arch: str, name: str, ieee: bool = True) -> isa_vector.Entry | No
 CASES = isa_run.checked(
     (arch, name)
     for arch, names in USED.items()
-    for name in (*names, *ONCE_WRONG[arch])
+    for name in dict.fromkeys([*names, *UNUSED[arch]])
     if name.startswith("v_") and definition(arch, name)
 )
 

@@ -1,10 +1,8 @@
-"""Register layouts against AMD's own: those that its matrix instruction calculator prints.
-
-layouts.json holds, for each instruction that the calculator (github.com/ROCm/amd_matrix_instruction_calculator, 1.3.2,
-commit 2ef9189) knows, the start of a SHA-256 of each matrix's layout: a line an element, in order of rows,
-"row,column:register.lane.lowest bit", with a space between places where an element lies twice. gfx950 is not in it.
-test_matrix_instructions.py shows that the model has the layout that is written there, and this that it is AMD's.
-"""
+"""Register layouts against AMD's own: those that its matrix instruction calculator prints. layouts.json holds, for each
+instruction that the calculator (github.com/ROCm/amd_matrix_instruction_calculator, 1.3.2, commit 2ef9189) knows, the
+start of a SHA-256 of each matrix's layout: a line an element, in order of rows, "row,column:register.lane.lowest bit",
+with a space between places where an element lies twice. gfx950 is not in it. test_matrix_instructions.py shows that the
+model has the layout that is written there, and this that it is AMD's."""
 
 from __future__ import annotations
 

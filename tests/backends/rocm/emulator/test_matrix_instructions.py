@@ -143,12 +143,6 @@ def test_wmma_layout(arch: str, mnemonic: str, kind: str, registers: int) -> Non
         np.testing.assert_array_equal(found, expected)
 
 
-def test_all_layouts_are_bijections() -> None:
-    for size in (16, 32):
-        places = {mfma_result(size, "f16", i, j) for i in range(size) for j in range(size)}
-        assert len(places) == size * size
-
-
 @pytest.mark.parametrize("mnemonic", ["v_mfma_f32_32x32x8_f16", "v_mfma_f32_16x16x16_bf16", "v_mfma_i32_32x32x16_i8"])
 def test_numbers_and_addend(mnemonic: str) -> None:
     """A random product plus C, against float64; C is read from accumulation registers and D overwrites it."""

@@ -1,4 +1,4 @@
-"""Loads, stores and atomics of every kind, against bytes moved by hand."""
+"""Atomics, and the loads and stores that test_isa_memory.py has no definition of, against bytes moved by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import asmkit
 import numpy as np
 import pytest
 
-from portattn.backends.rocm.emulator.amdgpu import Checks, Memory, Program, Report
+from portattn.backends.rocm.emulator.amdgpu import Checks, LdsOutOfRange, Memory, Program, Report
 
 RNG = np.random.default_rng(31)
 WAIT = {"gfx942": "s_waitcnt vmcnt(0) lgkmcnt(0)", "gfx1100": "s_waitcnt vmcnt(0) lgkmcnt(0)",
@@ -39,25 +39,6 @@ DESCRIPTOR = """
     s_mov_b32 s22, {records}
     s_mov_b32 s23, 0x27000
 """
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])
-@pytest.mark.parametrize("words", [1, 2, 3, 4])
-def test_global_copy(arch: str, words: int) -> None:
-    lanes = asmkit.lanes(arch)
-    source = RNG.integers(0, 2**32, (lanes, words), dtype=np.uint32)
-    target = np.zeros_like(source)
-    kind = {1: "dword", 2: "dwordx2", 3: "dwordx3", 4: "dwordx4"}[words]
-    if arch == "gfx1201":
-        kind = f"b{32 * words}"
-    data = "v4" if words == 1 else f"v[4:{3 + words}]"
-    launch(arch, f"""
-        v_mul_u32_u24_e32 v1, {4 * words}, v0
-        global_load_{kind} {data}, v1, s[10:11]
-        {WAIT[arch]}
-        global_store_{kind} v1, {data}, s[12:13]
-    """, [source, target])  # fmt: skip
-    np.testing.assert_array_equal(target, source)
 
 
 def test_64_bit_addresses_and_offsets() -> None:
@@ -110,16 +91,6 @@ def test_buffer_range_check(records: int) -> None:
     """, [source, target])  # fmt: skip
     expected = [source[i + 3] if 4 * i + 16 <= records else 0 for i in range(64)]
     np.testing.assert_array_equal(target, expected)
-
-
-def test_buffer_store_drops_what_is_out_of_range() -> None:
-    target = np.zeros(64, np.uint32)
-    launch("gfx942", DESCRIPTOR.format(records=40) + """
-        v_lshlrev_b32_e32 v1, 2, v0
-        v_add_u32_e32 v2, 1, v0
-        buffer_store_dword v2, v1, s[20:23], 0 offen
-    """, [target])  # fmt: skip
-    np.testing.assert_array_equal(target, [i + 1 if i < 10 else 0 for i in range(64)])
 
 
 def test_scalar_loads_ignore_the_low_address_bits() -> None:
@@ -192,40 +163,6 @@ def test_compare_and_swap() -> None:
     np.testing.assert_array_equal(winner, [5] + [100] * 63)
 
 
-@pytest.mark.parametrize(("kind", "words"), [("b32", 1), ("b64", 2), ("b128", 4)])
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
-def test_lds_round_trip(arch: str, kind: str, words: int) -> None:
-    """Each lane writes its values and reads those of its mirror image, at a distance of one wave."""
-    lanes = asmkit.lanes(arch)
-    x = RNG.integers(0, 2**32, (words, lanes), dtype=np.uint32)
-    write, read = ("ds_write", "ds_read") if lanes == 64 else ("ds_store", "ds_load")
-    source = "v4" if words == 1 else f"v[4:{3 + words}]"
-    target = "v8" if words == 1 else f"v[8:{7 + words}]"
-    lane = np.arange(lanes, dtype=np.uint32)
-    body = [f"{write}_{kind} v1, {source} offset:64", "s_waitcnt lgkmcnt(0)", f"{read}_{kind} {target}, v2 offset:64",
-            "s_waitcnt lgkmcnt(0)"]  # fmt: skip
-    vectors = {1: lane * 4 * words, 2: lane[::-1] * np.uint32(4 * words)} | {4 + i: x[i] for i in range(words)}
-    machine = asmkit.execute(arch, body, vectors, lds=64 + 4 * words * lanes)
-    np.testing.assert_array_equal(machine.state.V[8 : 8 + words, 0], x[:, ::-1])
-
-
-@pytest.mark.parametrize(("arch", "stride"), [("gfx942", 4), ("gfx942", 256), ("gfx1100", 4), ("gfx1100", 256)])
-def test_lds_two_places(arch: str, stride: int) -> None:
-    lanes = asmkit.lanes(arch)
-    a, b = RNG.integers(0, 2**32, (2, lanes), dtype=np.uint32)
-    far = {("gfx942", 4): "2", ("gfx942", 256): "2st64", ("gfx1100", 4): "_2addr", ("gfx1100", 256): "_2addr_stride64"}[
-        arch, stride
-    ]
-    write, read = ("ds_write", "ds_read") if lanes == 64 else ("ds_store", "ds_load")
-    unit = 1 if stride == 256 else lanes
-    body = [f"{write}{far}_b32 v1, v2, v3 offset1:{unit}", "s_waitcnt lgkmcnt(0)",
-            f"{read}{far}_b32 v[4:5], v1 offset0:{unit} offset1:0", "s_waitcnt lgkmcnt(0)"]  # fmt: skip
-    address = np.arange(lanes, dtype=np.uint32) * 4
-    machine = asmkit.execute(arch, body, {1: address, 2: a, 3: b}, lds=4096)
-    np.testing.assert_array_equal(machine.state.V[4, 0], b)
-    np.testing.assert_array_equal(machine.state.V[5, 0], a)
-
-
 def test_lds_bytes_and_halves() -> None:
     lane = np.arange(64, dtype=np.uint32)
     x = RNG.integers(0, 2**32, 64, dtype=np.uint32)
@@ -248,11 +185,8 @@ def test_transposing_lds_loads(bits: int) -> None:
     words = matrix.reshape(-1).view(np.uint32).reshape(64, 2)
     lane = np.arange(64, dtype=np.uint32)
     body = [
-        "ds_write_b64 v1, v[2:3]",
-        "s_waitcnt lgkmcnt(0)",
-        f"ds_read_b64_tr_b{bits} v[4:5], v1",
-        "s_waitcnt lgkmcnt(0)",
-    ]
+        "ds_write_b64 v1, v[2:3]", "s_waitcnt lgkmcnt(0)", f"ds_read_b64_tr_b{bits} v[4:5], v1", "s_waitcnt lgkmcnt(0)",
+    ]  # fmt: skip
     machine = asmkit.execute("gfx950", body, {1: lane * 8, 2: words[:, 0], 3: words[:, 1]}, lds=512)
     found = np.stack([machine.state.V[4, 0], machine.state.V[5, 0]], 1).copy().view(dtype).reshape(4, 16, rows)
     np.testing.assert_array_equal(found, matrix.transpose(0, 2, 1))
@@ -271,7 +205,7 @@ def test_lds_atomics(name: str, dtype: Any) -> None:
     np.testing.assert_array_equal(machine.state.V[5, 0].view(dtype), expected)
 
 
-def test_scratch_round_trip() -> None:
+def test_scratch_of_bytes() -> None:
     x = RNG.integers(0, 2**32, (4, 64), dtype=np.uint32)
     body = ["scratch_store_dwordx4 off, v[4:7], off offset:16", "scratch_store_short off, v4, off offset:2",
             "scratch_load_dwordx4 v[8:11], off, off offset:16", "scratch_load_ushort v12, off, off offset:2",
@@ -279,6 +213,25 @@ def test_scratch_round_trip() -> None:
     machine = asmkit.execute("gfx942", body, {4 + i: x[i] for i in range(4)}, scratch=64)
     np.testing.assert_array_equal(machine.state.V[8:12, 0], x)
     np.testing.assert_array_equal(machine.state.V[12, 0], x[0] & 0xFFFF)
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1151", "gfx1201"])
+def test_scratch(arch: str) -> None:
+    """Stores of every size beside each other, read as another size."""
+    x = RNG.integers(0, 2**32, (7, 32), dtype=np.uint32)
+    body = ["scratch_store_b128 off, v[4:7], off offset:16", "scratch_store_b32 off, v8, off offset:4"]
+    body += ["scratch_store_b64 off, v[9:10], off offset:8"] if arch != "gfx1201" else []
+    wait = (
+        ["s_wait_loadcnt 0x0", "s_wait_storecnt 0x0"]
+        if arch == "gfx1201"
+        else [WAIT["gfx1100"], "s_waitcnt_vscnt null, 0x0"]
+    )
+    loads = ["scratch_load_b128 v[20:23], off, off offset:16", "scratch_load_b32 v24, off, off offset:4",
+             "scratch_load_b32 v25, off, off offset:20"]  # fmt: skip
+    loads += ["scratch_load_b64 v[26:27], off, off offset:8"] if arch != "gfx1201" else []
+    machine = asmkit.execute(arch, [*body, *wait, *loads, *wait], {4 + i: x[i] for i in range(7)}, scratch=64)
+    found = [*x[:5], x[1], *(x[5:7] if arch != "gfx1201" else [])]
+    np.testing.assert_array_equal(machine.state.V[20 : 20 + len(found), 0], found)
 
 
 @pytest.mark.parametrize("size", [4, 16])
@@ -314,16 +267,14 @@ def test_work_group_numbers(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", asmkit.ARCH_NAMES)
-def test_a_store_of_two_words(arch: str) -> None:
-    """A pair of registers a lane, one after the other in memory."""
-    wide = arch.startswith("gfx9")
-    lanes = np.arange(64 if wide else 32, dtype=np.uint32)
-    target = np.zeros(2 * len(lanes), np.uint32)
-    store = "global_store_dwordx2" if wide else "global_store_b64"
-    launch(arch, f"""
-        v_lshlrev_b32_e32 v1, 3, v0
-        v_mov_b32_e32 v2, v0
-        v_mov_b32_e32 v3, v1
-        {store} v1, v[2:3], s[10:11]
-    """, [target])  # fmt: skip
-    np.testing.assert_array_equal(target.reshape(-1, 2), np.stack([lanes, 8 * lanes], 1))
+def test_lds_address_wraps(arch: str) -> None:
+    """A compiler folds the negative part of an address into the register: −912 + 1,024 is byte 112."""
+    lane = np.arange(asmkit.lanes(arch))
+    write, read = ("ds_store_b32", "ds_load_b32") if arch.startswith("gfx1") else ("ds_write_b32", "ds_read_b32")
+    wait = "s_wait_dscnt 0x0" if arch.startswith("gfx12") else "s_waitcnt lgkmcnt(0)"
+    body = [f"{write} v1, v2 offset:1024", wait, f"{read} v3, v4 offset:112", wait]
+    registers = {1: (4 * lane - 912).astype(np.int64).astype(np.uint32), 2: lane.astype(np.uint32) + 7,
+                 4: (4 * lane).astype(np.uint32)}  # fmt: skip
+    assert asmkit.execute(arch, body, registers, lds=1024).state.V[3, 0].tolist() == (lane + 7).tolist()
+    with pytest.raises(LdsOutOfRange):
+        asmkit.execute(arch, body, registers, lds=200)  # the last lanes' bytes are past it

@@ -1,8 +1,5 @@
 """Mutations of passing kernels: an instruction is deleted, and the model must notice, by its checks or by wrong
-numbers.
-
-The rates are printed (pytest -s) and held to a floor; docs/emulation.md states what was measured.
-"""
+numbers. The rates are printed (pytest -s) and held to a floor; docs/emulation.md states what was measured."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Canaries run in the model: what `portattn verify --target rocm:… --emulate` does, on a chip of each family.
-
-test_emulated_plans.py runs each canary's machine code of every chip.
-"""
+test_emulated_plans.py runs each canary's machine code of every chip."""
 
 from __future__ import annotations
 

@@ -9,12 +9,9 @@ SERVED_AS = ("cuda", 80, 32)  # the chip whose layouts Example One has
 
 
 def compile_kernel(
-    function: Any,
-    signature: dict[str, Any],
-    target: tuple[str, Any, int],
-    enter: Callable[[str], None],
+    function: Any, signature: dict[str, Any], target: tuple[str, Any, int], enter: Callable[[str], None],
     passes: str = "",
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
     """Facts and texts of a kernel; what Triton or triton-example raises is the compiler's failure."""
     import triton_example
 
@@ -28,9 +25,7 @@ def compile_kernel(
     scratchpad = built.metadata.shared
     code = triton_example.emit(ttir, ttgir, options.get("num_stages", 1), scratchpad, fuse)
     facts = {
-        "scratchpad_bytes": scratchpad,
-        "num_warps": built.metadata.num_warps,
-        "instructions": code.count("\n") - 1,
+        "scratchpad_bytes": scratchpad, "num_warps": built.metadata.num_warps, "instructions": code.count("\n") - 1,
         "mma": code.count("\ntt_dot"),
-    }
+    }  # fmt: skip
     return facts, {"ttgir": ttgir, "code": code}

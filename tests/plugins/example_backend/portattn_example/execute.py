@@ -13,7 +13,7 @@ NOTHING = ("tt_func", "tt_make_range", "tt_splat", "tt_addptr", "arith_constant"
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Check each launch's code, run the plan, and compare it with the oracle: {"facts": …} as portattn judges."""
-    from portattn.testing.run_plan import compare as run
+    from portattn.testing.verdict import compare as run
 
     enter("check")
     for piece in request["texts"]:

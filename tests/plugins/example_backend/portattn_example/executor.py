@@ -8,8 +8,7 @@ from portattn.launch import KernelCall
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
-from portattn.testing.executor import Executor, small_problems
-from portattn.testing.numerics import interpreter_missing
+from portattn.testing.executor import Executor, interpreter_missing, small_problems
 from portattn.worker.client import Reply
 
 

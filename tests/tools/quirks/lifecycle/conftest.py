@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import lifecycle_logs`
 
-from portattn.cli import main
-from portattn.compile.store import CompileStore, store
+from planted import portattn as portattn
+
+from portattn.compile.record_store import CompileStore, store
 from portattn.config import current
 from portattn.planning.registry import Registry
 from portattn.worker.client import Worker
@@ -54,13 +54,13 @@ def answer(request, say):
         except RuntimeError as error:
             return {{"ok": False, "stage": "ttgir", "kind": "RuntimeError", "message": str(error), "log": "trace"}}
         return {{"ok": True, "facts": FACTS}}
-    from portattn.worker import probe
+    from portattn.worker import probe_harness
 
     def compile(self, kernel, types, constants=None, divisible=None, options=None, env=None):
         wrong(arch, kernel.__name__, {{"num_stages": 1}} | dict(options or {{}}))
-        return probe.Code({{}}, dict(FACTS))
+        return probe_harness.Code({{}}, dict(FACTS))
 
-    probe.Bench.compile = compile
+    probe_harness.Bench.compile = compile
     return real(request, say)
 
 serve.answer = answer
@@ -112,25 +112,3 @@ def incidents() -> CompileStore:
 def triton() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: the probe's program imports it")
-
-
-class Called:
-    def __init__(self, result: click.testing.Result) -> None:
-        self.status, self.out, self.err = result.exit_code, result.stdout, result.stderr
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def portattn() -> Callable[..., Called]:
-    """portattn("quirks", "new", …): run a command; an exception that no user should see fails the test."""
-
-    def call(*arguments: str) -> Called:
-        result = click.testing.CliRunner().invoke(main, [str(a) for a in arguments], prog_name="portattn")
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Called(result)
-
-    return call

@@ -14,12 +14,15 @@ from typing import Any
 
 from portattn.planning.registry import Registry
 from portattn.schema.toml_reader import tomllib
-from portattn.tools.quirks.lifecycle import failure_report
-from portattn.tools.quirks.lifecycle.failure_report import Facts
-from portattn.tools.quirks.lifecycle.normalise import decode_text
+from portattn.tools.quirks import failure_facts
+from portattn.tools.quirks.failure_facts import Facts
+from portattn.tools.quirks.failure_log import decode_text
 
 FOLDER = Path(__file__).parent / "logs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.log"))
+
+
+CASES: dict[str, list[list[str]]] = tomllib.loads(Path(__file__).with_name("cases.toml").read_text(encoding="utf-8"))
 
 
 def read(name: str) -> str:
@@ -33,5 +36,5 @@ def told(name: str) -> dict[str, Any]:
 
 def facts_of(name: str, registry: Registry, **named: str) -> Facts:
     """Of a log with one failure. What is not named here counts as the log's own."""
-    [found] = failure_report.from_log(read(name), f"{name}.log", registry, **named)
+    [found] = failure_facts.from_log(read(name), f"{name}.log", registry, **named)
     return found

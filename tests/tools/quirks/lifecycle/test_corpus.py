@@ -6,25 +6,18 @@ import re
 from typing import Any
 
 import pytest
-from lifecycle_logs import FOLDER, NAMES, read, told
+from lifecycle_logs import CASES, FOLDER, NAMES, read, told
 
 from portattn.errors import ArgumentError
-from portattn.tools.quirks.lifecycle import failure_report
-from portattn.tools.quirks.lifecycle.formats.table import TABLE
-from portattn.tools.quirks.lifecycle.known_failures import find_known_failures
-from portattn.tools.quirks.lifecycle.normalise import normalise
-from portattn.tools.quirks.lifecycle.split import split
+from portattn.tools.quirks import failure_facts
+from portattn.tools.quirks.drafts import find_known_failures
+from portattn.tools.quirks.failure_log import normalise, patterns
+from portattn.tools.quirks.recognise import split
 
 _THREAD = re.compile(r"\b[\w.-]+/[\w.-]+#\d+")
 _OURS = (
-    "Real:",
-    "made after",
-    "made of",
-    "the project's seed",
-    "the text is that of",
-    "what portattn keeps",
-    "a build",
-)
+    "Real:", "made after", "made of", "the project's seed", "the text is that of", "what portattn keeps", "a build",
+)  # fmt: skip
 
 
 def expected(name: str) -> list[dict[str, Any]]:
@@ -66,10 +59,10 @@ def test_where_it_was_and_whose_it_is(name: str, registry) -> None:
     says = told(name)
     if "refused" in says or not expected(name):
         with pytest.raises(ArgumentError) as refused:
-            failure_report.from_log(read(name), name, registry, **says.get("named", {}))
+            failure_facts.from_log(read(name), name, registry, **says.get("named", {}))
         assert refused.value.argument == says.get("refused", "--from-log")
         return
-    found = failure_report.from_log(read(name), name, registry, **says.get("named", {}))
+    found = failure_facts.from_log(read(name), name, registry, **says.get("named", {}))
     for one, wanted in zip(found, expected(name), strict=True):
         where = f"{one.backend}:{one.arches[0] if one.arches else one.chip}"
         assert (where, one.compiler, one.function) == (wanted["target"], wanted["compiler"], wanted["kernel"])
@@ -81,11 +74,10 @@ def test_where_it_was_and_whose_it_is(name: str, registry) -> None:
 
 def test_every_row_of_the_table_is_tried() -> None:
     """Rows without a log of their own are tried by a line (test_recognise.py)."""
-    from test_recognise import LINES
-
+    lines = {kind for kind, _, _ in CASES["lines"]}
     kinds = {one["kind"] for name in NAMES for one in expected(name)}
-    assert kinds | set(LINES) == {row.name for row in TABLE}
-    assert not kinds & set(LINES), "a log says more than a line"
+    assert kinds | lines == {row.name for row in patterns().failure}
+    assert not kinds & lines, "a log says more than a line"
 
 
 def test_the_corpus_has_no_host_of_packages_and_no_folder_of_a_developer() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import random_call
 
-from portattn.compile import compile_check
+from portattn.compile import ensure_compiled
 from portattn.config import Settings, current
 from portattn.errors import DataError
 from portattn.launch import kernel_calls
@@ -18,9 +18,8 @@ from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.compile_record import Incident
 from portattn.schema.problem import Problem
-from portattn.tools.quirks import probe
-from portattn.tools.quirks.lifecycle import failure_report, new
-from portattn.tools.quirks.lifecycle.entry import MARK
+from portattn.tools.quirks import drafts, failure_facts, probe
+from portattn.tools.quirks.draft_texts import MARK
 
 PROBLEM = Problem(batch=1, heads_q=2, heads_k=2, seq_q=64, seq_k=128, head_dim=64, dtype="fp16", causal="bottom_right")
 TOOLCHAIN = "triton==3.6.0"
@@ -30,13 +29,13 @@ def fail(arch: str, registry: Registry, buggy, monkeypatch) -> Incident:
     """Compile the problem's plan as a call would, and give the incident that this leaves."""
     target = registry.target(f"cuda:{arch}", TOOLCHAIN)
     made = plan(PROBLEM, target, registry)
-    made = compile_check.msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 3}))
+    made = ensure_compiled.msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 3}))
     launches, q, _ = kernel_calls(made, random_call(PROBLEM), target.arch.cores)
     with buggy.worker() as worker:
-        monkeypatch.setattr(compile_check, "_worker", worker)
-        verdict = compile_check.ensure(made, launches, q, target, current())
+        monkeypatch.setattr(ensure_compiled, "_worker", worker)
+        verdict = ensure_compiled.ensure(made, launches, q, target, current())
     assert verdict is not None
-    kept = compile_check.store(current()).incident(verdict.incident)
+    kept = ensure_compiled.store(current()).incident(verdict.incident)
     assert kept is not None
     return kept
 
@@ -56,8 +55,8 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
 
     # Draft: both chips, the words of the compiler, the specialisation; and its program fails again here.
     out = tmp_path / "drafts"
-    found = failure_report.from_incident(first, compile_check.store(current()).incidents(), registry)
-    draft = new.make(found, registry, out, worker=worker)
+    found = failure_facts.from_incident(first, ensure_compiled.store(current()).incidents(), registry)
+    draft = drafts.make(found, registry, out, worker=worker)
     assert draft.known == ()
     assert draft.reproduced is True
     program, report, entry = (Path(file) for file in draft.files)
@@ -92,13 +91,11 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
 
     # The program, in which no plan has a part, says the same: it is what goes into the report.
     stand_alone = probe.run(
-        compile_check.msgspec.structs.replace(
-            quirk, evidence=compile_check.msgspec.structs.replace(quirk.evidence, probe=f"probes/{program.name}")
+        ensure_compiled.msgspec.structs.replace(
+            quirk, evidence=ensure_compiled.msgspec.structs.replace(quirk.evidence, probe=f"probes/{program.name}")
         ),
-        TOOLCHAIN,
-        registry=known,
-        worker=worker,
-    )
+        TOOLCHAIN, registry=known, worker=worker,
+    )  # fmt: skip
     assert (stand_alone.control.word, stand_alone.off.word) == ("pass", "fail:signature")
     assert program.name in report.read_text()
     assert "'ttg.async_copy' op has 3 uses" in report.read_text()
@@ -110,7 +107,7 @@ def test_a_crash_becomes_an_entry_that_leads_to_another_path(
     incident = fail("sm_80", registry, buggy, monkeypatch)
     assert incident.symptom == "compiler-crash"
     out = tmp_path / "drafts"
-    draft = new.make(failure_report.from_incident(incident, [incident], registry), registry, out, worker=worker)
+    draft = drafts.make(failure_facts.from_incident(incident, [incident], registry), registry, out, worker=worker)
     assert draft.reproduced is True
     entry = Path(draft.files[-1])
     fill_in(entry, 'path = "vendor"')
@@ -127,16 +124,16 @@ def test_a_failure_that_an_entry_explains_is_said_first(buggy, worker, registry,
     """The second time the registry knows it: nothing is written without force."""
     incident = fail("sm_86", registry, buggy, monkeypatch)
     out = tmp_path / "drafts"
-    draft = new.make(failure_report.from_incident(incident, [], registry), registry, out, worker=worker)
+    draft = drafts.make(failure_facts.from_incident(incident, [], registry), registry, out, worker=worker)
     fill_in(Path(draft.files[-1]), "launch = { num_stages = 2 }")
     known = Registry.read(find_backends(), out)
-    found = failure_report.from_incident(incident, [], known)
-    again = new.make(found, known, out, worker=worker)
+    found = failure_facts.from_incident(incident, [], known)
+    again = drafts.make(found, known, out, worker=worker)
     assert again.files == ()
     assert [entry.id for entry in again.known] == [draft.id]
     assert again.known[0].in_range is True
-    forced = new.make(found, known, out, worker=worker, force=True)
-    assert new._NUMBERED.match(forced.id)[2] == f"{int(draft.id.split('-')[1]) + 1:04d}"
+    forced = drafts.make(found, known, out, worker=worker, force=True)
+    assert drafts._NUMBERED.match(forced.id)[2] == f"{int(draft.id.split('-')[1]) + 1:04d}"
 
 
 def test_the_command_line_goes_the_same_way(portattn, buggy, registry, monkeypatch, tmp_path) -> None:

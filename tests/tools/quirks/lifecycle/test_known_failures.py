@@ -12,8 +12,8 @@ from portattn.schema.compile_record import Incident
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Retirement
-from portattn.tools.quirks.lifecycle import failure_report
-from portattn.tools.quirks.lifecycle.known_failures import KnownFailure, find_known_failures
+from portattn.tools.quirks import failure_facts
+from portattn.tools.quirks.drafts import KnownFailure, find_known_failures
 
 STAGES = {"toolchain": "triton==3.6.0", "kernel": "dense_forward"}
 
@@ -131,7 +131,7 @@ def test_amounts_are_told_apart_by_conditions_only(registry) -> None:
     assert all("which the log does not tell" in one.but for one in fitting)
 
 
-def incident(registry, num_stages: int, **changed) -> failure_report.Facts:
+def incident(registry, num_stages: int, **changed) -> failure_facts.Facts:
     log = read("triton-3.6-gfx950-stages")
     made = Incident(
         id="i", key="k", kernel="dense_forward", target="rocm:gfx950", toolchain="triton==3.6.0",
@@ -140,7 +140,7 @@ def incident(registry, num_stages: int, **changed) -> failure_report.Facts:
         problem=Problem(batch=2, heads_q=8, heads_k=8, seq_q=64, seq_k=64, head_dim=64),
         lowering=Lowering(), launch=Launch(num_stages=num_stages),
     )  # fmt: skip
-    return failure_report.from_incident(msgspec.structs.replace(made, **changed), [], registry)
+    return failure_facts.from_incident(msgspec.structs.replace(made, **changed), [], registry)
 
 
 def test_an_incident_knows_its_conditions(registry) -> None:
@@ -154,7 +154,7 @@ def test_an_incident_knows_its_conditions(registry) -> None:
 
 def test_words_elsewhere_in_a_log_are_not_its_cause(registry) -> None:
     text = "rocm: gfx950 only accepts kpack == 1\n" + read("triton-3.6-gfx950-stages")
-    [found] = failure_report.from_log(text, "log", registry, **STAGES)
+    [found] = failure_facts.from_log(text, "log", registry, **STAGES)
     one = entry(find_known_failures(found, registry), "rocm-0015-kpack")
     assert (one.is_it, one.in_cause) == (False, False)
     assert "its signature is in the log, and not in what went wrong" in one.but

@@ -22,11 +22,9 @@ from portattn.schema.compile_record import Incident
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.toml_reader import tomllib
-from portattn.tools.quirks import evidence
-from portattn.tools.quirks.lifecycle import entry, failure_report, known_failures, new, programs
-from portattn.tools.quirks.lifecycle.entry import MARK, open_lines
-from portattn.tools.quirks.lifecycle.failure_report import excerpts
-from portattn.tools.quirks.lifecycle.issue import excerpt
+from portattn.tools.quirks import draft_texts, drafts, evidence, failure_facts
+from portattn.tools.quirks.draft_texts import MARK, excerpt, open_lines
+from portattn.tools.quirks.failure_facts import excerpts
 
 # One failure, which is a compiler's; the options are those that the log's own file names.
 DRAFTED = [
@@ -34,11 +32,11 @@ DRAFTED = [
 ]
 
 
-def draft(name: str, registry: Registry, out: Path, **named: str) -> new.Draft:
+def draft(name: str, registry: Registry, out: Path, **named: str) -> drafts.Draft:
     backend = {"backend": "cuda"} if told(name).get("refused") else {}
     own = {k: v for k, v in told(name).get("named", {}).items() if k in ("backend", "target")}
     named = named if "target" in named else backend | own | named
-    return new.make(facts_of(name, registry, **named), registry, out, force=True, replay=False)
+    return drafts.make(facts_of(name, registry, **named), registry, out, force=True, replay=False)
 
 
 @pytest.mark.parametrize("name", DRAFTED)
@@ -100,9 +98,9 @@ def test_what_a_draft_does_not_know_is_marked(registry, tmp_path) -> None:
 
 def test_a_worker_request_in_a_log_gives_a_program_of_our_kernel(registry, tmp_path) -> None:
     found = facts_of("worker-time-out", registry)
-    assert programs.form_of(found) == "specialisation"
+    assert draft_texts.form_of(found) == "specialisation"
     assert found.kernels == ("dense_forward", "varlen_forward")
-    text = programs.program(found, "name", "title", None)
+    text = draft_texts.program(found, "name", "title", None)
     assert "MODULE, FUNCTION = 'portattn.kernels.dense', 'dense_forward'" in text
     assert "'num_stages': 8" in text
 
@@ -114,19 +112,19 @@ def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
     )
     assert [int(made.id.split("-")[1]) for made in (first, second)] == [highest + 1, highest + 2]
     empty = msgspec.structs.replace(registry, quirks={}, retired={})
-    assert new.next_number("rocm", tmp_path / "none", empty) == 1
+    assert drafts.next_number("rocm", tmp_path / "none", empty) == 1
     buried = msgspec.structs.replace(empty, retired={"rocm-0041-old": next(iter(registry.quirks.values()))})
-    assert new.next_number("rocm", tmp_path / "none", buried) == 42
+    assert drafts.next_number("rocm", tmp_path / "none", buried) == 42
 
 
 def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) -> None:
     log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
     made = draft(log, registry, tmp_path, **on)
     found = facts_of(log, registry, **on)
-    assert [entry.id for entry in known_failures.find_drafts(found, tmp_path)] == [made.id]
+    assert [entry.id for entry in drafts.find_drafts(found, tmp_path)] == [made.id]
     later = facts_of(log, registry, toolchain="triton==3.7.1")
     other = facts_of("triton-3.4-kpack", registry, **on)
-    assert known_failures.find_drafts(later, tmp_path) == known_failures.find_drafts(other, tmp_path) == []
+    assert drafts.find_drafts(later, tmp_path) == drafts.find_drafts(other, tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["half a line = ", "evidence = 3\nwhen = 1", "[when]\narch = 3", "\udcff"])
@@ -135,7 +133,7 @@ def test_a_draft_that_is_being_written_is_none(registry, tmp_path, text: str) ->
     (tmp_path / found.backend).mkdir()
     (tmp_path / found.backend / "a.toml").write_bytes(text.encode(errors="surrogateescape"))
     (tmp_path / found.backend / "gone.toml").symlink_to(tmp_path / "nowhere")
-    assert known_failures.find_drafts(found, tmp_path) == []
+    assert drafts.find_drafts(found, tmp_path) == []
 
 
 def test_nothing_is_overwritten(tmp_path) -> None:
@@ -143,7 +141,7 @@ def test_nothing_is_overwritten(tmp_path) -> None:
     two.parent.mkdir()
     two.write_text("mine")
     with pytest.raises(ArgumentError, match="nothing is overwritten"):
-        new.write_new({one: "1", two: "2"})
+        drafts.write_new({one: "1", two: "2"})
     assert two.read_text() == "mine"
     assert not one.exists()
     assert [path.name for path in tmp_path.glob("*/*")] == ["two"]
@@ -160,7 +158,7 @@ def test_an_error_leaves_nothing(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "link", full)
     with pytest.raises(ArgumentError, match=r"--out is '.*three', but cannot be written: No space left on device"):
-        new.write_new({tmp_path / "out" / name: name for name in ("one", "two", "three")})
+        drafts.write_new({tmp_path / "out" / name: name for name in ("one", "two", "three")})
     assert len(calls) == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -172,15 +170,15 @@ def test_the_entry_is_written_last(registry, tmp_path) -> None:
 
 
 def test_drafts_of_a_checkout_are_not_read_by_the_registry() -> None:
-    folder = new.drafts_folder()
+    folder = drafts.drafts_folder()
     assert folder == shipped_quirks() / "drafts"
     assert folder.name not in find_backends()
 
 
 def test_an_installed_portattn_drafts_where_it_is_called(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(new, "shipped_quirks", lambda: tmp_path / "site-packages" / "portattn" / "quirks")
+    monkeypatch.setattr(drafts, "shipped_quirks", lambda: tmp_path / "site-packages" / "portattn" / "quirks")
     monkeypatch.chdir(tmp_path)
-    assert new.drafts_folder() == tmp_path / "quirk-drafts"
+    assert drafts.drafts_folder() == tmp_path / "quirk-drafts"
 
 
 def test_help_says_where_drafts_go(portattn) -> None:
@@ -201,7 +199,7 @@ def test_a_long_log_is_cut_round_its_cause() -> None:
 def test_a_fence_in_a_log_does_not_end_the_reports(registry, tmp_path) -> None:
     text = read("triton-3.4-kpack") + "```\nnot code\n````\n"
     found = facts_of("triton-3.4-kpack", registry)
-    made = new.make(msgspec.structs.replace(found, log=text), registry, tmp_path, force=True, replay=False)
+    made = drafts.make(msgspec.structs.replace(found, log=text), registry, tmp_path, force=True, replay=False)
     report = next(Path(file) for file in made.files if file.endswith(".md")).read_text()
     assert "`````\n" in report
 
@@ -210,7 +208,7 @@ def test_a_home_folder_stays_private(registry, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     found = facts_of("triton-3.4-kpack", registry)
     found = msgspec.structs.replace(found, log=found.log + "/home/somebody/secret/kernel.py\n")
-    made = new.make(found, registry, tmp_path, force=True, replay=False)
+    made = drafts.make(found, registry, tmp_path, force=True, replay=False)
     report = next(Path(file) for file in made.files if file.endswith(".md")).read_text()
     assert "~/secret/kernel.py" in report
     assert "somebody" not in report
@@ -225,7 +223,7 @@ def test_a_real_log_fails_again_under_the_installed_compiler(registry, tmp_path)
         pytest.skip(f"the logs are of triton==3.6.0, and this is {installed_toolchain()}")
     for name in ("triton-3.6-gfx950-stages", "ptxas-registers"):
         found = facts_of(name, registry, toolchain="triton==3.6.0")
-        made = new.make(found, registry, tmp_path, force=True)
+        made = drafts.make(found, registry, tmp_path, force=True)
         assert made.reproduced is True, made.replay
 
 
@@ -301,19 +299,16 @@ def test_a_draft_that_cannot_be_written_is_one_clear_error(portattn, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [
-        ((), "--from-log"),
-        (("--from-log", "x", "--from-incident", "y"), "--from-incident"),
-        (("--from-log", "/not/here"), "--from-log"),
-        (("--from-log", FOLDER), "--from-log"),
-        (("--from-incident", "x"), "ID"),
-        (("--from-incident", "x", "--target", "cuda:sm_90"), "--target"),
+        ((), "--from-log"), (("--from-log", "x", "--from-incident", "y"), "--from-incident"),
+        (("--from-log", "/not/here"), "--from-log"), (("--from-log", FOLDER), "--from-log"),
+        (("--from-incident", "x"), "ID"), (("--from-incident", "x", "--target", "cuda:sm_90"), "--target"),
         (("--from-log", FOLDER / "green.log"), "--from-log"),
         (("--from-log", FOLDER / "triton-3.4-kpack.log", "--kernel", "forward"), "--kernel"),
         (("--from-incident", "x", "--failure", "1"), "--failure"),
         (("--from-incident", "x", "--kernel", "dense_forward"), "--kernel"),
         (("--from-log", FOLDER / "triton-3.4-kpack.log", "--words", "Not OK", "--force"), "--words"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_clear_error(portattn, tmp_path, arguments, argument) -> None:
     called = portattn("quirks", "new", *arguments, "--out", tmp_path / "out", "--json")
     assert called.status == 2
@@ -342,10 +337,10 @@ def test_a_draft_has_the_values_of_the_kernel_that_failed(registry, function: st
             symptom="compile-error", message="RuntimeError: boom", command="", environment={}, log="boom\n",
             date=datetime.datetime(2026, 11, 22), **fields,
         )  # fmt: skip
-        found = failure_report.from_incident(incident, [], registry)
+        found = failure_facts.from_incident(incident, [], registry)
         names = ("dense_backward",) if fields else ("dense_backward", "varlen_backward")
         assert found.kernels == names
-        text = entry.entry(found, "cuda-0900-boom", "it fails", "none: planted", "probe.py")
+        text = draft_texts.entry(found, "cuda-0900-boom", "it fails", "none: planted", "probe.py")
         assert (f"block_m = {tile[0]}, block_n = {tile[1]}," in text) is bool(fields)
         assert "rows_" not in text
 
@@ -359,17 +354,17 @@ ptxas fatal   : Ptx assembly aborted due to errors
 def test_a_kernel_of_a_backend_s_own_can_be_named(registry, tmp_path) -> None:
     """Its path in plans is its name; the id says what the assembler refused."""
     named = {"target": "cuda:sm_90", "toolchain": "triton==3.8.0"}
-    [found] = failure_report.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_forward")
-    made = new.make(found, registry, tmp_path, force=True, replay=False)
+    [found] = failure_facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_forward")
+    made = drafts.make(found, registry, tmp_path, force=True, replay=False)
     assert made.id.endswith("-cubin-cvt")
     assert tomllib.loads(Path(made.files[-1]).read_text())["when"]["kernels"] == ["gluon_forward"]
-    [unnamed] = failure_report.from_log(REFUSED, "build.log", registry, **named)
-    draft = Path(new.make(unnamed, registry, tmp_path, force=True, replay=False).files[-1]).read_text()
+    [unnamed] = failure_facts.from_log(REFUSED, "build.log", registry, **named)
+    draft = Path(drafts.make(unnamed, registry, tmp_path, force=True, replay=False).files[-1]).read_text()
     assert "--kernel names one of a backend's own too" in draft
     with pytest.raises(
         ArgumentError, match=r"--kernel is 'gluon_x', but must be one of dense_forward, .*gluon_forward"
     ):
-        failure_report.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_x")
+        failure_facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_x")
 
 
 REQUEST = {
@@ -390,21 +385,15 @@ def crafted(env: dict[str, Any] | None = None, **signature: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "value", "kept"),
     [
-        ("TRITON_PTXAS_PATH", "/tmp/evil", False),
-        ("TRITON_PTXAS_BLACKWELL_PATH", "/tmp/evil", False),
-        ("LD_PRELOAD", "/tmp/evil.so", False),
-        ("PATH", "/tmp", False),
-        ("PYTHONPATH", "/tmp", False),
-        ("PTXAS_OPTIONS", "--output-file=/tmp/evil", False),
-        ("TRITON_KERNEL_OVERRIDE", "1", False),
-        ("DISABLE_LLVM_OPT", "/tmp/evil", False),
-        ("TRITON_ALWAYS_COMPILE", "1", True),
-        ("DISABLE_LLVM_OPT", "1", True),
+        ("TRITON_PTXAS_PATH", "/tmp/evil", False), ("TRITON_PTXAS_BLACKWELL_PATH", "/tmp/evil", False),
+        ("LD_PRELOAD", "/tmp/evil.so", False), ("PATH", "/tmp", False), ("PYTHONPATH", "/tmp", False),
+        ("PTXAS_OPTIONS", "--output-file=/tmp/evil", False), ("TRITON_KERNEL_OVERRIDE", "1", False),
+        ("DISABLE_LLVM_OPT", "/tmp/evil", False), ("TRITON_ALWAYS_COMPILE", "1", True), ("DISABLE_LLVM_OPT", "1", True),
         ("TRITON_HIP_USE_ASYNC_COPY", "0", True),
     ],
-)
+)  # fmt: skip
 def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, portattn, name, value, kept) -> None:
-    [found] = failure_report.from_log(crafted({name: value}), "build.log", registry)
+    [found] = failure_facts.from_log(crafted({name: value}), "build.log", registry)
     assert found.env == ({name: value} if kept else {})
     (tmp_path / "build.log").write_text(crafted({name: value}))
     called = portattn(
@@ -424,7 +413,7 @@ def test_an_incidents_variables_are_as_a_logs(registry) -> None:
         problem=Problem(batch=1, heads_q=1, heads_k=1, seq_q=64, seq_k=64, head_dim=64, dtype="fp16"),
         environment_set={"TRITON_PTXAS_PATH": "/tmp/evil", "TRITON_HIP_USE_ASYNC_COPY": "0"},
     )  # fmt: skip
-    found = failure_report.from_incident(given, [], registry)
+    found = failure_facts.from_incident(given, [], registry)
     assert found.specialised is not None
     assert found.env == found.specialised.env == {"TRITON_HIP_USE_ASYNC_COPY": "0"}
     assert any("TRITON_PTXAS_PATH='/tmp/evil'" in text for text in found.left_out)
@@ -444,20 +433,20 @@ def test_an_incidents_variables_are_as_a_logs(registry) -> None:
 )
 def test_a_replay_imports_and_evaluates_nothing_of_a_log(registry, changed: dict[str, Any], why: str) -> None:
     """Triton evaluates the layout in a descriptor's type."""
-    [found] = failure_report.from_log(crafted(**changed), "build.log", registry)
+    [found] = failure_facts.from_log(crafted(**changed), "build.log", registry)
     assert found.signature is None
     assert any(why in text for text in found.left_out)
-    assert programs.form_of(found) == "missing"
+    assert draft_texts.form_of(found) == "missing"
 
 
 def test_a_replay_has_only_options_that_a_backend_declares(registry) -> None:
     kept = {"num_warps": 4, "waves_per_eu": 2, "schedule_hint": "attention,local-prefetch", "launch_pdl": True}
     wrong = {"kpack": "evil", "num_stages": True, "maxnreg": "x", "multibuffer": 1, "extern_libs": "/tmp/evil.bc"}
-    [found] = failure_report.from_log(crafted(options=kept | wrong), "build.log", registry)
+    [found] = failure_facts.from_log(crafted(options=kept | wrong), "build.log", registry)
     assert found.signature is not None
     assert found.signature["options"] == kept
     assert [text.split("=")[0] for text in found.left_out] == [f"compiler option {name}" for name in wrong]
-    [found] = failure_report.from_log(crafted(options={"schedule_hint": "/etc/passwd"}), "build.log", registry)
+    [found] = failure_facts.from_log(crafted(options={"schedule_hint": "/etc/passwd"}), "build.log", registry)
     assert found.signature is not None
     assert (found.signature["options"], len(found.left_out)) == ({}, 1)
     assert "schedule_hint='/etc/passwd': must be words" in found.left_out[0]
@@ -467,7 +456,7 @@ def test_signatures_of_every_kernel_of_ours_are_permitted(registry) -> None:
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, cga_layout=[])"
     types = {"q": f"tensordesc<fp16[64, 128],{layout}>", "k": "*fp16", "n": "i32", "x": "*kfp8e4nv", "t": "**fp16"}
     for module in ("portattn.kernels.dense", "portattn.backends.cuda.hopper_forward.kernel"):
-        [found] = failure_report.from_log(crafted(module=module, types=types), "build.log", registry)
+        [found] = failure_facts.from_log(crafted(module=module, types=types), "build.log", registry)
         assert found.signature is not None
         assert (found.signature["types"], found.left_out) == (types, ())
 
@@ -482,11 +471,11 @@ def test_a_module_that_a_log_names_is_not_run(portattn, triton, tmp_path, monkey
 
 
 def test_a_target_is_text_in_a_program(registry) -> None:
-    [found] = failure_report.from_log(crafted(), "build.log", registry)
+    [found] = failure_facts.from_log(crafted(), "build.log", registry)
     found = msgspec.structs.replace(found, arches=('gfx942"; import os; x="',))
     assert 'gfx942"; import os; x="' in str(
         next(
-            node.value.value for node in ast.parse(programs.program(found, "name", "title", None)).body
+            node.value.value for node in ast.parse(draft_texts.program(found, "name", "title", None)).body
             if isinstance(node, ast.Assign) and node.targets[0].id == "TARGET"
         )
     )  # fmt: skip

@@ -5,43 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lifecycle_logs import CASES
 
-from portattn.tools.quirks.lifecycle.normalise import PREFIXES, decode_text, normalise
+from portattn.tools.quirks.failure_log import decode_text, normalise, patterns
 
 ERROR = "k.py:1:1: error: 'tt.load' op is bad"
-PREFIXED = {
-    "journal, ISO time": ("2026-11-02T08:15:30+0000 node7 vllm[4711]: ", "4711"),
-    "RFC 3339 time": ("2026-11-02T08:15:30.123456789Z ", ""),
-    "journal": ("Nov  2 08:15:30 node7 vllm[4711]: ", "4711"),
-    "process": ("(MapWorker(MapBatches(vLLMEngineStageUDF)) pid=12390, ip=10.0.118.90) ", "12390"),
-    "rank": ("[rank3]: ", "3"),
-    "MPI": ("[1,2]<stderr>:", "2"),
-    "pod": ("[pod/llm-0/server] ", "server"),
-    "step": ("0000-steps/0 ", "0"),
-    "vLLM's logger": ("ERROR 05-13 16:11:49 [multiproc_executor.py:522] ", ""),
-    "glog": (
-        "E0205 09:51:38.047000 18628 site-packages\\torch\\_inductor\\runtime\\triton_heuristics.py:810] [0/0] ",
-        "",
-    ),
-    "Ray's logger": ("[2024-04-29 08:33:59,929 E 573427 573427] logging.cc:365: ", ""),
-    "time in brackets": ("[2025-10-13 11:22:33 TP1] ", "TP1"),
-    "clock in brackets": ("[16:10:33] stdout/INFO  ", ""),
-    "Python's logging": ("2025-04-10 09:12:44,101 - lmdeploy - ERROR - base.py:53 - ", ""),
-    "pytest": ("E   ", ""),
-    "Slurm": (" 3: ", "3"),
-    "compose": ("npu-1  | ", "npu-1"),
-    "quotation": ("> ", ""),
-}
 
 
 def test_every_prefix_is_tried() -> None:
-    assert set(PREFIXED) == {prefix.name for prefix in PREFIXES}
-    assert all(prefix.source for prefix in PREFIXES)
+    assert {name for name, _, _ in CASES["prefixes"]} == {prefix.name for prefix in patterns().prefix}
+    assert all(prefix.source for prefix in patterns().prefix)
 
 
-@pytest.mark.parametrize("name", PREFIXED)
-def test_a_prefix(name: str) -> None:
-    prefix, stream = PREFIXED[name]
+@pytest.mark.parametrize(("name", "prefix", "stream"), CASES["prefixes"])
+def test_a_prefix(name: str, prefix: str, stream: str) -> None:
     lines = ["Traceback (most recent call last):", '  File "k.py", line 1', ERROR, ""]
     log = normalise("".join(f"{prefix}{line}".rstrip() + "\n" for line in lines))
     assert [line.text for line in log.lines] == lines

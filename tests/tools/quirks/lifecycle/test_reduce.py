@@ -11,7 +11,7 @@ import pytest
 import quirk_files
 from support import random_call
 
-from portattn.compile import compile_check
+from portattn.compile import ensure_compiled
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import kernel_calls
@@ -19,9 +19,9 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.problem import Problem
 from portattn.tools.matrix.problems import full
-from portattn.tools.quirks.lifecycle import failure_report, reduce
-from portattn.tools.quirks.lifecycle.simplifications import OFFERS, changing_steps
-from portattn.tools.quirks.lifecycle.specialised import Specialisation
+from portattn.tools.quirks import failure_facts, reduce
+from portattn.tools.quirks.probe_plans import Specialisation
+from portattn.tools.quirks.reduce import OFFERS, changing_steps
 from portattn.worker.client import Reply
 
 BIG = Problem(
@@ -169,8 +169,8 @@ def incident_of(registry, buggy, monkeypatch):
     made = msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 4}))
     launches, q, _ = kernel_calls(made, random_call(BIG), target.arch.cores)
     with buggy.worker() as worker:
-        monkeypatch.setattr(compile_check, "_worker", worker)
-        return compile_check.ensure(made, launches, q, target, current()).incident
+        monkeypatch.setattr(ensure_compiled, "_worker", worker)
+        return ensure_compiled.ensure(made, launches, q, target, current()).incident
 
 
 def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, monkeypatch, tmp_path) -> None:
@@ -189,10 +189,9 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     # The command sends the request to a compiler, and what is kept of the log is the smaller one's.
     done = subprocess.run(smaller.command, shell=True, capture_output=True, text=True)
     assert '"ok": false' in done.stdout
-    found = failure_report.from_incident(smaller, [], registry)
+    found = failure_facts.from_incident(smaller, [], registry)
     assert (
-        found.failure.signature
-        == failure_report.from_incident(incidents.incident(name), [], registry).failure.signature
+        found.failure.signature == failure_facts.from_incident(incidents.incident(name), [], registry).failure.signature
     )
 
 

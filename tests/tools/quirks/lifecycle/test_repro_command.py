@@ -10,9 +10,8 @@ from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.tools.matrix.problems import full, quick
-from portattn.tools.quirks.lifecycle.repro_command import plan_line, problem_options
-from portattn.tools.quirks.lifecycle.specialised import Specialisation
-from portattn.tools.quirks.probe import plans
+from portattn.tools.quirks import probe_plans
+from portattn.tools.quirks.probe_plans import Specialisation, plan_line, problem_words
 
 TARGET = "rocm:gfx942"
 
@@ -31,9 +30,9 @@ def test_every_problem_of_the_matrix_has_options() -> None:
     for named in full():
         if any(getattr(named.problem, name) for name in UNSAID):
             continue
-        op, *rest = problem_options(named.problem)
+        op, *rest = problem_words(named.problem)
         line = " ".join(["plan:", op, "--target", TARGET, *rest])
-        assert plans.parse(line).problem == named.problem, named.name
+        assert probe_plans.parse(line).problem == named.problem, named.name
 
 
 @pytest.mark.parametrize("named", quick(), ids=lambda named: named.name)
@@ -46,10 +45,11 @@ def test_a_line_leads_back_to_the_specialisation(named, registry) -> None:
     changed = specialised(named.problem, registry, num_stages=2 if plain.launch.num_stages == 1 else 1)
     line = plan_line(changed, target, registry)
     assert f"num_stages={changed.launch.num_stages}" in line
-    stated = plans.parse(line)
+    stated = probe_plans.parse(line)
     made = plan(
-        stated.problem, target, plans.with_start_values(registry, stated, target), settings=Settings(backend="triton")
-    )
+        stated.problem, target, probe_plans.with_start_values(registry, stated, target),
+        settings=Settings(backend="triton"),
+    )  # fmt: skip
     assert made.launch == changed.launch
     assert made.lowering == changed.lowering
 
@@ -61,8 +61,8 @@ def test_a_line_says_whether_rows_are_whole_words(words: bool) -> None:
         op="decode_attention", batch=2, heads_q=8, heads_k=2, seq_q=1, seq_k=512, head_dim=128, dtype="bf16",
         kv_format="e4m3", kv_scales="token", aligned=False, word_aligned=words,
     )  # fmt: skip
-    op, *rest = problem_options(p)
-    stated = plans.parse(" ".join(["plan:", op, "--target", "cuda:sm_90", *rest]))
+    op, *rest = problem_words(p)
+    stated = probe_plans.parse(" ".join(["plan:", op, "--target", "cuda:sm_90", *rest]))
     assert stated.problem == p
     made = plan(stated.problem, Registry.load().target("cuda:sm_90", "triton==3.6.0"), settings=Settings())
     assert made.lowering is not None
@@ -106,8 +106,9 @@ def test_a_line_states_the_values_of_both_kernels_of_gradients(registry) -> None
     line = plan_line(what, target, registry)
     assert "rows_m=64" in line
     assert "rows_n" not in line
-    stated = plans.parse(line)
+    stated = probe_plans.parse(line)
     made = plan(
-        stated.problem, target, plans.with_start_values(registry, stated, target), settings=Settings(backend="triton")
-    )
+        stated.problem, target, probe_plans.with_start_values(registry, stated, target),
+        settings=Settings(backend="triton"),
+    )  # fmt: skip
     assert made.launch == what.launch

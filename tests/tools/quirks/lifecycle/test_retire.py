@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import quirk_files
+from quirk_files import plant
 
 from portattn.errors import ArgumentError, DataError
-from portattn.planning import quirk_checks
+from portattn.planning import quirk_files
 from portattn.planning.registry import Registry, find_backends
-from portattn.tools.quirks.editing import edit
-from portattn.tools.quirks.lifecycle import new, retire
+from portattn.tools.quirks import bisect_retire, drafts
+from portattn.tools.quirks.probe_results import edit
 
 TODAY = datetime.date(2026, 11, 30)
 BLOCK = """
@@ -30,9 +30,7 @@ date = {date}
 
 
 def planted(tmp_path: Path, name: str = "rocm-0901-planted", blocks: str = "", range_: str = "<3.3") -> Registry:
-    path = quirk_files.plant(
-        tmp_path, name, 'path = "vendor"', when=f'toolchain = {{ triton = "{range_}" }}  # seen so'
-    )
+    path = plant(tmp_path, name, 'path = "vendor"', when=f'toolchain = {{ triton = "{range_}" }}  # seen so')
     path.write_text("# why this is here\n" + path.read_text() + blocks)
     return Registry.read(find_backends(), tmp_path)
 
@@ -44,14 +42,10 @@ def block(toolchain: str, off: str, on: str = "pass", date: str = "2026-11-20") 
 def test_a_tombstone(tmp_path) -> None:
     planted(tmp_path, "rocm-0902-next")
     known = planted(tmp_path)
-    made = retire.retire(
-        "rocm-0901-planted",
-        known,
-        " fixed upstream ",
-        fixed_in="triton==3.3.1",
-        replaced_by="rocm-0902-next",
+    made = bisect_retire.retire(
+        "rocm-0901-planted", known, " fixed upstream ", fixed_in="triton==3.3.1", replaced_by="rocm-0902-next",
         today=TODAY,
-    )
+    )  # fmt: skip
     text = Path(made.file).read_text()
     assert text.startswith("# why this is here\n")
     assert "# seen so" in text
@@ -61,13 +55,13 @@ def test_a_tombstone(tmp_path) -> None:
     assert tombstone is not None
     assert (tombstone.date, tombstone.reason) == (TODAY, "fixed upstream")
     assert (tombstone.fixed_in, tombstone.replaced_by) == ("triton==3.3.1", "rocm-0902-next")
-    assert new.next_number("rocm", tmp_path / "out", now) == 903
+    assert drafts.next_number("rocm", tmp_path / "out", now) == 903
     with pytest.raises(ArgumentError, match="was retired on 2026-11-30: fixed upstream"):
-        retire.retire("rocm-0901-planted", now, "again")
+        bisect_retire.retire("rocm-0901-planted", now, "again")
 
 
 def test_what_is_empty_is_left_out(tmp_path) -> None:
-    made = retire.retire("rocm-0901-planted", planted(tmp_path), "was no bug", today=TODAY)
+    made = bisect_retire.retire("rocm-0901-planted", planted(tmp_path), "was no bug", today=TODAY)
     text = Path(made.file).read_text()
     assert "fixed_in" not in text
     assert "replaced_by" not in text
@@ -93,19 +87,19 @@ def test_a_confirmed_entry_is_not_buried(tmp_path, blocks: str, refused: bool) -
     known = planted(tmp_path, blocks=blocks)
     before = Path(known.quirks["rocm-0901-planted"].file).read_text()
     if not refused:
-        retire.retire("rocm-0901-planted", known, "gone")
+        bisect_retire.retire("rocm-0901-planted", known, "gone")
         return
     with pytest.raises(ArgumentError, match="must be confirmed no more on a supported compiler"):
-        retire.retire("rocm-0901-planted", known, "gone")
+        bisect_retire.retire("rocm-0901-planted", known, "gone")
     assert Path(known.quirks["rocm-0901-planted"].file).read_text() == before
-    retire.retire("rocm-0901-planted", known, "gone", force=True)
+    bisect_retire.retire("rocm-0901-planted", known, "gone", force=True)
     assert "rocm-0901-planted" in Registry.read(find_backends(), tmp_path).retired
     assert "[[verified]]" in Path(known.quirks["rocm-0901-planted"].file).read_text()
 
 
 def test_supported_compilers_in_the_range_are_named(tmp_path) -> None:
     known = planted(tmp_path, range_=">=3.5,<3.7")
-    made = retire.retire("rocm-0901-planted", known, "gone")
+    made = bisect_retire.retire("rocm-0901-planted", known, "gone")
     assert made.still_in_range == ("triton==3.5.1", "triton==3.6.0")
 
 
@@ -125,7 +119,7 @@ def test_bad_input(tmp_path, given: dict[str, str], argument: str) -> None:
     before = Path(known.quirks["rocm-0901-planted"].file).read_text()
     arguments = {"quirk_id": "rocm-0901-planted", "registry": known} | given
     with pytest.raises(ArgumentError) as refused:
-        retire.retire(**arguments)
+        bisect_retire.retire(**arguments)
     assert refused.value.argument == argument
     assert Path(known.quirks["rocm-0901-planted"].file).read_text() == before
 
@@ -158,7 +152,7 @@ def test_on_a_full_disk_the_entry_stays_as_it_was(tmp_path) -> None:
     path = Path(known.quirks["rocm-0901-planted"].file)
     before = path.read_text()
     with full_disk(), pytest.raises(DataError, match=f"{path.name}: cannot be written: File too large"):
-        retire.retire("rocm-0901-planted", known, "gone")
+        bisect_retire.retire("rocm-0901-planted", known, "gone")
     assert path.read_text() == before
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert "rocm-0901-planted" in Registry.read(find_backends(), tmp_path).quirks
@@ -169,14 +163,14 @@ def test_nothing_is_in_the_folder_while_the_change_is_checked(tmp_path, monkeypa
     known = planted(tmp_path)
     path = Path(known.quirks["rocm-0901-planted"].file)
     seen: list[str] = []
-    real = quirk_checks.problems
+    real = quirk_files.quirk_problems
 
     def look(*arguments):
         seen.extend(p.name for p in path.parent.iterdir())
         return real(*arguments)
 
-    monkeypatch.setattr(quirk_checks, "problems", look)
-    retire.retire("rocm-0901-planted", known, "gone")
+    monkeypatch.setattr(quirk_files, "quirk_problems", look)
+    bisect_retire.retire("rocm-0901-planted", known, "gone")
     assert seen == [path.name]
 
 

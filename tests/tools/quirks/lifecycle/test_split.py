@@ -7,9 +7,9 @@ import time
 import pytest
 from lifecycle_logs import FOLDER, read
 
-from portattn.tools.quirks.lifecycle.failure_report import from_log
-from portattn.tools.quirks.lifecycle.normalise import normalise
-from portattn.tools.quirks.lifecycle.split import LoggedFailure, split
+from portattn.tools.quirks.failure_facts import from_log
+from portattn.tools.quirks.failure_log import normalise
+from portattn.tools.quirks.recognise import LoggedFailure, split
 
 PTXAS = "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"
 KPACK = "AssertionError: gfx950 only accepts kpack == 1"
@@ -61,10 +61,7 @@ def test_the_same_again_is_counted() -> None:
 def test_ranks_with_failures_of_their_own() -> None:
     ranks = [KPACK_TRACE.splitlines(), ["RuntimeError: x", f"  {PTXAS}", "a", "b"]]
     text = "".join(f"[rank{r}]: {lines[n]}\n" for n in range(4) for r, lines in enumerate(ranks))
-    assert {(one.failure.kind, one.streams) for one in found(text)} == {
-        ("exception", ("0",)),
-        ("ptxas-fatal", ("1",)),
-    }
+    assert {(one.failure.kind, one.streams) for one in found(text)} == {("exception", ("0",)), ("ptxas-fatal", ("1",))}
 
 
 def test_mlirs_own_lines_have_no_rank() -> None:
@@ -102,9 +99,9 @@ def test_a_whole_log_is_not_cut() -> None:
 
 def test_many_failures_take_no_time() -> None:
     text = (KPACK_TRACE + f"{PTXAS}\nexit status 1\n") * 2_000
-    begun = time.monotonic()
+    begun = time.process_time()
     assert [one.times for one in found(text)] == [2_000, 2_000]
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 # ---- pytest

@@ -63,14 +63,9 @@ BOOM, OTHER = "RuntimeError:boom went the pass", "RuntimeError:something else"
 
 
 def plant(
-    folder: Path,
-    symptom: str = "compile-error",
-    range_: str = ">=3.2",
-    effect: str = "launch = { num_stages = 1 }",
-    signature: str = "boom",
-    more: str = "",
-    program: str = "",
-) -> Quirk:
+    folder: Path, symptom: str = "compile-error", range_: str = ">=3.2", effect: str = "launch = { num_stages = 1 }",
+    signature: str = "boom", more: str = "", program: str = "",
+) -> Quirk:  # fmt: skip
     """A quirk file with its program under a folder."""
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     (folder / "probes" / "planted.py").write_text(program)

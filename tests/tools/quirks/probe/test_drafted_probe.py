@@ -10,9 +10,8 @@ from planted_probe import plant
 
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.toolchain import installed_toolchain
-from portattn.tools.quirks import probe
-from portattn.tools.quirks.lifecycle import failure_report, new
-from portattn.tools.quirks.lifecycle.entry import MARK
+from portattn.tools.quirks import drafts, failure_facts, probe
+from portattn.tools.quirks.draft_texts import MARK
 
 COMPILER = "triton==3.6.0"
 LOG = Path(__file__).parent.parent / "lifecycle" / "logs" / "triton-3.6-gfx950-stages.log"
@@ -49,8 +48,8 @@ def compiler() -> None:
 @pytest.mark.compiles
 def test_a_drafted_text_is_probed(tmp_path: Path) -> None:
     registry = Registry.load()
-    [found] = failure_report.from_log(LOG.read_text(), LOG.name, registry, None, COMPILER, None, "dense_forward")
-    made = new.make(found, registry, tmp_path, force=True, replay=False)
+    [found] = failure_facts.from_log(LOG.read_text(), LOG.name, registry, None, COMPILER, None, "dense_forward")
+    made = drafts.make(found, registry, tmp_path, force=True, replay=False)
     entry, program = Path(made.files[-1]), next(Path(file) for file in made.files if file.endswith(".py"))
     text = re.sub(rf"{MARK}effect.*", "launch = { num_stages = 3 }", entry.read_text())
     entry.write_text(re.sub(rf"{MARK}conditions.*", 'launch = { num_stages = ">=4" }', text))

@@ -15,11 +15,11 @@ from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
+from portattn.testing import execute_code
 from portattn.testing.findings import Numerics
-from portattn.tools.quirks import probe
-from portattn.tools.quirks.probe import executing, plans
+from portattn.tools.quirks import probe, probe_plans
 from portattn.worker.client import Worker
-from portattn.worker.probe import Bench, Code, Missing
+from portattn.worker.probe_harness import Bench, Code, Missing
 
 KNOWN = Registry.load()
 HARNESS = Path(KNOWN.quirks["rocm-0018-tf32-refused"].file).parent.parent / "probes" / "harness.py"
@@ -30,7 +30,7 @@ QUIET = {"symptom": "wrong-result", "signature": ""}
 COPY = """\
 import triton
 import triton.language as tl
-from harness import Seen
+from harness import BugFound
 
 @triton.jit
 def copy(x, out, n, MORE: tl.constexpr, ADD: tl.constexpr):
@@ -44,7 +44,7 @@ def probe(arm, bench):
     given = {{"x": ("fp32", x), "out": ("fp32", [-1.0] * 48), "n": 48}}
     out = bench.execute(code, given, ["out"], unchecked={unchecked})["out"]
     if out != x:
-        raise Seen(f"{{out[1]}} for {{x[1]}}")
+        raise BugFound(f"{{out[1]}} for {{x[1]}}")
 """
 compiles = pytest.mark.skipif(installed_toolchain().distribution != "triton", reason="needs community Triton")
 
@@ -61,8 +61,8 @@ def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ())
 @pytest.mark.parametrize(
     ("off", "unchecked", "told"),
     [
-        ((8, 0), (), "Seen: OutOfBounds: line"),
-        ((8, 1), ("memory",), "Seen: 2.0 for 1.0"),
+        ((8, 0), (), "BugFound: OutOfBounds: line"),
+        ((8, 1), ("memory",), "BugFound: 2.0 for 1.0"),
     ],
 )
 def test_wrong_numbers_and_findings_are_seen(
@@ -99,27 +99,20 @@ def test_what_the_model_does_not_know_is_missing() -> None:
     from portattn.backends.rocm.emulator.amdgpu import Program, UnknownInstruction
 
     request = {
-        "target": "rocm:gfx942",
-        "arguments": {},
-        "outputs": [],
-        "grid": [1],
-        "unchecked": [],
-        "types": {},
-        "facts": {"scratchpad_bytes": 0, "num_warps": 1},
-        "texts": {"amdgcn": "v_new"},
-        "triton": "3.6.0",
-    }
+        "target": "rocm:gfx942", "arguments": {}, "outputs": [], "grid": [1], "unchecked": [], "types": {},
+        "facts": {"scratchpad_bytes": 0, "num_warps": 1}, "texts": {"amdgcn": "v_new"}, "triton": "3.6.0",
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
 
         def parse(text: str) -> None:
             raise UnknownInstruction("v_new is not modelled")
 
         patch.setattr(Program, "parse", parse)
-        answer = executing.execute(request)
+        answer = execute_code.execute(request)
     assert answer == {"missing": "the model does not know: v_new is not modelled"}
-    old = executing.execute(request | {"triton": "3.3.1"})
+    old = execute_code.execute(request | {"triton": "3.3.1"})
     assert old == {"missing": "the model was tried with the code of Triton 3.4 and newer"}
-    none = executing.execute(request | {"target": "cuda:sm_90", "texts": {"ptx": ""}})
+    none = execute_code.execute(request | {"target": "cuda:sm_90", "texts": {"ptx": ""}})
     assert none == {"missing": "nothing here executes code for cuda:sm_90"}
     with pytest.raises(Missing, match="nothing here executes code for cuda:sm_90"):
         Bench("cuda:sm_90", ("cuda", 90, 32), executor=sys.executable, path=os.pathsep.join(sys.path)).execute(
@@ -152,11 +145,11 @@ def test_planned_wrong_results_are_executed(monkeypatch: pytest.MonkeyPatch) -> 
     arm = off_arm(
         monkeypatch, Numerics(outcome="fail", where="a model", reason="out's error 3 is over"), wrong_result()
     )
-    assert (arm.word, arm.level, arm.kind) == ("fail:signature", "emulated", "Seen")
+    assert (arm.word, arm.level, arm.kind) == ("fail:signature", "emulated", "BugFound")
     arm = off_arm(
         monkeypatch, Numerics(outcome="error", where="a model", reason="error: LdsRace: line 3: x"), wrong_result()
     )
-    assert (arm.word, arm.kind) == ("fail:signature", "Seen")
+    assert (arm.word, arm.kind) == ("fail:signature", "BugFound")
     arm = off_arm(monkeypatch, Numerics(outcome="error", where="a model", reason="error: KeyError: x"), wrong_result())
     assert arm.word == "fail:Execution"
     arm = off_arm(monkeypatch, Numerics(outcome="not_run", where="a model", reason="no model"), wrong_result())
@@ -173,5 +166,5 @@ def test_planned_probe_in_the_model() -> None:
     quirk = wrong_result()
     registry = msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk})
     result = probe.run(quirk, registry=registry, seconds=300)
-    assert plans.executes(quirk, registry.target("rocm:gfx942"))
+    assert probe_plans.executes(quirk, registry.target("rocm:gfx942"))
     assert (result.off.word, result.off.level) == ("pass", "emulated"), result

@@ -13,8 +13,8 @@ from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.quirks import probe as probing
-from portattn.tools.quirks.probe import plans
-from portattn.tools.quirks.probe.running import place
+from portattn.tools.quirks import probe_plans
+from portattn.tools.quirks.probe import place
 
 SIZES = "--q 2,8,1024,128 --kv 2,8,1024,128 --dtype bf16"
 PROBE = f"plan: attention --target rocm:gfx950 {SIZES} --start num_stages=4,k_tile=row"
@@ -27,12 +27,12 @@ def probing_with(quirk: Quirk, probe: str) -> Quirk:
 
 
 def test_parse() -> None:
-    stated = plans.parse(PROBE)
+    stated = probe_plans.parse(PROBE)
     assert (stated.target, stated.problem.op, stated.problem.head_dim) == ("rocm:gfx950", "attention", 128)
     assert stated.start == {"num_stages": 4, "k_tile": "row"}
-    assert plans.parse(PROBE + " --causal").problem.causal == "bottom_right"
+    assert probe_plans.parse(PROBE + " --causal").problem.causal == "bottom_right"
     gradients = PROBE.replace("attention", "attention_backward").replace("k_tile=row", "rows_stages=2")
-    assert plans.parse(gradients).start == {"num_stages": 4, "rows_stages": 2}
+    assert probe_plans.parse(gradients).start == {"num_stages": 4, "rows_stages": 2}
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_parse() -> None:
 )
 def test_malformed(probe: str, complaint: str) -> None:
     with pytest.raises(ArgumentError, match=complaint):
-        plans.parse(probe)
+        probe_plans.parse(probe)
 
 
 def test_arms_differ_by_the_quirk_alone() -> None:
     quirk = probing_with(FOUR_STAGES, PROBE)
-    stated = plans.parse(PROBE)
+    stated = probe_plans.parse(PROBE)
     where = place(quirk, "triton==3.6.0", None, KNOWN)
-    started = plans.with_start_values(KNOWN, stated, where)
-    off, on = (plans.plan_arm(quirk, arm, stated, where, started) for arm in ("off", "on"))  # type: ignore[arg-type]
+    started = probe_plans.with_start_values(KNOWN, stated, where)
+    off, on = (probe_plans.plan_arm(quirk, arm, stated, where, started) for arm in ("off", "on"))  # type: ignore[arg-type]
     assert off is not None
     assert on is not None
     assert (off.specialised[1].num_stages, on.specialised[1].num_stages) == (4, 3)
@@ -73,9 +73,9 @@ def test_arms_differ_by_the_quirk_alone() -> None:
 def test_another_entry_does_not_hide_the_bug() -> None:
     """On 3.9 a second entry makes RDNA3's tiles smaller still: the probe of the first one is to see its own tile."""
     quirk = KNOWN.quirks["rocm-0021-rdna-tiles"]
-    stated = plans.parse(quirk.evidence.probe)
+    stated = probe_plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.9.0", None, KNOWN)
-    off = plans.plan_arm(quirk, "off", stated, where, plans.with_start_values(KNOWN, stated, where))
+    off = probe_plans.plan_arm(quirk, "off", stated, where, probe_plans.with_start_values(KNOWN, stated, where))
     assert off is not None
     assert (off.specialised[1].block_m, off.specialised[1].block_n) == (64, 64)
 
@@ -85,19 +85,19 @@ def test_a_probe_about_something_else(tmp_path: Path) -> None:
     probe = f"plan: attention --target rocm:gfx950 {SIZES} --start num_stages=2"
     quirk = probing_with(FOUR_STAGES, probe)
     where = place(quirk, "triton==3.6.0", None, KNOWN)
-    started = plans.with_start_values(KNOWN, plans.parse(probe), where)
+    started = probe_plans.with_start_values(KNOWN, probe_plans.parse(probe), where)
     other = msgspec.structs.replace(quirk, when=msgspec.structs.replace(quirk.when, kernels=("decode_split",)))
     bent = msgspec.structs.replace(started, quirks=started.quirks | {quirk.id: other})
     with pytest.raises(PortattnError, match="changes nothing in the plan of its probe"):
-        plans.plan_arm(other, "on", plans.parse(probe), where, bent)
+        probe_plans.plan_arm(other, "on", probe_plans.parse(probe), where, bent)
 
 
 def test_path_effect_leaves_nothing_to_compile() -> None:
     quirk = probing_with(KNOWN.quirks["cuda-0007-blackwell"], f"plan: attention --target cuda:sm_100 {SIZES}")
-    stated = plans.parse(quirk.evidence.probe)
+    stated = probe_plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.2.0", None, KNOWN)
-    assert plans.plan_arm(quirk, "on", stated, where, KNOWN) is None
-    off = plans.plan_arm(quirk, "off", stated, where, KNOWN)
+    assert probe_plans.plan_arm(quirk, "on", stated, where, KNOWN) is None
+    off = probe_plans.plan_arm(quirk, "off", stated, where, KNOWN)
     assert off is not None
     assert off.path == "triton"
 
@@ -107,13 +107,13 @@ def test_every_shipped_plan_is_about_its_quirk() -> None:
     asked = 0
     for quirk in KNOWN.quirks.values():
         affected = next((v.toolchain for v in quirk.verified if v.off == "fail:signature" and not v.stand_in), None)
-        if not quirk.evidence.probe.startswith(plans.PREFIX) or affected is None:
+        if not quirk.evidence.probe.startswith(probe_plans.PREFIX) or affected is None:
             continue
-        stated = plans.parse(quirk.evidence.probe)
+        stated = probe_plans.parse(quirk.evidence.probe)
         where = place(quirk, affected, None, KNOWN)
-        started = plans.with_start_values(KNOWN, stated, where)
-        assert plans.plan_arm(quirk, "off", stated, where, started) is not None, quirk.id
-        plans.plan_arm(quirk, "on", stated, where, started)
+        started = probe_plans.with_start_values(KNOWN, stated, where)
+        assert probe_plans.plan_arm(quirk, "off", stated, where, started) is not None, quirk.id
+        probe_plans.plan_arm(quirk, "on", stated, where, started)
         asked += 1
     assert asked >= 15
 

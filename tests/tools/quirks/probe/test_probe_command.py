@@ -23,7 +23,7 @@ HERE = Toolchain(distribution="triton", version="3.6.0")
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
     """probe("--record", off=BOOM): run the command on the planted folder with a planted compiler, triton==3.6.0."""
-    monkeypatch.setattr("portattn.tools.quirks.probe.many.installed_toolchain", lambda: HERE)
+    monkeypatch.setattr("portattn.tools.quirks.probe.installed_toolchain", lambda: HERE)
     monkeypatch.setattr("portattn.schema.toolchain.installed_toolchain", lambda: HERE)
 
     def call(*arguments: str, arms: dict[str, str] | None = None) -> click.testing.Result:
@@ -66,12 +66,10 @@ def test_probes_that_cannot_run_are_status_3(tmp_path: Path, probe: Probe) -> No
 @pytest.mark.parametrize(
     ("range_", "arms", "verdict"),
     [
-        (">=3.4,<3.9", {"off": "pass"}, "stale"),
-        (">=3.4,<3.9", {"off": "ValueError:other"}, "changed"),
-        (">=3.4,<3.9", {"off": BOOM, "on": "crash"}, "ineffective"),
-        (">=3.7,<3.9", {"off": BOOM}, "too narrow"),
+        (">=3.4,<3.9", {"off": "pass"}, "stale"), (">=3.4,<3.9", {"off": "ValueError:other"}, "changed"),
+        (">=3.4,<3.9", {"off": BOOM, "on": "crash"}, "ineffective"), (">=3.7,<3.9", {"off": BOOM}, "too narrow"),
     ],
-)
+)  # fmt: skip
 def test_red_here_and_in_the_audit(
     tmp_path: Path, probe: Probe, range_: str, arms: dict[str, str], verdict: str
 ) -> None:

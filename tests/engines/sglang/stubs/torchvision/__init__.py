@@ -1,8 +1,6 @@
-"""Stands in for torchvision where SGLang is imported for its attention layers only.
-
-SGLang's configuration package imports torchvision for models with images. Its wheels are built for one release of
-torch, and the tests need no image: names can be imported from here, and nothing can be done with them.
-"""
+"""Stands in for torchvision where SGLang is imported for its attention layers only. SGLang's configuration package
+imports torchvision for models with images. Its wheels are built for one release of torch, and the tests need no image:
+names can be imported from here, and nothing can be done with them."""
 
 import importlib.machinery
 import sys

@@ -7,7 +7,7 @@ asks for them, and adds nothing.
 import triton
 import triton.language as tl
 
-from portattn.worker.probe import Bench, Seen
+from portattn.worker.probe_harness import Bench, BugFound
 
 BLOCK = 64
 
@@ -30,4 +30,4 @@ def probe(arm: str, bench: Bench) -> None:
     out = bench.execute(code, {"x": ("fp32", given), "out": ("fp32", [-1.0] * BLOCK)}, ["out"])["out"]
     wanted = [value + value if add else value for value in given]
     if out != wanted:
-        raise Seen(f"the second value is {out[1]}, and not {wanted[1]}")
+        raise BugFound(f"the second value is {out[1]}, and not {wanted[1]}")

@@ -1,0 +1,312 @@
+"""Gradients of calls: by portattn's kernels, or by a path that torch differentiates, which recomputes the forward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from portattn.api import dispatch
+from portattn.api.execute import lookup, run_request
+from portattn.api.request import Request, request_from, settings_for
+from portattn.api.torch_ops import SIGNATURES, OperatorSignature, arguments_of
+from portattn.config import Settings, current
+from portattn.errors import PathUnavailable
+from portattn.planning.backend import PathRejection
+from portattn.planning.core_path import backward_problem, own_names, own_path
+from portattn.planning.kernel_specs import CORES
+from portattn.schema.ops import BACKWARD, ROWS
+from portattn.schema.problem import Problem
+
+Gradients = dict[str, torch.Tensor]
+
+
+def may_have_kernels(op: str, q: torch.Tensor, v: torch.Tensor, backend: Any) -> bool:
+    """Return whether kernels may compute a call's gradients. Nothing is planned yet, and shapes may be symbolic."""
+    if op not in BACKWARD or max_width(op) < q.shape[-1] or max_width(op) < v.shape[-1]:
+        return False
+    return q.device.type != "meta" and own_path(backend or current().backend, q.device.type) is not None
+
+
+def has_kernel(problem: Problem, device: torch.device, settings: Settings) -> bool:
+    """Return whether a kernel is planned for the gradients of a problem, as the backward pass will ask for them."""
+    backend = own_path(settings.backend, device.type)
+    assert backend is not None
+    try:
+        asked = msgspec.structs.replace(backward_problem(problem), deterministic=_deterministic(settings))
+        return bool(dispatch.plan_problem(asked, device, settings_for(asked.op, backend, validate=False)).key)
+    except (PathRejection, PathUnavailable):
+        return False
+
+
+@functools.cache
+def max_width(op: str) -> int:
+    return CORES[BACKWARD[op]].max_head_dim
+
+
+def gradients(
+    op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any], out: torch.Tensor,
+    lse: torch.Tensor, grad_out: Any, grad_lse: Any, asked: Collection[str], otherwise: str | None = None,
+) -> Gradients | None:  # fmt: skip
+    """Return the requested gradients by name, or None if no kernel of portattn's runs here.
+
+    Extra memory: delta (B, Hq, Sq) float32; a variant's own, as gluon_backward's float32 dQ; a bias's gradient once
+    more in float32; with `parts=memory` (float32 alone) 6 bytes for each number of q, k, v and grad_out.
+
+    Args:
+        tensors, values, lengths: the forward's, as a Request has them
+        out, lse: the forward's results, with every row's LSE
+        grad_out, grad_lse: either may be None
+        asked: names of tensors
+        otherwise: path that computes them if no kernel runs or takes such wide heads: "reference"
+    """
+    way = _WAYS[op]
+    if way.unknown and any(tensors[place] is not None for place in way.unknown):
+        return None
+    settings = current()
+    if otherwise is not None and not may_have_kernels(op, tensors[way.source["q"]], tensors[way.source["v"]], None):
+        settings = msgspec.structs.replace(settings, backend=otherwise)
+    fixed = way.values(tuple(values), tensors[0].device.type, settings, otherwise)
+    if fixed is None:
+        return None
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    given: list[Any] = [None] * way.count
+    for place, source in way.copied:
+        given[place] = tensors[source]
+    at = way.at
+    given[at["forward_out"]], given[at["forward_lse"]], given[at["grad_out"]] = out, lse, _rows(grad_out)
+    if grad_lse is not None:
+        given[at["grad_lse"]] = grad_lse.contiguous().resolve_neg()
+    found: Gradients = {}
+    for name, source, place in way.qkv:
+        tensor = tensors[source]
+        memory = torch.empty_like(tensor)
+        found[name] = given[place] = memory if memory.stride(-1) == 1 else tensor.new_empty(tensor.shape)
+    for name, own in way.summed:
+        if name in asked:
+            given[at[own]] = _memory(name, tensors[way.source[name]], lse)
+    if lse.numel():
+        ready, before = tuple(given), dispatch.last_plan_state()
+        delta = lookup(way.op, ready, fixed, tuple(lengths))
+        if delta is None:
+            delta = run_request(request_from(way.op, ready, fixed, lengths))
+        dispatch.note_backward(before)
+        assert isinstance(delta, torch.Tensor)
+    else:  # without rows nothing is launched, and there may be keys
+        delta = lse
+        for memory in (*found.values(), *(given[at[own]] for _, own in way.summed if given[at[own]] is not None)):
+            memory.zero_()
+    own_place = way.source
+    if "bias" in asked:
+        found["bias"] = _like(given[at["grad_bias"]], tensors[own_place["bias"]])
+    if "alibi_slopes" in asked:
+        beginnings = tensors[own_place["cu_seqlens_q"]] if "cu_seqlens_q" in own_place else None
+        found["alibi_slopes"] = _slopes(tensors[own_place["alibi_slopes"]], given[at["grad_slopes"]], beginnings)
+    if "sinks" in asked:
+        found["sinks"] = _sinks(tensors[own_place["sinks"]], lse, delta)
+    return found if len(found) == len(asked) else {name: tensor for name, tensor in found.items() if name in asked}
+
+
+class _Way:
+    """The gradients' operation of a forward, with the places of its tensors and of the forward's."""
+
+    def __init__(self, forward: str) -> None:
+        self.op = BACKWARD[forward]
+        row, before = ROWS[self.op], ROWS[forward]
+        names, self.source = list(row.tensors), {name: place for place, name in enumerate(before.tensors)}
+        self.count, self.at = len(names), {name: place for place, name in enumerate(names)}
+        # (place, place in the forward) of the forward's tensors.
+        self.copied = [(place, self.source[name]) for place, name in enumerate(names) if name in self.source]
+        # Places of the forward's tensors that the operation lacks: its gradients would be wrong with them.
+        self.unknown = [self.source[name] for name in before.tensors if name not in self.at]
+        # (name, place in the forward, place of the gradient).
+        self.qkv = [(name, self.source[name], self.at[f"grad_{name}"]) for name in ("q", "k", "v")]
+        summed = (("alibi_slopes", "grad_slopes"), ("bias", "grad_bias"))
+        # (name, name of the tensor that takes the gradient's parts) of optional gradients.
+        self.summed = [(name, own) for name, own in summed if own in self.at]
+        self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
+        self._known: dict[Any, Any] = {}
+        self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
+
+    def values(
+        self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None
+    ) -> tuple[Any, ...] | None:
+        """Return the operation's values for the forward's, or None if these name a path without a kernel."""
+        backend = settings.backend
+        deterministic = _deterministic(settings)
+        rest = device_type, backend, deterministic, otherwise
+        last = self._last
+        if last[0] is values and last[1] == rest:  # a call key has one tuple of values
+            known: tuple[Any, ...] | None = last[2]
+            return known
+        key = (values, tuple(map(type, values)), *rest)
+        found = self._known.get(key, self)
+        if found is self:
+            named = dict(zip(self._forward, values, strict=True))
+            named |= {"deterministic": deterministic, "return_lse": False, "validate": False}
+            named["backend"] = own_path(named["backend"] or backend, device_type) or otherwise
+            found = tuple(named[name] for name in (*self._fixed, "backend", "validate"))
+            found = None if named["backend"] is None else found
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        self._last = values, rest, found
+        return found
+
+
+def _deterministic(settings: Settings) -> bool:
+    return settings.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+_MOST_KNOWN = 1024
+_WAYS = {forward: _Way(forward) for forward in BACKWARD}
+
+
+def compute_gradients(
+    op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any], out: torch.Tensor,
+    lse: torch.Tensor, grad_out: Any, grad_lse: Any, asked: Collection[str],
+) -> Gradients:  # fmt: skip
+    """Like `gradients`, but if no kernel runs, recompute the forward by a path that torch differentiates."""
+    made = gradients(op, tensors, values, lengths, out, lse, grad_out, grad_lse, asked)
+    if made is not None:
+        return made
+    return _by_name(op, asked, gradient_builds, (grad_out, grad_lse), (tensors, values, lengths))
+
+
+def record_gradients(
+    op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any], out: torch.Tensor,
+    lse: torch.Tensor, grad_out: Any, grad_lse: Any, asked: Collection[str],
+) -> Gradients:  # fmt: skip
+    """Like `compute_gradients`, as a node of autograd's graph."""
+    operator = getattr(torch.ops.portattn, f"{op}_backward")
+
+    def record(signature: OperatorSignature, grad_out: Any, grad_lse: Any, wanted: Any, arguments: Any) -> Any:
+        return operator(grad_out, grad_lse, out, lse, wanted, *arguments)
+
+    return _by_name(op, asked, record, (grad_out, grad_lse), (tensors, values, lengths))
+
+
+def _by_name(
+    op: str, asked: Collection[str], compute: Callable[..., Any], grads: tuple[Any, Any], parts: tuple[Any, Any, Any]
+) -> Gradients:
+    signature = SIGNATURES[op]
+    names = [signature.tensors[place] for place in signature.gradients]
+    made = compute(signature, *grads, [name in asked for name in names], arguments_of(op, *parts))
+    return {name: gradient for name, gradient in zip(names, made, strict=True) if name in asked}
+
+
+def _rows(grad_out: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with contiguous rows: that of a sum has a stride of 0 along each axis."""
+    return grad_out if grad_out.stride(-1) == 1 and 0 not in grad_out.stride() else grad_out.contiguous()
+
+
+def _memory(name: str, tensor: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return memory for a bias's gradient, or for each row's part of the slopes' gradient."""
+    shape = lse.shape if name == "alibi_slopes" else (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    return torch.empty(shape, dtype=torch.float32, device=tensor.device)
+
+
+def _like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return gradient.view(tensor.shape).to(tensor.dtype)
+
+
+def _slopes(slopes: torch.Tensor, parts: torch.Tensor, beginnings: torch.Tensor | None) -> torch.Tensor:
+    """Return the slopes' gradient, (Hq,) or (B, Hq), from each row's part."""
+    if beginnings is None:
+        found = parts.sum(2)
+        return _like(found.sum(0) if slopes.ndim == 1 else found, slopes)
+    if slopes.ndim == 1:
+        return _like(parts.sum(1), slopes)
+    # Packed rows: differences of running sums are deterministic, and no length is read back. A NaN or an
+    # infinity would stay in the sums of all later sequences: such elements are counted, and make their own sequence's
+    # gradient NaN.
+    finite = parts.isfinite()
+    bounds = beginnings.long().clamp(0, parts.shape[1])
+    found = _between(parts.double().where(finite, 0.0), bounds)
+    return found.masked_fill(_between(~finite, bounds) > 0, float("nan")).transpose(0, 1).to(slopes.dtype)
+
+
+def _between(parts: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Return sums of (Hq, Tq) between bounds (B + 1,): (Hq, B)."""
+    return torch.nn.functional.pad(parts.cumsum(1), (1, 0))[:, bounds].diff(dim=1)
+
+
+def _sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return the sinks' gradient, -P·delta summed over rows (B, Hq, Sq) or (Hq, Tq): a sink has no value."""
+    found = -(sink_share(sinks, lse) * delta).sum(-1)
+    return (found if lse.ndim == 2 else found.sum(0)).to(sinks.dtype)
+
+
+def sink_share(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return the sinks' probabilities, float32 (…, Hq, Sq) like the LSE: all of a row for a sink of +inf."""
+    scores = sinks.float()[:, None]
+    share = torch.exp(scores - lse).masked_fill(lse == float("-inf"), 0.0)
+    return share.masked_fill((scores == float("inf")) & (lse == float("inf")), 1.0)
+
+
+def gradient_builds(
+    signature: OperatorSignature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], arguments: Sequence[Any]
+) -> Any:
+    given = list(arguments)
+    inputs = []
+    for place, needed in zip(signature.gradients, wanted, strict=True):
+        if needed:
+            given[place] = given[place].detach().requires_grad_()
+            inputs.append(given[place])
+    before = dispatch.last_plan_state()
+    with _recording():
+        found = by_torch(request_from(signature.op, *signature.split(given)))
+        dispatch.note_backward(before)
+        results = found if isinstance(found, tuple) else (found,)
+        pairs = [(r, g) for r, g in zip(results, (grad_out, grad_lse), strict=False) if g is not None]
+        pairs = [(r, g) for r, g in pairs if r.requires_grad]  # of calls without keys, nothing depends on anything
+        made: Any = [None] * len(inputs)
+        if pairs:
+            made = torch.autograd.grad([r for r, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    found_gradients = iter(made)
+    places = zip(signature.gradients, wanted, strict=True)
+    return tuple(
+        laid_out_like(arguments[place], next(found_gradients)) if needed else no_gradient(arguments)
+        for place, needed in places
+    )
+
+
+def by_torch(request: Request) -> Any:
+    """Run a request by a path that torch differentiates: the requested path, a vendor's, or the reference."""
+    if request.settings.backend not in ("auto", *own_names()):
+        return run_request(request)
+    for backend in ("vendor", "reference"):
+        request.settings = msgspec.structs.replace(request.settings, backend=backend)
+        try:
+            return run_request(request)
+        except PathUnavailable:
+            if backend == "reference":
+                raise
+    raise AssertionError
+
+
+def no_gradient(arguments: Sequence[Any]) -> torch.Tensor:
+    return arguments[0].new_empty(0)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Record torch's operators inside the block, which torch does not do inside an operator."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def laid_out_like(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return a gradient in memory of its own, with the strides of backward_shapes."""
+    if gradient is None:
+        return torch.zeros_like(tensor, requires_grad=False)
+    return torch.empty_like(tensor, requires_grad=False).copy_(gradient)

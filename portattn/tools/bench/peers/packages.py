@@ -1,0 +1,342 @@
+"""Peers that are Python packages: FlashInfer, xFormers, FlagGems and SageAttention; presence of torch.ops libraries.
+
+FlashInfer 0.6 (docs.flashinfer.ai): planning is not timed, causal masks are bottom-right, windows left-sided."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.metadata as metadata
+import importlib.util
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.contenders import Build, Contender, as_is, transpose_heads
+from portattn.tools.bench.gate import FAILURES, reason
+from portattn.tools.bench.tensors import Tensors
+
+WORKSPACE = 256 << 20  # bytes; FlashInfer's documentation recommends 128 MiB and more for long splits
+WIDEST = 256
+FLOAT8 = ("e4m3", "e5m2")  # FlashInfer's formats of a cache's numbers, besides the queries' dtype
+SAGE_WIDTHS = (64, 96, 128)
+FLAG_GEMS_SCALE = "its flash_mla has the scale 1/sqrt(head_dim) and no other"
+
+
+@functools.cache
+def missing(package: str) -> str:
+    """Return why a package cannot be used here, or "". Imports it."""
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        return f"no package {package.partition('.')[0]} is installed"
+    try:
+        importlib.import_module(package)
+    except Exception as failure:  # noqa: BLE001  # whatever a package raises on import: it cannot be used, and this is why
+        return f"import {package}: {type(failure).__name__}: {reason(failure)}"
+    return ""
+
+
+def module(package: str) -> ModuleType:
+    return importlib.import_module(package)
+
+
+def version(distribution: str) -> str:
+    """Return a distribution's version, or "here" for a module that has none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "here"
+
+
+def has_op(namespace: str, op: str) -> bool:
+    """Return whether torch.ops has this op, which a loaded library registers."""
+    return hasattr(getattr(torch.ops, namespace), op)
+
+
+# (namespace of torch.ops, op) -> the package that may bring it, and the library's place there.
+_INSTALLED = {
+    ("_vllm_fa3_C", "fwd"): ("vllm", "vllm_flash_attn/_vllm_fa3_C*.so"),
+    ("_flashmla_C", "dense_decode_fwd"): ("vllm", "_flashmla_C*.so"),
+    ("flash_attn_3", "fwd"): ("flash_attn_3", "_C*.so"),
+}
+# A CUDA runtime of another release than torch's, for libraries that were linked to it: found by its name once loaded.
+_RUNTIMES = "libcudart.so.*"
+
+
+def load(folder: Path | None) -> dict[str, str]:
+    """Load *.so of the folder and of packages: {file's name without its path: "loaded", or why not}."""
+    seen: dict[str, str] = {}
+    if folder:
+        for file in sorted(folder.glob(_RUNTIMES)):
+            try:
+                ctypes.CDLL(str(file), mode=ctypes.RTLD_LOCAL)
+            except OSError as failure:
+                seen[file.name] = reason(failure)
+        seen |= {file.name: _loaded(file) for file in sorted(folder.glob("*.so"))}
+    for (namespace, op), (package, pattern) in _INSTALLED.items():
+        if has_op(namespace, op):
+            continue
+        spec = importlib.util.find_spec(package)  # of a package without dots: nothing is imported
+        for place in (spec and spec.submodule_search_locations) or ():
+            seen |= {file.name: _loaded(file) for file in sorted(Path(place).glob(pattern))}
+    return seen
+
+
+def _loaded(file: Path) -> str:
+    try:
+        torch.ops.load_library(str(file))
+    except FAILURES as failure:
+        return reason(failure.__cause__ or failure)  # torch's own message leaves out why
+    return "loaded"
+
+
+def window_of(case: Case) -> tuple[int, int]:
+    """Return a window's sides in FlashAttention's form: -1 for a side without a limit."""
+    left, right = (-1 if side is None else side for side in case.window)
+    return left, right
+
+
+def used_keys(case: Case, t: Tensors) -> torch.Tensor:
+    """Return the keys of each sequence, (B,) int32, also of a case without lengths."""
+    if t.seqlens_k is not None:
+        return t.seqlens_k
+    return torch.full((case.batch,), case.seq_k, dtype=torch.int32, device=t.q.device)
+
+
+def row_starts(case: Case, t: Tensors) -> torch.Tensor:
+    return torch.arange(case.batch + 1, dtype=torch.int32, device=t.q.device) * case.seq_q
+
+
+def with_sequences(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the map of a packed result of full sequences, (B·S, H, D), to (B, H, S, D)."""
+    return lambda out: transpose_heads(out.unflatten(0, (case.batch, case.seq_q)))
+
+
+def first_of(result: Any) -> torch.Tensor:
+    out: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
+    return out
+
+
+def flashinfer(case: Case, t: Tensors) -> dict[str, Build]:
+    one_sided = case.causal != "none" or case.window[1] is None
+    if case.dtype == "fp32" or not one_sided or case.op in ("sparse_attention", "decode_attention"):
+        return {}
+    decodes: dict[str, Build] = {
+        "flashinfer/decode": functools.partial(_flashinfer_decode, case, t, False),
+        "flashinfer/decode, tensor cores": functools.partial(_flashinfer_decode, case, t, True),
+    }
+    if case.quantised:
+        # It has a number for the scale of all keys and one for all values, and none for a token's.
+        if case.op != "paged_attention" or case.packed or case.seq_q != 1 or case.kv_scales != "head":
+            return {}
+        return decodes if case.kv_format in FLOAT8 and case.head_dim <= WIDEST else {}
+    if case.op == "mla_attention":
+        return {} if case.packed else {"flashinfer": functools.partial(_flashinfer_latent, case, t)}
+    if case.head_dim > WIDEST or (case.op == "attention" and case.lengths_q):
+        return {}
+    if case.op == "paged_attention":
+        prefill: dict[str, Build] = {"flashinfer/prefill": functools.partial(_flashinfer_pages, case, t)}
+        return prefill | (decodes if not case.packed and case.seq_q == 1 else {})
+    return {"flashinfer": functools.partial(_flashinfer_packed, case, t)}
+
+
+def _wrapper(name: str, t: Tensors, **options: Any) -> Any:
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=t.q.device)
+    return getattr(module("flashinfer"), name)(workspace, "NHD", **options)
+
+
+def _flashinfer_options(case: Case, t: Tensors) -> dict[str, Any]:
+    return {"sm_scale": case.scale, "window_left": window_of(case)[0], "q_data_type": t.q.dtype}
+
+
+def _sums(lengths: tuple[int, ...], t: Tensors) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=t.q.device)
+
+
+def _flashinfer_packed(case: Case, t: Tensors) -> Contender:
+    """Full slots are sequences of one length: (B, H, S, D) is copied to (B·S, H, D) before the clock starts."""
+    q, k, v = t.q, t.k, t.v
+    full = case.op == "attention"
+    if full:
+        q, k, v = (transpose_heads(x).flatten(0, 1).contiguous() for x in (q, k, v))
+    wrapper = _wrapper("BatchPrefillWithRaggedKVCacheWrapper", t)
+    wrapper.plan(
+        _sums(case.queries, t), _sums(case.keys, t), case.heads_q, case.heads_k, case.head_dim,
+        head_dim_vo=case.width_v, causal=case.causal != "none", **_flashinfer_options(case, t),
+    )  # fmt: skip
+    return Contender(lambda: wrapper.run(q, k, v), with_sequences(case) if full else as_is)
+
+
+def _page_ids(case: Case, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return FlashInfer's page table: (starts of the sequences' page ids, page ids, tokens in each last page)."""
+    assert t.page_table is not None
+    counts = [-(-keys // case.page_size) for keys in case.keys]
+    ids = torch.cat([row[:count] for row, count in zip(t.page_table, counts, strict=True)])
+    last = [keys - (count - 1) * case.page_size for keys, count in zip(case.keys, counts, strict=True)]
+    return _sums(tuple(counts), t), ids, torch.tensor(last, dtype=torch.int32, device=t.q.device)
+
+
+def _flashinfer_pages(case: Case, t: Tensors) -> Contender:
+    wrapper = _wrapper("BatchPrefillWithPagedKVCacheWrapper", t)
+    wrapper.plan(
+        _sums(case.queries, t), *_page_ids(case, t), case.heads_q, case.heads_k, case.head_dim, case.page_size,
+        causal=case.causal != "none", **_flashinfer_options(case, t),
+    )  # fmt: skip
+    if case.packed:
+        return Contender(lambda: wrapper.run(t.q, (t.k, t.v)))
+    q = transpose_heads(t.q).flatten(0, 1).contiguous()
+    return Contender(lambda: wrapper.run(q, (t.k, t.v)), with_sequences(case))
+
+
+def _flashinfer_decode(case: Case, t: Tensors, tensor_cores: bool) -> Contender:
+    wrapper = _wrapper("BatchDecodeWithPagedKVCacheWrapper", t, use_tensor_cores=tensor_cores)
+    wrapper.plan(
+        *_page_ids(case, t), case.heads_q, case.heads_k, case.head_dim, case.page_size, kv_data_type=t.k.dtype,
+        **_flashinfer_options(case, t),
+    )  # fmt: skip
+    q = t.q[:, :, 0].contiguous()
+    scales = {}
+    if t.k_scale is not None and t.v_scale is not None:
+        scales = {"k_scale": t.k_scale.item(), "v_scale": t.v_scale.item()}
+    return Contender(lambda: wrapper.run(q, (t.k, t.v), **scales), lambda out: out[:, :, None])
+
+
+def _flashinfer_latent(case: Case, t: Tensors) -> Contender:
+    rank = case.width_v
+    starts, ids, _ = _page_ids(case, t)
+    keys = torch.tensor(case.keys, dtype=torch.int32, device=t.q.device)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=t.q.device)
+    wrapper = module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace, backend="auto")
+    wrapper.plan(
+        _sums(case.queries, t), starts, ids, keys, case.heads_q, rank, case.head_dim - rank, case.page_size,
+        case.causal != "none", scale, t.q.dtype, t.k.dtype,
+    )  # fmt: skip
+    q = t.q.flatten(0, 1)
+    given = (q[..., :rank], q[..., rank:], t.k[..., :rank], t.k[..., rank:])
+    return Contender(lambda: wrapper.run(*given), with_sequences(case))
+
+
+def xformers(case: Case, t: Tensors) -> dict[str, Build]:
+    """Return xFormers (0.0.33) by its documented biases; heads that share keys get them expanded, not copied."""
+    padded = case.op != "paged_attention" and case.op != "varlen_attention" and bool(case.lengths_k)
+    queries = case.op == "paged_attention" and (case.packed or case.seq_q > 1)
+    if case.op in ("mla_attention", "sparse_attention") or padded or queries or case.causal == "top_left":
+        return {}
+    if case.windowed and case.op != "attention":
+        return {}
+    return {"xformers": functools.partial(_xformers, case, t)}
+
+
+def _xformers(case: Case, t: Tensors) -> Contender:
+    function: Any = module("xformers.ops").fmha.memory_efficient_attention_forward
+    bias = _xformers_bias(case, t)
+    if case.op == "varlen_attention":
+        q, k, v = (x[None] for x in (t.q, t.k, t.v))
+    elif case.page_size:
+        q = transpose_heads(t.q).flatten(0, 1)[None]
+        k, v = (x.flatten(0, 1)[None] for x in (t.k, t.v))
+    else:
+        q, k, v = (transpose_heads(x) for x in (t.q, t.k, t.v))
+    grouped = case.group > 1
+    if grouped:
+        q = q.unflatten(2, (case.heads_k, case.group))
+        k, v = (x[:, :, :, None].expand(-1, -1, -1, case.group, -1) for x in (k, v))
+
+    def shaped(out: torch.Tensor) -> torch.Tensor:
+        out = out.flatten(2, 3) if grouped else out
+        if case.op == "varlen_attention":
+            return out[0]
+        return with_sequences(case)(out[0]) if case.page_size else transpose_heads(out)
+
+    return Contender(lambda: function(q, k, v, attn_bias=bias, scale=case.scale), shaped)
+
+
+def _xformers_bias(case: Case, t: Tensors) -> Any:
+    biases: Any = module("xformers.ops.fmha.attn_bias")
+    causal = case.causal != "none"
+    if case.op == "varlen_attention":
+        lengths = biases.BlockDiagonalMask.from_seqlens(list(case.queries), list(case.keys), device=t.q.device)
+        return lengths.make_causal_from_bottomright() if causal else lengths
+    if case.page_size:
+        return biases.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+            q_seqlen=[1] * case.batch, kv_seqlen=list(case.keys), block_tables=t.page_table, page_size=case.page_size
+        )
+    if case.windowed:
+        # A side without a limit reaches as far as there is anything.
+        left, right = (case.seq_k if side is None else side for side in case.window)
+        return biases.LocalAttentionFromBottomRightMask(window_left=left, window_right=0 if causal else right)
+    return biases.LowerTriangularFromBottomRightMask() if causal and case.seq_q > 1 else None
+
+
+def flag_gems(case: Case, t: Tensors) -> dict[str, Build]:
+    """Return FlagGems' (5.0) scaled_dot_product_attention, its packed and paged function, or its latent one."""
+    if case.dtype == "fp32" or case.op == "sparse_attention":
+        return {}
+    if case.op == "mla_attention":
+        return {} if case.packed or case.seq_q > 1 else {"flag_gems": functools.partial(_flag_gems_latent, case, t)}
+    if case.op in ("varlen_attention", "paged_attention"):
+        return {"flag_gems": functools.partial(_flag_gems_packed, case, t)}
+    corner = case.causal != "none" and case.seq_q != case.seq_k  # its causal mask is top-left
+    if case.lengths_k or case.windowed or corner:
+        return {}
+
+    def dense() -> Contender:
+        function: Any = module("flag_gems.ops").scaled_dot_product_attention
+        options = {"is_causal": case.causal != "none", "scale": case.scale, "enable_gqa": case.group > 1}
+        return Contender(lambda: function(t.q, t.k, t.v, **options))
+
+    return {"flag_gems": dense}
+
+
+def _flag_gems_packed(case: Case, t: Tensors) -> Contender:
+    """Keyword by keyword: its order is vLLM's, not FlashAttention's."""
+    function: Any = module("flag_gems.ops").flash_attn_varlen_func
+    options: dict[str, Any] = {
+        "max_seqlen_q": max(case.queries), "max_seqlen_k": max(case.keys), "softmax_scale": case.scale,
+        "causal": case.causal != "none", "window_size": window_of(case), "cu_seqlens_q": t.cu_seqlens_q,
+    }  # fmt: skip
+    if case.page_size:
+        options |= {"seqused_k": t.seqlens_k, "block_table": t.page_table}
+    else:
+        options["cu_seqlens_k"] = t.cu_seqlens_k
+    if case.packed:
+        return Contender(lambda: first_of(function(t.q, t.k, t.v, **options)))
+    q = transpose_heads(t.q).flatten(0, 1).contiguous()
+    options["cu_seqlens_q"] = row_starts(case, t)
+    return Contender(lambda: first_of(function(q, t.k, t.v, **options)), with_sequences(case))
+
+
+def _flag_gems_latent(case: Case, t: Tensors) -> Contender:
+    if case.scale is not None and abs(case.scale - case.head_dim**-0.5) > 1e-9:
+        raise ValueError(FLAG_GEMS_SCALE)
+    function: Any = module("flag_gems.fused").flash_mla
+    given = (
+        t.q, t.page_table, t.k[:, :, None], max(case.keys), case.page_size, case.batch, case.seq_q, t.seqlens_k,
+        case.heads_q, 1, case.head_dim, case.width_v, True,
+    )  # fmt: skip
+    return Contender(
+        lambda: function(*given), lambda out: transpose_heads(out.reshape(case.batch, case.seq_q, -1, case.width_v))
+    )
+
+
+def sage(case: Case, t: Tensors) -> dict[str, Build]:
+    """Return SageAttention (1.0.6): scores of 8-bit integers, timed only if the gate finds them inside the budget."""
+    square = case.seq_q == case.seq_k or case.causal == "none"
+    if case.op != "attention" or case.lengths_q or case.windowed or case.head_dim not in SAGE_WIDTHS or not square:
+        return {}
+
+    def build() -> Contender:
+        function: Any = module("sageattention").sageattn
+        # smooth_k subtracts the keys' mean in place: the next contender would be given other keys.
+        options = {
+            "tensor_layout": "HND", "is_causal": case.causal != "none", "sm_scale": case.scale, "smooth_k": False,
+        }  # fmt: skip
+        return Contender(lambda: function(t.q, t.k, t.v, **options))
+
+    return {"sage": build}

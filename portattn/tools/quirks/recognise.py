@@ -1,0 +1,393 @@
+"""Recognise the failures in a log, each once, and the environment (chip, compiler, kernel) that the log names.
+
+A failure's signature is a regular expression that finds it in another run, made by `generalise`."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+from packaging.version import Version
+
+from portattn.planning import target_names
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import Registry
+from portattn.schema import compilers
+from portattn.schema.quirk import Symptom
+from portattn.schema.target import Arch
+from portattn.tools.quirks.failure_log import Episodes, Line, Recogniser, Stream, patterns
+
+# portattn's own message, as in an incident: "timeout at ttgir: no answer in 120 s".
+_OWN_WORDS = re.compile(r"^[\w. ]+ at (parse|ttir|ttgir|llir|ptx|cubin|amdgcn|hsaco|ttadapter|load): ", re.MULTILINE)
+UNKNOWN = "unknown"
+_CRASHED = re.compile(
+    r"SIGSEGV|SIGABRT|Segmentation fault|^Aborted|\bAborted +\(core dumped\)|IOT instruction|LLVM ERROR|Assertion `"
+    r"|UNREACHABLE executed|exit ?(?:status|code)\s*[:=]?\s*(?:134|139|-6|-11)\b|died of signal|core dumped",
+    re.MULTILINE,
+)
+_RAISED = re.compile(r"Traceback \(most recent call last\)[\s\S]*^\S*(?:Error|Exception)\b", re.MULTILINE)
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str  # name of the row in patterns.toml; `also` are the other rows that the text holds
+    family: str
+    stage: str
+    symptom: Symptom
+    cause: str
+    line: int  # number of the cause's line, from 1
+    signature: str  # regular expression; empty for a hang, which has no text of its own
+    not_a_bug: str = ""  # the remedy, if it is no compiler's failure
+    also: tuple[str, ...] = ()
+
+
+class LoggedFailure(msgspec.Struct, frozen=True, kw_only=True):
+    failure: Failure  # with its line number in the file
+    text: str  # its lines, normalised: all of its process's if the log has no other failure and no test
+    test: str  # heading of the test that pytest reports it of, or ""
+    rest: str  # all lines of the log but other tests', used if `text` says nothing
+    at: int  # number of the cause's line in `text`, from 1
+    streams: tuple[str, ...]  # ranks or processes whose lines have it; empty names left out
+    times: int  # how often it occurs
+    cut: bool  # the log ends inside the cause
+
+
+class _Match(NamedTuple):
+    rank: int  # of the row in patterns.toml
+    row: Recogniser
+    match: re.Match[str]
+
+
+def _matches(text: str) -> list[_Match]:
+    """Return every match of a row, the most specific first; of two with overlapping causes the more specific one."""
+    taken: list[tuple[int, int]] = []  # spans of causes, in order; none of them overlaps another
+    found = []
+    for rank, row in enumerate(patterns().failure):
+        free = [match for match in row.regex.finditer(text) if not _overlaps(match.span("cause"), taken)]
+        found += [_Match(rank, row, match) for match in free]
+        taken = sorted([*taken, *(match.span("cause") for match in free)])
+    return found
+
+
+def _overlaps(span: tuple[int, int], taken: list[tuple[int, int]]) -> bool:
+    start, end = span
+    at = bisect_left(taken, (start, end))
+    return (at > 0 and taken[at - 1][1] > start) or (at < len(taken) and taken[at][0] < end)
+
+
+def recognise(text: str) -> Failure | None:
+    """Return the most specific failure of a text; None without one."""
+    found = _matches(text)
+    best = next((one for one in found if not one.row.passes_on), found[0] if found else None)
+    return _describe(best, text, text, [one.row.name for one in found]) if best else None
+
+
+def _describe(found: _Match, text: str, around: str, names: Iterable[str], cut: bool = False) -> Failure:
+    """Return the failure of a match in `text`; `around` tells stage and symptom, `names` are the rows found there."""
+    _, row, match = found
+    parts = match.groupdict()
+    # An assertion's line holds a whole C++ signature: the file and the condition say what it is.
+    shown = f"{parts['file']}: {parts['said']}" if "said" in parts else match["cause"]
+    # A compiler that printed an error and then died has crashed its caller.
+    died = _CRASHED.search(around) is not None and _RAISED.search(around) is None
+    return Failure(
+        kind=row.name, family=row.family, stage=row.stage or stage_of(around),
+        symptom="compiler-crash" if row.symptom == "compile-error" and died else row.symptom,
+        cause=" ".join(shown.split()), line=text.count("\n", 0, match.start("cause")) + 1,
+        signature=_signature(row, match, cut), not_a_bug=row.not_a_bug,
+        also=tuple(name for name in dict.fromkeys(names) if name != row.name),
+    )  # fmt: skip
+
+
+def stage_of(text: str) -> str:
+    """Return the compiler stage in which a text was printed, in incidents' terms, or "unknown"."""
+    own = _OWN_WORDS.search(text)
+    return own[1] if own else next(_stages(text), UNKNOWN)
+
+
+def _stages(text: str) -> Iterator[str]:
+    return (stage for stage, pattern in patterns().stages if re.search(pattern, text))
+
+
+def _signature(row: Recogniser, match: re.Match[str], cut: bool = False) -> str:
+    """Return the regular expression that finds a failure again; empty for a hang, which has no text of its own."""
+    if row.symptom == "hang":
+        return ""
+    text = match.group()
+    made = re.sub(r"<(\w+)>", lambda group: generalise(match[group[1]]), row.signature or "<cause>")
+    if cut and not (row.signature and re.search(made, text)):
+        made = generalise(match["cause"].strip().rpartition(" ")[0] or match["cause"])
+    # A signature that does not match its own log would never be found again.
+    return made if re.search(made, text) else re.escape(match["cause"][:80])
+
+
+_LONGEST = 180  # characters of a cause that go into a signature: its end is often a whole type or a list of users
+_PLAIN = "-#&~"  # escaped by re.escape for the verbose mode, or inside brackets, alone
+
+
+def generalise(cause: str) -> str:
+    """Return a regular expression that matches the line, whatever its SSA names, addresses, folders, sizes, shapes."""
+    text = cause.strip()
+    if len(text) > _LONGEST:
+        text = text[:_LONGEST].rpartition(" ")[0] or text[:_LONGEST]
+    parts, at, variable = [], 0, patterns().variable
+    for match in re.finditer("|".join(f"({found})" for found, _ in variable), text):
+        parts += [_escape(text[at : match.start()]), variable[(match.lastindex or 1) - 1][1]]
+        at = match.end()
+    return "".join([*parts, _escape(text[at:])])
+
+
+def _escape(text: str) -> str:
+    made = "".join(char if char in _PLAIN or char.isspace() else re.escape(char) for char in text)
+    return re.sub(r"\s+", lambda blanks: " " if blanks[0] == " " else r"\s+", made)
+
+
+class _Hit(NamedTuple):
+    found: _Match
+    episodes: Episodes
+    episode: int
+
+    @property
+    def stream(self) -> Stream:
+        return self.episodes.stream
+
+    @property
+    def start(self) -> int:
+        return self.found.match.start("cause")
+
+    @property
+    def number(self) -> int:
+        return self.stream.lines[self.stream.index(self.start)].number
+
+
+def split(log: Stream) -> list[LoggedFailure]:
+    """Return the failures of a log, in order: of each episode the most specific one, equal ones together."""
+    streams = [Episodes(stream) for stream in log.streams]
+    hits = [
+        _Hit(found, episodes, episodes.of(found.match.start("cause")))
+        for episodes in streams
+        for found in _matches(episodes.stream.text)
+    ]
+    best: dict[tuple[str, int], _Hit] = {}
+    for hit in sorted((hit for hit in hits if not hit.found.row.passes_on), key=lambda hit: hit.found.rank):
+        best.setdefault((hit.stream.name, hit.episode), hit)
+    # Without a word of its own, what passes a failure on is all that there is: of all processes together, once.
+    causes = list(best.values()) or sorted(hits, key=lambda hit: hit.found.rank)[:1]
+    groups: dict[tuple[str, str], list[_Hit]] = {}
+    for hit in causes:
+        groups.setdefault((hit.found.row.name, _signature(hit.found.row, hit.found.match)), []).append(hit)
+    made = [_logged(group, causes, hits, streams, log) for group in groups.values()]
+    return sorted(made, key=lambda found: found.failure.line)
+
+
+def _logged(
+    group: list[_Hit], causes: list[_Hit], hits: list[_Hit], streams: list[Episodes], log: Stream
+) -> LoggedFailure:
+    first = min(group, key=lambda hit: hit.number)
+    stream, test = first.stream, first.episodes.heading(first.start)
+    alone = len(causes) == len(group) and not test
+    at, text, around = stream.index(first.start), stream.text, log.text
+    if not alone:
+        begin, end = first.episodes.span(first.episode)
+        at -= stream.index(begin)
+        around = text[begin:end]
+        if test and not around.startswith(test):  # a later one of the failures that a test has printed
+            around, at = test + around, at + 1
+    names = [hit.found.row.name for hit in hits if alone or (hit.stream is stream and hit.episode == first.episode)]
+    cut = not log.ended and first.found.match.end("cause") >= len(text.rstrip("\n"))
+    failure = _describe(first.found, text, around, names, cut)
+    elsewhere = _of_other_tests(first, streams)
+    if failure.stage == UNKNOWN:  # the one stage that the log names beside other failures
+        own = set(map(id, group))
+        others = [line for hit in causes if id(hit) not in own for line in _lines(hit)]
+        named = set(_stages(_without(log, [*elsewhere, *others])))
+        failure = msgspec.structs.replace(failure, stage=named.pop() if len(named) == 1 else UNKNOWN)
+    return LoggedFailure(
+        failure=msgspec.structs.replace(failure, line=first.number), text=text if alone else around,
+        test=test.rstrip("\n"), rest=_without(log, elsewhere), at=at + 1,
+        streams=tuple(dict.fromkeys(hit.stream.name for hit in group if hit.stream.name)), times=len(group), cut=cut,
+    )  # fmt: skip
+
+
+def _of_other_tests(hit: _Hit, streams: list[Episodes]) -> list[Line]:
+    own = hit.episodes.test(hit.start)
+    if own is None:
+        return []
+    spans = [(one, span) for one in streams for span in one.tests if (one, span) != (hit.episodes, own)]
+    return [line for one, span in spans for line in one.lines(*span)]
+
+
+def _lines(hit: _Hit) -> tuple[Line, ...]:
+    return hit.episodes.lines(*hit.episodes.span(hit.episode))
+
+
+def _without(log: Stream, lines: list[Line]) -> str:
+    left_out = set(lines)
+    return "".join(f"{line.text}\n" for line in log.lines if line not in left_out) if lines else log.text
+
+
+# ---- the environment
+
+# What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
+_WANTED = re.compile(
+    r"(?:\brequir\w*|\bneeds?\b|\bat least\b|\binstead of\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
+    r"|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
+    re.IGNORECASE,
+)
+
+
+class LogValue(msgspec.Struct, frozen=True):
+    """A value, and the words of the log that say so."""
+
+    value: str
+    words: str
+
+
+class LoggedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """The environment in a log; None and empty for missing parts."""
+
+    backend: LogValue | None = None
+    arch: LogValue | None = None
+    chip: str = ""  # the compiler's name of a chip that portattn has no arch for
+    versions: dict[str, LogValue] = {}  # compiler and components by name; a component with two versions is left out
+    function: LogValue | None = None
+    kernels: tuple[str, ...] = ()  # portattn's names of the core kernels with the source `function`
+
+    def completed(self, other: LoggedEnvironment) -> LoggedEnvironment:
+        """Fill in missing parts from another text: the chip if the backends agree, and all versions."""
+        same = self.backend is None or (other.backend is not None and other.backend.value == self.backend.value)
+        chip = self if self.arch or self.chip or not same else other
+        versions, backend = other.versions | self.versions, self.backend or other.backend
+        return msgspec.structs.replace(self, backend=backend, arch=chip.arch, chip=chip.chip, versions=versions)
+
+    @property
+    def compiler(self) -> str:
+        """Return NAME==VERSION of the compiler, or ""; the base Triton of a triton-ascend names no compiler."""
+        owner = Registry.load().backends.get(self.backend.value) if self.backend else None
+        names = (owner.compiler,) if owner and owner.compiler != "triton" else ("triton-ascend", "triton")
+        return next((f"{name}=={self.versions[name].value}" for name in names if name in self.versions), "")
+
+
+def environment_in(text: str, family: str, registry: Registry) -> LoggedEnvironment:
+    """Read the environment in a log; `family` is the failure's, `registry` has the known chips."""
+    owner = _backend(text, family, registry)
+    backend, arch, chip = _chip(text, registry, owner)
+    match = next(_found(text, patterns().functions), None)
+    name = match["name"] if match else ""
+    return LoggedEnvironment(
+        backend=backend or owner, arch=arch, chip=chip,
+        versions={name: one for name, found in _versions().items() if (one := _version(text, found)) is not None},
+        function=LogValue(name, " ".join(match.group().split())) if match else None,
+        kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions),
+    )  # fmt: skip
+
+
+_Arches = Mapping[str, Mapping[str, Arch]]
+# What precedes a number in an arch's name: what begins so is a chip, known or not.
+_PREFIX = re.compile(r"^[a-z_]+")
+_VARIANT = re.compile(r"(?<=\d)[a-z]$")  # of a chip whose name for Triton is a number, as ptxas writes it: sm_90a
+
+
+def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogValue | None, LogValue | None, str]:
+    """Return (backend, arch, chip without an arch); of several bare names the chips of the compiler's `owner` count."""
+    arches = registry.arches
+    every = [(backend, arch) for backend, known in arches.items() for arch in known.values()]
+    kinds = {arch.compiler_target[0]: backend for backend, arch in every if arch.compiler_target}
+    # The beginnings of names of chips that Triton compiles for: `sm_`, `gfx`.
+    prefixes = tuple({m.group() for _, arch in every if arch.compiler_target and (m := _PREFIX.match(arch.name))})
+    # A glob's `*` would run over what follows the name.
+    globs = [
+        glob.replace("?", "[0-9A-Za-z]").replace("*", "[0-9A-Za-z]*") for _, arch in every for glob in arch.devices
+    ]
+    devices = [rf"\b(?P<chip>{glob})\b" for glob in globs if glob[:1].isalpha()]
+    for match in _found(text, (*patterns().chips, *devices)):
+        kind, chip, words = match.groupdict().get("kind") or "", match["chip"], " ".join(match.group().split())
+        if (kind and kind not in kinds) or not (kind or chip.lower().startswith(prefixes)):
+            continue
+        found = _arch_of(kind, chip, arches)
+        if found:
+            return LogValue(found[0], words), LogValue(found[1], words), ""
+        return (LogValue(kinds[kind], words) if kind else None), None, _spelled(kind, chip, arches)
+    # No compiler's own words: a name alone counts where the log names one chip only, and does not ask for it.
+    words_of = {backend: described.device_words for backend, described in registry.backends.items()}
+    bare = _WANTED.sub("", text)
+    named = target_names.mentioned_chips(bare, arches, words_of)
+    for name in re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", bare) if prefixes else ():
+        named |= {(backend, name): name for backend, known in arches.items() if name in known}
+    if len(named) > 1 and owner:
+        named = {pair: words for pair, words in named.items() if pair[0] == owner.value}
+    if len(named) == 1:
+        [((found_in, name), words)] = named.items()
+        return LogValue(found_in, words), LogValue(name, words), ""
+    return None, None, ""
+
+
+def _arch_of(kind: str, chip: str, arches: _Arches) -> tuple[str, str] | None:
+    """Return (backend, arch) of a chip by any name: sm_90a, 90 and sm_90 are one, as Ascend910B2 and ascend910b2."""
+    for name in (chip, chip.lower(), _VARIANT.sub("", chip)):
+        for backend, known in arches.items():
+            for arch in known.values():
+                target = arch.compiler_target
+                if kind and (target is None or target[0] != kind):
+                    continue
+                if name not in (chip, chip.lower()) and not _is_numbered(arch):
+                    continue
+                if name == arch.name or (target and kind and name == str(target[1])) or arch.is_device(name):
+                    return backend, arch.name
+    return None
+
+
+# Letters after such a number in a name mean a variant.
+def _is_numbered(arch: Arch) -> bool:
+    return arch.compiler_target is not None and isinstance(arch.compiler_target[1], int)
+
+
+def _spelled(kind: str, chip: str, arches: _Arches) -> str:
+    """Return an unknown chip's name in the form of its kind's arches: 75 is sm_75."""
+    for arch in (arch for known in arches.values() for arch in known.values() if _is_numbered(arch)):
+        assert arch.compiler_target is not None, "_is_numbered asks"
+        if arch.compiler_target[0] == kind and chip.isdigit():
+            return arch.name.replace(str(arch.compiler_target[1]), chip)
+        prefix = _PREFIX.match(arch.name)
+        if prefix and chip.startswith(prefix.group()):
+            return _VARIANT.sub("", chip)
+    return chip.lower()
+
+
+def _backend(text: str, family: str, registry: Registry) -> LogValue | None:
+    slashed = text.replace("\\", "/")  # a compiler's folder on Windows
+    for name, backend in registry.backends.items():
+        for words in (*backend.compiler_folders, *backend.compiler_says):
+            if words in text or words in slashed:
+                return LogValue(name, words)
+    owners = [name for name, backend in registry.backends.items() if family in backend.compiler_words]
+    return LogValue(owners[0], family) if owners else None
+
+
+def _versions() -> dict[str, tuple[str, ...]]:
+    known = patterns()
+    own = compilers.own()
+    found = dict(known.versions)
+    for name, one in compilers.all_compilers().items():
+        if name not in own:
+            words = "|".join(re.escape(each).replace(r"\-", "[-_]") for each in (name, *one.aliases))
+            found[name] = (rf"\b(?:{words})(?:==|[-: ]+v?){known.fragments['VERSION']}",)
+    return found
+
+
+def _version(text: str, found: Iterable[str]) -> LogValue | None:
+    versions: dict[str, LogValue] = {}
+    for match in _found(text, found):
+        try:
+            version = str(Version(match["version"]))
+        except ValueError:  # InvalidVersion, or a number of more digits than Python reads
+            continue
+        versions.setdefault(version, LogValue(version, " ".join(match.group().split())))
+    return next(iter(versions.values())) if len(versions) == 1 else None
+
+
+def _found(text: str, expressions: Iterable[str]) -> Iterator[re.Match[str]]:
+    for expression in expressions:
+        yield from re.finditer(expression, text, re.MULTILINE)

@@ -1,0 +1,351 @@
+"""Engines' adapters and masks, each beside what runs there without portattn: flash_attn, diffusers, FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import portattn
+from portattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from portattn.tools.bench.contenders import OURS
+from portattn.tools.bench.measure import Absent, Measure, Row, judge_attention, judge_result, worst
+from portattn.tools.bench.peers import flash
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SPLITS_IN_GRAPHS = 32  # vLLM's default of flash_attn_max_num_splits_for_cuda_graph
+
+
+class Forward:
+    """A call of FlashAttention-3 in vllm's build, as vLLM makes it: by position, into a given tensor."""
+
+    def __init__(self, **given: Any) -> None:
+        self.op = torch.ops._vllm_fa3_C.fwd.default
+        self.given = flash.neutral() | given
+
+    def __call__(self, **now: Any) -> Any:
+        given = self.given | now if now else self.given
+        return self.op(*(given[argument.name] for argument in self.op._schema.arguments))
+
+    def prepared(self) -> Any:
+        """Return the call with all arguments fixed: Python adds one call to the operator's own cost."""
+        op, values = self.op, [self.given[argument.name] for argument in self.op._schema.arguments]
+        return lambda: op(*values)
+
+    def schedule(self, batch: int, page_size: int | None) -> torch.Tensor:
+        """Return the schedule that vLLM's builder computes once a step."""
+        return flash.schedule(self.given, batch, page_size)
+
+
+def flash_attn(measure: Measure) -> Iterator[Row]:
+    """The flash_attn module: dense attention, and attention over a cache to which the call appends, beside FA3."""
+    for name, batch, length, causal in (
+        ("flash_attn_func 4 x 4k, causal", 4, 4096, True),
+        ("flash_attn_func 4 x 4k", 4, 4096, False),
+        ("flash_attn_func 16 x 512, causal", 16, 512, True),
+    ):
+        if measure.tiny:
+            batch, length = 2, length // 32
+        if measure.wanted(name):
+            yield from _dense(measure, name, batch, length, causal)
+    for name, batch, room, page in (
+        ("flash_attn_with_kvcache 64 x 8k, append", 64, 8192, None),
+        ("flash_attn_with_kvcache 64 x 8k, append, pages of 256", 64, 8192, 256),
+    ):
+        if measure.tiny:
+            batch, room = 4, 512
+        if measure.wanted(name):
+            yield from _cached(measure, name, batch, room, page)
+
+
+def _dense(measure: Measure, name: str, batch: int, length: int, causal: bool) -> Iterator[Row]:
+    torch.manual_seed(0)
+    q = measure.normal(batch, length, HEADS, DIM)
+    k, v = (measure.normal(batch, length, KV_HEADS, DIM) for _ in range(2))
+
+    def judge(out: torch.Tensor) -> Row:
+        return worst([judge_attention(out[b], q[b], k[b], v[b], causal=causal) for b in (0, batch - 1)])
+
+    runs: dict[str, Any] = {OURS: lambda: flash_attn_func(q, k, v, causal=causal)}
+    judges: dict[str, Any] = {OURS: lambda: judge(runs[OURS]()) | {"path": portattn.last_plan().path}}
+    if flash.has_vllm():  # vllm's build takes packed sequences alone
+        cu = torch.arange(batch + 1, dtype=torch.int32, device=measure.device) * length
+        run = Forward(
+            q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), cu_seqlens_q=cu, cu_seqlens_k=cu,
+            max_seqlen_q=length, max_seqlen_k=length, softmax_scale=DIM**-0.5, is_causal=causal,
+        ).prepared()  # fmt: skip
+        runs["fa3"], judges["fa3"] = run, lambda: judge(run()[0].view_as(q))
+    yield from measure.rows(name, runs, judges, peer="fa3")
+
+
+def _cached(measure: Measure, name: str, batch: int, room: int, page: int | None) -> Iterator[Row]:
+    torch.manual_seed(0)
+    q = measure.normal(batch, 1, HEADS, DIM)
+    k, v = (measure.normal(batch, 1, KV_HEADS, DIM) for _ in range(2))
+    keys, values = (measure.normal(batch, room, KV_HEADS, DIM) for _ in range(2))
+    lengths = torch.full((batch,), room - 1, dtype=torch.int32, device=measure.device)
+    table, count = None, batch * room // (page or room)
+    if page:
+        table = torch.randperm(count, dtype=torch.int32, device=measure.device).view(batch, room // page)
+
+    def as_cache(rows_of: torch.Tensor) -> torch.Tensor:
+        if table is None:
+            return rows_of.clone()
+        return rows_of.reshape(count, page, KV_HEADS, DIM)[torch.argsort(table.flatten().long())].contiguous()
+
+    caches = as_cache(keys), as_cache(values)
+
+    def dense(cache: torch.Tensor) -> torch.Tensor:
+        return cache if table is None else cache[table.long()].flatten(1, 2)
+
+    def ours() -> torch.Tensor:
+        return flash_attn_with_kvcache(
+            q, *caches, k, v, cache_seqlens=lengths, causal=True, **({} if table is None else {"block_table": table})
+        )
+
+    def judge(out: torch.Tensor) -> Row:
+        """Check out and the cache: the new row in its place, everything else unchanged."""
+        found = []
+        now = [dense(cache) for cache in caches]
+        for b, length in enumerate(lengths.tolist()):
+            rows_k, rows_v = (torch.cat([old[b, :length], new[b]]) for old, new in ((keys, k), (values, v)))
+            found.append(judge_attention(out[b], q[b], rows_k, rows_v))
+            written = all(
+                torch.equal(cache[b, : length + 1], rows_of)
+                and torch.equal(cache[b, length + 1 :], old[b, length + 1 :])
+                for cache, rows_of, old in zip(now, (rows_k, rows_v), (keys, values), strict=True)
+            )
+            found[-1]["right"] &= written
+        return worst(found)
+
+    def restore() -> None:
+        for cache, old in zip(caches, (keys, values), strict=True):
+            cache.copy_(as_cache(old))
+
+    def judge_ours() -> Row:
+        restore()
+        found = judge(ours()) | {"path": portattn.last_plan().path}
+        replay = _replayed()
+        return found | {
+            "replay": replay, "right": found["right"] and replay["right"],
+            "note": measure.replay_note(replay["right"]),
+        }  # fmt: skip
+
+    def _replayed() -> Row:
+        """Check a graph captured with full caches and replayed with shorter ones."""
+        held: list[torch.Tensor] = []
+        replay = measure.replayed(lambda: held.append(ours()))
+        restore()
+        kept = lengths.clone()
+        lengths.copy_(torch.randint(0, room - 2, (batch,), dtype=torch.int32))
+        lengths[:2] = torch.tensor([0, room - 1], dtype=torch.int32)
+        replay()
+        found = judge(held[-1])
+        lengths.copy_(kept)
+        restore()
+        return found
+
+    runs: dict[str, Any] = {OURS: ours}
+    judges: dict[str, Any] = {OURS: judge_ours}
+    peer = "fa3 without the append"
+    if flash.has_vllm():  # vllm's build appends nothing: it reads a cache that has the new rows already
+        after = lengths + 1
+        run = Forward(
+            q=q[:, 0], k=caches[0], v=caches[1], seqused_k=after, softmax_scale=DIM**-0.5, is_causal=True,
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=measure.device), max_seqlen_q=1,
+            page_table=table, max_seqlen_k=room,
+        ).prepared()  # fmt: skip
+
+        def judge_peer() -> Row:
+            ours()  # puts the new rows into the cache
+            return judge(run()[0][:, None])
+
+        runs[peer], judges[peer] = run, judge_peer
+    yield from measure.rows(name, runs, judges, peer=peer)
+
+
+SIZE = 128  # of a block
+DOCUMENT, WINDOW = 2048, 1024
+Mod = Callable[..., torch.Tensor]
+
+
+def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Allow pairs of one document, of whole blocks: no block is attended in part."""
+    return q // DOCUMENT == k // DOCUMENT
+
+
+def sliding(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Allow blocks at most the window apart: no block is attended in part."""
+    return (q // SIZE - k // SIZE).abs() <= WINDOW // SIZE
+
+
+def causal_documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Allow causal pairs of one document: blocks on the diagonal are attended in part."""
+    return documents(b, h, q, k) & (q >= k)
+
+
+def masks(measure: Measure) -> Iterator[Row]:
+    """attention with lists of blocks beside FlexAttention, and tree masks of drafted tokens over a paged cache."""
+    for name, mod in (("documents", documents), ("sliding", sliding), ("causal documents", causal_documents)):
+        name = f"block_mask 16k, {name}"
+        if measure.wanted(name):
+            yield from _blocks(measure, name, mod)
+    name = "tree_mask 64 x (16 of 4k), pages of 16"
+    if measure.wanted(name):
+        yield from _tree(measure, name)
+
+
+def _blocks(measure: Measure, name: str, mod: Mod) -> Iterator[Row]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.manual_seed(0)
+    heads, length = (2, 3 * DOCUMENT // 2) if measure.tiny else (16, 16_384)
+    q, k, v = (measure.normal(1, heads, length, DIM) for _ in range(3))
+    lists = create_block_mask(mod, None, None, length, length, device=measure.device, BLOCK_SIZE=SIZE)
+    partial = int(lists.kv_num_blocks.sum())
+    ours = portattn.BlockMask(
+        lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices, (SIZE, SIZE)
+    )
+    causal = mod is causal_documents
+    compiled = flex_attention if measure.tiny else torch.compile(flex_attention, dynamic=False)
+    runs: dict[str, Any] = {
+        OURS: lambda: portattn.attention(q, k, v, block_mask=ours, causal=causal),
+        "flex": lambda: compiled(q, k, v, block_mask=lists),
+        "portattn, everything": lambda: portattn.attention(q, k, v, causal=causal),
+    }
+    some = torch.tensor([0, SIZE - 1, SIZE, length // 2 - 1, length // 2 + 70, length - 1], device=measure.device)
+    some = torch.cat([some, torch.randint(length, (250,), device=measure.device)])
+    seen = mod(0, 0, some[:, None], torch.arange(length, device=measure.device))
+
+    def expected(dtype: torch.dtype) -> torch.Tensor:
+        scores = (q[0, :, some].to(dtype) @ k[0].to(dtype).mT) * DIM**-0.5
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[0].to(dtype)
+
+    exact, same = expected(torch.float64), expected(torch.bfloat16)
+
+    def judge(name: str) -> Callable[[], Row]:
+        def now() -> Row:
+            out = runs[name]()
+            return judge_result(out[0][:, some], exact, same) | (
+                {"path": portattn.last_plan().path, "note": f"{partial} blocks in part"} if name == OURS else {}
+            )
+
+        return now
+
+    yield from measure.rows(name, runs, {name: judge(name) for name in (OURS, "flex")}, peer="flex")
+
+
+def _tree(measure: Measure, name: str) -> Iterator[Row]:
+    """Yield rows of requests that each verify a drafted tree of 16 tokens, with parents of its own."""
+    torch.manual_seed(0)
+    batch, drafted, keys, page, heads, kv_heads = 64, 16, 4096, 16, 32, 8
+    if measure.tiny:
+        batch, keys = 4, 128
+    parents = torch.tensor([[-1] + [int(torch.randint(i, ())) for i in range(1, drafted)] for _ in range(batch)])
+    words = portattn.tree_mask(parents).to(measure.device)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=measure.device)
+    lengths[:3] = torch.tensor([drafted, drafted + 1, keys - 5], dtype=torch.int32)
+    table = torch.randperm(batch * keys // page, dtype=torch.int32, device=measure.device).view(batch, -1)
+    q = measure.normal(batch, drafted, heads, DIM)
+    k, v = (measure.normal(batch * keys // page, page, kv_heads, DIM) for _ in range(2))
+
+    def run(**more: Any) -> Any:
+        return portattn.paged_attention(q, k, v, table, lengths, layout="bshd", **more)
+
+    runs: dict[str, Any] = {OURS: lambda: run(tree_mask=words), "chain (causal)": lambda: run(causal=True)}
+
+    def judge() -> Row:
+        out, found = runs[OURS](), []
+        path = portattn.last_plan().path
+        for b in range(0, batch, 3):
+            length = int(lengths[b])
+            rows_k, rows_v = (x[table[b].long()].flatten(0, 1)[:length] for x in (k, v))
+            seen = torch.ones(drafted, length, dtype=torch.bool, device=measure.device)
+            seen[:, length - drafted :] = _ancestors(parents[b]).to(measure.device)
+            found.append(judge_attention(out[b], q[b], rows_k, rows_v, causal=False, seen=seen))
+        return worst(found) | {"path": path}
+
+    def chain() -> Row:
+        runs["chain (causal)"]()
+        return {"path": portattn.last_plan().path}
+
+    yield from measure.rows(name, runs, {OURS: judge, "chain (causal)": chain}, peer="chain (causal)")
+
+
+def _ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """Return the tree mask (n, n): each token sees itself and its ancestors."""
+    count = parents.shape[0]
+    seen = torch.eye(count, dtype=torch.bool)
+    for i, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            seen[i] |= seen[parent]
+    return seen
+
+
+FLUX_HEADS, IMAGE, TEXT = 24, 4096, 512
+NATIVE = "native"
+
+
+def diffusers(measure: Measure) -> Iterator[Row]:
+    """diffusers: a double-stream and a single-stream block of Flux with random weights, and both's attention alone."""
+    try:
+        from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+        from diffusers.models.transformers import transformer_flux as flux
+    except ModuleNotFoundError as error:
+        raise Absent(str(error)) from None
+    from portattn.integrations.diffusers import register
+
+    register()
+    torch.manual_seed(0)
+    normal = measure.normal
+    heads, drawn, written = (2, IMAGE // 64, TEXT // 64) if measure.tiny else (FLUX_HEADS, IMAGE, TEXT)
+    width = heads * DIM
+
+    def tables() -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.rand(written + drawn, DIM // 2, device=measure.device).mul(6.28).repeat_interleave(2, 1)
+        return angles.cos(), angles.sin()
+
+    image, text, temb, rope = normal(1, drawn, width), normal(1, written, width), normal(1, width), tables()
+    q, k, v = (normal(1, written + drawn, heads, DIM) for _ in range(3))
+
+    def block(kind: Any) -> Callable[[], Any]:
+        with torch.device(measure.device):
+            made = kind(dim=width, num_attention_heads=heads, attention_head_dim=DIM).bfloat16().eval()
+        return lambda: made(hidden_states=image, encoder_hidden_states=text, temb=temb, image_rotary_emb=rope)
+
+    cases: dict[str, Callable[[], Callable[[], Any]]] = {
+        "FluxTransformerBlock, 4096 + 512": lambda: block(flux.FluxTransformerBlock),
+        "FluxSingleTransformerBlock, 4096 + 512": lambda: block(flux.FluxSingleTransformerBlock),
+        "attention alone, 24 heads of 128": lambda: lambda: dispatch_attention_fn(q, k, v),
+    }
+    for name, make in cases.items():
+        if measure.wanted(name):
+            with torch.inference_mode():
+                yield from _beside_native(measure, name, make(), attention_backend)
+
+
+def _beside_native(measure: Measure, name: str, call: Callable[[], Any], attention_backend: Any) -> Iterator[Row]:
+    def chosen(backend: str) -> Callable[[], Any]:
+        def run() -> Any:
+            with attention_backend(backend):
+                return call()
+
+        return run
+
+    runs = {OURS: chosen("portattn"), NATIVE: chosen("native")}
+
+    def flat(found: Any) -> torch.Tensor:
+        return torch.cat([part.flatten() for part in (found if isinstance(found, tuple) else (found,))])
+
+    def judge() -> Row:
+        """Judge against the native backend's own error; the unfused formula in float32 stands for float64 here."""
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            exact = flat(runs[NATIVE]())
+        found = judge_result(flat(runs[OURS]()), exact.double(), flat(runs[NATIVE]()))
+        # Rounding to bfloat16 after each layer of the block moves single elements: the whole must be as near, too.
+        ours, native = ((flat(runs[one]()).double() - exact.double()).norm() for one in (OURS, NATIVE))
+        found["right"] = found["right"] and bool(ours <= 1.25 * native + 1e-3 * exact.double().norm())
+        return found | {"path": portattn.last_plan().path, "norm_of_native": float(ours / native)}
+
+    yield from measure.rows(name, runs, {OURS: judge}, peer=NATIVE)

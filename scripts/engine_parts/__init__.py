@@ -1,1 +1,0 @@
-"""Parts of engine_times.py, one engine each."""

@@ -1,0 +1,43 @@
+"""A hook of MkDocs (mkdocs.yml): the site's pages that are made from committed data, and are committed nowhere."""
+
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from portattn.backends import BUILTIN
+from portattn.planning.registry import Registry, load_arches
+from portattn.tools.bench import report, results
+from portattn.tools.display_text import table
+from portattn.tools.quirks import pages
+
+PERFORMANCE = Path(__file__).resolve().parents[1] / "docs" / "performance"
+ARCH_COLUMNS = ("arch", "chips", "families", "cores", "scratchpad", "warp", "registers", "fp8", "fp32 products")
+
+
+def architectures() -> str:
+    rows = [
+        (f"`{backend.name}:{arch.name}`", arch.title + "; refused" * bool(arch.refused), ", ".join(arch.families),
+         str(arch.cores), f"{arch.scratchpad_bytes // 1024} KiB", str(arch.warp_size or ""), str(arch.registers or ""),
+         ", ".join(arch.fp8), ", ".join(arch.dot_precisions))
+        for backend in BUILTIN if backend.name != "cpu" for arch in load_arches(backend.folder).values()
+    ]  # fmt: skip
+    return "# Architectures\n\n[Backends](backends.md#architectures) explains them.\n\n" + table(ARCH_COLUMNS, rows)
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    for path, text in made_pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def made_pages() -> dict[str, str]:
+    """Return the Markdown of each page by its path."""
+    registry = Registry.load()
+    made = {"docs/architectures.md": architectures()}
+    made["docs/quirk-catalogue.md"] = pages.render(registry.quirks.values(), pages.load_left_out())
+    made["docs/quirk-verification.md"] = pages.render_verification(registry)
+    for chip in ("", "-h100"):
+        text = report.as_markdown(results.read(PERFORMANCE / f"results{chip}.json"))
+        made[f"docs/performance/tables{chip}.md"] = f"# Every figure of results{chip}.json\n\n{text}"
+    return made

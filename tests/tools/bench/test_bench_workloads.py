@@ -1,0 +1,187 @@
+"""Sets of scripts/bench_sets/ in small sizes on the CPU: right, wrong, failing and absent contenders; their files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+import portattn
+from portattn.cli import main
+from portattn.tools.bench import measure, workloads
+from portattn.worker.own_kernels import load
+
+TREE = ("--set", "engines", "--only", "masks: tree")
+DENSE = ("--set", "engines", "--only", "flash_attn: flash_attn_func 16 x 512")
+
+
+def bench(*arguments: str) -> Any:
+    return click.testing.CliRunner().invoke(main, ["bench", *arguments], prog_name="portattn")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def rows_of(*arguments: str) -> list[dict[str, Any]]:
+    called = bench(*arguments, "--tiny", "--json")
+    assert called.exit_code == 0, called.output
+    rows: list[dict[str, Any]] = json.loads(called.stdout)["rows"]
+    return rows
+
+
+def test_help_names_every_set() -> None:
+    assert f"(scripts/bench_sets/):{','.join(workloads.WORKLOADS)}." in "".join(bench("--help").output.split())
+
+
+@pytest.mark.parametrize("arguments", [TREE, DENSE], ids=["masks", "flash_attn"])
+def test_results_of_engines_are_checked(arguments: tuple[str, ...]) -> None:
+    ours = [row for row in rows_of(*arguments) if row["contender"] == "portattn"]
+    assert [row["right"] for row in ours] == [True]
+    assert 0 < ours[0]["error"] <= ours[0]["budget"]
+    assert "ms" not in ours[0], "without a GPU nothing is timed"
+
+
+@pytest.mark.parametrize(
+    ("device", "done"), [("cpu", "called again, without a graph, with"), ("cuda", "replayed with")]
+)
+def test_what_is_said_of_graphs(device: str, done: str) -> None:
+    how = measure.Measure(device)
+    assert how.replay_note(True) == f"{done} other lengths: right"
+    assert how.replay_note(False) == f"{done} other lengths: WRONG"
+
+
+def test_a_cache_is_called_again_on_a_cpu() -> None:
+    (row,) = rows_of("--set", "engines", "--only", "flash_attn_with_kvcache 64 x 8k, append, pages")
+    assert row["note"] == "called again, without a graph, with other lengths: right"
+
+
+def fails(*given: Any, **named: Any) -> Any:
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(lambda out: out * 1.5, "WRONG"), (fails, "FAILED RuntimeError")])
+def test_a_contender_that_is_wrong_or_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: Callable[..., Any], said: str
+) -> None:
+    part = load(str(workloads.FOLDER / "engine_calls.py"))
+    real = part.flash_attn_func
+    monkeypatch.setattr(part, "flash_attn_func", lambda *given, **named: wrong(real(*given, **named)))
+    called = bench(*DENSE, "--tiny", "--out", str(tmp_path))
+    assert called.exit_code == 1
+    assert said in called.stdout
+    assert "WRONG: flash_attn: flash_attn_func 16 x 512, causal, portattn: " in called.stderr
+    again = bench("report", str(tmp_path / "engines.json"), "--markdown", str(tmp_path / "table.md"))
+    assert again.exit_code == 0
+    assert again.stdout.partition("written")[0] == called.stdout.partition("written")[0]
+    assert said in (tmp_path / "table.md").read_text()
+
+
+def test_an_absent_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in [name for name in sys.modules if name.startswith("portattn.integrations.vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    called = bench("--set", "engines", "--tiny", "--only", "vllm: ")
+    assert called.exit_code == 2
+    assert "vllm: absent: Absent: vLLM's Python files:" in called.stdout
+    assert "nothing was measured of engines" in called.stderr
+
+
+def test_float8_forwards_have_an_error_and_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of("--set", "fp8-forward")
+    assert [(row["contender"], "causal" in row["case"]) for row in rows] == [
+        ("e4m3", False), ("bf16", False), ("e4m3", True), ("bf16", True)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["path"]
+        assert row["error"] < (row["budget"] if row["contender"] == "e4m3" else 0.01)
+    load_of = workloads.load
+
+    def strict(path: str) -> Any:
+        module = load_of(path)
+        module.MOST_RMS = 0.01
+        return module
+
+    monkeypatch.setattr(workloads, "load", strict)
+    called = bench("--set", "fp8-forward", "--tiny", "--check")
+    assert called.exit_code == 1
+    assert "D=64 S=64, e4m3: error 0.0" in called.stderr
+
+
+def test_every_cache_write_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in rows_of("--set", "cache-write") if row["contender"] == "portattn"]
+    assert len(rows) == 2 * 5
+    assert {row["path"] for row in rows} == {"reference"}
+    assert rows[0]["bytes"] == 2 * 4 * 8 * 128 * 4 + 4 * 8  # four tokens of K and V, read and written, and their slots
+    real = portattn.write_pages
+
+    def wrong(**given: Any) -> None:
+        real(**given)
+        if given.get("backend") is None:
+            given["v_pages"].view(torch.uint8)[0, 0, 0, 0] ^= 1
+
+    monkeypatch.setattr(portattn, "write_pages", wrong)
+    called = bench("--set", "cache-write", "--tiny", "--only", "decode, bf16")
+    assert called.exit_code == 1
+    assert "decode, bf16, portattn: other bits than the reference's" in called.stderr
+
+
+class Clock:
+    """Each call takes 1 ms, a peer's 2."""
+
+    def turn_ms(self, run: Callable[[], Any], timing: str, calls: int, expected_ms: float) -> float:
+        return 2.0 if run() == "peer" else 1.0
+
+    def host_us(self, run: Callable[[], Any], expected_ms: float) -> Any:
+        return type("Spread", (), {"median": 7.0})
+
+    def graphed(self, contender: Any) -> Any:
+        if contender.run() == "peer":
+            raise RuntimeError("no capture")
+        return contender.run
+
+
+def test_contenders_take_turns_and_wrong_ones_none() -> None:
+    how = measure.Measure("cuda", clock=Clock())  # type: ignore[arg-type]
+    how.synchronize = lambda: None  # type: ignore[method-assign]
+    runs = {"portattn": lambda: "ours", "peer": lambda: "peer", "wrong": lambda: "wrong"}
+    rows = {row["contender"]: row for row in how.rows("a case", runs, {"wrong": lambda: {"right": False}}, peer="peer")}
+    assert rows["portattn"]["of_peer"] == 2.0
+    assert (rows["portattn"]["graph_ms"], rows["portattn"]["host_us"]) == (1.0, 7.0)
+    assert (rows["peer"]["ms"], rows["peer"]["graph_failed"]) == (2.0, "RuntimeError: no capture")
+    assert "ms" not in rows["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--set", "engines"), "no CUDA or ROCm device is here to time engines on; --tiny checks"),
+        (("--set", "engines", "--set", "seed"), "--set is 'engines', but must not be one of engines, fp8-forward"),
+        (("--set", "engines", "--tiny", "--backend", "triton"), "--backend is 'triton', but does not go with"),
+        (("--set", "seed", "--tiny"), "--tiny is True, but goes with these sets alone: engines"),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
+    called = bench(*arguments)
+    assert called.exit_code == 2
+    assert message in called.stderr
+
+
+def test_time_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
+    how = measure.Measure("cpu", end=130.0)
+    shares = how.shares(["a", "b", "c"])
+    assert next(shares) == ("a", 110.0)
+    now[0] = 104.0
+    assert next(shares) == ("b", 117.0)
+    now[0] = 131.0
+    assert list(shares) == []
+    assert how.left == ["c"]

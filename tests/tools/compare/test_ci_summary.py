@@ -1,0 +1,175 @@
+"""The summary of `portattn ci` in Markdown, and what GitHub's runners read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from portattn.errors import DataError
+from portattn.planning.registry import Registry
+from portattn.tools.compare import report as ci_report
+from portattn.tools.compare.changes import Change
+from portattn.tools.compare.registry_changes import compare
+from portattn.tools.compare.report import CiReport, Loss, alike
+from portattn.tools.compare.sides import Pair, Side
+from portattn.tools.compare.verdict import RunFinding
+from portattn.tools.matrix.problems import quick
+
+
+def loss(**changes) -> Loss:
+    fields = {
+        "kinds": ("core",), "what": "path triton → reference", "targets": ("rocm:gfx942",), "problems": ("dense",),
+        "cause": "quirk rocm-0901-x rules out the path triton", "quirk": "rocm-0901-x",
+        "todo": "`portattn quirks show x`",
+    }  # fmt: skip
+    return Loss(**fields | changes)
+
+
+@pytest.fixture
+def report():
+    """A factory of reports on sm_90: report(losses=[…], notes=(…))."""
+    known = Registry.load()
+    made = compare(
+        [Pair(*(Side(known.target("cuda:sm_90", f"triton=={v}"), known) for v in ("3.6.0", "3.9.0")))], quick()
+    )
+
+    # As where the tests' run with the new compiler left something out.
+    unseen = tuple(msgspec.structs.replace(one, unseen=one.takes[:1]) for one in made.variants)
+    made = msgspec.structs.replace(made, variants=unseen)
+
+    def make(losses=(), changes=(), notes=()) -> CiReport:
+        findings = [
+            RunFinding(kind=one.kinds[0], text=one.what, target="t", name=n) for one in losses for n in one.problems
+        ]
+        return CiReport(
+            before="triton==3.6.0", after="triton==3.9.0", compiled=False, against="", targets=("cuda:sm_90",),
+            problems=("dense",), compared=11, red=("core",), findings=tuple(findings), losses=tuple(losses),
+            changes=tuple(changes), upgrade=made, expected=(), notes=tuple(notes),
+        )  # fmt: skip
+
+    return make
+
+
+def change(target: str, name: str, **told: str) -> Change:
+    return Change(target=target, toolchain="triton==3.9.0", name=name, op="attention", kinds=tuple(told), told=told)
+
+
+def test_losses_come_first_and_all_else_is_folded(report):
+    won = change("cuda:sm_90", "decode", won="path sdpa → triton")
+    text = ci_report.render(report([loss()], [won], ["a note"]))
+    head, folded = text.split("<details>", 1)
+    assert head.startswith("## portattn ci: triton==3.6.0 → triton==3.9.0\n\n**1 loss in 1 cell: 11 cells of 1 target")
+    row = (
+        "| **core**: path triton → reference | rocm:gfx942 | dense | quirk rocm-0901-x rules out the path triton | "
+        "`portattn quirks show x` |"
+    )
+    assert row in head
+    assert "- a note" in head
+    assert "<summary>Won: 1</summary>" in folded
+    assert "won: path sdpa → triton" in folded
+    for title in (
+        "Quirks that fall away", "Plans that take the same path in another way", "Variants that do not",
+        "Schedules that were not timed",
+    ):  # fmt: skip
+        assert f"<details><summary>{title}" in text
+    assert text.count("<details>") == text.count("</details>") == 5
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") - line.count("\\|") for line in tables} <= {4, 5, 6}
+
+
+def test_cells_that_changed_alike_are_one_row():
+    changes = [change(target, name, quirks="-a") for target in ("x", "y", "z") for name in ("dense", "decode")]
+    changes.append(change("z", "paged", quirks="-a"))
+    rows = [(one.targets, one.problems, one.what) for one in alike(changes)]
+    assert rows == [
+        (("x", "y"), ("dense", "decode"), "quirks: -a"),
+        (("z",), ("dense", "decode", "paged"), "quirks: -a"),
+    ]
+
+
+def test_text_of_quirks_and_compilers_is_text(report):
+    """Nothing in it is taken for a table's end, for HTML, a link, or code."""
+    text = ci_report.render(report([loss(what="a|b <script>x</script>\n[l](http://e) `c` *d*", cause="tile<64>|")]))
+    (row,) = [line for line in text.splitlines() if line.startswith("| **core**")]
+    assert "a\\|b &lt;script&gt;x&lt;/script&gt; \\[l\\](http://e) \\`c\\` \\*d\\*" in row
+    assert "tile&lt;64&gt;\\|" in row
+    assert len(re.findall(r"(?<!\\)\|", row)) == 6
+
+
+@pytest.mark.parametrize("limit", [2000, 3333, 5001])
+def test_a_summary_over_the_limit_is_cut_between_lines_and_says_so(report, limit):
+    made = report([loss(what=f"path → {number}" + "ä" * 90) for number in range(40)])
+    whole, text = ci_report.render(made), ci_report.render(made, limit)
+    assert len(whole.encode()) > 2 * limit
+    assert limit - 600 < len(text.encode()) <= limit
+    assert text.endswith("`portattn ci --json` has all of it.**\n")
+    kept = text.partition("\n\n**The summary is cut here")[0]
+    assert whole.startswith(kept + "\n") or whole.startswith(kept)
+    assert kept.splitlines()[-1].endswith("|"), "no half row"
+
+
+def test_what_is_folded_is_closed_where_it_is_cut(report):
+    made = report()
+    whole = ci_report.render(made)
+    for limit in range(700, len(whole.encode()), 97):
+        text = ci_report.render(made, limit)
+        assert len(text.encode()) <= limit
+        assert text.count("<details>") == text.count("</details>")
+
+
+def test_a_summary_that_fits_is_whole(report):
+    text = ci_report.render(report())
+    assert ci_report.render(report(), len(text.encode())) == text
+    assert "cut here" in ci_report.render(report(), len(text.encode()) - 1)
+
+
+def test_what_a_runner_reads_is_escaped():
+    line = ci_report.command("error", "a: b, c", "100%\r\n::error::x")
+    assert line == "::error title=a%3A b%2C c::100%25%0D%0A::error::x"
+
+
+def test_more_annotations_than_a_step_shows_end_with_their_number(report):
+    made = report([loss(what=f"number {n}") for n in range(ci_report.SHOWN + 5)], notes=["one"])
+    lines = list(ci_report.annotation_lines(made))
+    errors = [line for line in lines if line.startswith("::error ")]
+    assert len(errors) == ci_report.SHOWN
+    assert errors[-1].endswith("::6 more: the job's summary has them")
+    assert [line for line in lines if line.startswith("::warning ")] == [lines[-1]]
+    ten = report([loss(what=f"number {n}") for n in range(ci_report.SHOWN)])
+    assert "more:" not in "".join(ci_report.annotation_lines(ten))
+
+
+def test_a_summary_is_appended_within_the_steps_limit(report, tmp_path):
+    step, made = tmp_path / "step.md", report()
+    assert ci_report.append(step, made), "the runner makes the file, but need not"
+    assert ci_report.append(step, made)
+    assert step.read_text(encoding="utf-8") == 2 * ci_report.render(made)
+    step.write_bytes(b"x" * (ci_report.LIMIT - 1000))
+    assert ci_report.append(step, made)
+    assert ci_report.LIMIT - 1000 < step.stat().st_size <= ci_report.LIMIT
+    assert step.read_text(encoding="utf-8").endswith("has all of it.**\n")
+    step.write_bytes(b"x" * ci_report.LIMIT)
+    assert not ci_report.append(step, made)
+    assert step.stat().st_size == ci_report.LIMIT
+    with pytest.raises(DataError, match="cannot be written"):
+        ci_report.append(tmp_path / "no" / "step.md", made)
+
+
+def test_the_summary_is_utf8_whatever_the_locale(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from portattn.cli import main\n"
+        "main(['ci', '--from', 'triton==3.6.0', '--to', 'triton==3.9.0', '--targets', 'sm_80', '--json'],"
+        " standalone_mode=False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True,
+        env={"LC_ALL": "C", "PYTHONUTF8": "0", "GITHUB_STEP_SUMMARY": str(tmp_path / "s.md"), "PATH": "/usr/bin",
+             "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert msgspec.json.decode(done.stdout)["lost"] == 0
+    assert "3.6.0 → triton==3.9.0" in (tmp_path / "s.md").read_text(encoding="utf-8")
