@@ -136,7 +136,7 @@ def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> pr
         return seen
 
     monkeypatch.setattr(EmulatorExecutor, "check", check)
-    return probe.off(quirk, registry=msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk}), seconds=300)
+    return probe.off(quirk, registry=msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk}))
 
 
 @compiles
