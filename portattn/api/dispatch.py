@@ -18,7 +18,7 @@ from portattn.compile import ensure_compiled, variants
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.launch import cache, has_rows, kernel_calls, launch_all
-from portattn.launch.cached_launch import CachedLaunch
+from portattn.launch.cached_launch import CachedLaunch, ShapeClass
 from portattn.launch.run import INTERPRET_HINT, NOT_TO_INTERPRET, device_guard, launch_tensors, may_interpret
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
@@ -56,6 +56,10 @@ class Candidate(Protocol):
         """Launch through Triton, into `results`."""
         ...
 
+    def traced(self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int]) -> ShapeClass:
+        """Return the shape class that `cached` would have. Compiles nothing."""
+        ...
+
     def cached(
         self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
     ) -> CachedLaunch:
@@ -88,6 +92,9 @@ class CoreCandidate:
 
     def run(self) -> None:
         launch_all(self._launches, self._plan, self._call.q)
+
+    def traced(self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int]) -> ShapeClass:
+        return shape_polymorphism.trace_core(recipe, inputs, self._plan, self._launches, *self.results())[1]
 
     def cached(
         self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
@@ -126,6 +133,10 @@ class VariantCandidate:
         tensors, launcher = self._described()
         with device_guard(self._call.q):
             launcher(tensors)
+
+    def traced(self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int]) -> ShapeClass:
+        launcher, tensors = self._variant.described(self._call), launch_tensors(self._call)
+        return shape_polymorphism.trace_variant(recipe, inputs, self._plan, self._variant, launcher, tensors)[1]
 
     def cached(
         self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
@@ -277,6 +288,20 @@ def plan_call(call: Call, settings: Settings) -> Plan:
     made, _, _ = _compilable(call, settings)
     _refuse(made, settings)
     return made
+
+
+def trace_call(
+    call: Call, settings: Settings, caching: LaunchRecorder | None
+) -> tuple[Plan, Sequence[ensure_compiled.Compiled], shape_polymorphism.CallRecipe | None, ShapeClass | None]:
+    """Return a call's plan, its launches, and its recipe with its shape class if it can be cached. Compiles nothing."""
+    call.dry = True
+    made, own, failed = _compilable(call, settings)
+    _refuse(made, settings)
+    if own is None or caching is None:
+        return made, [] if own is None else own.compiled(), None, None
+    recipe = caching.recipe(_target(call), failed)
+    with device_guard(call.q):
+        return made, own.compiled(), recipe, own.traced(recipe, caching.inputs)
 
 
 def prepare_call(call: Call, settings: Settings, caching: LaunchRecorder) -> tuple[Plan, CachedLaunch | None]:

@@ -65,35 +65,36 @@ class CallRecipe:
         return self.plan(self.call(iter(numbers)))
 
 
-def cache_core(
-    recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
-    out: torch.Tensor, lse: torch.Tensor | None, device: torch.device,
-) -> CachedLaunch:  # fmt: skip
+def trace_core(
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, launches: Sequence[KernelCall],
+    out: torch.Tensor, lse: torch.Tensor | None,
+) -> tuple[list[Step], ShapeClass]:  # fmt: skip
+    """Return a core plan's steps and their shape class. Nothing needs to be compiled."""
     steps, buffers = core_steps(launches, out, lse)
 
     def describe(call: Call, planned: Plan) -> tuple[list[Step], Buffers]:
         return core_steps(*kernel_calls(planned, call, recipe.target.arch.cores))
 
-    sized = _sized(recipe, inputs, made, steps, buffers, describe)
+    return steps, _sized(recipe, inputs, made, steps, buffers, describe)
+
+
+def cache_core(
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
+    out: torch.Tensor, lse: torch.Tensor | None, device: torch.device,
+) -> CachedLaunch:  # fmt: skip
+    steps, sized = trace_core(recipe, inputs, made, launches, out, lse)
     descriptors = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
     return CachedLaunch(
         made, recipe.settings, given, device, Templates(steps), steps, sized, recipe.planner, descriptors
     )
 
 
-def cache_variant(
-    recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
-    launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
-) -> CachedLaunch:  # fmt: skip
-    """Return a variant's cached launch: direct if its launcher is a StepLauncher, else by calling the launcher."""
-    settings, problem = recipe.settings, made.problem
-
-    def by_name(named: Mapping[str, Any]) -> None:
-        launch(variant.views(problem, {**dict.fromkeys(TENSORS), **named}))
-
+def trace_variant(
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, variant: Variant, launch: Any, tensors: Mapping[str, Any]
+) -> tuple[list[Step], ShapeClass]:
+    """Return a variant's steps and their shape class. Nothing needs to be compiled."""
     if not isinstance(launch, StepLauncher):
-        alone = exact_shape_class(inputs, problem, [], {}, f"{made.path} does not describe its launches")
-        return CachedLaunch(made, settings, given, device, by_name, [], alone, recipe.planner)
+        return [], exact_shape_class(inputs, made.problem, [], {}, f"{made.path} does not describe its launches")
     fresh = launch.fresh(tensors["q"])
     steps = launch.steps({**tensors, **fresh})
 
@@ -106,7 +107,22 @@ def cache_variant(
         named |= {name: call.q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in launcher.buffers.items()}
         return launcher.steps({**named, **{name: fresh[name] for name in launcher.each}}), launcher.buffers
 
-    sized = _sized(recipe, inputs, made, steps, launch.buffers, describe)
+    return steps, _sized(recipe, inputs, made, steps, launch.buffers, describe)
+
+
+def cache_variant(
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
+    launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
+) -> CachedLaunch:  # fmt: skip
+    """Return a variant's cached launch: direct if its launcher is a StepLauncher, else by calling the launcher."""
+    settings, problem = recipe.settings, made.problem
+
+    def by_name(named: Mapping[str, Any]) -> None:
+        launch(variant.views(problem, {**dict.fromkeys(TENSORS), **named}))
+
+    steps, sized = trace_variant(recipe, inputs, made, variant, launch, tensors)
+    if not isinstance(launch, StepLauncher):
+        return CachedLaunch(made, settings, given, device, by_name, [], sized, recipe.planner)
     # `by_name` has its own buffers, for the sizes of this call alone, and runs if no DriverLauncher could be made.
     cached = CachedLaunch(made, settings, given, device, by_name, steps, sized, recipe.planner, each=launch.each)
     if cached.direct is None:

@@ -55,8 +55,9 @@ def nowhere(request: Request) -> None:
         tensor = request.tensors.get(name)
         if isinstance(tensor, torch.Tensor):
             before = 0 if tensor.is_meta else tensor.data_ptr() % POINTER_ALIGNMENT // tensor.element_size()
-            memory = torch.full((before + tensor.numel(),), -1, dtype=tensor.dtype, device=tensor.device)
-            request.tensors[name] = memory[before:].view(tensor.shape)
+            with torch.inference_mode(tensor.is_inference()):  # the launch cache distinguishes inference tensors
+                memory = torch.full((before + tensor.numel(),), -1, dtype=tensor.dtype, device=tensor.device)
+                request.tensors[name] = memory[before:].view(tensor.shape)
 
 
 def by_operator(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,16 +17,17 @@ import torch
 
 from portattn.api import dispatch, monitor, signatures
 from portattn.api.call import perform
-from portattn.api.dispatch import candidate
 from portattn.api.ops import make_request
 from portattn.api.page_table import PageTable
-from portattn.api.request import Request, inputs_of
+from portattn.api.request import CacheWriter, Request, inputs_of
+from portattn.api.shape_polymorphism import CallRecipe
 from portattn.compile import ensure_compiled
 from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature
-from portattn.launch.cache import MAX_CLASSES, CallKey
-from portattn.launch.device_api import synchronize
+from portattn.launch.cache import MAX_CLASSES
+from portattn.launch.cached_launch import ShapeClass
+from portattn.launch.device_api import current_accelerator, synchronize
 from portattn.schema.ops import PUBLIC, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
@@ -35,8 +35,8 @@ from portattn.schema.tensors import CACHE_DTYPE, TORCH_DTYPE
 from portattn.validate.checks import check_dense
 from portattn.worker.client import Worker
 
-MOST_SIZES = 1 << 17  # combinations of a spec's sizes: each takes about 30 µs to look at (a decode, on a CPU)
-_SIZE = r"(?:\d+|[A-Za-z_]\w*)"
+MOST_SIZES = 1 << 22  # combinations of a spec's sizes: a shape class takes up to a second to look at so many
+_SIZE = r"(?:\d+|[A-Za-z_]\w*(?:\+\d+)?)"
 _SIZES = rf"\s*(?:{_SIZE}\s*(?:,\s*{_SIZE}\s*)*,?\s*)?"
 _NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
 _TENSOR = re.compile(rf"(\w+)\[({_SIZES})\](?::({_NUMBERS}))?")
@@ -46,25 +46,42 @@ _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes 
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    shape: tuple[int | str, ...]  # sizes, or names of sizes that vary
+    """A described tensor.
+
+    offset  elements before its first one, in memory whose alignment is an allocator's
+    kept    it is allocated outside of inference mode, as are buffers that an engine keeps
+    """
+
+    shape: tuple[int | str, ...]  # sizes, or names of sizes that vary, also as "name+1"
     strides: tuple[int, ...] | None  # in elements; None: contiguous
     dtype: torch.dtype
+    offset: int = 0
+    kept: bool = False
+
+    def layout(self, sizes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Return shape and strides at these sizes: numbers, or tensors of a number for each of several calls."""
+        shape, strides, step = [], [], 1
+        for size in self.shape:
+            name, _, more = str(size).partition("+")
+            shape.append(size if isinstance(size, int) else sizes[name] + int(more or 0))
+        for size in reversed(shape):
+            strides.append(step)
+            step = step * (size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1))
+        return shape, strides[::-1] if self.strides is None else list(self.strides)
 
     def allocate(self, device: torch.device, sizes: Mapping[str, int], fill: float = 0.0) -> torch.Tensor:
-        shape = [sizes[size] if isinstance(size, str) else size for size in self.shape]
-        strides = self.strides
-        if device.type == "meta":  # no memory
-            made = torch.empty(shape, dtype=self.dtype, device=device)
-            return made if strides is None else torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
-        if strides is None:
-            return torch.full(shape, fill, dtype=self.dtype, device=device)
-        reached = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        elements = 0 if 0 in shape else reached + 1
-        return torch.full((elements,), fill, dtype=self.dtype, device=device).as_strided(shape, strides)
+        shape, strides = self.layout(sizes)
+        with torch.inference_mode(False) if self.kept else contextlib.nullcontext():
+            if self.strides is None and not self.offset:
+                return torch.full(shape, fill, dtype=self.dtype, device=device)
+            reached = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            elements = self.offset + (0 if 0 in shape else reached + 1)
+            memory = torch.full((elements,), fill, dtype=self.dtype, device=device)
+            return memory.as_strided(shape, strides, self.offset)
 
     @property
     def names(self) -> set[str]:
-        return {size for size in self.shape if isinstance(size, str)}
+        return {size.partition("+")[0] for size in self.shape if isinstance(size, str)}
 
 
 class Spec:
@@ -77,14 +94,15 @@ class Spec:
         self.op = given.get("op")
         if self.op not in PUBLIC:
             raise ArgumentError("warmup", f"{name}.op", self.op, f"must be one of {', '.join(PUBLIC)}")
-        rest = {str(key): value for key, value in given.items() if key not in ("op", "sizes")}
-        self._arguments = {key: _argument(f"{name}.{key}", key, value) for key, value in rest.items()}
+        rest = {str(key): value for key, value in given.items() if key not in ("op", "sizes", "only")}
+        self.given = {key: _argument(f"{name}.{key}", key, value) for key, value in rest.items()}
         self.sizes = _all_sizes(f"{name}.sizes", given.get("sizes"))
+        self._only = given.get("only")
         self._check_names(name)
 
     def _check_names(self, name: str) -> None:
         used: set[str] = set()
-        for key, value in self._arguments.items():
+        for key, value in self.given.items():
             if isinstance(value, str) and value in self.sizes:
                 used.add(value)
             if isinstance(value, TensorSpec):
@@ -99,25 +117,23 @@ class Spec:
         if unused:
             raise ArgumentError("warmup", f"{name}.sizes", unused[0], "must be the size of a tensor, or an argument")
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [value for value in self._arguments.values() if isinstance(value, torch.Tensor)]
+    @functools.cached_property
+    def points(self) -> torch.Tensor:
+        """All combinations of sizes, (combinations, names) int64."""
+        columns = [torch.tensor(values) for values in self.sizes.values()]
+        points = torch.cartesian_prod(*columns).view(-1, len(columns))
+        return points if self._only is None else points[self._only(**self.at(points.unbind(1)))]
+
+    def at(self, values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.sizes, values, strict=True))
 
     @property
     def largest(self) -> dict[str, int]:
-        return {name: max(values) for name, values in self.sizes.items()}
-
-    @property
-    def count(self) -> int:
-        return math.prod(map(len, self.sizes.values()))
-
-    def combinations(self) -> Iterator[dict[str, int]]:
-        for values in itertools.product(*self.sizes.values()):
-            yield dict(zip(self.sizes, values, strict=True))
+        return self.at(self.points[-1].tolist()) if self.sizes else {}
 
     def arguments(self, device: torch.device, sizes: Mapping[str, int]) -> dict[str, Any]:
         found = {}
-        for name, value in self._arguments.items():
+        for name, value in self.given.items():
             if isinstance(value, TensorSpec):
                 # A scale must not be 0.
                 scale = name in ("q_scale", "k_scale", "v_scale", "kv_scale")
@@ -189,7 +205,7 @@ def _values(name: str, given: Any) -> tuple[int, ...]:
 
 
 Say = Callable[[str], None]
-MOST_JOBS, SAY_SECONDS = 8, 1.0  # SAY_SECONDS: between two reports of how far a range of sizes has been looked at
+MOST_JOBS = 8
 
 
 class WarmupResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,18 +302,17 @@ def warmup(
     begun, say = time.perf_counter(), say or (lambda text: None)
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         raise ArgumentError("warmup", "jobs", jobs, "must be None or an integer from 1 on")
-    where = _here() if device is None else _device(device)
+    where = current_accelerator() if device is None else _device(device)
     read = [Spec(place, spec) for place, spec in enumerate(specs)]
-    made = [_Warming(spec, spec.largest, where) for spec in read]
+    made: list[_Warming] = []
     with monitor.silence():
-        for place, one in enumerate(made):
-            say(f"planning {place + 1} of {len(made)}")
-            one.plan()
+        for spec in read:
+            say(f"planning {spec.place + 1} of {len(read)}")
+            _add_classes(made, spec, where)
         compile_seconds = _compile(made, jobs, say)
         for place, one in enumerate(made):
             say(f"running {place + 1} of {len(made)}: {one.call}")
             one.run()
-        made = [each for one in made for each in _classes(one, say)]
     monitor.arm()
     report = Warmup(
         specs=tuple(one.report() for one in made), compile_seconds=round(compile_seconds, 3),
@@ -317,32 +332,50 @@ class _Warming:
         self.made: Plan | None = None
         self.launches: list[Signature] = []
         self.settings: Settings | None = None
-        self.kind: CallKey | None = None
+        self.recipe: CallRecipe | None = None
+        self.shape: ShapeClass | None = None
+        self._layouts: list[TensorSpec | list[int]] = []
         self._cached: Any = None
 
-    def request(self, device: torch.device, sizes: Mapping[str, int]) -> Request:
-        arguments = self.spec.arguments(device, sizes)
+    def request(self) -> Request:
+        arguments = self.spec.arguments(self.device, self.sizes)
+        described = {id(arguments[name]): one for name, one in self.spec.given.items() if isinstance(one, TensorSpec)}
         try:
-            return make_request("warmup", self.spec.op, (), arguments)
+            made = make_request("warmup", self.spec.op, (), arguments)
         except TypeError as error:  # an unknown or a missing argument
             raise ArgumentError("warmup", f"specs[{self.spec.place}]", sorted(arguments), str(error)) from None
+        distinct = {id(tensor): tensor for tensor in made.tensors.values() if tensor is not None}.values()
+        self._layouts = [described.get(id(one), [*one.shape, *one.stride()]) for one in distinct]
+        return made
 
     def plan(self) -> None:
         """Plan the call and describe its launches. Raises ArgumentError on a malformed spec."""
         with self._failures():
-            request = self.request(self.device, self.sizes)
+            request = self.request()
             call = request.build()
             at = f"; {_words(self.sizes)}" if self.sizes else ""
-            self.call = f"{call.problem}{at}"
-            made = dispatch.plan_call(call, request.settings)
-            self.made, self.settings = made, request.settings
-            own = candidate(made, call, self.target)
-            self.launches = [] if own is None else [ensure_compiled.signature_of(launch) for launch in own.compiled()]
+            self.call, self.settings = f"{call.problem}{at}", request.settings
+            caching = CacheWriter(request) if self.sizes and request.cacheable() else None
+            self.made, launches, self.recipe, self.shape = dispatch.trace_call(call, request.settings, caching)
+            self.launches = [ensure_compiled.signature_of(launch) for launch in launches]
+
+    def covers(self, points: torch.Tensor, shape: ShapeClass | None = None) -> torch.Tensor:
+        """Return which sizes (calls, names) are of its shape class, or of another spec's: a bool tensor."""
+        shape = self.shape if shape is None else shape
+        assert shape is not None
+        sizes, columns = self.spec.at(points.unbind(1)), list[Any]()
+        for layout in self._layouts:
+            for numbers in layout.layout(sizes) if isinstance(layout, TensorSpec) else (layout,):
+                columns += numbers
+        for name in ROWS[self.spec.op].lengths:
+            given = self.spec.given.get(name)
+            columns += [] if given is None else [sizes[given] if isinstance(given, str) else given]
+        found: torch.Tensor = shape.trace.program(()).holding(columns)
+        return found
 
     @property
     def target(self) -> Target:
-        given = self.spec.tensors
-        device = given[0].device if given else self.device
+        device = next((one.device for one in self.spec.given.values() if isinstance(one, torch.Tensor)), self.device)
         return dispatch.detect_target(device.type, _index(device))[0]
 
     def run(self) -> None:
@@ -350,15 +383,14 @@ class _Warming:
             return
         begun = time.perf_counter()
         with self._failures(), monitor.counting() as loaded:
-            request = self.request(self.device, self.sizes)
+            request = self.request()
             if ROWS[request.op].writes:
                 signatures.nowhere(request)
                 signatures.carry_out(request)
             else:
                 perform(request)
             if request.cacheable():
-                self.kind = request.kind()
-                found = self.kind.find(inputs_of(request))
+                found = request.kind().find(inputs_of(request))
                 self._cached = None if found is None else found[0]
             self.cached, self.made = self._cached is not None, dispatch.last_plan()
             synchronize(request.tensors["q"].device)
@@ -433,52 +465,36 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
     return same
 
 
-def _classes(first: _Warming, say: Say) -> list[_Warming]:
-    """Run a spec at sizes of its further shape classes, until a call fails or is not cached for other sizes."""
-    made, kinds, spec = [first], [first.kind], first.spec
-    meta, said = torch.device("meta"), time.monotonic()
-    if not spec.sizes:
-        return made
-    for count, sizes in enumerate(spec.combinations()):
-        last = made[-1]
-        if last.failed or not last.cached or last.why_not:
-            break
-        if time.monotonic() - said > SAY_SECONDS:
-            said = time.monotonic()
-            say(f"{first.spec.op}: {count} of {spec.count} sizes looked at, {len(made)} classes")
-        inputs = inputs_of(first.request(meta, sizes))
-        if any(kind is not None and kind.find(inputs) for kind in kinds):
-            continue
-        if len(made) == MAX_CLASSES:
-            last.why = f"more than {MAX_CLASSES} classes of sizes: from {_words(sizes)} on they were not run"
-            break
-        one = _Warming(spec, sizes, first.device)
-        made.append(one)
+def _add_classes(made: list[_Warming], spec: Spec, device: torch.device) -> None:
+    """Plan a spec at its largest sizes, then once for each further shape class, until a plan fails or has none."""
+    before, own = list(made), list[_Warming]()
+    left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
+    while True:
+        last = _Warming(spec, sizes, device)
+        own.append(last)
+        made.append(last)
         try:
-            one.plan()
-        except ArgumentError as error:  # sizes that do not go together; earlier runs stay
-            one.failed = str(error).removeprefix("warmup: ")
-            break
-        one.compiled = one.needs_compile()
-        say(f"running {one.call}")
-        one.run()
-        if one.kind is not None and one.kind not in kinds:
-            kinds.append(one.kind)
-    return made
+            last.plan()
+        except ArgumentError as error:
+            if len(own) == 1:
+                raise
+            last.failed = str(error).removeprefix("warmup: ")  # sizes that do not go together
+        if last.failed or last.shape is None or last.shape.why or not len(left):
+            return
+        left = left[~last.covers(left)]
+        for one in before if len(own) == 1 else ():
+            if one.recipe == last.recipe and one.shape is not None and not one.shape.why and len(left):
+                left = left[~last.covers(left, one.shape)]
+        if not len(left):
+            return
+        sizes = spec.at(left[0].tolist())
+        if len(own) == MAX_CLASSES:
+            last.why = f"more than {MAX_CLASSES} classes of sizes: from {_words(sizes)} on they were not run"
+            return
 
 
 def _words(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} = {size}" for name, size in sizes.items())
-
-
-def _here() -> torch.device:
-    from portattn.planning.registry import Registry
-
-    for kind in dict.fromkeys(b.device_type for b in Registry.load().backends.values() if b.device_type != "cpu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return torch.device(kind, module.current_device())
-    return torch.device("cpu")
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -66,3 +66,14 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def current_accelerator() -> torch.device:
+    """Return torch's current device of a backend's type, or the CPU if it sees none."""
+    from portattn.planning.registry import Registry
+
+    for kind in dict.fromkeys(b.device_type for b in Registry.load().backends.values() if b.device_type != "cpu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return torch.device(kind, module.current_device())
+    return torch.device("cpu")

@@ -317,6 +317,36 @@ class TraceProgram:
                 registers.append(FUNCTIONS[name](*given))
         return [registers[place] for place in self.outputs] == list(outputs)
 
+    def holding(self, columns: Sequence[Any]) -> Any:
+        """Return a bool tensor: of which calls no comparison fails.
+
+        Args:
+            columns: the inputs, each an int for all calls or an int64 tensor of a number for each; at least one tensor
+        """
+        import torch
+
+        count = next(len(column) for column in columns if isinstance(column, torch.Tensor))
+        found, left = torch.zeros(count, dtype=torch.bool), torch.arange(count)
+        registers: list[Any] = [*columns, *self.constants]
+        last = {place: step for step, (_, places) in enumerate(self.code) for place in places}
+        for step, (name, places) in enumerate(self.code):
+            given = [registers[place] for place in places]
+            tests = [COMPARISONS[name](*given)] if name in COMPARISONS else []
+            tests += [given[1] != 0] if name in ("floordiv", "mod") else []
+            for holds in tests:
+                if holds is not True and not (isinstance(holds, torch.Tensor) and bool(holds.all())):
+                    which = torch.as_tensor(holds).expand(len(left)).nonzero()[:, 0]
+                    left = left.take(which)
+                    registers = [one.take(which) if isinstance(one, torch.Tensor) else one for one in registers]
+            if not len(left):
+                return found
+            if name not in COMPARISONS:
+                registers.append(_elementwise(name, [registers[place] for place in places]))
+            for place in places:
+                registers[place] = None if last[place] == step else registers[place]
+        found[left] = True
+        return found
+
     def encoded(self, operations: Sequence[str]) -> bytes:
         """Return the code for native.c, int32: of each step its number in `operations`, then its registers."""
         numbers = array.array("i")
@@ -345,6 +375,19 @@ class TraceProgram:
         functions: dict[str, Any] = dict(FUNCTIONS)
         exec("\n".join(lines), functions)
         return cast("Callable[[Sequence[int]], list[int] | None]", functions["run"])
+
+
+def _elementwise(name: str, given: Sequence[Any]) -> Any:
+    """Return an operation's results of numbers, each an int or a tensor."""
+    import torch
+
+    if name in ("add", "sub", "mul", "floordiv", "mod") or not any(isinstance(one, torch.Tensor) for one in given):
+        return FUNCTIONS[name](*given)
+    columns = torch.broadcast_tensors(*map(torch.as_tensor, given))
+    if name in ("least", "most"):
+        return (torch.minimum if name == "least" else torch.maximum)(*columns)
+    rows, places = torch.unique(torch.stack(columns, 1), dim=0, return_inverse=True)
+    return torch.tensor([FUNCTIONS[name](*row) for row in rows.tolist()])[places]
 
 
 class ProgramOutputs:

@@ -14,9 +14,10 @@ from portattn.api.merge_states import merge_states
 from portattn.api.out_argument import into
 from portattn.api.request import Window
 from portattn.errors import ArgumentError
+from portattn.integrations.engine_warmup import Engine
 from portattn.integrations.vllm import NAME, caches, metadata
 from portattn.integrations.vllm.caches import Capabilities
-from portattn.integrations.vllm.metadata import PortattnMetadata, PortattnMetadataBuilder
+from portattn.integrations.vllm.metadata import PortattnMetadata, PortattnMetadataBuilder, StartUp
 
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -78,6 +79,11 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self.dcp_combine = metadata.combine() if self.dcp_world_size > 1 else None
         self._cache: torch.Tensor | None = None
         self._views: caches.Views | None = None
+        self.start_up: StartUp | None = None
+
+    @property
+    def has_cache(self) -> bool:
+        return self.attn_type not in ENCODERS
 
     def views(self, kv_cache: torch.Tensor) -> caches.Views:
         """Return the layer's cache as portattn takes it, cached while the cache is the same tensor."""
@@ -95,6 +101,8 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new keys (tokens, Hk, D) and values (tokens, Hk, Dv) to their slots; encoders keep none."""
+        if self.start_up is not None:
+            self.start_up.compile()
         if self.attn_type not in ENCODERS and kv_cache.numel():
             caches.write(key, value, self.views(kv_cache), slot_mapping, layer)
 
@@ -115,6 +123,8 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             given = "output_scale" if output_scale is not None else "output_block_scale"
             limit = "must be None: the output is not quantised, as fused_output_quant_supported says"
             raise ArgumentError(NAME, given, "given", limit)
+        if self.start_up is not None:
+            self.start_up.compile()
         if attn_metadata is None:
             return output.fill_(0)
         rows = attn_metadata.num_actual_tokens
@@ -163,20 +173,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
     ) -> Any:  # fmt: skip
         """Attend over the cache into `place` if given; without it, return_lse adds the LSE (tokens, Hq)."""
         of = self.views(kv_cache)
-        k_scale, v_scale = caches.scales(of, layer)
-        shared: dict[str, Any] = {
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "k_block_scale": of.k_block_scale,
-            "v_block_scale": of.v_block_scale,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "alibi_slopes": self._slopes_on(query.device),
-            "sinks": self.sinks,
-            "num_splits": self.num_splits,
-            "page_layout": "hpd",
-            **other,
-        }
+        shared = self._shared(of, layer, query.device) | other
         # With one split, requests must not change with their batch, so its shape must not choose the kernel either.
         out: Any
         if batch.single and self.num_splits is None:
@@ -191,6 +188,59 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             max_seqlen_q=batch.max_query_len, causal=causal, window=window, **shared,
         )  # fmt: skip
         return (out[0], out[1].transpose(0, 1)) if isinstance(out, tuple) else out
+
+    def _shared(self, of: caches.Views, layer: Any, device: torch.device) -> dict[str, Any]:
+        """Return the arguments that all calls over the layer's cache have."""
+        k_scale, v_scale = caches.scales(of, layer)
+        return {
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "k_block_scale": of.k_block_scale,
+            "v_block_scale": of.v_block_scale,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "alibi_slopes": self._slopes_on(device),
+            "sinks": self.sinks,
+            "num_splits": self.num_splits,
+            "page_layout": "hpd",
+        }
+
+    def specs(self, layer: Any, engine: Engine) -> list[dict[str, Any]]:
+        """Return specs of `portattn.warmup` for every call that this layer can make."""
+        if self.attn_type in ENCODERS:
+            return self._encoder_specs(engine)
+        of = self.views(layer.kv_cache)
+        shared = self._shared(of, layer, engine.device) | {"op": "paged_attention", "k_pages": of.k, "v_pages": of.v}
+        world = self.dcp_world_size
+        if world > 1:
+            shared |= {"sinks": None, "return_lse": True}
+            masks: list[tuple[bool, Window | None]] = [(False, None)]
+        elif self.attn_type == AttentionType.ENCODER_DECODER:
+            masks = [(False, self.window_both)]
+        else:
+            masks = [(True, self.window), *[(False, self.window_both)] * (engine.non_causal or engine.ranges)]
+            masks += [(False, (self.back, None))] * (engine.ranges and self.back is not None)
+        found = []
+        for row in engine.strides(self.num_heads * world, self.num_kv_heads, self.head_size, fused=world == 1):
+            if self.num_splits is None:
+                found.append(shared | engine.single(row, window=masks[0][1] if world > 1 else self.window))
+            for causal, window in masks:
+                packed = engine.packed(row, self.num_splits is not None) | {"causal": causal, "window": window}
+                found.append(shared | packed)
+                found += [shared | engine.divided(row) | {"causal": causal, "window": window}] * engine.ranges
+        writes = {name: shared[name] for name in ("k_scale", "v_scale", "k_block_scale", "v_block_scale")}
+        writes |= {"op": "write_pages", "k_pages": of.k, "v_pages": of.v, "page_layout": "hpd"}
+        found += [writes | rows for rows in engine.new_tokens(self.num_heads, self.num_kv_heads, self.head_size)]
+        return found if world == 1 else [*found, *self._encoder_specs(engine)]
+
+    def _encoder_specs(self, engine: Engine) -> list[dict[str, Any]]:
+        """Return the specs of packed sequences that attend themselves: encoders, and new tokens beside shards."""
+        named: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        each = [{"window": self.window_both, "alibi_slopes": self._slopes_on(engine.device)}]
+        if self.attn_type not in ENCODERS:
+            each = [{"causal": True, "return_lse": past} for past in (True, False)]
+        rows = engine.self_attention(self.num_heads, self.num_kv_heads, self.head_size)
+        return [named | one | row for one in each for row in rows]
 
     def _sharded(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

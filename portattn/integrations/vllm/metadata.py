@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -15,7 +18,10 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from portattn.errors import ArgumentError
+from portattn.integrations.engine_warmup import Engine, compile_calls, needs_warmup
 from portattn.integrations.vllm import NAME, caches
+
+log = logging.getLogger("vllm.portattn")
 
 
 class LayerGroupShards:
@@ -246,6 +252,71 @@ class PortattnMetadata(AttentionMetadata):
             torch.sub(self.seq_lens, self.causal_lens, out=self.other_lens)
 
 
+ALIGNED_TOKENS = 128  # of a block table's row, by which vLLM 0.33 rounds its width up
+
+
+def engine_of(config: Any, spec: Any, device: torch.device) -> Engine:
+    """Return the limits of a layer group's batches."""
+    scheduler, model = config.scheduler_config, config.model_config
+    length = scheduler.max_model_len if model is None else model.max_model_len
+    blocks = -(-length // spec.block_size)
+    if hasattr(spec, "max_num_blocks_per_req"):
+        blocks = spec.max_num_blocks_per_req(config, length)
+    step = ALIGNED_TOKENS // math.gcd(ALIGNED_TOKENS, spec.block_size)
+    return Engine(
+        sequences=scheduler.max_num_seqs,
+        tokens=max(scheduler.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])),
+        rows=length,
+        columns=sorted({blocks, -(-blocks // step) * step}),
+        dtype=torch.get_default_dtype() if model is None else model.dtype,
+        device=device,
+        non_causal=bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False)),
+        ranges=model is not None and bool(getattr(model, "is_mm_prefix_lm", False)),
+    )
+
+
+class StartUp:
+    """One layer group's calls, to be compiled with those of the other groups that wait."""
+
+    _waiting: ClassVar[list[StartUp]] = []  # of the process
+
+    def __init__(self, kv_cache_spec: Any, names: Iterable[str], config: Any, device: torch.device) -> None:
+        known = config.compilation_config.static_forward_context
+        layers = [known[name] for name in names if hasattr(known.get(name), "impl")]
+        self.layers = [layer for layer in layers if getattr(layer.impl, "start_up", self) is None]
+        if not needs_warmup(device) or not self.layers:  # without layers, another builder of the group waits
+            return
+        self.engine = engine_of(config, kv_cache_spec, device)
+        self._waiting.append(self)
+        for layer in self.layers:
+            layer.impl.start_up = self
+            bind = getattr(layer, "bind_kv_cache", None)  # from 0.33 on; before, a dummy batch is the first to come
+            if bind is not None:
+                layer.bind_kv_cache = functools.partial(self._bind, layer, bind)
+
+    def _bind(self, layer: Any, bind: Any, kv_cache: torch.Tensor) -> None:
+        bind(kv_cache)
+        layer.bind_kv_cache = bind
+        self.compile()
+
+    @property
+    def is_bound(self) -> bool:
+        return all(layer.kv_cache.numel() or not layer.impl.has_cache for layer in self.layers)
+
+    def compile(self) -> None:
+        """Compile the calls of all groups that wait, by one warm-up, if their caches are bound."""
+        if not all(group.is_bound for group in self._waiting):
+            return
+        specs = []
+        with torch.inference_mode():
+            for group in self._waiting:
+                for layer in group.layers:
+                    layer.impl.start_up = None
+                    specs += layer.impl.specs(layer, group.engine)
+            self._waiting.clear()
+            compile_calls(specs, self.engine.device, log)
+
+
 class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
     """Build metadata; graphs are captured for requests with equally many rows: decode, and speculative verification."""
 
@@ -264,6 +335,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         self.supports_draft_decode_metadata_update = self._shards.world == 1
         layers = vllm_config.compilation_config.static_forward_context
         refuse_short_windows(layer_names, layers, vllm_config.model_config)
+        StartUp(kv_cache_spec, layer_names, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
