@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from portattn.api.request import Request
 
 _armed = False
+_at_arming: set[tuple[str, str]] = set()  # kernels' specialisations that were there when the monitor was armed
 _warned: set[tuple[str, str]] = set()
 _silent: ContextVar[bool] = ContextVar("portattn_monitor_silent", default=False)
 _OURS = ("portattn.kernels.", "portattn.backends.")
 
 
-def monitor(on: bool = True) -> None:
+def monitor(on: bool = True) -> tuple[str, ...]:
     """Warn (CompileWarning) from now on when a call compiles a kernel or loads it from Triton's cache; or no more.
 
     Args:
@@ -39,7 +40,8 @@ def monitor(on: bool = True) -> None:
     The setting `monitor` (PORTATTN_MONITOR) overrules it: "always" warns from the first call on, "never" never.
 
     Returns:
-        Nothing.
+        Names of the kernels that this process compiled or loaded since the monitor was armed (by `warmup`, say); none
+        if it was not.
 
     Raises:
         CompileWarning: A call compiles, and Python's `warnings` turn warnings into errors.
@@ -50,10 +52,13 @@ def monitor(on: bool = True) -> None:
         >>> q = torch.randn(1, 2, 5, 16)
         >>> portattn.attention(q, q, q).shape  # compiles nothing on a CPU, and warns of nothing
         torch.Size([1, 2, 5, 16])
-        >>> portattn.monitor(False)
+        >>> assert not portattn.monitor(False)
     """
-    global _armed
-    _armed = bool(on)
+    global _armed, _at_arming
+    now = _specialisations()
+    found = tuple(name for name, _ in sorted(now - _at_arming)) if _armed else ()
+    _armed, _at_arming = bool(on), now
+    return found
 
 
 def arm() -> None:

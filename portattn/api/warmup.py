@@ -31,7 +31,7 @@ from portattn.launch.device_api import current_accelerator, synchronize
 from portattn.schema.ops import PUBLIC, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
-from portattn.schema.tensors import CACHE_DTYPE, TORCH_DTYPE
+from portattn.schema.tensors import CACHE_DTYPE, TORCH_DTYPE, TensorSpec
 from portattn.validate.checks import check_dense
 from portattn.worker.client import Worker
 
@@ -43,45 +43,6 @@ _TENSOR = re.compile(rf"(\w+)\[({_SIZES})\](?::({_NUMBERS}))?")
 _RANGE = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
 _DTYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "bool": torch.bool} | CACHE_DTYPE
 _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """A described tensor.
-
-    offset  elements before its first one, in memory whose alignment is an allocator's
-    kept    it is allocated outside of inference mode, as are buffers that an engine keeps
-    """
-
-    shape: tuple[int | str, ...]  # sizes, or names of sizes that vary, also as "name+1"
-    strides: tuple[int, ...] | None  # in elements; None: contiguous
-    dtype: torch.dtype
-    offset: int = 0
-    kept: bool = False
-
-    def layout(self, sizes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        """Return shape and strides at these sizes: numbers, or tensors of a number for each of several calls."""
-        shape, strides, step = [], [], 1
-        for size in self.shape:
-            name, _, more = str(size).partition("+")
-            shape.append(size if isinstance(size, int) else sizes[name] + int(more or 0))
-        for size in reversed(shape):
-            strides.append(step)
-            step = step * (size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1))
-        return shape, strides[::-1] if self.strides is None else list(self.strides)
-
-    def allocate(self, device: torch.device, sizes: Mapping[str, int], fill: float = 0.0) -> torch.Tensor:
-        shape, strides = self.layout(sizes)
-        with torch.inference_mode(False) if self.kept else contextlib.nullcontext():
-            if self.strides is None and not self.offset:
-                return torch.full(shape, fill, dtype=self.dtype, device=device)
-            reached = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            elements = self.offset + (0 if 0 in shape else reached + 1)
-            memory = torch.full((elements,), fill, dtype=self.dtype, device=device)
-            return memory.as_strided(shape, strides, self.offset)
-
-    @property
-    def names(self) -> set[str]:
-        return {size.partition("+")[0] for size in self.shape if isinstance(size, str)}
 
 
 class Spec:
@@ -297,7 +258,8 @@ def warmup(
         >>> report = portattn.warmup([{"op": "decode_attention"} | tensors | lengths], device="cpu")
         >>> print(report.specs[0].call, report.specs[0].path)
         decode_attention q (8,8,1,64) kv (8,2,512,64) fp32 seqlens_k; B = 8, S = 512 sdpa
-        >>> portattn.monitor(False)  # warmup arms it
+        >>> portattn.monitor(False)  # warmup armed it, and nothing was compiled since
+        ()
     """
     begun, say = time.perf_counter(), say or (lambda text: None)
     if jobs is not None and (type(jobs) is not int or jobs < 1):
@@ -467,6 +429,8 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
 
 def _add_classes(made: list[_Warming], spec: Spec, device: torch.device) -> None:
     """Plan a spec at its largest sizes, then once for each further shape class, until a plan fails or has none."""
+    if spec.sizes and not len(spec.points):
+        return
     before, own = list(made), list[_Warming]()
     left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
     while True:

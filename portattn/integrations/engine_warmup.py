@@ -4,45 +4,47 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from portattn.api.warmup import TensorSpec, Warmup, warmup
+from portattn.api.warmup import Warmup, warmup
 from portattn.errors import PortattnError
-from portattn.schema.tensors import POINTER_ALIGNMENT
+from portattn.schema.tensors import POINTER_ALIGNMENT, TensorSpec
 
 SAY_SECONDS = 5.0  # between two lines about progress
 # Sizes among which plans can differ one by one, and the ratio of further ones. Splits over keys change with programs
 # per core, by halves; tuning's conditions are at powers of two and next to them.
-DENSE, RATIO = 32, 1.05
+DENSE, RATIOS = 32, (1.05, 1.1, 1.25, 1.5, 2.0)
+MOST_POINTS = 1 << 20  # of which the densest sizes are taken
 ROWS = (*range(1, 18), *(size for power in range(5, 24) for size in (2**power - 1, 2**power, 2**power + 1)))
 
 
-def sizes_to(most: int) -> list[int]:
+def sizes_to(most: int, ratio: float = RATIOS[0], dense: int = DENSE) -> list[int]:
     """Return numbers in 1..most, denser at the beginning; `most` is one of them."""
-    found = list(range(1, min(most, DENSE) + 1))
+    found = list(range(1, min(most, dense) + 1))
     while found[-1] < most:
-        found.append(min(int(found[-1] * RATIO) + 1, most))
+        found.append(min(int(found[-1] * ratio) + 1, most))
     return found
 
 
 @functools.cache
 def packed_sizes(
-    sequences: int, tokens: int, rows: int, single: bool = False, columns: tuple[int, ...] = ()
+    sequences: int, tokens: int, rows: int, single: bool, columns: tuple[int, ...] = (), longest: bool = True
 ) -> dict[str, Any]:
     """Return "sizes" and "only" of a spec of packed queries: B sequences, T rows in all, M of the longest sequence.
 
     Each sequence has a row. single: batches of one row for each sequence are among them. columns: sizes named C.
     """
 
-    def only(B: torch.Tensor, T: torch.Tensor, M: torch.Tensor, **other: torch.Tensor) -> torch.Tensor:
-        return (B + M - 1 <= T) & (T <= B * M) & ((M > 1) | single)
+    def only(B: torch.Tensor, T: torch.Tensor, M: torch.Tensor | None = None, **other: torch.Tensor) -> torch.Tensor:
+        return B <= T if M is None else (B + M - 1 <= T) & (T <= B * M) & ((M > 1) | single)
 
-    return _sizes(sequences, tokens, rows, columns) | {"only": only}
+    return _sizes(sequences, tokens, rows if longest else 0, columns) | {"only": only}
 
 
 @functools.cache
@@ -57,7 +59,10 @@ def divided_sizes(sequences: int, tokens: int, rows: int, columns: tuple[int, ..
 
 def _sizes(sequences: int, tokens: int, rows: int, columns: tuple[int, ...]) -> dict[str, Any]:
     longest = [size for size in ROWS if size < min(tokens, rows)] + [min(tokens, rows)]
-    named = {"B": sizes_to(sequences), "T": sizes_to(tokens), "M": longest}
+    for ratio in RATIOS:
+        named = {"B": sizes_to(sequences, ratio), "T": sizes_to(tokens, ratio)} | ({"M": longest} if rows else {})
+        if math.prod(map(len, named.values())) * max(len(columns), 1) <= MOST_POINTS:
+            break
     return {"sizes": named | ({"C": columns} if columns else {})}
 
 
@@ -66,64 +71,81 @@ def _whole(*shape: int | str, dtype: torch.dtype = torch.int32, kept: bool = Tru
     return TensorSpec(shape, None, dtype, kept=kept)
 
 
+class Rows(NamedTuple):
+    """Rows of one tensor of a batch: contiguous, or a part of wider ones. Strides and offset are in elements."""
+
+    heads: int
+    width: int
+    stride: int = 0  # from a row to the next; 0: contiguous rows
+    head_stride: int = 0  # 0: the width
+    offset: int = 0
+
+    def spec(self, name: str, dtype: torch.dtype, each: int = 0) -> TensorSpec:
+        """Return the spec of (name, heads, width), or of (name, each, heads, width) with `each` rows of a sequence."""
+        step = self.head_stride or self.width
+        stride = self.stride or self.heads * step
+        if not each:
+            return TensorSpec((name, self.heads, self.width), (stride, step, 1), dtype, self.offset)
+        strides = each * stride, self.heads * step if each == 1 else stride, step, 1  # a new axis of 1: as x[:, None]
+        return TensorSpec((name, each, self.heads, self.width), strides, dtype, self.offset)
+
+
+def projected(heads: int, kv_heads: int, width: int, width_v: int) -> list[tuple[Rows, Rows, Rows]]:
+    """Return rows of q, k and v: tensors of their own, and parts of one projection's rows, all or k and v alone."""
+    row = (heads + kv_heads) * width + kv_heads * width_v
+    own = Rows(heads, width), Rows(kv_heads, width), Rows(kv_heads, width_v)
+    part = Rows(heads, width, row), Rows(kv_heads, width, row, 0, heads * width)
+    value = Rows(kv_heads, width_v, row, 0, (heads + kv_heads) * width)
+    return [own, (*part, value), (own[0], own[1], value), (*part, own[2])]
+
+
 @dataclass
 class Engine:
-    """The limits of an engine's batches, and descriptions of their tensors. Rows are given by their strides."""
+    """The limits of an engine's batches, and descriptions of their tensors."""
 
     sequences: int
-    tokens: int
+    tokens: int  # of a batch's queries
+    new: int  # tokens that a batch writes
     rows: int  # of one sequence
-    columns: list[int]  # widths that a block table may have
+    columns: Sequence[int]  # widths that a page table may have
     dtype: torch.dtype
     device: torch.device
     non_causal: bool = False
     ranges: bool = False  # of multimodal tokens
 
-    def strides(self, heads: int, kv_heads: int, width: int, fused: bool = True) -> list[tuple[int, int, int]]:
-        """Return heads, width and row strides of queries: by themselves, and beside keys and values."""
-        rows = [heads * width, (heads + 2 * kv_heads) * width][: 1 + fused]
-        return [(heads, width, row) for row in rows]
-
-    def table(self, kept: bool = True) -> dict[str, Any]:
-        return {"page_table": _whole("B", "C", kept=kept), "seqlens_k": _whole("B", kept=kept)}
-
-    def single(self, queries: tuple[int, int, int], **named: Any) -> dict[str, Any]:
-        heads, width, row = queries
-        q = TensorSpec(("B", 1, heads, width), (row, heads * width, width, 1), self.dtype)
+    def uniform(self, each: int = 1, **queries: Rows) -> dict[str, Any]:
+        """Return arguments of as many rows for each sequence."""
+        made = {name: rows.spec("B", self.dtype, each) for name, rows in queries.items()}
         sizes = {"B": range(1, self.sequences + 1), "C": self.columns}
-        return {"q": q, "layout": "bshd", "sizes": sizes, **self.table(), **named}
+        return {**made, "layout": "bshd", "sizes": sizes, **self._table()}
 
-    def packed(self, queries: tuple[int, int, int], single: bool) -> dict[str, Any]:
-        sizes = packed_sizes(self.sequences, self.tokens, self.rows, single, tuple(self.columns))
-        return self._ragged(queries, sizes) | {"cu_seqlens_q": _whole("B+1"), **self.table()}
+    def packed(self, single: bool, longest: bool = True, **queries: Rows) -> dict[str, Any]:
+        """Return arguments of packed rows. single: also of one row for each sequence; longest: it is known."""
+        sizes = packed_sizes(self.sequences, self.tokens, self.rows, single, tuple(self.columns), longest)
+        return self._ragged(queries) | sizes | self._table() | ({} if longest else {"max_seqlen_q": None})
 
-    def divided(self, queries: tuple[int, int, int]) -> dict[str, Any]:
+    def divided(self, **queries: Rows) -> dict[str, Any]:
         """Return arguments of a batch whose requests are divided at ranges of multimodal tokens."""
         sizes = divided_sizes(4 * self.sequences, self.tokens, self.rows, tuple(self.columns))
-        return self._ragged(queries, sizes) | {"cu_seqlens_q": _whole("B+1", kept=False), **self.table(kept=False)}
+        return self._ragged(queries, kept=False) | sizes | self._table(kept=False)
 
-    def _ragged(self, queries: tuple[int, int, int], sizes: dict[str, Any]) -> dict[str, Any]:
-        heads, width, row = queries
-        return {"q": TensorSpec(("T", heads, width), (row, width, 1), self.dtype), "max_seqlen_q": "M", **sizes}
+    def _ragged(self, queries: Mapping[str, Rows], kept: bool = True) -> dict[str, Any]:
+        made = {name: rows.spec("T", self.dtype) for name, rows in queries.items()}
+        return {**made, "cu_seqlens_q": _whole("B+1", kept=kept), "max_seqlen_q": "M"}
 
-    def new_tokens(self, heads: int, kv_heads: int, width: int) -> Iterable[dict[str, Any]]:
-        """Yield keys and values of new tokens: each by itself, or a part of one projection's rows."""
-        slots = {"slot_mapping": _whole("T", dtype=torch.int64), "sizes": {"T": range(1, self.tokens + 1)}}
-        k, v = (self._part(heads + place, kv_heads, heads + 2 * kv_heads, width) for place in (0, kv_heads))
-        yield from ({"k": key, "v": value, **slots} for key in k for value in v)
+    def _table(self, kept: bool = True) -> dict[str, Any]:
+        return {"page_table": _whole("B", "C", kept=kept), "seqlens_k": _whole("B", kept=kept)}
 
-    def self_attention(self, heads: int, kv_heads: int, width: int) -> Iterable[dict[str, Any]]:
-        sizes = packed_sizes(self.sequences, self.tokens, self.rows, True)
-        starts = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _whole("B+1"))
-        starts |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "M")
-        parts = ((0, heads), (heads, kv_heads), (heads + kv_heads, kv_heads))
-        each = [self._part(first, count, heads + 2 * kv_heads, width) for first, count in parts]
-        for q, k, v in [*zip(*each, strict=True), (each[0][0], each[1][0], each[2][1])]:
-            yield {"op": "varlen_attention", "q": q, "k": k, "v": v, **starts, **sizes}
+    def new_tokens(self, k: Rows, v: Rows) -> dict[str, Any]:
+        """Return arguments of `write_pages` about new tokens."""
+        made = {"op": "write_pages", "k": k.spec("T", self.dtype), "v": v.spec("T", self.dtype)}
+        return made | {"slot_mapping": _whole("T", dtype=torch.int64), "sizes": {"T": range(1, self.new + 1)}}
 
-    def _part(self, first: int, heads: int, every: int, width: int) -> list[TensorSpec]:
-        fused = TensorSpec(("T", heads, width), (every * width, width, 1), self.dtype, first * width)
-        return [TensorSpec(("T", heads, width), None, self.dtype), fused]
+    def self_attention(self, q: Rows, k: Rows, v: Rows) -> dict[str, Any]:
+        """Return arguments of `varlen_attention` of sequences to themselves."""
+        made = {"k": k.spec("T", self.dtype), "v": v.spec("T", self.dtype), "op": "varlen_attention"}
+        made |= {"cu_seqlens_k": _whole("B+1"), "max_seqlen_k": "M"}
+        return self._ragged({"q": q}) | made | packed_sizes(self.sequences, self.tokens, self.rows, True)
 
 
 def needs_warmup(device: torch.device) -> bool:

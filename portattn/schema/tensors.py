@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 import torch
 
 from portattn.schema.problem_limits import FORMATS, ONE_SCALE
@@ -45,3 +50,42 @@ def are_mapped(*gradients: torch.Tensor | None) -> bool:
     """Return whether torch maps the backward pass over several gradients (`is_grads_batched`).
     Memory that is not mapped must not be written to then."""
     return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A described tensor.
+
+    offset  elements before its first one, in memory whose alignment is an allocator's
+    kept    it is allocated outside of inference mode, as are buffers that an engine keeps
+    """
+
+    shape: tuple[int | str, ...]  # sizes, or names of sizes that vary, also as "name+1"
+    strides: tuple[int, ...] | None  # in elements; None: contiguous
+    dtype: torch.dtype
+    offset: int = 0
+    kept: bool = False
+
+    def layout(self, sizes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Return shape and strides at these sizes: numbers, or tensors of a number for each of several calls."""
+        shape, strides, step = [], [], 1
+        for size in self.shape:
+            name, _, more = str(size).partition("+")
+            shape.append(size if isinstance(size, int) else sizes[name] + int(more or 0))
+        for size in reversed(shape):
+            strides.append(step)
+            step = step * (size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1))
+        return shape, strides[::-1] if self.strides is None else list(self.strides)
+
+    def allocate(self, device: torch.device, sizes: Mapping[str, int], fill: float = 0.0) -> torch.Tensor:
+        shape, strides = self.layout(sizes)
+        with torch.inference_mode(False) if self.kept else contextlib.nullcontext():
+            if self.strides is None and not self.offset:
+                return torch.full(shape, fill, dtype=self.dtype, device=device)
+            reached = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            elements = self.offset + (0 if 0 in shape else reached + 1)
+            memory = torch.full((elements,), fill, dtype=self.dtype, device=device)
+            return memory.as_strided(shape, strides, self.offset)
+
+    @property
+    def names(self) -> set[str]:
+        return {size.partition("+")[0] for size in self.shape if isinstance(size, str)}

@@ -33,12 +33,14 @@ def create(runner: Any) -> Any:
         raise ArgumentError(
             "portattn.integrations.sglang", "sglang's version", version, f"must be {OLDEST} to {NEWEST}"
         )
-    from portattn.integrations.sglang.capabilities import check
+    from portattn.integrations.sglang.capabilities import check, compile_layers
 
     check(runner)
     from portattn.integrations.sglang.backend import LatentBackend, PagedBackend
 
-    return LatentBackend(runner) if runner.use_mla_backend else PagedBackend(runner)
+    made = LatentBackend(runner) if runner.use_mla_backend else PagedBackend(runner)
+    compile_layers(made, runner)
+    return made
 
 
 def _tested(version: str) -> bool:

@@ -17,6 +17,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 from portattn.api import ops
 from portattn.api.masks import tree_mask
 from portattn.integrations.sglang.capabilities import FLOAT8, refuse
+from portattn.schema.symbolic_int import next_power_of_two
 
 
 class Pools:
@@ -27,8 +28,14 @@ class Pools:
         self.context: int = self.req_to_token.shape[1]
         self.has_window_pool = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
 
+    @property
+    def all_columns(self) -> int:
+        return -(-self.context // self.page_size)
+
     def columns(self, tokens: int) -> int:
-        return -(-min(max(tokens, 1), self.context) // self.page_size)
+        """Return the columns of a table for so many tokens: powers of two, since a width of its own is a kernel's."""
+        needed = -(-max(tokens, 1) // self.page_size)
+        return min(next_power_of_two(needed), self.all_columns)
 
     def in_window_pool(self, layer_id: int) -> bool:
         return self.has_window_pool and bool(self.kv.layers_mapping[layer_id][1])
@@ -148,7 +155,7 @@ class Batches:
         return made
 
     def allocate(self, most_sequences: int, most_tokens: int) -> None:
-        columns, whole = self.pools.columns(self.pools.context), {"dtype": torch.int32, "device": self.device}
+        columns, whole = self.pools.all_columns, {"dtype": torch.int32, "device": self.device}
         made = {"table": torch.zeros(most_sequences, columns, **whole), "lengths": torch.zeros(most_sequences, **whole)}
         if self.pools.has_window_pool:
             made["window_table"] = torch.zeros(most_sequences, columns, **whole)
@@ -344,12 +351,12 @@ class PagedBackend(AttentionBackend):
             return
         slots = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
         loc = KVWriteLoc(slots, self._metadata.window_slots)
-        if layer.k_scale is None or self._float8(layer) is None:
+        if layer.k_scale is None or self.float8(layer) is None:
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
         else:  # the pool divides its arguments in place
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k.clone(), v.clone(), layer.k_scale, layer.v_scale)
 
-    def _float8(self, layer: Any) -> torch.dtype | None:
+    def float8(self, layer: Any) -> torch.dtype | None:
         dtype: torch.dtype = self.token_to_kv_pool.dtype
         return dtype if dtype in FLOAT8 else None
 
@@ -369,8 +376,8 @@ class PagedBackend(AttentionBackend):
         elif self.pools.in_window_pool(layer.layer_id):
             assert made.window_table is not None
             table = made.window_table
-        named = self._layer(layer)
-        if self._float8(layer) is not None:
+        named = self.arguments(layer)
+        if self.float8(layer) is not None:
             named |= {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if made.queries == 0:
@@ -393,11 +400,11 @@ class PagedBackend(AttentionBackend):
         most = q.shape[0] if most is None else most
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        out: Any = ops.varlen_attention(q, k, v, cu, cu, most, most, sinks=sinks, **self._layer(layer))
+        out: Any = ops.varlen_attention(q, k, v, cu, cu, most, most, sinks=sinks, **self.arguments(layer))
         rows: torch.Tensor = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         return rows
 
-    def _layer(self, layer: Any) -> dict[str, Any]:
+    def arguments(self, layer: Any) -> dict[str, Any]:
         causal = not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER
         left = layer.sliding_window_size
         # SGLang's window does not count the query's own key, like ours. An encoder's layer looks as far ahead.
@@ -440,7 +447,7 @@ class LatentBackend(PagedBackend):
     def _save_latent(self, k: torch.Tensor, k_rope: torch.Tensor | None, layer: Any, batch: Any) -> None:
         if k_rope is not None:
             k = torch.cat((k.view(-1, 1, self.rank), k_rope.view(k.shape[0], 1, layer.qk_head_dim - self.rank)), dim=-1)
-        if layer.k_scale is not None and self._float8(layer) is not None:
+        if layer.k_scale is not None and self.float8(layer) is not None:
             k = k / layer.k_scale
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, k[..., : self.rank])
 
@@ -448,7 +455,7 @@ class LatentBackend(PagedBackend):
         self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         made, heads = self._metadata, layer.tp_q_head_num
-        named = self._layer(layer)
+        named = self.arguments(layer)
         rope = layer.qk_head_dim - self.rank
         if q_rope is None:
             q_nope, q_rope = q.reshape(-1, heads, layer.qk_head_dim).split((self.rank, rope), dim=-1)
@@ -461,7 +468,7 @@ class LatentBackend(PagedBackend):
             q_nope, q_rope = (part.unflatten(0, (-1, made.queries)) for part in (q_nope, q_rope))
             named |= {"layout": "bshd", "tree_mask": made.tree}
         pages = self.pools.latent_pages(layer.layer_id)
-        float8 = self._float8(layer) is not None
+        float8 = self.float8(layer) is not None
         out: Any
         if rope:
             if float8:

@@ -1,7 +1,9 @@
-"""Check of SGLang's features when it makes the backend: unsupported ones are refused by name, before any token."""
+"""When SGLang makes the backend: unsupported features are refused by name, and the calls to come are compiled."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -10,13 +12,16 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 from portattn.errors import ArgumentError
+from portattn.integrations.engine_warmup import Engine, Rows, compile_calls, needs_warmup, projected
 from portattn.planning.planner import check_settings
 from portattn.planning.registry import detect_target
 from portattn.schema.problem_limits import MAX_HEAD_DIM
+from portattn.schema.tensors import TensorSpec
 
+log = logging.getLogger("sglang.portattn")
 WHO = "portattn.integrations.sglang"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
@@ -135,3 +140,66 @@ def _check_layer(name: str, layer: Any, runner: Any) -> None:
         refuse(f"tp_q_head_num of {name}", layer.tp_q_head_num, f"must be a multiple of {layer.tp_k_head_num}")
     if runner.use_mla_backend and layer.is_cross_attention:
         refuse(f"is_cross_attention of {name}", True, "must be False in a model with latent attention")
+
+
+def compile_layers(backend: Any, runner: Any) -> None:
+    """Compile the calls of all layers, by one warm-up. Sinks are arguments of a forward, and are not known before."""
+    device = torch.device(runner.device)
+    if not needs_warmup(device) or getattr(runner, "model", None) is None:
+        return
+    engine, specs = engine_of(backend, runner, device), list[dict[str, Any]]()
+    for layer in runner.model.modules():
+        if isinstance(layer, RadixAttention):
+            specs += layer_specs(backend, layer, engine)
+    with torch.no_grad():
+        compile_calls(specs, device, log)
+
+
+def engine_of(backend: Any, runner: Any, device: torch.device) -> Engine:
+    schedule, graphs = get_schedule(), get_exec().graph.cuda_graph_config
+    requests = max(runner.req_to_token_pool.size, (graphs.decode.max_bs if graphs is not None else 0) or 0)
+    chunk = max(schedule.chunked_prefill_size or 0, 0) * 5 // 4  # how far dynamic chunks can grow
+    tokens = max(chunk, schedule.max_prefill_tokens or 0) + requests  # requests that decode may be mixed in
+    most = backend.pools.all_columns
+    columns = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    return Engine(requests, tokens, tokens, runner.model_config.context_len, columns, runner.dtype, device)
+
+
+def layer_specs(backend: Any, layer: Any, engine: Engine) -> Iterator[dict[str, Any]]:
+    """Yield specs of `portattn.warmup` for every call that a layer can make."""
+    shared, latent = backend.arguments(layer), hasattr(backend, "rank")
+    heads, width, width_v = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim
+    parts = projected(heads, layer.tp_k_head_num, width, width_v)
+    if layer.attn_type is AttentionType.ENCODER_ONLY or (latent and width_v != backend.rank):
+        yield from (shared | engine.self_attention(*rows) for rows in parts)
+        if latent:
+            return
+    float8 = backend.float8(layer) is not None
+    scales = {"k_scale": layer.k_scale, "v_scale": layer.k_scale if latent else layer.v_scale} if float8 else {}
+    queries: list[dict[str, Rows]]
+    if latent and width > backend.rank:
+        rank, rope = backend.rank, width - backend.rank
+        shared |= {"op": "mla_attention", "kv_pages": backend.pools.latent_pages(layer.layer_id)}
+        shared |= {"kv_scale": layer.k_scale} if float8 else {}
+        queries = [
+            {"q_nope": Rows(heads, rank), "q_rope": Rows(heads, rope)},
+            {"q_nope": Rows(heads, rank, 0, width), "q_rope": Rows(heads, rope, 0, width, rank)},
+        ]
+    else:
+        both = backend.pools.latent_pages(layer.layer_id).unsqueeze(2) if latent else None
+        k, v, order = (both, both, "phd") if latent else backend.pools.pages(layer.layer_id)
+        shared |= {"op": "paged_attention", "k_pages": k, "v_pages": v, "page_layout": order, **scales}
+        queries = [{"q": Rows(heads, width)}, {"q": parts[1][0]}]
+    drafted = {backend.drafted, get_spec().speculative_num_steps and get_spec().speculative_num_steps + 1}
+    for rows in queries:
+        packed = shared | engine.packed(True, **rows)
+        yield packed
+        yield packed | {
+            "max_seqlen_q": None,
+            "sizes": {n: s for n, s in packed["sizes"].items() if n != "M"},
+            "only": None,
+        }
+        for each in {1, *filter(None, drafted)}:
+            yield shared | engine.uniform(each, **rows)
+            if each > 1:
+                yield shared | engine.uniform(each, **rows) | {"tree_mask": TensorSpec(("B", each), None, torch.int64)}

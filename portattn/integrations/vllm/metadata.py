@@ -263,9 +263,11 @@ def engine_of(config: Any, spec: Any, device: torch.device) -> Engine:
     if hasattr(spec, "max_num_blocks_per_req"):
         blocks = spec.max_num_blocks_per_req(config, length)
     step = ALIGNED_TOKENS // math.gcd(ALIGNED_TOKENS, spec.block_size)
+    tokens = max(scheduler.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0]))
     return Engine(
         sequences=scheduler.max_num_seqs,
-        tokens=max(scheduler.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])),
+        tokens=tokens,
+        new=tokens,
         rows=length,
         columns=sorted({blocks, -(-blocks // step) * step}),
         dtype=torch.get_default_dtype() if model is None else model.dtype,
@@ -280,13 +282,18 @@ class StartUp:
 
     _waiting: ClassVar[list[StartUp]] = []  # of the process
 
-    def __init__(self, kv_cache_spec: Any, names: Iterable[str], config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, names: Iterable[str], config: Any, device: torch.device, rows: int | None = None
+    ) -> None:
+        """Let layers' calls wait for their caches. rows: most of one sequence, if fewer than its prompt has."""
         known = config.compilation_config.static_forward_context
         layers = [known[name] for name in names if hasattr(known.get(name), "impl")]
         self.layers = [layer for layer in layers if getattr(layer.impl, "start_up", self) is None]
         if not needs_warmup(device) or not self.layers:  # without layers, another builder of the group waits
             return
         self.engine = engine_of(config, kv_cache_spec, device)
+        if rows is not None:
+            self.engine.rows, self.engine.tokens = rows, min(self.engine.tokens, self.engine.sequences * rows)
         self._waiting.append(self)
         for layer in self.layers:
             layer.impl.start_up = self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +19,10 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
+from portattn.integrations.engine_warmup import Engine, Rows
 from portattn.integrations.vllm import MLA_NAME, caches
 from portattn.integrations.vllm.caches import Capabilities
+from portattn.integrations.vllm.metadata import StartUp
 
 
 @dataclass
@@ -37,6 +39,18 @@ class PortattnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     supports_non_causal_multi_token_decode: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **named)
+        StartUp(kv_cache_spec, layer_names, vllm_config, device, rows=self.reorder_batch_threshold)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -94,6 +108,49 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
                 raise ArgumentError(MLA_NAME, name, value, "is not supported with latent attention")
         self.supports_quant_query_input = False  # queries stay in 16 bits over a cache of 8
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
+        self.start_up: StartUp | None = None
+
+    has_cache = True
+
+    def specs(self, layer: Any, engine: Engine) -> list[dict[str, Any]]:
+        """Return specs of `portattn.warmup` for every call that this layer can make."""
+        cache, heads, rank = layer.kv_cache, self.num_heads * self.dcp_world_size, self.kv_lora_rank
+        rope, nope = self.qk_rope_head_dim, self.qk_nope_head_dim
+        shared = self._shared(cache, layer) | {"op": "mla_attention", "kv_pages": cache}
+        whole = rank + rope
+        queries = [
+            {"q_nope": Rows(heads, rank), "q_rope": Rows(heads, rope)},
+            {"q_nope": Rows(heads, rank), "q_rope": Rows(heads, rope, 0, nope + rope, nope)},
+            {"q_nope": Rows(heads, rank, 0, whole), "q_rope": Rows(heads, rope, 0, whole, rank)},
+        ]
+        found = []
+        for rows in queries:
+            if self.num_splits is None:
+                found.append(shared | engine.uniform(**rows))
+            else:
+                found.append(shared | replace(engine, rows=1).packed(True, **rows) | {"causal": False})
+            found += [
+                shared | engine.packed(False, **rows) | {"causal": not both} for both in range(1 + engine.non_causal)
+            ]
+        pages, scale = self._pages(cache, self.kv_cache_dtype, layer._k_scale)
+        written = {"k_pages": pages[..., :rank], "v_pages": pages[..., rank:], "k_scale": scale, "v_scale": scale}
+        new = Rows(1, rope), Rows(1, rope, whole, 0, rank)
+        return found + [written | engine.new_tokens(Rows(1, rank), v) for v in new]
+
+    def _shared(self, cache: torch.Tensor, layer: Any) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "kv_scale": None if cache.dtype.itemsize > 1 else layer._k_scale,
+            "num_splits": self.num_splits,
+            "return_lse": True,
+        }
+
+    def _pages(
+        self, kv_cache: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a cache's rows (P, page, 1, R + E) in the dtype that they are stored in, and their scale."""
+        dtype = caches.stored_dtype(kv_cache_dtype)
+        return (kv_cache if dtype is None else kv_cache.view(dtype)).unsqueeze(2), None if dtype is None else k_scale
 
     def do_kv_cache_update(
         self,
@@ -106,13 +163,14 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         skip_scale: bool = False,
     ) -> None:
         """Write latent rows (tokens, R) and rotary rows (tokens, 1, E), side by side, to their slots."""
+        if self.start_up is not None:
+            self.start_up.compile()
         if not kv_cache.numel():
             return
         slots = slot_mapping.flatten()
         tokens = slots.shape[0]
-        dtype = caches.stored_dtype(kv_cache_dtype)
-        rows = (kv_cache if dtype is None else kv_cache.view(dtype)).unsqueeze(2)
-        scale = None if dtype is None or skip_scale else k_scale
+        rows, scale = self._pages(kv_cache, kv_cache_dtype, k_scale)
+        scale = None if skip_scale else scale
         rank = kv_c_normed.shape[-1]
         ops.write_pages(
             kv_c_normed[:tokens, None], k_pe.reshape(k_pe.shape[0], 1, -1)[:tokens], rows[..., :rank], rows[..., rank:],
@@ -131,12 +189,7 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         assert isinstance(batch, PortattnMLADecodeMetadata)
         nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
         cache = kv_c_and_k_pe_cache
-        shared: dict[str, Any] = {
-            "scale": self.scale,
-            "kv_scale": None if cache.dtype.itemsize > 1 else layer._k_scale,
-            "num_splits": self.num_splits,
-            "return_lse": True,
-        }
+        shared = self._shared(cache, layer)
         if batch.max_query_len == 1 and nope.shape[0] == batch.seq_lens.shape[0] and self.num_splits is None:
             out, lse = ops.mla_attention(
                 nope[:, None], rope[:, None], cache, batch.block_table, batch.seq_lens, layout="bshd", **shared

@@ -1,4 +1,4 @@
-"""Run by test_vllm_warmup.py, with fakedriver's library: vLLM's own layers on CPU tensors that count as an H100's, their
+"""Run by test_vllm_warmup.py, with fakedriver's library: vLLM's layers on CPU tensors that count as an H100's, their
 warm-up, and then random batches. Prints as JSON the calls that were planned, and the kernels compiled, after it."""
 
 # ruff: noqa: E402 - the driver comes before Triton
