@@ -55,10 +55,9 @@ class Spec:
         self.op = given.get("op")
         if self.op not in PUBLIC:
             raise ArgumentError("warmup", f"{name}.op", self.op, f"must be one of {', '.join(PUBLIC)}")
-        rest = {str(key): value for key, value in given.items() if key not in ("op", "sizes", "only")}
+        rest = {str(key): value for key, value in given.items() if key not in ("op", "sizes")}
         self.given = {key: _argument(f"{name}.{key}", key, value) for key, value in rest.items()}
         self.sizes = _all_sizes(f"{name}.sizes", given.get("sizes"))
-        self._only = given.get("only")
         self._check_names(name)
 
     def _check_names(self, name: str) -> None:
@@ -80,10 +79,11 @@ class Spec:
 
     @functools.cached_property
     def points(self) -> torch.Tensor:
-        """All combinations of sizes, (combinations, names) int64."""
-        columns = [torch.tensor(values) for values in self.sizes.values()]
-        points = torch.cartesian_prod(*columns).view(-1, len(columns))
-        return points if self._only is None else points[self._only(**self.at(points.unbind(1)))]
+        """All combinations of sizes, (combinations, names) int64; of sizes given as tensors those in their order."""
+        columns = [torch.as_tensor(values) for values in self.sizes.values()]
+        if any(isinstance(values, torch.Tensor) for values in self.sizes.values()):
+            return torch.stack(columns, 1)
+        return torch.cartesian_prod(*columns).view(-1, len(columns))
 
     def at(self, values: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.sizes, values, strict=True))
@@ -135,7 +135,7 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _all_sizes(name: str, given: Any) -> dict[str, tuple[int, ...]]:
+def _all_sizes(name: str, given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -143,6 +143,8 @@ def _all_sizes(name: str, given: Any) -> dict[str, tuple[int, ...]]:
     for key in given:
         if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_]\w*", key):
             raise ArgumentError("warmup", f"{name}'s name", key, "must be a letter, or several with digits and _")
+    if all(isinstance(value, torch.Tensor) for value in given.values()):
+        return dict(given)
     found = {key: _values(f"{name}.{key}", value) for key, value in given.items()}
     count = math.prod(map(len, found.values()))
     if count > MOST_SIZES:

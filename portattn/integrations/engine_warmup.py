@@ -20,13 +20,15 @@ SAY_SECONDS = 5.0  # between two lines about progress
 # Sizes among which plans can differ one by one, and the ratio of further ones. Splits over keys change with programs
 # per core, by halves; tuning's conditions are at powers of two and next to them.
 DENSE, RATIOS = 32, (1.05, 1.1, 1.25, 1.5, 2.0)
+LONGEST = (*range(1, 18), *(size for power in range(5, 24) for size in (2**power - 1, 2**power, 2**power + 1)))
+PARTS = 4  # of a request, on average, where it is divided
 MOST_POINTS = 1 << 20  # of which the densest sizes are taken
-ROWS = (*range(1, 18), *(size for power in range(5, 24) for size in (2**power - 1, 2**power, 2**power + 1)))
+BETWEEN = 1 << 13  # sizes that are drawn from all
 
 
-def sizes_to(most: int, ratio: float = RATIOS[0], dense: int = DENSE) -> list[int]:
+def sizes_to(most: int, ratio: float = RATIOS[0]) -> list[int]:
     """Return numbers in 1..most, denser at the beginning; `most` is one of them."""
-    found = list(range(1, min(most, dense) + 1))
+    found = list(range(1, min(most, DENSE) + 1))
     while found[-1] < most:
         found.append(min(int(found[-1] * ratio) + 1, most))
     return found
@@ -34,36 +36,37 @@ def sizes_to(most: int, ratio: float = RATIOS[0], dense: int = DENSE) -> list[in
 
 @functools.cache
 def packed_sizes(
-    sequences: int, tokens: int, rows: int, single: bool, columns: tuple[int, ...] = (), longest: bool = True
-) -> dict[str, Any]:
-    """Return "sizes" and "only" of a spec of packed queries: B sequences, T rows in all, M of the longest sequence.
+    sequences: int, tokens: int, rows: int, single: bool = True, divided: bool = False, columns: tuple[int, ...] = (1,)
+) -> dict[str, torch.Tensor]:
+    """Return sizes of packed queries: B sequences, T rows in all, M of the longest one, C columns of a page table.
 
-    Each sequence has a row. single: batches of one row for each sequence are among them. columns: sizes named C.
+    Args:
+        rows: most of a sequence
+        single: batches of one row for each sequence are among them
+        divided: M is of the longest request, each of which may be several sequences
     """
-
-    def only(B: torch.Tensor, T: torch.Tensor, M: torch.Tensor | None = None, **other: torch.Tensor) -> torch.Tensor:
-        return B <= T if M is None else (B + M - 1 <= T) & (T <= B * M) & ((M > 1) | single)
-
-    return _sizes(sequences, tokens, rows if longest else 0, columns) | {"only": only}
-
-
-@functools.cache
-def divided_sizes(sequences: int, tokens: int, rows: int, columns: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return the same of requests that are divided into several sequences, with M of the longest request."""
-
-    def only(B: torch.Tensor, T: torch.Tensor, M: torch.Tensor, **other: torch.Tensor) -> torch.Tensor:
-        return (B <= T) & (M <= T) & (M > 1)
-
-    return _sizes(sequences, tokens, rows, columns) | {"only": only}
-
-
-def _sizes(sequences: int, tokens: int, rows: int, columns: tuple[int, ...]) -> dict[str, Any]:
-    longest = [size for size in ROWS if size < min(tokens, rows)] + [min(tokens, rows)]
+    most = min(tokens, rows)
+    longest = [size for size in LONGEST if size < most] + [most]
     for ratio in RATIOS:
-        named = {"B": sizes_to(sequences, ratio), "T": sizes_to(tokens, ratio)} | ({"M": longest} if rows else {})
-        if math.prod(map(len, named.values())) * max(len(columns), 1) <= MOST_POINTS:
+        lists = sizes_to(sequences, ratio), sizes_to(tokens, ratio), longest
+        if math.prod(map(len, lists)) * len(columns) <= MOST_POINTS:
             break
-    return {"sizes": named | ({"C": columns} if columns else {})}
+    drawn = torch.Generator().manual_seed(0)
+    # As many at each scale; and single sequences, and batches of as many rows for each, which are on no lattice.
+    limits = torch.tensor([sequences, tokens, most])
+    between = (limits ** torch.rand(BETWEEN, 3, generator=drawn, dtype=torch.float64)).round().long()
+    alone = torch.tensor(sizes_to(most, 1.01))
+    even = torch.cartesian_prod(torch.tensor(lists[0]), torch.tensor(longest))
+    parts = [
+        torch.cartesian_prod(*map(torch.tensor, lists)), between, torch.stack([alone**0, alone, alone], 1),
+        torch.stack([even[:, 0], even[:, 0] * even[:, 1], even[:, 1]], 1),
+    ]  # fmt: skip
+    b, t, m = torch.cat(parts).unbind(1)
+    fits = (b <= t) & (m <= t) if divided else (b + m - 1 <= t) & (t <= b * m)
+    points = torch.cat(parts)[fits & (t <= tokens) & ((m > 1) | single)]
+    wide = torch.tensor(columns).repeat_interleave(len(points))
+    points = torch.cat([points.repeat(len(columns), 1), wide[:, None]], 1)
+    return dict(zip("BTMC", points[points[:, :3].prod(1).argsort(stable=True)].unbind(1), strict=True))
 
 
 def _whole(*shape: int | str, dtype: torch.dtype = torch.int32, kept: bool = True) -> TensorSpec:
@@ -71,7 +74,7 @@ def _whole(*shape: int | str, dtype: torch.dtype = torch.int32, kept: bool = Tru
     return TensorSpec(shape, None, dtype, kept=kept)
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """Rows of one tensor of a batch: contiguous, or a part of wider ones. Strides and offset are in elements."""
 
     heads: int
@@ -90,12 +93,14 @@ class Rows(NamedTuple):
         return TensorSpec((name, each, self.heads, self.width), strides, dtype, self.offset)
 
 
-def projected(heads: int, kv_heads: int, width: int, width_v: int) -> list[tuple[Rows, Rows, Rows]]:
+def projection_layouts(
+    heads: int, kv_heads: int, width: int, width_v: int
+) -> list[tuple[RowLayout, RowLayout, RowLayout]]:
     """Return rows of q, k and v: tensors of their own, and parts of one projection's rows, all or k and v alone."""
     row = (heads + kv_heads) * width + kv_heads * width_v
-    own = Rows(heads, width), Rows(kv_heads, width), Rows(kv_heads, width_v)
-    part = Rows(heads, width, row), Rows(kv_heads, width, row, 0, heads * width)
-    value = Rows(kv_heads, width_v, row, 0, (heads + kv_heads) * width)
+    own = RowLayout(heads, width), RowLayout(kv_heads, width), RowLayout(kv_heads, width_v)
+    part = RowLayout(heads, width, row), RowLayout(kv_heads, width, row, 0, heads * width)
+    value = RowLayout(kv_heads, width_v, row, 0, (heads + kv_heads) * width)
     return [own, (*part, value), (own[0], own[1], value), (*part, own[2])]
 
 
@@ -113,39 +118,45 @@ class Engine:
     non_causal: bool = False
     ranges: bool = False  # of multimodal tokens
 
-    def uniform(self, each: int = 1, **queries: Rows) -> dict[str, Any]:
+    def uniform(self, each: int = 1, **queries: RowLayout) -> dict[str, Any]:
         """Return arguments of as many rows for each sequence."""
         made = {name: rows.spec("B", self.dtype, each) for name, rows in queries.items()}
         sizes = {"B": range(1, self.sequences + 1), "C": self.columns}
         return {**made, "layout": "bshd", "sizes": sizes, **self._table()}
 
-    def packed(self, single: bool, longest: bool = True, **queries: Rows) -> dict[str, Any]:
-        """Return arguments of packed rows. single: also of one row for each sequence; longest: it is known."""
-        sizes = packed_sizes(self.sequences, self.tokens, self.rows, single, tuple(self.columns), longest)
-        return self._ragged(queries) | sizes | self._table() | ({} if longest else {"max_seqlen_q": None})
+    def packed(self, single: bool, divided: bool = False, longest: bool = True, **queries: RowLayout) -> dict[str, Any]:
+        """Return arguments of packed rows.
 
-    def divided(self, **queries: Rows) -> dict[str, Any]:
-        """Return arguments of a batch whose requests are divided at ranges of multimodal tokens."""
-        sizes = divided_sizes(4 * self.sequences, self.tokens, self.rows, tuple(self.columns))
-        return self._ragged(queries, kept=False) | sizes | self._table(kept=False)
+        Args:
+            single: there are batches of one row for each sequence
+            divided: requests are divided, as at ranges of multimodal tokens
+            longest: the host knows the rows of the longest sequence
+        """
+        sequences = self.sequences * (PARTS if divided else 1)
+        sizes = packed_sizes(sequences, self.tokens, self.rows, single, divided, tuple(self.columns))
+        if not longest:
+            sizes = {name: size for name, size in sizes.items() if name != "M"}
+        made = self._ragged(queries, kept=not divided) | self._table(kept=not divided) | {"sizes": sizes}
+        return made if longest else made | {"max_seqlen_q": None}
 
-    def _ragged(self, queries: Mapping[str, Rows], kept: bool = True) -> dict[str, Any]:
+    def _ragged(self, queries: Mapping[str, RowLayout], kept: bool = True) -> dict[str, Any]:
         made = {name: rows.spec("T", self.dtype) for name, rows in queries.items()}
         return {**made, "cu_seqlens_q": _whole("B+1", kept=kept), "max_seqlen_q": "M"}
 
     def _table(self, kept: bool = True) -> dict[str, Any]:
         return {"page_table": _whole("B", "C", kept=kept), "seqlens_k": _whole("B", kept=kept)}
 
-    def new_tokens(self, k: Rows, v: Rows) -> dict[str, Any]:
+    def new_tokens(self, k: RowLayout, v: RowLayout) -> dict[str, Any]:
         """Return arguments of `write_pages` about new tokens."""
         made = {"op": "write_pages", "k": k.spec("T", self.dtype), "v": v.spec("T", self.dtype)}
         return made | {"slot_mapping": _whole("T", dtype=torch.int64), "sizes": {"T": range(1, self.new + 1)}}
 
-    def self_attention(self, q: Rows, k: Rows, v: Rows) -> dict[str, Any]:
+    def self_attention(self, q: RowLayout, k: RowLayout, v: RowLayout) -> dict[str, Any]:
         """Return arguments of `varlen_attention` of sequences to themselves."""
         made = {"k": k.spec("T", self.dtype), "v": v.spec("T", self.dtype), "op": "varlen_attention"}
         made |= {"cu_seqlens_k": _whole("B+1"), "max_seqlen_k": "M"}
-        return self._ragged({"q": q}) | made | packed_sizes(self.sequences, self.tokens, self.rows, True)
+        sizes = packed_sizes(self.sequences, self.tokens, self.rows)
+        return self._ragged({"q": q}) | made | {"sizes": {name: sizes[name] for name in "BTM"}}
 
 
 def needs_warmup(device: torch.device) -> bool:
@@ -190,6 +201,8 @@ def compile_calls(specs: Sequence[Mapping[str, Any]], device: torch.device, log:
 
 def _kind(value: Any) -> Any:
     """Return an argument's part of a call's class: of a tensor all but its data."""
+    if isinstance(value, dict):
+        return [(name, id(sizes) if isinstance(sizes, torch.Tensor) else sizes) for name, sizes in value.items()]
     if not isinstance(value, torch.Tensor):
         return value
     return value.shape, value.stride(), value.dtype, value.data_ptr() % POINTER_ALIGNMENT, value.is_inference()

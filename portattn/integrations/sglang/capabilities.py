@@ -15,7 +15,7 @@ from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 from portattn.errors import ArgumentError
-from portattn.integrations.engine_warmup import Engine, Rows, compile_calls, needs_warmup, projected
+from portattn.integrations.engine_warmup import Engine, RowLayout, compile_calls, needs_warmup, projection_layouts
 from portattn.planning.planner import check_settings
 from portattn.planning.registry import detect_target
 from portattn.schema.problem_limits import MAX_HEAD_DIM
@@ -169,36 +169,33 @@ def layer_specs(backend: Any, layer: Any, engine: Engine) -> Iterator[dict[str, 
     """Yield specs of `portattn.warmup` for every call that a layer can make."""
     shared, latent = backend.arguments(layer), hasattr(backend, "rank")
     heads, width, width_v = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim
-    parts = projected(heads, layer.tp_k_head_num, width, width_v)
+    parts = projection_layouts(heads, layer.tp_k_head_num, width, width_v)
     if layer.attn_type is AttentionType.ENCODER_ONLY or (latent and width_v != backend.rank):
         yield from (shared | engine.self_attention(*rows) for rows in parts)
         if latent:
             return
     float8 = backend.float8(layer) is not None
     scales = {"k_scale": layer.k_scale, "v_scale": layer.k_scale if latent else layer.v_scale} if float8 else {}
-    queries: list[dict[str, Rows]]
+    queries: list[dict[str, RowLayout]]
     if latent and width > backend.rank:
         rank, rope = backend.rank, width - backend.rank
         shared |= {"op": "mla_attention", "kv_pages": backend.pools.latent_pages(layer.layer_id)}
         shared |= {"kv_scale": layer.k_scale} if float8 else {}
         queries = [
-            {"q_nope": Rows(heads, rank), "q_rope": Rows(heads, rope)},
-            {"q_nope": Rows(heads, rank, 0, width), "q_rope": Rows(heads, rope, 0, width, rank)},
+            {"q_nope": RowLayout(heads, rank), "q_rope": RowLayout(heads, rope)},
+            {"q_nope": RowLayout(heads, rank, 0, width), "q_rope": RowLayout(heads, rope, 0, width, rank)},
         ]
     else:
         both = backend.pools.latent_pages(layer.layer_id).unsqueeze(2) if latent else None
         k, v, order = (both, both, "phd") if latent else backend.pools.pages(layer.layer_id)
         shared |= {"op": "paged_attention", "k_pages": k, "v_pages": v, "page_layout": order, **scales}
-        queries = [{"q": Rows(heads, width)}, {"q": parts[1][0]}]
-    drafted = {backend.drafted, get_spec().speculative_num_steps and get_spec().speculative_num_steps + 1}
+        queries = [{"q": RowLayout(heads, width)}, {"q": parts[1][0]}]
+    steps = get_spec().speculative_num_steps
+    drafted = {backend.drafted, steps and steps + 1} if backend.drafted else set()
     for rows in queries:
-        packed = shared | engine.packed(True, **rows)
-        yield packed
-        yield packed | {
-            "max_seqlen_q": None,
-            "sizes": {n: s for n, s in packed["sizes"].items() if n != "M"},
-            "only": None,
-        }
+        yield shared | engine.packed(True, **rows)
+        if backend.drafted:  # the host need not know rows of a draft's extension
+            yield shared | engine.packed(True, longest=False, **rows)
         for each in {1, *filter(None, drafted)}:
             yield shared | engine.uniform(each, **rows)
             if each > 1:

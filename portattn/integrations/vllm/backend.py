@@ -14,7 +14,7 @@ from portattn.api.merge_states import merge_states
 from portattn.api.out_argument import into
 from portattn.api.request import Window
 from portattn.errors import ArgumentError
-from portattn.integrations.engine_warmup import Engine, Rows, projected
+from portattn.integrations.engine_warmup import Engine, RowLayout, projection_layouts
 from portattn.integrations.vllm import NAME, caches, metadata
 from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import PortattnMetadata, PortattnMetadataBuilder, StartUp
@@ -220,8 +220,10 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         else:
             masks = [(True, self.window), *[(False, self.window_both)] * (engine.non_causal or engine.ranges)]
             masks += [(False, (self.back, None))] * (engine.ranges and self.back is not None)
-        projections = projected(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
-        queries = {rows[0] for rows in projections} if world == 1 else {Rows(self.num_heads * world, self.head_size)}
+        projections = projection_layouts(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
+        queries = (
+            {rows[0] for rows in projections} if world == 1 else {RowLayout(self.num_heads * world, self.head_size)}
+        )
         found = []
         for q in queries:
             if self.num_splits is None:
@@ -229,7 +231,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             for causal, window in masks:
                 mask = {"causal": causal, "window": window}
                 found.append(shared | engine.packed(self.num_splits is not None, q=q) | mask)
-                found += [shared | engine.divided(q=q) | mask] * engine.ranges
+                found += [shared | engine.packed(False, divided=True, q=q) | mask] * engine.ranges
         writes = {name: shared[name] for name in ("k_scale", "v_scale", "k_block_scale", "v_block_scale")}
         writes |= {"k_pages": of.k, "v_pages": of.v, "page_layout": "hpd"}
         found += [writes | engine.new_tokens(k, v) for _, k, v in projections]
@@ -241,7 +243,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         each = [{"window": self.window_both, "alibi_slopes": self._slopes_on(engine.device)}]
         if self.attn_type not in ENCODERS:
             each = [{"causal": True, "return_lse": past} for past in (True, False)]
-        projections = projected(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
+        projections = projection_layouts(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
         return [named | one | engine.self_attention(*rows) for one in each for rows in projections]
 
     def _sharded(

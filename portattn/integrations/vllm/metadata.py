@@ -278,7 +278,7 @@ def engine_of(config: Any, spec: Any, device: torch.device) -> Engine:
 
 
 class StartUp:
-    """One layer group's calls, to be compiled with those of the other groups that wait."""
+    """One layer group's calls, to be compiled with the calls of the other groups that wait."""
 
     _waiting: ClassVar[list[StartUp]] = []  # of the process
 

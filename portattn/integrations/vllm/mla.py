@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
-from portattn.integrations.engine_warmup import Engine, Rows
+from portattn.integrations.engine_warmup import Engine, RowLayout
 from portattn.integrations.vllm import MLA_NAME, caches
 from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import StartUp
@@ -114,14 +114,15 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     def specs(self, layer: Any, engine: Engine) -> list[dict[str, Any]]:
         """Return specs of `portattn.warmup` for every call that this layer can make."""
-        cache, heads, rank = layer.kv_cache, self.num_heads * self.dcp_world_size, self.kv_lora_rank
+        pages, scale = self._pages(layer.kv_cache, self.kv_cache_dtype, layer._k_scale)
+        cache, heads, rank = pages.squeeze(2), self.num_heads * self.dcp_world_size, self.kv_lora_rank
         rope, nope = self.qk_rope_head_dim, self.qk_nope_head_dim
         shared = self._shared(cache, layer) | {"op": "mla_attention", "kv_pages": cache}
         whole = rank + rope
         queries = [
-            {"q_nope": Rows(heads, rank), "q_rope": Rows(heads, rope)},
-            {"q_nope": Rows(heads, rank), "q_rope": Rows(heads, rope, 0, nope + rope, nope)},
-            {"q_nope": Rows(heads, rank, 0, whole), "q_rope": Rows(heads, rope, 0, whole, rank)},
+            {"q_nope": RowLayout(heads, rank), "q_rope": RowLayout(heads, rope)},
+            {"q_nope": RowLayout(heads, rank), "q_rope": RowLayout(heads, rope, 0, nope + rope, nope)},
+            {"q_nope": RowLayout(heads, rank, 0, whole), "q_rope": RowLayout(heads, rope, 0, whole, rank)},
         ]
         found = []
         for rows in queries:
@@ -132,10 +133,9 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
             found += [
                 shared | engine.packed(False, **rows) | {"causal": not both} for both in range(1 + engine.non_causal)
             ]
-        pages, scale = self._pages(cache, self.kv_cache_dtype, layer._k_scale)
         written = {"k_pages": pages[..., :rank], "v_pages": pages[..., rank:], "k_scale": scale, "v_scale": scale}
-        new = Rows(1, rope), Rows(1, rope, whole, 0, rank)
-        return found + [written | engine.new_tokens(Rows(1, rank), v) for v in new]
+        new = RowLayout(1, rope), RowLayout(1, rope, whole, 0, rank)
+        return found + [written | engine.new_tokens(RowLayout(1, rank), v) for v in new]
 
     def _shared(self, cache: torch.Tensor, layer: Any) -> dict[str, Any]:
         return {

@@ -96,6 +96,7 @@ def seen(seed: int, batches: int) -> dict[str, Any]:
             wrong.append([sorted(compiled), planned[before:], what])
     return {
         "settings": str(settings), "classes": len(report.specs), "wrong": wrong,
+        "loaded": len({each.key for each in report.specs}),
         "failed": [one.failed for one in report.failed], "seconds": report.seconds,
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ from fuzz.recorded import Recorder
 
 recorder = Recorder()
 import torch
+from test_vllm_latent import HEADS, NOPE, RANK, ROPE, Latent
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_batches import BLOCK, Layer
 
@@ -42,7 +43,7 @@ class Limited(Layer):
         return config
 
 
-def engines(r: random.Random, invariant: bool) -> dict[str, Any]:
+def engine(r: random.Random) -> dict[str, Any]:
     """Random settings of an engine's layer."""
     kv_heads = r.choice((1, 2, 8))
     heads = kv_heads * r.choice((1, 2, 4, 5, 8))
@@ -82,18 +83,24 @@ class Buffers:
         self.lengths = torch.zeros(SEQUENCES, dtype=torch.int32)
         self.slots = torch.full((TOKENS,), -1, dtype=torch.int64)
 
+    def common(self, rows: list[int]) -> CommonAttentionMetadata:
+        count, total = len(rows), sum(rows)
+        self.starts[1 : count + 1] = torch.tensor(rows, dtype=torch.int32).cumsum(0)
+        self.lengths[:count] = torch.tensor(rows, dtype=torch.int32)
+        lengths = self.lengths[:count]
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: count + 1], query_start_loc_cpu=self.starts[: count + 1].clone(),
+            seq_lens=lengths, num_reqs=count, num_actual_tokens=total, max_query_len=max(rows), max_seq_len=LENGTH,
+            block_table_tensor=self.table[:count], slot_mapping=self.slots[:total], causal=True,
+            seq_lens_cpu_upper_bound=lengths.clone(),
+        )  # fmt: skip
 
-def batch(layer: Limited, r: random.Random, buffers: Buffers) -> None:
+
+def batch(layer: Limited, r: random.Random, buffers: Buffers) -> str:
     """Run a random batch through the layer's builder, its write and its forward."""
     rows = rows_of(r)
-    count, total = len(rows), sum(rows)
-    buffers.starts[1 : count + 1] = torch.tensor(rows, dtype=torch.int32).cumsum(0)
-    common = CommonAttentionMetadata(
-        query_start_loc=buffers.starts[: count + 1], query_start_loc_cpu=buffers.starts[: count + 1].clone(),
-        seq_lens=buffers.lengths[:count], num_reqs=count, num_actual_tokens=total, max_query_len=max(rows),
-        max_seq_len=LENGTH, block_table_tensor=buffers.table[:count], slot_mapping=buffers.slots[:total], causal=True,
-    )  # fmt: skip
-    made = layer.builder.build(0, common)
+    total = sum(rows)
+    made = layer.builder.build(0, buffers.common(rows))
     with torch.inference_mode():
         sizes = [layer.heads, layer.kv_heads, layer.kv_heads]
         one = torch.zeros(total, sum(sizes) * layer.dim, dtype=layer.dtype)
@@ -103,32 +110,56 @@ def batch(layer: Limited, r: random.Random, buffers: Buffers) -> None:
         impl = layer.layer.impl
         impl.do_kv_cache_update(layer.layer, k, v, layer.layer.kv_cache, buffers.slots[:total])
         impl.forward(layer.layer, q, k, v, layer.layer.kv_cache, made, out)
-    recorder.fake.library.fake_clear()  # its memory has an end
+    return f"{len(rows)} requests, {total} rows, {max(rows)} of the longest"
+
+
+def latent_batch(layer: Latent, r: random.Random, buffers: Buffers) -> str:
+    """Run a random batch of decoding requests through the builder of a latent layer, its write and its decoding."""
+    count = r.choice((1, 2, r.randint(1, SEQUENCES), SEQUENCES))
+    rows = [r.randint(1, layer.builder.reorder_batch_threshold) for _ in range(count)]
+    rows = [1] * count if r.random() < 0.3 else rows
+    total = sum(rows)
+    made = layer.builder.build(0, buffers.common(rows))
+    impl, cache = layer.layer.impl, layer.layer.kv_cache
+    with torch.inference_mode():
+        wide = torch.zeros(total, HEADS, NOPE + ROPE, dtype=layer.dtype)
+        q = torch.zeros(total, HEADS, RANK, dtype=layer.dtype), wide[..., NOPE:]
+        q = torch.cat(q, -1) if r.random() < 0.5 else q
+        new = torch.zeros(total, RANK + ROPE, dtype=layer.dtype).split((RANK, ROPE), -1)
+        rope = new[1].unsqueeze(1) if r.random() < 0.5 else new[1].unsqueeze(1).contiguous()
+        impl.do_kv_cache_update(
+            new[0].contiguous(), rope, cache, buffers.slots[:total], layer.layer.kv_cache_dtype, layer.layer._k_scale
+        )
+        impl.forward_mqa(q, impl._pages(cache, layer.layer.kv_cache_dtype, None)[0].squeeze(2), made, layer.layer)
+    return f"{count} requests, {total} rows, {max(rows)} of the longest"
 
 
 def seen(seed: int, batches: int) -> dict[str, Any]:
     r = random.Random(seed)
-    invariant = r.random() < 0.25
-    backend.envs.VLLM_BATCH_INVARIANT = invariant
-    settings = engines(r, invariant)
-    layer = Limited(blocks=64, **settings)
+    backend.envs.VLLM_BATCH_INVARIANT = invariant = r.random() < 0.25
     reports.clear()
-    layer.layer.bind_kv_cache(layer.layer.kv_cache)
+    if seed % 3 == 2:
+        settings: dict[str, Any] = {"cache_dtype": r.choice(("auto", "fp8")), "speculative": r.choice((0, 3))}
+        layer, run_one = Latent(**settings), latent_batch
+        width = -(-layer.config.model_config.max_model_len // BLOCK)
+    else:
+        settings, width = engine(r), -(-LENGTH // BLOCK)
+        layer, run_one = Limited(blocks=64, **settings), batch
+        layer.layer.bind_kv_cache(layer.layer.kv_cache)
     (report,) = reports
-    buffers = Buffers(-(-LENGTH // BLOCK // 8) * 8)
+    buffers = Buffers(-(-width // 8) * 8)  # as vLLM 0.33 widens its block tables
     planned.clear()
     wrong = []
     for _ in range(batches):
-        state, before = r.getstate(), len(planned)
+        before = len(planned)
         with monitor.counting() as compiled:
-            batch(layer, r, buffers)
-        again = random.Random()
-        again.setstate(state)
+            what = run_one(layer, r, buffers)
+        recorder.fake.library.fake_clear()  # its memory has an end
         if compiled or len(planned) > before:
-            rows = rows_of(again)
-            wrong.append([sorted(compiled), planned[before:], [len(rows), sum(rows), max(rows)]])
+            wrong.append([sorted(compiled), planned[before:], what])
     return {
         "settings": str(settings | {"invariant": invariant}), "classes": len(report.specs), "wrong": wrong,
+        "loaded": len({each.key for each in report.specs}),
         "failed": [one.failed for one in report.failed], "seconds": report.seconds,
     }  # fmt: skip
 

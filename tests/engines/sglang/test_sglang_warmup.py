@@ -1,0 +1,19 @@
+"""After an engine's start no batch compiles a kernel: random layers and batches, with the plans of an H100."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from fakedriver import run, triton_folders
+
+
+@pytest.mark.engine_feature("kernels compiled at the start")
+@pytest.mark.parametrize("seeds", ["0,1", "2,3"])
+def test_no_batch_compiles_a_kernel(tmp_path: Path, seeds: str) -> None:
+    triton = triton_folders()[importlib.metadata.version("triton")]
+    for one in run("engines/sglang/warmup_child.py", tmp_path, triton, seeds, "40")["engines"]:
+        assert one["failed"] == []
+        assert one["loaded"] > 3
+        assert one["wrong"] == [], one["settings"]
