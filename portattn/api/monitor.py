@@ -49,6 +49,7 @@ def monitor(on: bool = True) -> tuple[str, ...]:
     Examples:
         >>> import torch, portattn
         >>> portattn.monitor()
+        ()
         >>> q = torch.randn(1, 2, 5, 16)
         >>> portattn.attention(q, q, q).shape  # compiles nothing on a CPU, and warns of nothing
         torch.Size([1, 2, 5, 16])

@@ -331,7 +331,7 @@ class _Warming:
         for layout in self._layouts:
             for numbers in layout.layout(sizes) if isinstance(layout, TensorSpec) else (layout,):
                 columns += numbers
-        for name in ROWS[self.spec.op].lengths:
+        for name in ROWS[str(self.spec.op)].lengths:
             given = self.spec.given.get(name)
             columns += [] if given is None else [sizes[given] if isinstance(given, str) else given]
         found: torch.Tensor = shape.trace.program(()).holding(columns)
@@ -364,6 +364,11 @@ class _Warming:
         if not self.launches or self.made is None or self.settings is None:
             return False
         return ensure_compiled.unseen(self.made, self.launches, self.settings)
+
+    @property
+    def code(self) -> str:
+        """Return the key of its compile record."""
+        return "" if self.made is None else ensure_compiled.code_key(self.made, self.launches)
 
     @property
     def why_not(self) -> str:
@@ -402,8 +407,7 @@ def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
     wanted: dict[str, list[_Warming]] = {}
     for one in made:
         if one.needs_compile():
-            assert one.made is not None
-            wanted.setdefault(ensure_compiled.code_key(one.made, one.launches), []).append(one)
+            wanted.setdefault(one.code, []).append(one)
     if not wanted:
         return 0.0
     count = min(jobs or min(max((os.cpu_count() or 2) // 2, 1), MOST_JOBS), len(wanted))
@@ -430,33 +434,33 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
 
 
 def _add_classes(made: list[_Warming], spec: Spec, device: torch.device) -> None:
-    """Plan a spec at its largest sizes, then once for each further shape class, until a plan fails or has none."""
+    """Plan a spec at its largest sizes, then once for each further shape class, until a plan fails or has none.
+
+    Of classes that the launch cache has no room for, those with kernels of their own are added."""
     if spec.sizes and not len(spec.points):
         return
-    before, own = list(made), list[_Warming]()
+    before, keys, count = list(made), set[str](), 0
     left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
-    while True:
-        last = _Warming(spec, sizes, device)
-        own.append(last)
-        made.append(last)
+    while count == 0 or len(left):
+        last, count = _Warming(spec, sizes, device), count + 1
         try:
             last.plan()
         except ArgumentError as error:
-            if len(own) == 1:
+            if count == 1:
                 raise
             last.failed = str(error).removeprefix("warmup: ")  # sizes that do not go together
+        if count > MAX_CLASSES:
+            last.why = f"more than {MAX_CLASSES} classes of sizes: from {_words(sizes)} on they are forgotten"
+        if count <= MAX_CLASSES or last.code not in keys:
+            made.append(last)
+        keys.add(last.code)
         if last.failed or last.shape is None or last.shape.why or not len(left):
             return
         left = left[~last.covers(left)]
-        for one in before if len(own) == 1 else ():
+        for one in before if count == 1 else ():
             if one.recipe == last.recipe and one.shape is not None and not one.shape.why and len(left):
                 left = left[~last.covers(left, one.shape)]
-        if not len(left):
-            return
-        sizes = spec.at(left[0].tolist())
-        if len(own) == MAX_CLASSES:
-            last.why = f"more than {MAX_CLASSES} classes of sizes: from {_words(sizes)} on they were not run"
-            return
+        sizes = spec.at(left[0].tolist()) if len(left) else {}
 
 
 def _words(sizes: Mapping[str, int]) -> str:

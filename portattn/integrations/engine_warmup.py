@@ -118,13 +118,15 @@ class Engine:
     non_causal: bool = False
     ranges: bool = False  # of multimodal tokens
 
-    def uniform(self, each: int = 1, **queries: RowLayout) -> dict[str, Any]:
+    def uniform(self, queries: Mapping[str, RowLayout], each: int = 1) -> dict[str, Any]:
         """Return arguments of as many rows for each sequence."""
         made = {name: rows.spec("B", self.dtype, each) for name, rows in queries.items()}
         sizes = {"B": range(1, self.sequences + 1), "C": self.columns}
         return {**made, "layout": "bshd", "sizes": sizes, **self._table()}
 
-    def packed(self, single: bool, divided: bool = False, longest: bool = True, **queries: RowLayout) -> dict[str, Any]:
+    def packed(
+        self, queries: Mapping[str, RowLayout], single: bool = True, divided: bool = False, longest: bool = True
+    ) -> dict[str, Any]:
         """Return arguments of packed rows.
 
         Args:

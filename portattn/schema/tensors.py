@@ -67,7 +67,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     def layout(self, sizes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return shape and strides at these sizes: numbers, or tensors of a number for each of several calls."""
-        shape, strides, step = [], [], 1
+        shape: list[Any] = []
+        strides: list[Any] = []
+        step: Any = 1
         for size in self.shape:
             name, _, more = str(size).partition("+")
             shape.append(size if isinstance(size, int) else sizes[name] + int(more or 0))

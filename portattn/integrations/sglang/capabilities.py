@@ -193,10 +193,10 @@ def layer_specs(backend: Any, layer: Any, engine: Engine) -> Iterator[dict[str, 
     steps = get_spec().speculative_num_steps
     drafted = {backend.drafted, steps and steps + 1} if backend.drafted else set()
     for rows in queries:
-        yield shared | engine.packed(True, **rows)
+        yield shared | engine.packed(rows)
         if backend.drafted:  # the host need not know rows of a draft's extension
-            yield shared | engine.packed(True, longest=False, **rows)
+            yield shared | engine.packed(rows, longest=False)
         for each in {1, *filter(None, drafted)}:
-            yield shared | engine.uniform(each, **rows)
+            yield shared | engine.uniform(rows, each)
             if each > 1:
-                yield shared | engine.uniform(each, **rows) | {"tree_mask": TensorSpec(("B", each), None, torch.int64)}
+                yield shared | engine.uniform(rows, each) | {"tree_mask": TensorSpec(("B", each), None, torch.int64)}

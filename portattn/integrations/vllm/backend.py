@@ -227,11 +227,11 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         found = []
         for q in queries:
             if self.num_splits is None:
-                found.append(shared | engine.uniform(q=q) | {"window": masks[0][1] if world > 1 else self.window})
+                found.append(shared | engine.uniform({"q": q}) | {"window": masks[0][1] if world > 1 else self.window})
             for causal, window in masks:
                 mask = {"causal": causal, "window": window}
-                found.append(shared | engine.packed(self.num_splits is not None, q=q) | mask)
-                found += [shared | engine.packed(False, divided=True, q=q) | mask] * engine.ranges
+                found.append(shared | engine.packed({"q": q}, single=self.num_splits is not None) | mask)
+                found += [shared | engine.packed({"q": q}, single=False, divided=True) | mask] * engine.ranges
         writes = {name: shared[name] for name in ("k_scale", "v_scale", "k_block_scale", "v_block_scale")}
         writes |= {"k_pages": of.k, "v_pages": of.v, "page_layout": "hpd"}
         found += [writes | engine.new_tokens(k, v) for _, k, v in projections]
@@ -240,7 +240,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
     def _encoder_specs(self, engine: Engine) -> list[dict[str, Any]]:
         """Return the specs of packed sequences that attend themselves: encoders, and new tokens beside shards."""
         named: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
-        each = [{"window": self.window_both, "alibi_slopes": self._slopes_on(engine.device)}]
+        each: list[dict[str, Any]] = [{"window": self.window_both, "alibi_slopes": self._slopes_on(engine.device)}]
         if self.attn_type not in ENCODERS:
             each = [{"causal": True, "return_lse": past} for past in (True, False)]
         projections = projection_layouts(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)

@@ -127,11 +127,12 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         found = []
         for rows in queries:
             if self.num_splits is None:
-                found.append(shared | engine.uniform(**rows))
+                found.append(shared | engine.uniform(rows))
             else:
-                found.append(shared | replace(engine, rows=1).packed(True, **rows) | {"causal": False})
+                found.append(shared | replace(engine, rows=1).packed(rows) | {"causal": False})
             found += [
-                shared | engine.packed(False, **rows) | {"causal": not both} for both in range(1 + engine.non_causal)
+                shared | engine.packed(rows, single=False) | {"causal": not both}
+                for both in range(1 + engine.non_causal)
             ]
         written = {"k_pages": pages[..., :rank], "v_pages": pages[..., rank:], "k_scale": scale, "v_scale": scale}
         new = RowLayout(1, rope), RowLayout(1, rope, whole, 0, rank)
