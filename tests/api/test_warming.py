@@ -127,12 +127,16 @@ def test_sizes_that_vary_are_one_call_where_nothing_is_kept() -> None:
 
 
 def test_a_range_has_both_ends_and_a_list_each_value_once() -> None:
-    read = warmup.Spec(0, SMALL | {"q": "fp32[B,2,S,16]", "sizes": {"B": (3, 1, 3), "S": " 4 .. 6 "}})
+    read = warmup.Spec(0, SMALL | {"q": "fp32[B,2,S,16]", "k": "i32[B+1]", "sizes": {"B": (3, 1, 3), "S": " 4 .. 6 "}})
     assert read.sizes == {"B": (1, 3), "S": (4, 5, 6)}
     assert (len(read.points), read.largest) == (6, {"B": 3, "S": 6})
     assert [read.at(point) for point in read.points[:2].tolist()] == [{"B": 1, "S": 4}, {"B": 1, "S": 5}]
-    made = read.arguments(torch.device("meta"), {"B": 3, "S": 5})["q"]
-    assert (tuple(made.shape), made.device.type) == ((3, 2, 5, 16), "meta")
+    given = read.arguments(torch.device("meta"), {"B": 3, "S": 5})
+    made = given["q"]
+    assert (tuple(made.shape), made.device.type, given["k"].shape[0]) == ((3, 2, 5, 16), "meta", 4)
+    pairs = {"B": torch.tensor([1, 5, 2]), "S": torch.tensor([4, 1, 9])}
+    together = warmup.Spec(0, SMALL | {"q": "fp32[B,2,S,16]", "sizes": pairs})
+    assert together.points.tolist() == [[1, 4], [5, 1], [2, 9]]
 
 
 def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
@@ -154,7 +158,7 @@ def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) ->
         assert portattn.warmup([SMALL], device="cpu").failed
 
 
-def test_it_arms_the_monitor() -> None:
+def test_it_arms_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not monitor.should_warn(portattn.config.current())
     portattn.warmup([SMALL], device="cpu")
     settings = portattn.config.current()
@@ -163,7 +167,8 @@ def test_it_arms_the_monitor() -> None:
         assert not monitor.should_warn(settings)
     with portattn.settings(monitor="never") as changed:
         assert not monitor.should_warn(changed)
-    portattn.monitor(False)
+    monkeypatch.setattr(monitor, "_specialisations", lambda: {*monitor._at_arming, ("attend", "a key")})
+    assert portattn.monitor(False) == ("attend",)
     assert not monitor.should_warn(settings)
     with portattn.settings(monitor="always") as changed:
         assert monitor.should_warn(changed)

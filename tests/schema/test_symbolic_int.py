@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from portattn import config
 from portattn.launch import native
@@ -80,8 +81,9 @@ def test_a_program_is_its_code(code: Code) -> None:
         program, here = traced(code, *(values := [rng.choice((0, 1, 2, 15, 16, 64, 65, 100, 4096)) for _ in "abc"]))
         assert program(values) == here == list(code(*values))
         assert in_c(program, values) == tuple(here)
-        for _ in range(40):
-            others = [rng.choice((0, 1, 3, 16, 17, 63, 64, 65, 128, 200, 1000)) for _ in "abc"]
+        tried = [[rng.choice((0, 1, 3, 16, 17, 63, 64, 65, 128, 200, 1000)) for _ in "abc"] for _ in range(40)]
+        assert program.holding(torch.tensor(tried).unbind(1)).tolist() == [program(one) is not None for one in tried]
+        for others in tried:
             found = program(others)
             by_c = in_c(program, others)
             assert (None if found is None else tuple(found)) == by_c
