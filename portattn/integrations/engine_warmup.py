@@ -22,7 +22,7 @@ SAY_SECONDS = 5.0  # between two lines about progress
 DENSE, RATIOS = 32, (1.05, 1.1, 1.25, 1.5, 2.0)
 LONGEST = (*range(1, 18), *(size for power in range(5, 24) for size in (2**power - 1, 2**power, 2**power + 1)))
 PARTS = 4  # of a request, on average, where it is divided
-MOST_POINTS = 1 << 20  # of which the densest sizes are taken
+MOST_POINTS = 1 << 18  # of which the densest sizes are taken
 BETWEEN = 1 << 13  # sizes that are drawn from all
 
 
@@ -192,8 +192,9 @@ def compile_calls(specs: Sequence[Mapping[str, Any]], device: torch.device, log:
     except PortattnError as error:
         log.warning("portattn: nothing was compiled before the first request: %s", error)
         return None
-    for one in report.failed:
-        log.warning("portattn: %s: %s", one.call, one.failed)
+    for one in report.specs:
+        if one.failed or not one.key:  # of a failed compile there is an Incident
+            log.warning("portattn: %s: %s", one.call, one.failed or f"no kernel of portattn's runs, but {one.path}")
     compiled = len({one.key for one in report.specs if one.compiled})
     log.info(
         "portattn: %d kinds of calls ready in %.1f s; %d were compiled", len(report.specs), report.seconds, compiled
