@@ -2,7 +2,8 @@
 
 A persistent block per multiprocessor draws tiles of GROUPS × 64 query rows of one head, until none are left:
 
-    producer     one warp: says which tile is next, and brings Q, then tile after tile of K and V, through TMA
+    producer     one warp: says which tile is next, and brings Q, then tile after tile of K and V, through TMA; four
+                 warps where K and V are dequantized on the way (dequantize.py)
     consumer w   one warp group, w = 0 .. GROUPS - 1: 64 of the rows, over their keys from the last tile to the first
 
 A consumer's step has two products under way while it computes a softmax: this tile's scores and the tile before's
@@ -21,8 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
-from portattn.backends.cuda.hopper_forward import GROUP_ROWS
+from portattn.backends.cuda.hopper_forward import GROUP_ROWS, PAGE_STEP
 from portattn.backends.cuda.hopper_forward.consumer import consume
+from portattn.backends.cuda.hopper_forward.dequantize import STRIDE_UNIT, load_tile, page_numbers, store_and_load
 from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
@@ -77,6 +79,7 @@ def bring(desc, pages, n, length, head, barrier, buffers, slot, form):
 
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
+_STEP: gl.constexpr = gl.constexpr(PAGE_STEP)
 
 
 @gluon.jit
@@ -90,8 +93,8 @@ def _draw(counter, tiles):
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form):
-    """Load the tiles of queries, keys and values, by one warp."""
+def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, pages_of_bytes, sizes, shared, form):
+    """Load the tiles of queries, keys and values."""
     tiles = sizes.row_tiles * sizes.heads
     if not form.PACKED:
         tiles = tiles * sizes.batches * sizes.splits
@@ -106,16 +109,30 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
             box, box_phase = send(work, box, box_phase, shared, form)
             begin, end, _some = tile_keys(work, sizes, form)
             kv_head = work.head // sizes.share
+            if form.PAGE:
+                table = page_table + work.k_first.to(gl.int64) * table_stride
+            if form.DEQUANTIZE:
+                k, k_page, k_head, k_row, v, v_page, v_head, v_row, page_count = pages_of_bytes
+                k_first = k + kv_head.to(gl.int64) * k_head * (STRIDE_UNIT // 4)
+                v_first = v + kv_head.to(gl.int64) * v_head * (STRIDE_UNIT // 4)
+                numbers = page_numbers(table, page_count, end - 1, work.k_length, form)
+                k_tile = load_tile(numbers, k_first, k_page, k_row, end - 1, work.k_length, form)
             for n in range(end - 1, begin - 1, -1):
-                if form.PAGE:  # asked for here, they come while the buffers are waited for
-                    table = page_table + work.k_first.to(gl.int64) * table_stride
+                if form.PAGE and not form.DEQUANTIZE:  # asked for here, they come while the buffers are waited for
                     pages = pages_of(table, n, work.k_length, form)
-                else:
+                elif not form.PAGE:
                     key = work.k_first + n * form.KEYS
                 sync(FREE + slot, form.PARTY)
                 k_full = shared.k_full.index(slot)
-                mbarrier.expect(k_full, form.KEYS * form.DIM * form.BYTES)
-                if form.PAGE:
+                if not form.DEQUANTIZE:
+                    mbarrier.expect(k_full, form.KEYS * form.DIM * form.BYTES)
+                if form.DEQUANTIZE:
+                    v_tile = store_and_load(
+                        k_tile, shared.k, slot, shared.k_full, numbers, v_first, v_page, v_row, n, work.k_length, form
+                    )
+                    left = gl.where(n == begin, 0, work.k_length)
+                    numbers = page_numbers(table, page_count, n - 1, left, form)
+                elif form.PAGE:
                     bring(k_desc, pages, n, work.k_length, kv_head, k_full, shared.k, slot, form)
                 else:
                     load(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
@@ -135,8 +152,13 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     tile = _draw(counter, tiles)
                 sync(FREE + form.STAGES + slot, form.PARTY)
                 v_full = shared.v_full.index(slot)
-                mbarrier.expect(v_full, form.KEYS * form.DIM * form.V_BYTES)
-                if form.PAGE:
+                if not form.DEQUANTIZE:
+                    mbarrier.expect(v_full, form.KEYS * form.DIM * form.V_BYTES)
+                if form.DEQUANTIZE:
+                    k_tile = store_and_load(
+                        v_tile, shared.v, slot, shared.v_full, numbers, k_first, k_page, k_row, n - 1, left, form
+                    )
+                elif form.PAGE:
                     bring(v_desc, pages, n, work.k_length, kv_head, v_full, shared.v, slot, form)
                 elif form.FP8:
                     key = transposed_first(work, form) + n * form.KEYS
@@ -156,21 +178,23 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
         "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h",
-        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s",
+        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s", "k_page", "k_head", "k_row", "v_page", "v_head", "v_row",
+        "page_count",
     ]
 )  # fmt: skip
 def scheduled_forward(
     q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, page_table, counter,
     scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
     splits, table_stride, q_scale, k_scale, v_scale, q_scale_b, q_scale_h, k_scale_b, k_scale_h, v_scale_b, v_scale_h,
-    q_scale_s, k_scale_s,
+    q_scale_s, k_scale_s, k_pages, k_page, k_head, k_row, v_pages, v_page, v_head, v_row,
+    page_count,
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
     KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
-    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    FORMAT: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
@@ -188,15 +212,19 @@ def scheduled_forward(
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
           numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of auxiliary_kernels.py. With
           INT8 q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T)
+    k_pages, v_pages, and their strides  int32 of (page_count, H, PAGE, DIM/4) words of a FORMAT, instead of k_desc and
+          v_desc; strides are in steps of 16 bytes. None otherwise. k_scale and v_scale are (B, Hk) float32 then, or None
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
     CONSUMER, PRODUCER  registers of a thread. The other constants: Form
     """
+    piece: gl.constexpr = _STEP if k_desc is None else k_desc.block_shape[2]
+    wide: gl.constexpr = DIM if k_desc is None else k_desc.block_shape[3]
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
-                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3], FP8, q_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
-                SIDE, LAZY)  # fmt: skip
+                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, piece, wide, FP8, k_scale is not None,
+                COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT)  # fmt: skip
+    gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and not SPLIT))
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
@@ -209,6 +237,7 @@ def scheduled_forward(
     lines: gl.constexpr = form.LINES if PAGE else 1
     last: gl.constexpr = HEADS if PAGE else _ROWS
     k_layout: gl.constexpr = form.TILE if form.PIECES > 1 else k_desc.layout
+    v_dtype: gl.constexpr = gl.float16 if form.DEQUANTIZE else dtype
     q_smem = gl.allocate_shared_memory(dtype, [queries, 1, lines, last, DIM], q_desc.layout)
     if OWN_OUT:
         o_smem = gl.allocate_shared_memory(o_desc.dtype, [GROUPS, 1, lines, last, DIM // PARTS], o_desc.layout)
@@ -220,7 +249,7 @@ def scheduled_forward(
     elif INT8:
         v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, DIM], v_desc.layout)
     else:
-        v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
+        v_smem = gl.allocate_shared_memory(v_dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     shared = ForwardSharedMemory(
         q_smem,
         k_smem,
@@ -253,6 +282,7 @@ def scheduled_forward(
         q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
         k_scale_s,
     )  # fmt: skip
+    pages_of_bytes = (k_pages, k_page, k_head, k_row, v_pages, v_page, v_head, v_row, page_count)
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -264,9 +294,12 @@ def scheduled_forward(
                     consume,
                     (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
+                (
+                    _produce,
+                    (q_desc, k_desc, v_desc, counter, page_table, table_stride, pages_of_bytes, sizes, shared, form),
+                ),
             ],
-            [4, 1],
+            [4, form.PRODUCERS],
             [CONSUMER, PRODUCER],
         )
     else:
@@ -284,8 +317,11 @@ def scheduled_forward(
                     consume,
                     (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 2, form),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
+                (
+                    _produce,
+                    (q_desc, k_desc, v_desc, counter, page_table, table_stride, pages_of_bytes, sizes, shared, form),
+                ),
             ],
-            [4, 4, 1],
+            [4, 4, form.PRODUCERS],
             [CONSUMER, CONSUMER, PRODUCER],
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from portattn.backends.cuda.canaries import FORWARD
-from portattn.backends.cuda.hopper_forward import GROUP_ROWS
+from portattn.backends.cuda.hopper_forward import GROUP_ROWS, PAGE_STEP
 from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign, tuning
 from portattn.planning.backend import Variant
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from portattn.schema.toolchain import Toolchain
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
-PAGE_STEP = 16  # tokens of a page: a multiple of so many
 SWIZZLED = 64  # 16-bit columns of one swizzled block of shared memory: 128 bytes
 
 
@@ -75,6 +74,9 @@ LARGEST_CAP = 1e30
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
+DEQUANTIZING_REGISTERS = {64: (168, 200, 104), 128: (168, 200, 104), 256: (168, 216, 72)}  # by width: two consumers
+STORED = ("e4m3", "e5m2")  # formats of pages that the producer dequantizes
+WORDS_A_STEP = 4  # the kernel takes their strides in steps of 16 bytes
 
 MOST_SPLITS = 32
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
@@ -154,7 +156,7 @@ class ForwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v", "needs_grad", "packed",
+            "head_dim_v", "needs_grad", "packed", "kv_format",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -184,6 +186,7 @@ class ForwardVariant(Variant):
             f"takes no {', '.join(asked)}": bool(asked),
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
+            **(self._stored_reasons(p) if p.page_size else {}),
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
             f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
@@ -192,6 +195,16 @@ class ForwardVariant(Variant):
         if reason is None and choice(p, found, self.entries) is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
+
+    def _stored_reasons(self, p: Problem) -> dict[str, bool]:
+        stored = p.kv_format != "as_q"
+        return {
+            f"takes pages of {', '.join(STORED)} numbers, not {p.kv_format}": stored and p.kv_format not in STORED,
+            f"takes a scale for each head of {p.kv_format} pages, not for each {p.kv_scales}": stored
+            and p.kv_scales == "token",
+            f"takes {p.kv_format} heads of {', '.join(map(str, WIDTHS))} columns, not {p.head_dim} and {p.head_dim_v}":
+            stored and not p.head_dim == p.head_dim_v == width(p.head_dim),
+        }  # fmt: skip
 
     def defers_to_core(self, problem: Problem) -> str:
         """Return the reason: the tuning data's, or pages of few rows, whose keys the core splits."""
@@ -242,7 +255,21 @@ class ForwardVariant(Variant):
                 seen[name] = tensors[name].transpose(0, 1)[None]
             elif swapped:
                 seen[name] = tensors[name].transpose(1, 2)
-        return seen
+        return seen | stored_views(problem, seen) if dequantizes(problem) else seen
+
+
+def dequantizes(p: Problem) -> bool:
+    return bool(p.page_size) and p.kv_format != "as_q"
+
+
+def stored_views(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return quantised keys and values as words of 4, and their scales, if there are any, for each sequence and head."""
+    import torch
+
+    scales = [name for name in ("k_scale", "v_scale") if tensors.get(name) is not None]
+    return {name: tensors[name].view(torch.int32) for name in ("k", "v")} | {
+        name: tensors[name].expand(p.batch, p.heads_k) for name in scales
+    }
 
 
 def _arch() -> Arch:
@@ -337,17 +364,18 @@ class ForwardLauncher(StepLauncher):
             "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "page_table": "page_table",
             "counter": "counter",
         }  # fmt: skip
+        if dequantizes(p):
+            roles |= {"k_pages": roles.pop("k_desc"), "v_pages": roles.pop("v_desc")}
+            roles |= {name: name for name in ("k_scale", "v_scale") if p.kv_scales != "none"}
         out = tensors["out"]
-        registers, consumer, producer = (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[s.groups]
+        registers, consumer, producer = self._registers()
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
-            **self.descriptors(tensors),
+            **self.descriptors(tensors), **self._stored_arguments(tensors),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
-            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")),
-            "q_scale_s": None, "k_scale_s": None,
             **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
@@ -356,10 +384,37 @@ class ForwardLauncher(StepLauncher):
         )
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
+    def _registers(self) -> tuple[int, int, int]:
+        p, groups = self.problem, self.schedule.groups
+        if dequantizes(p):
+            return DEQUANTIZING_REGISTERS[width(p.head_dim)]
+        return (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[groups]
+
+    def _stored_arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of quantised tensors: None for the others."""
+        ends = ("page", "head", "row")
+        found: dict[str, Any] = dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h"))
+        found |= {"q_scale_s": None, "k_scale_s": None}
+        found |= dict.fromkeys(f"{name}_{end}" for name in "kv" for end in ("pages", *ends)) | {"page_count": None}
+        if not dequantizes(self.problem):
+            return found
+        found["page_count"] = tensors["k"].shape[0]
+        for name in "kv":
+            found[f"{name}_pages"] = tensors[name]
+            strides = (stride // WORDS_A_STEP for stride in tensors[name].stride()[:3])
+            found |= {f"{name}_{end}": stride for end, stride in zip(ends, strides, strict=True)}
+            if self.problem.kv_scales != "none":
+                scale = tensors[f"{name}_scale"]
+                b, h = scale.stride()
+                found |= {f"{name}_scale": scale, f"{name}_scale_b": b, f"{name}_scale_h": h}
+        return found
+
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         p, s = self.problem, self.schedule
         dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
-        found = {f"{name}_desc": make_descriptor(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
+        found: dict[str, Any] = {"k_desc": None, "v_desc": None}
+        if not dequantizes(p):
+            found = {f"{name}_desc": make_descriptor(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
         if p.page_size:
             heads = heads_of(p)
             rows = functools.partial(make_descriptor, rows=heads, before=GROUP_ROWS // heads)
@@ -393,4 +448,5 @@ class ForwardLauncher(StepLauncher):
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
+            "FORMAT": p.kv_format if dequantizes(p) else "as_q",
         }  # fmt: skip
