@@ -31,7 +31,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "everything": {"sinks": True, "softcap": True, "window_left": 33}, "no lse": {"return_lse": False},
     "fp16": {"dtype": "fp16"}, "e4m3": {"kv_format": "e4m3", "kv_scales": "head"},
     "e5m2": {"kv_format": "e5m2", "sinks": True}, "e4m3, fp16": {"kv_format": "e4m3", "dtype": "fp16"},
-    "e4m3, everything": {"kv_format": "e4m3", "kv_scales": "head", "softcap": True, "window_left": 33}, "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"},
+    "e4m3, everything": {"kv_format": "e4m3", "kv_scales": "head", "softcap": True, "window_left": 33},
+    "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"},
 }  # fmt: skip
 HEADS = ((4, 4), (10, 2), (12, 2), (64, 2), (64, 1))
 

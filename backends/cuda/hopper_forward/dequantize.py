@@ -1,10 +1,11 @@
 """Pages of 8-bit keys and values, dequantized by the producer of the Hopper forward on their way into shared memory.
 
-TMA copies bytes as they are. So four warps load a tile's rows into registers, each lane 8 numbers of a row; convert them;
-and store them to where TMA would have put 16-bit numbers, part by part, since both do not fit in registers. A part's
-loads are issued as soon as the part of the tile before has left its registers. Keys get the queries' dtype. Values are float16, which holds every number of the formats
-exactly, at half the conversions that bfloat16 costs, and probabilities are rounded to it. Scales of a head are factors
-on the scores and on the output (low_precision_products.py).
+TMA copies bytes as they are. So four warps load a tile's rows into registers, each lane 8 numbers of a row, convert
+them, and store them to where TMA would have put 16-bit numbers: part by part, since both do not fit in registers. A
+part's loads are issued as soon as the part of the tile before has left its registers. Keys get the queries' dtype.
+Values are float16, which holds every number of the formats exactly, at half the conversions that bfloat16 costs, and
+probabilities are rounded to it. Scales of a head are factors on the scores and on the output
+(low_precision_products.py).
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of constants.
@@ -79,10 +80,17 @@ def _load_part(pages, first, page_step, row_step, n, part: gl.constexpr, length,
 
 
 @gluon.jit
+def head_words(numbers, head_step, head):
+    """Return a pointer to the words of a head's row 0 of page 0."""
+    numbers = numbers.to(gl.pointer_type(gl.int32), bitcast=True)
+    return numbers + head.to(gl.int64) * head_step * (STRIDE_UNIT // 4)
+
+
+@gluon.jit
 def load_tile(pages, first, page_step, row_step, n, length, form):
     """Load key tile n, each part [pieces, PIECE, DIM/4] words of four numbers: 0 without a key.
 
-    pages: page_numbers'; first: int32 pointer to the head's row 0 of page 0; page_step, row_step: in STRIDE_UNIT."""
+    pages: page_numbers'; first: head_words'; page_step, row_step: strides in STRIDE_UNIT."""
     found = (_load_part(pages[0], first, page_step, row_step, n, 0, length, form),)
     for part in gl.static_range(1, _parts(form)):
         one = _load_part(pages[part], first, page_step, row_step, n, part, length, form)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS, PAGE_STEP
 from portattn.backends.cuda.hopper_forward.consumer import consume
-from portattn.backends.cuda.hopper_forward.dequantize import STRIDE_UNIT, load_tile, page_numbers, store_and_load
+from portattn.backends.cuda.hopper_forward.dequantize import head_words, load_tile, page_numbers, store_and_load
 from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
@@ -113,8 +113,8 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, pages_of
                 table = page_table + work.k_first.to(gl.int64) * table_stride
             if form.DEQUANTIZE:
                 k, k_page, k_head, k_row, v, v_page, v_head, v_row, page_count = pages_of_bytes
-                k_first = k + kv_head.to(gl.int64) * k_head * (STRIDE_UNIT // 4)
-                v_first = v + kv_head.to(gl.int64) * v_head * (STRIDE_UNIT // 4)
+                k_first = head_words(k, k_head, kv_head)
+                v_first = head_words(v, v_head, kv_head)
                 numbers = page_numbers(table, page_count, end - 1, work.k_length, form)
                 k_tile = load_tile(numbers, k_first, k_page, k_row, end - 1, work.k_length, form)
             for n in range(end - 1, begin - 1, -1):
@@ -212,8 +212,8 @@ def scheduled_forward(
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
           numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of auxiliary_kernels.py. With
           INT8 q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T)
-    k_pages, v_pages, and their strides  int32 of (page_count, H, PAGE, DIM/4) words of a FORMAT, instead of k_desc and
-          v_desc; strides are in steps of 16 bytes. None otherwise. k_scale and v_scale are (B, Hk) float32 then, or None
+    k_pages, v_pages, and their strides  bytes of (page_count, H, PAGE, DIM) numbers of a FORMAT, instead of k_desc and
+          v_desc; strides are in steps of 16. None otherwise. k_scale and v_scale are (B, Hk) float32 then, or None
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap

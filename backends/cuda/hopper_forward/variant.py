@@ -76,7 +76,7 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 DEQUANTIZING_REGISTERS = {64: (168, 200, 104), 128: (168, 200, 104), 256: (168, 216, 72)}  # by width: two consumers
 STORED = ("e4m3", "e5m2")  # formats of pages that the producer dequantizes
-WORDS_A_STEP = 4  # the kernel takes their strides in steps of 16 bytes
+STRIDE_UNIT = 16  # bytes in which the kernel takes their strides
 
 MOST_SPLITS = 32
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
@@ -263,11 +263,11 @@ def dequantizes(p: Problem) -> bool:
 
 
 def stored_views(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return quantised keys and values as words of 4, and their scales, if there are any, for each sequence and head."""
-    import torch
+    """Return quantised keys and values as bytes, and their scales, if there are any, for each sequence and head."""
+    from portattn.schema.tensors import KV_STORED  # torch: not where backends are only imported
 
     scales = [name for name in ("k_scale", "v_scale") if tensors.get(name) is not None]
-    return {name: tensors[name].view(torch.int32) for name in ("k", "v")} | {
+    return {name: tensors[name].view(KV_STORED) for name in ("k", "v")} | {
         name: tensors[name].expand(p.batch, p.heads_k) for name in scales
     }
 
@@ -352,7 +352,7 @@ class ForwardLauncher(StepLauncher):
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
         from portattn.backends.cuda.hopper_forward.kernel import scheduled_forward
 
-        p, s = self.problem, self.schedule
+        p = self.problem
         split = self._splits > 1
         kind = (
             "cu_seqlens_q" if p.packed else "seqlens_q",
@@ -401,7 +401,7 @@ class ForwardLauncher(StepLauncher):
         found["page_count"] = tensors["k"].shape[0]
         for name in "kv":
             found[f"{name}_pages"] = tensors[name]
-            strides = (stride // WORDS_A_STEP for stride in tensors[name].stride()[:3])
+            strides = (stride // STRIDE_UNIT for stride in tensors[name].stride()[:3])
             found |= {f"{name}_{end}": stride for end, stride in zip(ends, strides, strict=True)}
             if self.problem.kv_scales != "none":
                 scale = tensors[f"{name}_scale"]
