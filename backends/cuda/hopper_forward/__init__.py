@@ -2,4 +2,3 @@
 
 # Imports nothing: the kernel also compiles without the rest of portattn.
 GROUP_ROWS = 64  # query rows of a warp group
-PAGE_STEP = 16  # tokens of a page: a multiple of so many

@@ -146,14 +146,17 @@ class ForwardSharedMemory:
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]
     k_full: gl.shared_memory_descriptor  # [STAGES]
     v_full: gl.shared_memory_descriptor  # [STAGES]
+    bytes: gl.shared_memory_descriptor  # with a FORMAT [2][1, 1, KEYS, DIM] int8: a tile of keys and one of values
+    bytes_full: gl.shared_memory_descriptor  # [2]
     mail: gl.shared_memory_descriptor  # [2·FIELDS][1] int32: two messages of the producer to the consumers
     mail_full: gl.shared_memory_descriptor  # [2]
     mail_free: gl.shared_memory_descriptor  # [2]
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, q_full, q_free, k_full, v_full, mail, mail_full, mail_free):
+    def __init__(self, q, k, v, out, q_full, q_free, k_full, v_full, bytes, bytes_full, mail, mail_full, mail_free):
         self.q, self.k, self.v, self.out = q, k, v, out
         self.q_full, self.q_free, self.k_full, self.v_full = q_full, q_free, k_full, v_full
+        self.bytes, self.bytes_full = bytes, bytes_full
         self.mail, self.mail_full, self.mail_free = mail, mail_full, mail_free
 
 

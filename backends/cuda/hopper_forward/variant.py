@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from portattn.backends.cuda.canaries import FORWARD
-from portattn.backends.cuda.hopper_forward import GROUP_ROWS, PAGE_STEP
+from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign, tuning
 from portattn.planning.backend import Variant
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from portattn.schema.toolchain import Toolchain
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
-SWIZZLED = 64  # 16-bit columns of one swizzled block of shared memory: 128 bytes
+PAGE_STEP = 16  # tokens of a page: a multiple of so many
+SWIZZLED = 128  # bytes of columns of one swizzled block of shared memory
 
 
 def width(head_dim: int) -> int:
@@ -52,7 +53,8 @@ def pieces(p: Problem, most: int) -> tuple[int, int]:
 
     A load never crosses a page's end; of a tile over several pages it has one block of columns, an array of its own."""
     keys = math.gcd(operator.index(p.page_size), most)
-    return keys, width(p.head_dim) if keys == most else SWIZZLED
+    block = SWIZZLED // (1 if dequantizes(p) else 2)
+    return keys, width(p.head_dim) if keys == most else min(width(p.head_dim), block)
 
 
 def row_tiles(p: Problem, rows: int) -> int:
@@ -74,9 +76,8 @@ LARGEST_CAP = 1e30
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
-DEQUANTIZING_REGISTERS = {64: (168, 200, 104), 128: (168, 200, 104), 256: (168, 216, 72)}  # by width: two consumers
+DEQUANTIZING_REGISTERS = REGISTERS | {2: (168, 216, 72)}  # its producer converts numbers
 STORED = ("e4m3", "e5m2")  # formats of pages that the producer dequantizes
-STRIDE_UNIT = 16  # bytes in which the kernel takes their strides
 
 MOST_SPLITS = 32
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
@@ -365,14 +366,13 @@ class ForwardLauncher(StepLauncher):
             "counter": "counter",
         }  # fmt: skip
         if dequantizes(p):
-            roles |= {"k_pages": roles.pop("k_desc"), "v_pages": roles.pop("v_desc")}
             roles |= {name: name for name in ("k_scale", "v_scale") if p.kv_scales != "none"}
         out = tensors["out"]
         registers, consumer, producer = self._registers()
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
-            **self.descriptors(tensors), **self._stored_arguments(tensors),
+            **self.descriptors(tensors), **self._scales(tensors),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
@@ -385,36 +385,25 @@ class ForwardLauncher(StepLauncher):
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
     def _registers(self) -> tuple[int, int, int]:
-        p, groups = self.problem, self.schedule.groups
+        p = self.problem
         if dequantizes(p):
-            return DEQUANTIZING_REGISTERS[width(p.head_dim)]
-        return (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[groups]
+            return DEQUANTIZING_REGISTERS[self.schedule.groups]
+        return (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[self.schedule.groups]
 
-    def _stored_arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of quantised tensors: None for the others."""
-        ends = ("page", "head", "row")
+    def _scales(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return scales and their strides, None for those that are not given."""
         found: dict[str, Any] = dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h"))
         found |= {"q_scale_s": None, "k_scale_s": None}
-        found |= dict.fromkeys(f"{name}_{end}" for name in "kv" for end in ("pages", *ends)) | {"page_count": None}
-        if not dequantizes(self.problem):
-            return found
-        found["page_count"] = tensors["k"].shape[0]
-        for name in "kv":
-            found[f"{name}_pages"] = tensors[name]
-            strides = (stride // STRIDE_UNIT for stride in tensors[name].stride()[:3])
-            found |= {f"{name}_{end}": stride for end, stride in zip(ends, strides, strict=True)}
-            if self.problem.kv_scales != "none":
-                scale = tensors[f"{name}_scale"]
-                b, h = scale.stride()
-                found |= {f"{name}_scale": scale, f"{name}_scale_b": b, f"{name}_scale_h": h}
+        if dequantizes(self.problem) and self.problem.kv_scales != "none":
+            for name in ("k_scale", "v_scale"):
+                b, h = tensors[name].stride()
+                found |= {name: tensors[name], f"{name}_b": b, f"{name}_h": h}
         return found
 
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         p, s = self.problem, self.schedule
         dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
-        found: dict[str, Any] = {"k_desc": None, "v_desc": None}
-        if not dequantizes(p):
-            found = {f"{name}_desc": make_descriptor(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
+        found = {f"{name}_desc": make_descriptor(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
         if p.page_size:
             heads = heads_of(p)
             rows = functools.partial(make_descriptor, rows=heads, before=GROUP_ROWS // heads)
