@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from portattn.api.call import perform
 from portattn.api.monitor import nearest
 from portattn.api.ops import make_request
 from portattn.cli import main
+from portattn.integrations.engine_warmup import compile_calls
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 SMALL = {"op": "attention", **dict.fromkeys("qkv", "fp32[1,2,8,16]")}
@@ -147,6 +149,17 @@ def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
     assert report.failed == (bad,)
     assert (good.failed, good.path) == ("", "sdpa")
     assert "window (3,0)" in good.call
+
+
+def test_a_start_goes_on_whatever_cannot_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    log, device = logging.getLogger("an engine"), torch.device("cpu")
+    assert compile_calls([{"op": "attend"}], device, log) is None
+    assert "nothing was compiled before the first request: warmup: specs[0].op is 'attend'" in caplog.text
+    with pytest.warns(portattn.CompileWarning):
+        report = compile_calls([SMALL, dict(SMALL), SMALL | {"backend": "triton"}], device, log)
+    assert report is not None
+    assert [bool(one.failed) for one in report.specs] == [False, True], "equal calls are one"
+    assert "no kernel of portattn's runs, but sdpa" in caplog.text
 
 
 def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) -> None:

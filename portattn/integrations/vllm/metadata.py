@@ -258,7 +258,7 @@ ALIGNED_TOKENS = 128  # of a block table's row, by which vLLM 0.33 rounds its wi
 def engine_of(config: Any, spec: Any, device: torch.device) -> Engine:
     """Return the limits of a layer group's batches."""
     scheduler, model = config.scheduler_config, config.model_config
-    length = scheduler.max_model_len if model is None else model.max_model_len
+    length = getattr(scheduler if model is None else model, "max_model_len", scheduler.max_num_batched_tokens)
     blocks = -(-length // spec.block_size)
     if hasattr(spec, "max_num_blocks_per_req"):
         blocks = spec.max_num_blocks_per_req(config, length)
@@ -291,7 +291,7 @@ class StartUp:
         self.layers = [layer for layer in layers if getattr(layer.impl, "start_up", self) is None]
         if not needs_warmup(device) or not self.layers:  # without layers, another builder of the group waits
             return
-        self.engine = engine_of(config, kv_cache_spec, device)
+        self.config, self.engine = config, engine_of(config, kv_cache_spec, device)
         if rows is not None:
             self.engine.rows, self.engine.tokens = rows, min(self.engine.tokens, self.engine.sequences * rows)
         self._waiting.append(self)
@@ -311,16 +311,17 @@ class StartUp:
         return all(layer.kv_cache.numel() or not layer.impl.has_cache for layer in self.layers)
 
     def compile(self) -> None:
-        """Compile the calls of all groups that wait, by one warm-up, if their caches are bound."""
-        if not all(group.is_bound for group in self._waiting):
+        """Compile the calls of all the engine's groups that wait, by one warm-up, if their caches are bound."""
+        groups = [group for group in self._waiting if group.config is self.config]
+        if not all(group.is_bound for group in groups):
             return
         specs = []
         with torch.inference_mode():
-            for group in self._waiting:
+            for group in groups:
+                self._waiting.remove(group)
                 for layer in group.layers:
                     layer.impl.start_up = None
                     specs += layer.impl.specs(layer, group.engine)
-            self._waiting.clear()
             compile_calls(specs, self.engine.device, log)
 
 
