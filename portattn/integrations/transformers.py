@@ -24,20 +24,19 @@ except ModuleNotFoundError as error:
         f"{install_extra('transformers')}"
     ) from None
 
-from transformers import masking_utils
+from portattn.errors import ArgumentError, PortattnError
+from portattn.integrations import TRANSFORMERS, check_release
 
-if not {"q_length", "q_offset"} <= inspect.signature(masking_utils.sdpa_mask).parameters.keys():
-    raise ImportError(
-        f"portattn.integrations.transformers needs transformers 5.4 or later, found {transformers.__version__}: "
-        "earlier ones describe masks in another way"
-    )
+try:
+    check_release(TRANSFORMERS, transformers.__version__)
+except PortattnError as error:
+    raise ImportError(str(error)) from None
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation import continuous_batching
 
 from portattn.api import ops
 from portattn.api.transform_checks import leave_out, left_out
-from portattn.errors import ArgumentError
 from portattn.integrations.transformers_mask import (
     ELSEWHERE,
     WHO,

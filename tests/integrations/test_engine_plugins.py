@@ -7,6 +7,8 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,9 +16,20 @@ from typing import Any
 import pytest
 
 from portattn import config
-from portattn.errors import ArgumentError
-from portattn.integrations import sglang, vllm
-from portattn.integrations.sglang import NEWEST, OLDEST
+from portattn.errors import PortattnError
+from portattn.integrations import (
+    DIFFUSERS,
+    SGLANG,
+    TRANSFORMERS,
+    VLLM,
+    VLLM_MLA,
+    Interface,
+    check_release,
+    differences,
+    sglang,
+    vllm,
+)
+from portattn.integrations import _warn as warn_once
 
 ENTRY_POINTS = {
     "vllm": ("vllm.general_plugins", "portattn.integrations.vllm:register", vllm.register),
@@ -69,7 +82,7 @@ class Asked:
 @pytest.fixture
 def capabilities(monkeypatch: pytest.MonkeyPatch) -> Any:
     parts: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.33.0", "envs": SimpleNamespace(VLLM_KV_CACHE_LAYOUT=None)},
+        "vllm": {"envs": SimpleNamespace(VLLM_KV_CACHE_LAYOUT=None)},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda=lambda: True)},
         "vllm.v1.attention.backend": {"AttentionBackend": Asked, "MultipleOf": int},
         "vllm.v1.kv_cache_layout": {"KVCacheLayout": Enum("KVCacheLayout", {"LBHNC": 0})},
@@ -79,13 +92,10 @@ def capabilities(monkeypatch: pytest.MonkeyPatch) -> Any:
         vars(module).update(parts.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
     package = importlib.import_module("portattn.integrations.vllm")
-    for part in ("capabilities", "caches", "versions"):  # gone again afterwards: they hold the stand-ins
-        monkeypatch.delitem(sys.modules, f"portattn.integrations.vllm.{part}", raising=False)
-        monkeypatch.delattr(package, part, raising=False)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)  # gone again afterwards: it holds the stand-ins
+    monkeypatch.delattr(package, "caches", raising=False)
     yield importlib.import_module(MODULE)
-    for part in ("capabilities", "caches", "versions"):
-        sys.modules.pop(f"portattn.integrations.vllm.{part}", None)
-        vars(package).pop(part, None)
+    del sys.modules[MODULE], package.caches
 
 
 @pytest.mark.parametrize(
@@ -113,20 +123,135 @@ def test_a_services_variables_are_no_reason(capabilities: Any, monkeypatch: pyte
         assert capabilities.Capabilities.validate_configuration() == ["another"]
 
 
-# Without SGLang: the plug-in's module can be imported, and says what is missing. With it: tests/engines/sglang.
+# Which releases are served, without the libraries: module trees made of the tables of members, and changed ones.
+INTERFACES = pytest.mark.parametrize(
+    "interface", [VLLM_MLA, SGLANG, DIFFUSERS, TRANSFORMERS], ids=lambda interface: interface.library
+)
 
 
-# Which versions of SGLang the plug-in takes, without SGLang: a build's own label is no other release.
-@pytest.mark.parametrize("version", [OLDEST, NEWEST, f"{NEWEST}+cu130", f"{OLDEST}+local"])
-def test_a_label_of_a_build(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
-    monkeypatch.setitem(sys.modules, "portattn.integrations.sglang.capabilities", None)
-    with pytest.raises(ImportError, match="capabilities"):  # the version was taken, and what comes next is asked for
-        sglang.create(None)
+def plant(patch: pytest.MonkeyPatch, interface: Interface, changed: dict[tuple[str, str], str] | None = None) -> None:
+    """Put a library's modules in place, whose members are as the table says, or as `changed` does of a member."""
+    for module, members in interface.members.items():
+        made = ModuleType(module)
+        for name, told in members.items():
+            kind, *names = (changed or {}).get((module, name), told).split()
+            first, _, method = name.partition(".")
+            if kind != "has":
+                place: dict[str, Any] = {}
+                exec(f"def function({', '.join(names)}): ...", place)
+            if kind == "has" and not name:
+                vars(made).update(dict.fromkeys(names))
+                continue
+            owner: Any = vars(made).setdefault(first, type(first, (), {"__annotations__": {}}))
+            if kind == "has":
+                owner.__annotations__.update(dict.fromkeys(names))
+            else:
+                setattr(*((owner, method) if method else (made, first)), place["function"])
+        patch.setitem(sys.modules, module, made)
 
 
-@pytest.mark.parametrize("version", [f"{OLDEST}rc1", f"{NEWEST}.post1", "0.6.0+cu130", "0.5.23-dirty.main", "unknown"])
-def test_other_releases(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
-    with pytest.raises(ArgumentError, match="sglang's version is"):
-        sglang.create(None)
+def one_member_changed(interface: Interface) -> Iterator[tuple[tuple[str, str], str, str]]:
+    """Each member, a change of it that must be named, and how."""
+    for module, members in interface.members.items():
+        for name, told in members.items():
+            kind, *names = told.split()
+            if kind != "has":
+                yield (module, name), f"{told} extra", f"{name} has a parameter 'extra' that this adapter does not know"
+            gone = [one for one in names if f"{name}.{one}" not in members and not one.startswith("__")][:1]
+            for one in gone:
+                what = f"has no {'' if kind == 'has' else 'parameter '}{one!r}"
+                yield (
+                    (module, name),
+                    " ".join({kind: 0} | dict.fromkeys(n for n in names if n != one)),
+                    f"{name or module} {what}",
+                )
+
+
+@INTERFACES
+def test_each_member_that_differs_is_named(interface: Interface) -> None:
+    for member, told, flaw in one_member_changed(interface):
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch, interface, {member: told})
+            assert list(differences(interface)) == [flaw]
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, interface)
+        patch.setitem(sys.modules, next(iter(interface.members)), None)
+        (flaw,) = differences(interface)
+        assert flaw.startswith(f"{next(iter(interface.members))} cannot be imported")
+
+
+@INTERFACES
+def test_a_new_optional_parameter_of_a_function_that_is_called_changes_nothing(interface: Interface) -> None:
+    optional = {
+        (module, name): f"{told} extra=None"
+        for module, members in interface.members.items()
+        for name, told in members.items()
+        if told.startswith("given")
+    }
+    assert optional
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, interface, optional)
+        assert list(differences(interface)) == []
+
+
+def test_a_new_abstract_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, SGLANG)
+    base = sys.modules["sglang.srt.layers.attention.base_attn_backend"].AttentionBackend
+    base.__abstractmethods__ = frozenset({"verify_mask", "plan"})
+    assert list(differences(SGLANG)) == [
+        "AttentionBackend has an abstract method 'plan' that this adapter does not define"
+    ]
+
+
+# The adapters ask at their entries, before they import a member of the library.
+ENTRIES = {"vLLM": lambda: vllm.PortattnBackend, "SGLang": lambda: sglang.create(None)}
+
+
+@pytest.fixture(params=ENTRIES)
+def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets the library's version and planted members, and calls the adapter's entry."""
+    check_release.cache_clear()
+    warn_once.cache_clear()
+    library, interface = request.param, {"vLLM": VLLM, "SGLang": SGLANG}[request.param]
+    for module in ("vllm.backend", "sglang.capabilities"):  # what is imported once the release is taken
+        monkeypatch.setitem(sys.modules, f"portattn.integrations.{module}", None)
+
+    def enter(version: str, changed: dict[tuple[str, str], str] | None = None) -> None:
+        plant(monkeypatch, interface, changed)
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+        monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
+        ENTRIES[library]()
+
+    enter.interface = interface  # type: ignore[attr-defined]
+    return enter
+
+
+def test_tested_releases_are_taken_without_a_word(release: Any, recwarn: pytest.WarningsRecorder) -> None:
+    newest = release.interface.newest
+    for version in (release.interface.oldest, newest, f"{newest}+cu130", f"{newest}.post1"):
+        with pytest.raises(ImportError, match=r"portattn\.integrations"):
+            release(version)
+    assert not recwarn.list
+
+
+def test_a_newer_release_is_taken_with_one_warning(release: Any) -> None:
+    of = release.interface
+    for times in (1, 0):
+        with warnings.catch_warnings(record=True) as told, pytest.raises(ImportError, match=r"portattn\.integrations"):
+            release("9.1.0")
+        what = f"portattn was tested with {of.library} {of.oldest} to {of.newest}, and this is 9.1.0: its interface was"
+        assert [str(one.message).partition(" checked")[0] for one in told] == [what] * times
+    with pytest.warns(UserWarning, match="and this is dirty-main"), pytest.raises(ImportError):
+        release("dirty-main")
+
+
+def test_other_releases_are_refused_by_name(release: Any) -> None:
+    of = release.interface
+    member, told, flaw = next(one for one in one_member_changed(of) if one[1].endswith(" extra"))
+    with pytest.raises(PortattnError, match=f"^{of.library} 9.1.0: {flaw}; portattn was tested with"):
+        release("9.1.0", {member: told})
+    for version in ("0.3.0", f"{of.oldest}rc1"):
+        with pytest.raises(
+            PortattnError, match=f"^{of.library} {version} is not supported: it is older than {of.oldest}"
+        ):
+            release(version)

@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import nvfp4_split_data_scale
+from vllm.v1.attention.ops.int4_per_token_head import single_rht
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_batches import BLOCK, DECODE, DIM, KV_HEADS, MIXED, Batch, Layer, check
@@ -19,6 +20,7 @@ from portattn.integrations.vllm import caches
 from portattn.integrations.vllm.backend import PortattnBackend
 
 works = pytest.mark.engine_feature
+INT4 = "int4_per_token_head"
 # cache dtype -> the numbers' dtype, and the least number of correct bits that a value keeps
 FORMATS = {
     "fp8": (torch.float8_e4m3fn, 4), "fp8_e4m3": (torch.float8_e4m3fn, 4), "fp8_e5m2": (torch.float8_e5m2, 3),
@@ -71,13 +73,40 @@ def test_scales_of_tokens(cache_dtype: str, layout: str) -> None:
     assert portattn.last_plan().problem.kv_scales == "token"
 
 
+def read_int4_back(layer: Layer, batch: Batch) -> None:
+    """As read_back, of int4: D / 2 bytes, the first number in the low four bits, and a float32 whose low four bits are
+    the number of 0; of rows that vLLM's function has rotated."""
+    turn = single_rht(torch.eye(DIM, dtype=torch.float64))  # row by row: DIM times an orthogonal matrix's square
+    content = layer.layer.kv_cache.contiguous().view(torch.uint8)
+    for values, start in ((batch.k, 0), (batch.v, DIM // 2 + 4)):
+        for b, (_, keys) in enumerate(batch.requests):
+            slots = batch.slots_of(b, 0, keys)
+            rows = content[slots // BLOCK, :, slots % BLOCK, start : start + DIM // 2 + 4].contiguous()
+            numbers = torch.stack([rows[..., : DIM // 2] & 15, rows[..., : DIM // 2] >> 4], -1).flatten(-2)
+            word = rows[..., DIM // 2 :].contiguous().view(torch.int32)
+            step = (word & ~15).view(torch.float32).double()
+            stored, asked = (numbers.double() - (word & 15)) * step, values[b].double() @ turn
+            assert ((stored - asked).abs() <= step / 2 * 1.01 + asked.abs() * 2.0**-8).all()
+            values[b] = stored @ turn.mT / DIM
+
+
+@works("quantised caches: int4, rotated, a scale and a zero for each token and head")
+@pytest.mark.parametrize(("layout", "requests"), [("LBHNC", MIXED), ("LBNHC", DECODE), ("BHLNC", MIXED)])
+def test_int4(layout: str, requests: list[tuple[int, int]]) -> None:
+    batch, layer = Batch(requests, torch.float16), Layer(dtype=torch.float16, cache_dtype=INT4, layout=layout)
+    out = layer.run(batch)
+    assert portattn.last_plan().problem.kv_format == "int4"
+    read_int4_back(layer, batch)
+    check(out, batch)
+
+
 @works("kernels, interpreted")
-@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head", "nvfp4", INT4])
 def test_kernels_over_quantised_caches(cache_dtype: str) -> None:
     batch, layer = Batch([(1, 20), (3, 18)]), Layer(cache_dtype=cache_dtype)
     with portattn.settings(backend="interpreter"):
         out = layer.run(batch)
-    (read_blocks_back if cache_dtype == "nvfp4" else read_back)(layer, batch)
+    {"nvfp4": read_blocks_back, INT4: read_int4_back}.get(cache_dtype, read_back)(layer, batch)
     check(out, batch)
 
 
