@@ -40,7 +40,7 @@ class Form:
     HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
     PIECE, WIDE   keys and columns of one load: all of a tile's without pages
     FP8           q, k, v and probabilities are e4m3; V is transposed (../auxiliary_kernels.py). With OWN_OUT no pages
-    SCALED        with FP8: there are scales
+    SCALED        with FP8 or a FORMAT: there are scales
     COLUMNS       with FP8: columns of a product of values; fewer than DIM if sums of all do not fit (products.py)
     USED          with fewer COLUMNS: DIM without the parts that are all padding; else DIM
     KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores
@@ -51,6 +51,7 @@ class Form:
                   With OWN_OUT, not over pages, without SOFTCAP
     SIDE          with INT8: scales of keys lie side by side
     LAZY          the accumulator is rescaled only if a row's maximum has grown much (fragments.py); not with FP8
+    FORMAT        "as_q", or the storage of quantised pages, which the producer dequantizes (dequantize.py)
     """
 
     GROUPS: gl.constexpr
@@ -86,6 +87,9 @@ class Form:
     INT8: gl.constexpr
     SIDE: gl.constexpr
     LAZY: gl.constexpr
+    FORMAT: gl.constexpr
+    DEQUANTIZE: gl.constexpr  # there is a FORMAT
+    PRODUCERS: gl.constexpr  # warps of the producer
     BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
     V_BYTES: gl.constexpr  # and of v
@@ -104,7 +108,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY):  # fmt: skip
+                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -116,13 +120,15 @@ class Form:
         self.FP8, self.SCALED = map(gl.constexpr, (FP8, SCALED))
         self.COLUMNS, self.USED, self.KEPT, self.HALVED = map(gl.constexpr, (COLUMNS, USED, KEPT, HALVED))
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
+        self.FORMAT, self.DEQUANTIZE = gl.constexpr(FORMAT), gl.constexpr(FORMAT != "as_q")
+        self.PRODUCERS = gl.constexpr(4 if FORMAT != "as_q" else 1)
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, deep])
         part = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, deep])
-        self.PARTY = gl.constexpr(GROUPS * 128 + 32)
+        self.PARTY = gl.constexpr(GROUPS * 128 + 32 * self.PRODUCERS.value)
         self.SCORES, self.OUTPUT, self.PART = map(gl.constexpr, (scores, output, part))
         self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=4 if INT8 else wide))
         self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=part, k_width=wide))
@@ -140,14 +146,17 @@ class ForwardSharedMemory:
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]
     k_full: gl.shared_memory_descriptor  # [STAGES]
     v_full: gl.shared_memory_descriptor  # [STAGES]
+    bytes: gl.shared_memory_descriptor  # with a FORMAT [2][1, 1, KEYS, DIM] int8: a tile of keys and one of values
+    bytes_full: gl.shared_memory_descriptor  # [2]
     mail: gl.shared_memory_descriptor  # [2·FIELDS][1] int32: two messages of the producer to the consumers
     mail_full: gl.shared_memory_descriptor  # [2]
     mail_free: gl.shared_memory_descriptor  # [2]
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, q_full, q_free, k_full, v_full, mail, mail_full, mail_free):
+    def __init__(self, q, k, v, out, q_full, q_free, k_full, v_full, bytes, bytes_full, mail, mail_full, mail_free):
         self.q, self.k, self.v, self.out = q, k, v, out
         self.q_full, self.q_free, self.k_full, self.v_full = q_full, q_free, k_full, v_full
+        self.bytes, self.bytes_full = bytes, bytes_full
         self.mail, self.mail_full, self.mail_free = mail, mail_full, mail_free
 
 
@@ -270,7 +279,7 @@ def _packed_work(tile, sizes, form):
     number, head = in_turn(tile, sizes.row_tiles, sizes.heads, sizes)
     if form.PAGE:  # engines put sequences of one new token first: last here, they fill what longer ones leave
         number = sizes.row_tiles - 1 - number
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [form.PRODUCERS], [0])
     sequence = sizes.batches - sizes.batches
     for chunk in range(gl.cdiv(sizes.batches + 1, 32)):
         b = chunk * 32 + gl.arange(0, 32, layout)
@@ -410,7 +419,7 @@ BOXES: gl.constexpr = gl.constexpr(2)
 @gluon.jit
 def send(work, box, phase, shared, form):
     """Send a tile's Work to the consumers."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [form.PRODUCERS], [0])
     mbarrier.wait(shared.mail_free.index(box), phase)
     at = box * FIELDS
     shared.mail.index(at).store(gl.full([1], 0, gl.int32, one) + work.row)
