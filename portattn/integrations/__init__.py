@@ -23,7 +23,8 @@ class Interface:
     """The tested releases of a library, and the members that an adapter uses: module -> dotted name -> expectation.
 
     "has a b"    attributes, fields or instance attributes; and no abstract method but these
-    "takes a b"  the library calls the adapter's own method or function of this signature: no parameter may be new
+    "takes a b=" the library calls the adapter's own method or function of this signature: no parameter may be new, and
+                 none but b may be absent
     "given a b"  the adapter calls it with these arguments: a new parameter must have a default
     """
 
@@ -85,7 +86,7 @@ _MLA: dict[str, dict[str, str]] = {
         "MLACommonDecodeMetadata": "has block_table seq_lens dcp_tot_seq_lens",
         "MLACommonImpl": "has __init__ forward_mqa kv_lora_rank supports_quant_query_input",
         "MLACommonImpl.do_kv_cache_update": "takes kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale"
-        " skip_scale",
+        " skip_scale=",
         "MLACommonImpl.forward_mqa": "takes q kv_c_and_k_pe_cache attn_metadata layer",
         "MLACommonMetadata": "has causal decode",
         "MLACommonMetadataBuilder._build_decode": "takes block_table_tensor seq_lens_device max_seq_len"
@@ -228,11 +229,11 @@ def _flaws(owner: Any, kind: str, *names: str) -> Iterator[str]:
         new = sorted(getattr(owner, "__abstractmethods__", set()) - set(names))
         yield from (f"has an abstract method {name!r} that this adapter does not define" for name in new)
         return
-    found = inspect.signature(owner).parameters
-    yield from (f"has no parameter {name!r}" for name in names if name not in found)
+    found, known = inspect.signature(owner).parameters, {"self", "cls", *(name.rstrip("=") for name in names)}
+    yield from (f"has no parameter {name!r}" for name in names if name not in found and not name.endswith("="))
     for name, one in found.items():
-        open_ended = one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or name in ("self", "cls")
-        if not open_ended and name not in names and (kind == "takes" or one.default is one.empty):
+        open_ended = one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if not open_ended and name not in known and (kind == "takes" or one.default is one.empty):
             yield f"has a parameter {name!r} that this adapter does not know"
 
 

@@ -124,11 +124,6 @@ def test_a_services_variables_are_no_reason(capabilities: Any, monkeypatch: pyte
 
 
 # Which releases are served, without the libraries: module trees made of the tables of members, and changed ones.
-INTERFACES = pytest.mark.parametrize(
-    "interface", [VLLM_MLA, SGLANG, DIFFUSERS, TRANSFORMERS], ids=lambda interface: interface.library
-)
-
-
 def plant(patch: pytest.MonkeyPatch, interface: Interface, changed: dict[tuple[str, str], str] | None = None) -> None:
     """Put a library's modules in place, whose members are as the table says, or as `changed` does of a member."""
     for module, members in interface.members.items():
@@ -136,122 +131,79 @@ def plant(patch: pytest.MonkeyPatch, interface: Interface, changed: dict[tuple[s
         for name, told in members.items():
             kind, *names = (changed or {}).get((module, name), told).split()
             first, _, method = name.partition(".")
-            if kind != "has":
-                place: dict[str, Any] = {}
-                exec(f"def function({', '.join(names)}): ...", place)
             if kind == "has" and not name:
                 vars(made).update(dict.fromkeys(names))
-                continue
-            owner: Any = vars(made).setdefault(first, type(first, (), {"__annotations__": {}}))
-            if kind == "has":
-                owner.__annotations__.update(dict.fromkeys(names))
-            else:
-                setattr(*((owner, method) if method else (made, first)), place["function"])
+            elif kind == "has" or method:
+                owner: Any = vars(made).setdefault(first, type(first, (), {"__annotations__": {}}))
+                owner.__annotations__.update(dict.fromkeys(names if kind == "has" else ()))
+            if kind != "has":
+                holder, last = (owner, method) if method else (made, first)
+                parameters = ", ".join(["*"] * bool(names) + names).replace("=", "=None")
+                setattr(holder, last, eval(f"lambda {parameters}: None"))
         patch.setitem(sys.modules, module, made)
 
 
-def one_member_changed(interface: Interface) -> Iterator[tuple[tuple[str, str], str, str]]:
+def changes(interface: Interface) -> Iterator[tuple[tuple[str, str], str, str]]:
     """Each member, a change of it that must be named, and how."""
     for module, members in interface.members.items():
         for name, told in members.items():
             kind, *names = told.split()
             if kind != "has":
                 yield (module, name), f"{told} extra", f"{name} has a parameter 'extra' that this adapter does not know"
-            gone = [one for one in names if f"{name}.{one}" not in members and not one.startswith("__")][:1]
-            for one in gone:
-                what = f"has no {'' if kind == 'has' else 'parameter '}{one!r}"
-                yield (
-                    (module, name),
-                    " ".join({kind: 0} | dict.fromkeys(n for n in names if n != one)),
-                    f"{name or module} {what}",
-                )
+            gone = next((one for one in names if f"{name}.{one}" not in members and one != "__init__"), "")
+            flaw = f"{name or module} has no {'' if kind == 'has' else 'parameter '}{gone!r}"
+            if gone:
+                yield (module, name), " ".join([kind, *(one for one in names if one != gone)]), flaw
 
 
-@INTERFACES
-def test_each_member_that_differs_is_named(interface: Interface) -> None:
-    for member, told, flaw in one_member_changed(interface):
-        with pytest.MonkeyPatch.context() as patch:
-            plant(patch, interface, {member: told})
-            assert list(differences(interface)) == [flaw]
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch, interface)
-        patch.setitem(sys.modules, next(iter(interface.members)), None)
-        (flaw,) = differences(interface)
-        assert flaw.startswith(f"{next(iter(interface.members))} cannot be imported")
-
-
-@INTERFACES
-def test_a_new_optional_parameter_of_a_function_that_is_called_changes_nothing(interface: Interface) -> None:
-    optional = {
-        (module, name): f"{told} extra=None"
-        for module, members in interface.members.items()
-        for name, told in members.items()
-        if told.startswith("given")
-    }
-    assert optional
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch, interface, optional)
-        assert list(differences(interface)) == []
+@pytest.mark.parametrize("interface", [VLLM_MLA, SGLANG, DIFFUSERS, TRANSFORMERS], ids=lambda one: one.library)
+def test_each_member_that_differs_is_named(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
+    for member, told, flaw in changes(interface):
+        plant(monkeypatch, interface, {member: told})
+        assert list(differences(interface)) == [flaw]
+    given = {member: f"{told}=" for member, told, _ in changes(interface) if told.endswith(" extra")}
+    plant(monkeypatch, interface, {member: told for member, told in given.items() if told.startswith("given")})
+    assert list(differences(interface)) == []  # the adapter does not give an optional argument that it does not know
+    first = next(iter(interface.members))
+    monkeypatch.setitem(sys.modules, first, None)
+    assert [flaw.partition(" (")[0] for flaw in differences(interface)] == [f"{first} cannot be imported"]
 
 
 def test_a_new_abstract_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, SGLANG)
     base = sys.modules["sglang.srt.layers.attention.base_attn_backend"].AttentionBackend
     base.__abstractmethods__ = frozenset({"verify_mask", "plan"})
-    assert list(differences(SGLANG)) == [
-        "AttentionBackend has an abstract method 'plan' that this adapter does not define"
-    ]
+    assert [flaw[:45] for flaw in differences(SGLANG)] == ["AttentionBackend has an abstract method 'plan"]
 
 
 # The adapters ask at their entries, before they import a member of the library.
-ENTRIES = {"vLLM": lambda: vllm.PortattnBackend, "SGLang": lambda: sglang.create(None)}
+ENTRIES = {VLLM: lambda: vllm.PortattnBackend, SGLANG: lambda: sglang.create(None)}
 
 
-@pytest.fixture(params=ENTRIES)
-def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that sets the library's version and planted members, and calls the adapter's entry."""
+@pytest.mark.parametrize("of", ENTRIES, ids=lambda one: one.library)
+def test_releases(of: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
     check_release.cache_clear()
     warn_once.cache_clear()
-    library, interface = request.param, {"vLLM": VLLM, "SGLang": SGLANG}[request.param]
-    for module in ("vllm.backend", "sglang.capabilities"):  # what is imported once the release is taken
+    plant(monkeypatch, of)
+    for module in ("vllm.backend", "sglang.capabilities"):  # the next import, once a release is taken
         monkeypatch.setitem(sys.modules, f"portattn.integrations.{module}", None)
 
-    def enter(version: str, changed: dict[tuple[str, str], str] | None = None) -> None:
-        plant(monkeypatch, interface, changed)
+    def enter(version: str, error: type[Exception], match: str) -> list[str]:
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
         monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
-        ENTRIES[library]()
+        with warnings.catch_warnings(record=True) as told, pytest.raises(error, match=match):
+            ENTRIES[of]()
+        return [str(one.message) for one in told]
 
-    enter.interface = interface  # type: ignore[attr-defined]
-    return enter
-
-
-def test_tested_releases_are_taken_without_a_word(release: Any, recwarn: pytest.WarningsRecorder) -> None:
-    newest = release.interface.newest
-    for version in (release.interface.oldest, newest, f"{newest}+cu130", f"{newest}.post1"):
-        with pytest.raises(ImportError, match=r"portattn\.integrations"):
-            release(version)
-    assert not recwarn.list
-
-
-def test_a_newer_release_is_taken_with_one_warning(release: Any) -> None:
-    of = release.interface
-    for times in (1, 0):
-        with warnings.catch_warnings(record=True) as told, pytest.raises(ImportError, match=r"portattn\.integrations"):
-            release("9.1.0")
-        what = f"portattn was tested with {of.library} {of.oldest} to {of.newest}, and this is 9.1.0: its interface was"
-        assert [str(one.message).partition(" checked")[0] for one in told] == [what] * times
-    with pytest.warns(UserWarning, match="and this is dirty-main"), pytest.raises(ImportError):
-        release("dirty-main")
-
-
-def test_other_releases_are_refused_by_name(release: Any) -> None:
-    of = release.interface
-    member, told, flaw = next(one for one in one_member_changed(of) if one[1].endswith(" extra"))
-    with pytest.raises(PortattnError, match=f"^{of.library} 9.1.0: {flaw}; portattn was tested with"):
-        release("9.1.0", {member: told})
+    tested = f"portattn was tested with {of.library} {of.oldest} to {of.newest}"
+    for version in (of.oldest, of.newest, f"{of.newest}+cu130", f"{of.newest}.post1"):
+        assert enter(version, ImportError, r"portattn\.integrations") == []
+    for version in ("9.1.0", "dirty-main"):
+        (told,) = enter(version, ImportError, r"portattn\.integrations")
+        assert told.startswith(f"{tested}, and this is {version}: its interface was checked")
+        assert enter(version, ImportError, r"portattn\.integrations") == []
     for version in ("0.3.0", f"{of.oldest}rc1"):
-        with pytest.raises(
-            PortattnError, match=f"^{of.library} {version} is not supported: it is older than {of.oldest}"
-        ):
-            release(version)
+        enter(version, PortattnError, f"^{of.library} {version} is not supported: it is older than {of.oldest}")
+    member, differing, flaw = next(change for change in changes(of) if change[1].endswith(" extra"))
+    plant(monkeypatch, of, {member: differing})
+    enter("9.2.0", PortattnError, f"^{of.library} 9.2.0: {flaw}; {tested}")

@@ -113,9 +113,7 @@ def test_importing_registers_nothing_and_refuses_an_old_transformers() -> None:
         "importlib.reload(integration)"
     )
     assert "[]" in out.splitlines()
-    assert (
-        out.count("UserWarning: portattn was tested with transformers 5.4 to 5.23, and this is 5.99.0: its") == 1
-    )
+    assert out.count("UserWarning: portattn was tested with transformers 5.4 to 5.23, and this is 5.99.0: its") == 1
     assert "ImportError: transformers 6.0.1: sdpa_mask has no parameter 'q_length'; sdpa_" in out.splitlines()[-1]
 
 
