@@ -78,7 +78,7 @@ class Batch(NamedTuple):
 class _Group(NamedTuple):
     """A layer's group in a paged cache, whose layers share a page table: an allocator from 5.18 on."""
 
-    index: int
+    number: int  # among the read_index and write_index of a batch
     kind: str
     begins: bool  # whether the layer is the group's first
     page: int  # tokens
@@ -147,13 +147,13 @@ def _attend_batch(
     begin_k = begin_k.to(torch.int32)
     pages = None
     if group is not None:
-        read_index = named["read_index"][group.index]
+        read_index = named["read_index"][group.number]
         if group.pages is not None and read_index.numel():
             pages = _pages_of(cache, group, read_index, begin_k, longest_k)
         # Without positions to read, keys and values are written alone.
         reads = [index[:0] for index in named["read_index"]] if pages else named["read_index"]
         places: dict[str, Any] = {"read_index": reads, "write_index": named["write_index"]}
-        if _takes_kwargs(type(cache)):
+        if _takes_kwargs(cache.__class__):
             places = {"kwargs": {**places, "cu_seq_lens_k": batch.begin_k, "max_length_k": batch.longest_k}}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **places)
     out: Any
@@ -177,13 +177,13 @@ leave_out("paged cache", _attend_batch, "the cache is written in place through v
 def _pages_of(cache: Any, group: _Group, read_index: torch.Tensor, begin_k: torch.Tensor, longest_k: int) -> _Pages:
     """Return a batch's page table: request b's positions begin at begin_k[b], a page at every `group.page`-th."""
     kept = _pages.setdefault(cache, {})
-    if group.index in kept and kept[group.index].read_index is read_index and not group.begins:
-        return kept[group.index]
+    if group.number in kept and kept[group.number].read_index is read_index and not group.begins:
+        return kept[group.number]
     columns = torch.arange(0, max(longest_k, 1), group.page, device=read_index.device)
     places = (begin_k[:-1, None] + columns).clamp(max=read_index.numel() - 1)
     table = read_index[places].div(group.page, rounding_mode="floor").to(torch.int32)
-    kept[group.index] = _Pages(read_index, table, begin_k.diff())
-    return kept[group.index]
+    kept[group.number] = _Pages(read_index, table, begin_k.diff())
+    return kept[group.number]
 
 
 # Wrappers of two methods of transformers that alone decide on loading a model and on continuous batching.
