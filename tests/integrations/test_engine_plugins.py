@@ -9,27 +9,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from portattn import config
+from portattn import integrations as tables
 from portattn.errors import PortattnError
-from portattn.integrations import (
-    DIFFUSERS,
-    SGLANG,
-    TRANSFORMERS,
-    VLLM,
-    VLLM_MLA,
-    Interface,
-    check_release,
-    differences,
-    sglang,
-    vllm,
-)
-from portattn.integrations import _warn as warn_once
+from portattn.integrations import SGLANG, VLLM, Interface, check_release, differences, sglang, vllm
 
 ENTRY_POINTS = {
     "vllm": ("vllm.general_plugins", "portattn.integrations.vllm:register", vllm.register),
@@ -67,62 +54,6 @@ def test_without_the_engine(engine: str) -> None:
             sglang.create(None)
 
 
-# What vLLM is told of portattn's own settings, without vLLM: stand-ins of the modules that are asked.
-MODULE = "portattn.integrations.vllm.caches"
-
-
-class Asked:
-    """vLLM's AttentionBackend: its own reasons."""
-
-    @classmethod
-    def validate_configuration(cls, *given: Any, **named: Any) -> list[str]:
-        return ["another"]
-
-
-@pytest.fixture
-def capabilities(monkeypatch: pytest.MonkeyPatch) -> Any:
-    parts: dict[str, dict[str, Any]] = {
-        "vllm": {"envs": SimpleNamespace(VLLM_KV_CACHE_LAYOUT=None)},
-        "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda=lambda: True)},
-        "vllm.v1.attention.backend": {"AttentionBackend": Asked, "MultipleOf": int},
-        "vllm.v1.kv_cache_layout": {"KVCacheLayout": Enum("KVCacheLayout", {"LBHNC": 0})},
-    }
-    for name in (*parts, "vllm.v1", "vllm.v1.attention"):
-        module = ModuleType(name)
-        vars(module).update(parts.get(name, {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    package = importlib.import_module("portattn.integrations.vllm")
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)  # gone again afterwards: it holds the stand-ins
-    monkeypatch.delattr(package, "caches", raising=False)
-    yield importlib.import_module(MODULE)
-    del sys.modules[MODULE], package.caches
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("PORTATTN_BACKEND", "tritton"), ("PORTATTN_FALLBACK", "maybe"), ("PORTATTN_VALIDATE", "yes")],
-)
-def test_a_wrong_setting_is_a_reason(
-    capabilities: Any, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert capabilities.Capabilities.validate_configuration() == ["another"]
-    monkeypatch.setenv(variable, value)
-    config.environment_settings.cache_clear()
-    first, *others = capabilities.Capabilities.validate_configuration()
-    assert f"{variable} is '{value}', but must be one of" in first
-    assert others == ["another"]
-
-
-def test_a_services_variables_are_no_reason(capabilities: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes sets them beside a service named portattn."""
-    monkeypatch.setattr(config, "_warned", set())
-    monkeypatch.setenv("PORTATTN_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setenv("PORTATTN_PORT", "tcp://10.0.0.1:8000")
-    config.environment_settings.cache_clear()
-    with pytest.warns(UserWarning, match="PORTATTN_SERVICE_HOST"):
-        assert capabilities.Capabilities.validate_configuration() == ["another"]
-
-
 # Which releases are served, without the libraries: module trees made of the tables of members, and changed ones.
 def plant(patch: pytest.MonkeyPatch, interface: Interface, changed: dict[tuple[str, str], str] | None = None) -> None:
     """Put a library's modules in place, whose members are as the table says, or as `changed` does of a member."""
@@ -156,7 +87,9 @@ def changes(interface: Interface) -> Iterator[tuple[tuple[str, str], str, str]]:
                 yield (module, name), " ".join([kind, *(one for one in names if one != gone)]), flaw
 
 
-@pytest.mark.parametrize("interface", [VLLM_MLA, SGLANG, DIFFUSERS, TRANSFORMERS], ids=lambda one: one.library)
+@pytest.mark.parametrize(
+    "interface", [tables.VLLM_MLA, SGLANG, tables.DIFFUSERS, tables.TRANSFORMERS], ids=lambda one: one.library
+)
 def test_each_member_that_differs_is_named(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
     for member, told, flaw in changes(interface):
         plant(monkeypatch, interface, {member: told})
@@ -183,7 +116,7 @@ ENTRIES = {VLLM: lambda: vllm.PortattnBackend, SGLANG: lambda: sglang.create(Non
 @pytest.mark.parametrize("of", ENTRIES, ids=lambda one: one.library)
 def test_releases(of: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
     check_release.cache_clear()
-    warn_once.cache_clear()
+    tables._warn.cache_clear()
     plant(monkeypatch, of)
     for module in ("vllm.backend", "sglang.capabilities"):  # the next import, once a release is taken
         monkeypatch.setitem(sys.modules, f"portattn.integrations.{module}", None)

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_batches import Batch, Layer, check
 
+from portattn import config
 from portattn.errors import PortattnError
 from portattn.integrations import VLLM_MLA, differences
 from portattn.integrations import vllm as integration
@@ -152,6 +153,14 @@ def test_releases(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(vllm, "__version__", "0.30.1")
     with pytest.raises(PortattnError, match=r"vLLM 0\.30\.1 is not supported: it is older than 0\.31"):
         AttentionBackendEnum["PORTATTN_MLA"].get_class()
+
+
+def test_a_wrong_setting_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTATTN_BACKEND", "tritton")
+    config.environment_settings.cache_clear()
+    first, other = reasons(head_size=640)
+    assert "PORTATTN_BACKEND is 'tritton', but must be one of" in first
+    assert other == "head_size not supported"
 
 
 @pytest.mark.parametrize("one", [backend.PortattnBackend, mla.PortattnMLABackend])
