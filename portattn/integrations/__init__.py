@@ -34,7 +34,7 @@ class Interface:
     members: Mapping[str, Mapping[str, str]]
 
 
-_VLLM: dict[str, dict[str, str]] = {
+VLLM = Interface("vLLM", "0.31", "0.33", {
     "vllm.v1.attention.backend": {
         "AttentionBackend": "has get_name get_impl_cls get_builder_cls",
         "AttentionBackend.customize_spec": "takes spec",
@@ -79,8 +79,6 @@ _VLLM: dict[str, dict[str, str]] = {
         " dcp_sharded",
         "KVQuantMode": "has is_nvfp4 is_per_token_head INT4_PER_TOKEN_HEAD",
     },
-}
-_MLA: dict[str, dict[str, str]] = {
     "vllm.model_executor.layers.attention.mla_attention": {
         "MLACommonBackend": "has get_name get_impl_cls get_builder_cls",
         "MLACommonDecodeMetadata": "has block_table seq_lens dcp_tot_seq_lens",
@@ -93,9 +91,7 @@ _MLA: dict[str, dict[str, str]] = {
         " query_start_loc_cpu query_start_loc_device num_decode_tokens max_query_len dcp_tot_seq_lens_device",
         "QueryLenSupport": "has VARLEN",
     },
-}
-VLLM = Interface("vLLM", "0.31", "0.33", _VLLM)
-VLLM_MLA = Interface("vLLM", "0.31", "0.33", _VLLM | _MLA)
+})  # fmt: skip
 _FORWARD = "takes q k v layer forward_batch save_kv_cache"
 SGLANG = Interface("SGLang", "0.5.20", "0.5.23", {
     "sglang.srt.layers.attention.base_attn_backend": {
@@ -200,10 +196,7 @@ def check_release(interface: Interface, version: str) -> None:
     flaws = list(differences(interface))
     if flaws:
         raise PortattnError(f"{library} {version}: {'; '.join(flaws)}; {tested}")
-    _warn(f"{tested}, and this is {version}: its interface was checked, and is the one that the adapter knows")
-
-
-_warn = functools.cache(warn_caller)
+    warn_caller(f"{tested}, and this is {version}: its interface was checked, and is the one that the adapter knows")
 
 
 def differences(interface: Interface) -> Iterator[str]:

@@ -6,7 +6,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from portattn.integrations import VLLM, VLLM_MLA, check_release
+from portattn.integrations import VLLM, check_release
 
 NAME = "PORTATTN"
 MLA_NAME = "PORTATTN_MLA"
@@ -41,9 +41,8 @@ def __getattr__(name: str) -> Any:
     """Return a backend's class. Raises PortattnError for a release of vLLM that it cannot serve."""
     if name not in _CLASSES.values():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    latent = name == _CLASSES[MLA_NAME]
-    check_release(VLLM_MLA if latent else VLLM, import_module("vllm").__version__)
-    return getattr(import_module(f"{__name__}.{'mla' if latent else 'backend'}"), name)
+    check_release(VLLM, import_module("vllm").__version__)
+    return getattr(import_module(f"{__name__}.{'mla' if name == _CLASSES[MLA_NAME] else 'backend'}"), name)
 
 
 def _restored(name: str) -> Any:

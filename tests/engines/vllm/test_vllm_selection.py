@@ -22,7 +22,7 @@ from vllm_batches import Batch, Layer, check
 
 from portattn import config
 from portattn.errors import PortattnError
-from portattn.integrations import VLLM_MLA, differences
+from portattn.integrations import VLLM, differences
 from portattn.integrations import vllm as integration
 from portattn.integrations.vllm import backend, caches, mla
 from portattn.integrations.vllm.backend import PortattnBackend
@@ -140,7 +140,7 @@ def test_head_sizes_of_scales_in_the_cache() -> None:
 @feature("vLLM with another interface, 0.30 and earlier", refused=True)
 def test_releases(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The members are as the adapter's table says; with another one, vLLM gets no class."""
-    assert list(differences(VLLM_MLA)) == []
+    assert list(differences(VLLM)) == []
 
     def forward(self: Any, layer: Any, x: Any) -> None: ...
 
@@ -187,7 +187,6 @@ def test_latent_attention_is_a_backend_of_its_own() -> None:
 
 
 # What builders answer and make besides a batch's metadata: graphs, and metadata that vLLM derives classes of.
-works = pytest.mark.engine_feature
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def test_graphs_of_latent_attention(world: int, level: AttentionCGSupport) -> No
     assert PortattnMLAMetadataBuilder.get_cudagraph_support(config, None) is level
 
 
-@works("fast prefill of layers that share keys")
+@feature("fast prefill of layers that share keys")
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_prefill(fast: bool) -> None:
     """The layers compute the rows that are sampled alone; their metadata are of a class that vLLM derives. It does so
