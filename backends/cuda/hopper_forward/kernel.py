@@ -2,8 +2,8 @@
 
 A persistent block per multiprocessor draws tiles of GROUPS × 64 query rows of one head, until none are left:
 
-    producer     one warp: says which tile is next, and brings Q, then tile after tile of K and V, through TMA; four
-                 warps where K and V are dequantized on the way (dequantize.py)
+    producer     one warp: says which tile is next, and brings Q, then tile after tile of K and V, through TMA
+    dequantizer  four warps, over quantised pages: turn the bytes of K and V into what consumers read (dequantizer.py)
     consumer w   one warp group, w = 0 .. GROUPS - 1: 64 of the rows, over their keys from the last tile to the first
 
 A consumer's step has two products under way while it computes a softmax: this tile's scores and the tile before's
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.consumer import consume
-from portattn.backends.cuda.hopper_forward.dequantize import byte_layout, dequantize
+from portattn.backends.cuda.hopper_forward.dequantizer import byte_layout, dequantize
 from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
@@ -79,9 +79,10 @@ def bring(desc, pages, n, length, head, barrier, buffers, slot, count: gl.conste
 
 
 @gluon.jit
-def bring_bytes(desc, pages, n, length, head, place: gl.constexpr, shared, form):
+def bring_bytes(desc, pages, n, length, head, place: gl.constexpr, phase, shared, form):
     """Bring key tile n of quantised keys (place 0) or values (1)."""
     full = shared.bytes_full.index(place)
+    mbarrier.wait(shared.bytes_free.index(place), phase)
     mbarrier.expect(full, form.KEYS * form.DIM)
     bring(desc, pages, n, length, head, full, shared.bytes, place, 2, form)
 
@@ -106,7 +107,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
     if not form.PACKED:
         tiles = tiles * sizes.batches * sizes.splits
     slot, box, box_phase = 0, 0, 1
-    buffer, q_phase, bytes_phase = 0, 1, 0
+    buffer, q_phase, bytes_phase = 0, 1, 1
     tile = gl.program_id(0)
     while tile < tiles:
         work = work_of(tile, sizes, form)
@@ -118,24 +119,15 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
             kv_head = work.head // sizes.share
             if form.PAGE:
                 table = page_table + work.k_first.to(gl.int64) * table_stride
-            if form.DEQUANTIZE:
-                pages = pages_of(table, end - 1, work.k_length, form)
-                bring_bytes(k_desc, pages, end - 1, work.k_length, kv_head, 0, shared, form)
-                bring_bytes(v_desc, pages, end - 1, work.k_length, kv_head, 1, shared, form)
             for n in range(end - 1, begin - 1, -1):
-                if form.DEQUANTIZE:  # of the tile that comes next
-                    pages = pages_of(table, gl.maximum(n - 1, begin), work.k_length, form)
-                elif form.PAGE:  # asked for here, they come while the buffers are waited for
+                if form.PAGE:  # asked for here, they come while the buffers are waited for
                     pages = pages_of(table, n, work.k_length, form)
                 else:
                     key = work.k_first + n * form.KEYS
-                sync(FREE + slot, form.PARTY)
                 if form.DEQUANTIZE:
-                    mbarrier.wait(shared.bytes_full.index(0), bytes_phase)
-                    dequantize(shared.bytes, 0, shared.k, slot, shared.k_full, form)
-                    if n > begin:
-                        bring_bytes(k_desc, pages, n - 1, work.k_length, kv_head, 0, shared, form)
+                    bring_bytes(k_desc, pages, n, work.k_length, kv_head, 0, bytes_phase, shared, form)
                 else:
+                    sync(FREE + slot, form.PARTY)
                     k_full = shared.k_full.index(slot)
                     mbarrier.expect(k_full, form.KEYS * form.DIM * form.BYTES)
                     if form.PAGE:
@@ -156,14 +148,11 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     buffer, q_phase = following(buffer, q_phase, form.QUERIES)
                 if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
                     tile = _draw(counter, tiles)
-                sync(FREE + form.STAGES + slot, form.PARTY)
                 if form.DEQUANTIZE:
-                    mbarrier.wait(shared.bytes_full.index(1), bytes_phase)
-                    dequantize(shared.bytes, 1, shared.v, slot, shared.v_full, form)
-                    if n > begin:
-                        bring_bytes(v_desc, pages, n - 1, work.k_length, kv_head, 1, shared, form)
+                    bring_bytes(v_desc, pages, n, work.k_length, kv_head, 1, bytes_phase, shared, form)
                     bytes_phase ^= 1
                 else:
+                    sync(FREE + form.STAGES + slot, form.PARTY)
                     v_full = shared.v_full.index(slot)
                     mbarrier.expect(v_full, form.KEYS * form.DIM * form.V_BYTES)
                     if form.PAGE:
@@ -178,8 +167,9 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     slot = 0
     none = Work(tile - tile - 1, tile, tile, tile, tile, tile, tile, tile)
     send(none, box, box_phase, shared, form)
-    for j in gl.static_range(2 * form.STAGES):  # the last arrivals, for which nothing is loaded
-        sync(FREE + j, form.PARTY)
+    if not form.DEQUANTIZE:
+        for j in gl.static_range(2 * form.STAGES):  # the last arrivals, for which nothing is loaded
+            sync(FREE + j, form.PARTY)
 
 
 @gluon.jit(
@@ -200,7 +190,7 @@ def scheduled_forward(
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
     KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
-    FORMAT: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    FORMAT: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
@@ -222,13 +212,13 @@ def scheduled_forward(
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
-    CONSUMER, PRODUCER  registers of a thread. The other constants: Form
+    CONSUMER, PRODUCER, DEQUANTIZER  registers of a thread. The other constants: Form
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
                 k_desc.block_shape[3], FP8, k_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
                 SIDE, LAZY, FORMAT)  # fmt: skip
-    gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and not SPLIT))
+    gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and not SPLIT and GROUPS == 2))
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
@@ -255,11 +245,12 @@ def scheduled_forward(
     else:
         v_smem = gl.allocate_shared_memory(v_dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    bytes_smem, bytes_full = k_smem, k_full  # not used
+    bytes_smem, bytes_full, bytes_free = k_smem, k_full, k_full  # not used
     if form.DEQUANTIZE:
         bytes_layout: gl.constexpr = byte_layout(form) if form.PIECES > 1 else k_desc.layout
         bytes_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, KEYS, DIM], bytes_layout)
         bytes_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+        bytes_free = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     shared = ForwardSharedMemory(
         q_smem,
         k_smem,
@@ -271,6 +262,7 @@ def scheduled_forward(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
         bytes_smem,
         bytes_full,
+        bytes_free,
         gl.allocate_shared_memory(gl.int32, [BOXES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
@@ -284,9 +276,10 @@ def scheduled_forward(
     if form.DEQUANTIZE:
         for j in gl.static_range(2):
             mbarrier.init(shared.bytes_full.index(j), count=1)
+            mbarrier.init(shared.bytes_free.index(j), count=1)
     for j in gl.static_range(BOXES):
         mbarrier.init(shared.mail_full.index(j), count=1)
-        mbarrier.init(shared.mail_free.index(j), count=GROUPS)
+        mbarrier.init(shared.mail_free.index(j), count=GROUPS + form.DEQUANTIZE)
     fence_async_shared()
     if lengths_q is None:
         lengths_q = counter  # not read
@@ -297,7 +290,24 @@ def scheduled_forward(
         q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
         k_scale_s,
     )  # fmt: skip
-    if GROUPS == 2:
+    if form.DEQUANTIZE:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
+                ),
+                (dequantize, (sizes, shared, form)),
+                (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
+            ],
+            [4, 4, 1],
+            [CONSUMER, DEQUANTIZER, PRODUCER],
+        )
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (
@@ -310,7 +320,7 @@ def scheduled_forward(
                 ),
                 (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
-            [4, form.PRODUCERS],
+            [4, 1],
             [CONSUMER, PRODUCER],
         )
     else:
@@ -330,6 +340,6 @@ def scheduled_forward(
                 ),
                 (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
-            [4, 4, form.PRODUCERS],
+            [4, 4, 1],
             [CONSUMER, CONSUMER, PRODUCER],
         )

@@ -51,7 +51,7 @@ class Form:
                   With OWN_OUT, not over pages, without SOFTCAP
     SIDE          with INT8: scales of keys lie side by side
     LAZY          the accumulator is rescaled only if a row's maximum has grown much (fragments.py); not with FP8
-    FORMAT        "as_q", or the storage of quantised pages, which the producer dequantizes (dequantize.py)
+    FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize (dequantizer.py)
     """
 
     GROUPS: gl.constexpr
@@ -89,14 +89,13 @@ class Form:
     LAZY: gl.constexpr
     FORMAT: gl.constexpr
     DEQUANTIZE: gl.constexpr  # there is a FORMAT
-    PRODUCERS: gl.constexpr  # warps of the producer
     BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
     V_BYTES: gl.constexpr  # and of v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
     LINES: gl.constexpr  # queries of a warp group: its rows, by HEADS
     PIECES: gl.constexpr  # of a tile's keys
-    PARTY: gl.constexpr  # threads that meet at FREE: the consumers and the producer
+    PARTY: gl.constexpr  # threads that meet at FREE: the consumers, and the producer or the dequantizer
     SCORES: gl.constexpr  # layouts: of scores,
     OUTPUT: gl.constexpr  # of the accumulator,
     PART: gl.constexpr  # of COLUMNS of it,
@@ -121,14 +120,13 @@ class Form:
         self.COLUMNS, self.USED, self.KEPT, self.HALVED = map(gl.constexpr, (COLUMNS, USED, KEPT, HALVED))
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
         self.FORMAT, self.DEQUANTIZE = gl.constexpr(FORMAT), gl.constexpr(FORMAT != "as_q")
-        self.PRODUCERS = gl.constexpr(4 if FORMAT != "as_q" else 1)
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, deep])
         part = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, deep])
-        self.PARTY = gl.constexpr(GROUPS * 128 + 32 * self.PRODUCERS.value)
+        self.PARTY = gl.constexpr(GROUPS * 128 + (32 if FORMAT == "as_q" else 128))
         self.SCORES, self.OUTPUT, self.PART = map(gl.constexpr, (scores, output, part))
         self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=4 if INT8 else wide))
         self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=part, k_width=wide))
@@ -148,15 +146,18 @@ class ForwardSharedMemory:
     v_full: gl.shared_memory_descriptor  # [STAGES]
     bytes: gl.shared_memory_descriptor  # with a FORMAT [2][1, 1, KEYS, DIM] int8: a tile of keys and one of values
     bytes_full: gl.shared_memory_descriptor  # [2]
+    bytes_free: gl.shared_memory_descriptor  # [2]
     mail: gl.shared_memory_descriptor  # [2·FIELDS][1] int32: two messages of the producer to the consumers
     mail_full: gl.shared_memory_descriptor  # [2]
     mail_free: gl.shared_memory_descriptor  # [2]
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, q_full, q_free, k_full, v_full, bytes, bytes_full, mail, mail_full, mail_free):
+    def __init__(
+        self, q, k, v, out, q_full, q_free, k_full, v_full, bytes, bytes_full, bytes_free, mail, mail_full, mail_free
+    ):
         self.q, self.k, self.v, self.out = q, k, v, out
         self.q_full, self.q_free, self.k_full, self.v_full = q_full, q_free, k_full, v_full
-        self.bytes, self.bytes_full = bytes, bytes_full
+        self.bytes, self.bytes_full, self.bytes_free = bytes, bytes_full, bytes_free
         self.mail, self.mail_full, self.mail_free = mail, mail_full, mail_free
 
 
@@ -279,7 +280,7 @@ def _packed_work(tile, sizes, form):
     number, head = in_turn(tile, sizes.row_tiles, sizes.heads, sizes)
     if form.PAGE:  # engines put sequences of one new token first: last here, they fill what longer ones leave
         number = sizes.row_tiles - 1 - number
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [form.PRODUCERS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     sequence = sizes.batches - sizes.batches
     for chunk in range(gl.cdiv(sizes.batches + 1, 32)):
         b = chunk * 32 + gl.arange(0, 32, layout)
@@ -419,7 +420,7 @@ BOXES: gl.constexpr = gl.constexpr(2)
 @gluon.jit
 def send(work, box, phase, shared, form):
     """Send a tile's Work to the consumers."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [form.PRODUCERS], [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(shared.mail_free.index(box), phase)
     at = box * FIELDS
     shared.mail.index(at).store(gl.full([1], 0, gl.int32, one) + work.row)

@@ -76,8 +76,9 @@ LARGEST_CAP = 1e30
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
-DEQUANTIZING_REGISTERS = REGISTERS | {2: (168, 216, 72)}  # its producer converts numbers
-STORED = ("e4m3", "e5m2")  # formats of pages that the producer dequantizes
+DEQUANTIZING_REGISTERS = (128, 208, 32, 64)  # of two consumers, and of the dequantizer
+STORED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave the consumers too few registers
+STORED = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
 
 MOST_SPLITS = 32
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
@@ -203,8 +204,8 @@ class ForwardVariant(Variant):
             f"takes pages of {', '.join(STORED)} numbers, not {p.kv_format}": stored and p.kv_format not in STORED,
             f"takes a scale for each head of {p.kv_format} pages, not for each {p.kv_scales}": stored
             and p.kv_scales == "token",
-            f"takes {p.kv_format} heads of {', '.join(map(str, WIDTHS))} columns, not {p.head_dim} and {p.head_dim_v}":
-            stored and not p.head_dim == p.head_dim_v == width(p.head_dim),
+            f"takes {p.kv_format} heads of {' or '.join(map(str, STORED_WIDTHS))} columns, not {p.head_dim}": stored
+            and p.head_dim not in STORED_WIDTHS,
         }  # fmt: skip
 
     def defers_to_core(self, problem: Problem) -> str:
@@ -368,7 +369,7 @@ class ForwardLauncher(StepLauncher):
         if dequantizes(p):
             roles |= {name: name for name in ("k_scale", "v_scale") if p.kv_scales != "none"}
         out = tensors["out"]
-        registers, consumer, producer = self._registers()
+        registers, consumer, producer, dequantizer = self._registers()
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
@@ -377,18 +378,18 @@ class ForwardLauncher(StepLauncher):
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
             **self.numbers(), **self.constants(),
-            "CONSUMER": consumer, "PRODUCER": producer,
+            "CONSUMER": consumer, "PRODUCER": producer, "DEQUANTIZER": dequantizer,
         }  # fmt: skip
         forward = Step(
             scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers, **FUSED}, roles
         )
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
-    def _registers(self) -> tuple[int, int, int]:
+    def _registers(self) -> tuple[int, ...]:
         p = self.problem
         if dequantizes(p):
-            return DEQUANTIZING_REGISTERS[self.schedule.groups]
-        return (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[self.schedule.groups]
+            return DEQUANTIZING_REGISTERS
+        return (*(PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[self.schedule.groups], 0)
 
     def _scales(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return scales and their strides, None for those that are not given."""

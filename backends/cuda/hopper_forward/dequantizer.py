@@ -1,8 +1,8 @@
-"""Pages of 8-bit keys and values, dequantized by the producer of the Hopper forward.
+"""Pages of 8-bit keys and values, dequantized by four warps of the Hopper forward.
 
 TMA brings bytes, which products of 16 bits cannot read. So a tile of keys and a tile of values have room as bytes
-beside the buffers. Four warps read them part by part, each lane 8 numbers of a row, convert them, and store them to a
-buffer as TMA would have. Then the bytes of the next tile are brought, during a whole step of the consumers.
+beside the buffers. The dequantizer's warps read them part by part, each lane 8 numbers of a row, convert them, and
+store them to a buffer as TMA would have. The bytes of the next tile come during a whole step of the consumers.
 
 Keys get the queries' dtype. Values are float16, which holds every number of the formats exactly, at half the
 conversions that bfloat16 costs, and probabilities are rounded to it. Scales of a head are factors on the scores and on
@@ -15,7 +15,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from portattn.backends.cuda.gluon_names import reinterpreted
+from portattn.backends.cuda.gluon_names import reinterpreted, sync
+from portattn.backends.cuda.hopper_forward.fragments import following
+from portattn.backends.cuda.hopper_forward.products import FREE
+from portattn.backends.cuda.hopper_forward.tile_scheduler import BOXES, read, tile_keys
 
 _PART = 8192  # bytes that the warps convert at a time: 16 registers of a lane
 
@@ -63,14 +66,14 @@ def byte_layout(form):
 
 
 @gluon.jit
-def dequantize(bytes_of, place: gl.constexpr, buffers, slot, full, form):
+def _dequantize_tile(place: gl.constexpr, buffers, slot, full, shared, form):
     """Convert the tile of keys (place 0) or values (1) to the dtype of a buffer, store it and arrive at its barrier."""
     code: gl.constexpr = _converter(form, buffers.dtype)
     rows: gl.constexpr = _rows(form)
     words: gl.constexpr = _words(form)
     quads: gl.constexpr = gl.NVMMASharedLayout(min(form.DIM, 128), 32, 2)
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    source = reinterpreted(bytes_of, gl.int32, [2, form.KEYS, form.DIM // 4], quads).index(place)
+    source = reinterpreted(shared.bytes, gl.int32, [2, form.KEYS, form.DIM // 4], quads).index(place)
     target = reinterpreted(buffers, gl.int32, [form.STAGES, form.KEYS, form.DIM // 2], pairs).index(slot)
     for part in gl.static_range(form.KEYS // rows):
         held = source.slice(part * rows, rows, dim=0).load(words)
@@ -81,3 +84,31 @@ def dequantize(bytes_of, place: gl.constexpr, buffers, slot, full, form):
         target.slice(part * rows, rows, dim=0).store(found)
     fence_async_shared()
     mbarrier.arrive(full.index(slot), count=1)
+    mbarrier.arrive(shared.bytes_free.index(place), count=1)
+
+
+@gluon.jit
+def dequantize(sizes, shared, form):
+    """Dequantize the key tiles of each tile of rows, as the producer brings them."""
+    slot, phase, box, box_phase = 0, 0, 0, 0
+    mbarrier.wait(shared.mail_full.index(box), box_phase)
+    work = read(box, shared)
+    while work.row >= 0:
+        begin, end, _some = tile_keys(work, sizes, form)
+        mbarrier.arrive(shared.mail_free.index(box), count=1)
+        for _ in range(end - begin):
+            sync(FREE + slot, form.PARTY)
+            mbarrier.wait(shared.bytes_full.index(0), phase)
+            _dequantize_tile(0, shared.k, slot, shared.k_full, shared, form)
+            sync(FREE + form.STAGES + slot, form.PARTY)
+            mbarrier.wait(shared.bytes_full.index(1), phase)
+            _dequantize_tile(1, shared.v, slot, shared.v_full, shared, form)
+            phase ^= 1
+            slot += 1
+            if slot == form.STAGES:
+                slot = 0
+        box, box_phase = following(box, box_phase, BOXES)
+        mbarrier.wait(shared.mail_full.index(box), box_phase)
+        work = read(box, shared)
+    for j in gl.static_range(2 * form.STAGES):  # the last arrivals, for which nothing is loaded
+        sync(FREE + j, form.PARTY)
