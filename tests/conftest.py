@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -127,12 +128,24 @@ def _interpreter_without_waste() -> None:
         quick_interpreter()
 
 
+@pytest.fixture(scope="session")
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield names of folders that are not there. Making one looks at all that were made before: 15,000 at the end."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_settings(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _caches: Iterator[Path]
+) -> Iterator[None]:
     """No PORTATTN_* of the developer's, and records in a folder of the test's own."""
     for name in [n for n in os.environ if n.startswith("PORTATTN_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    own = "tmp_path" in request.fixturenames
+    monkeypatch.setenv(
+        "PORTATTN_CACHE_DIR", str(request.getfixturevalue("tmp_path") / "cache" if own else next(_caches))
+    )
     config.environment_settings.cache_clear()
     yield
     config.environment_settings.cache_clear()  # fixtures of the session are made between tests: the developer's hold
