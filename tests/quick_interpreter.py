@@ -24,8 +24,12 @@ def quick_interpreter() -> None:
 
     patch, no_scope = interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", lambda: None)
 
+    @functools.cache
+    def languages_of(fn: Any) -> list[Any]:
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
     def patch_once(fn: Any) -> Any:
-        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        languages = languages_of(fn)
         if not languages or any(tl.core.is_builtin(language.load) for language in languages):
             return patch(fn)
         return no_scope()
