@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import msgspec
@@ -28,7 +29,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True}, "softcap": {"softcap": True}, "window": {"window_left": 70},
     "window on both sides": {"window_left": 70, "window_right": 9},
     "everything": {"sinks": True, "softcap": True, "window_left": 33}, "no lse": {"return_lse": False},
-    "fp16": {"dtype": "fp16"}, "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"},
+    "fp16": {"dtype": "fp16"}, "e4m3": {"kv_format": "e4m3", "kv_scales": "head"},
+    "e5m2": {"kv_format": "e5m2", "sinks": True}, "e4m3, fp16": {"kv_format": "e4m3", "dtype": "fp16"},
+    "e4m3, everything": {"kv_format": "e4m3", "kv_scales": "head", "softcap": True, "window_left": 33},
+    "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"},
 }  # fmt: skip
 HEADS = ((4, 4), (10, 2), (12, 2), (64, 2), (64, 1))
 
@@ -56,6 +60,14 @@ def test_pages_of_any_size(chip: Device, page: int, causal: str, head_dim: int, 
     p = problem(base, page_size=page, seq_k=PAGES[page], causal=causal, head_dim=head_dim, head_dim_v=head_dim)
     for seed in range(2):
         assert_right(p, chip, seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page", PAGES)
+def test_quantised_pages_of_any_size(chip: Device, page: int, head_dim: int) -> None:
+    fields = {"head_dim": head_dim, "head_dim_v": head_dim, "kv_format": "e4m3", "kv_scales": "head"}
+    for base, causal in itertools.product((BASE, PACKED), CAUSAL[:2]):
+        assert_right(problem(base, page_size=page, seq_k=PAGES[page], causal=causal, **fields), chip)
 
 
 @pytest.mark.parametrize("base", [BASE, PACKED], ids=["batch", "packed"])
@@ -97,9 +109,10 @@ def test_decoding_sequences_beside_chunks(chip: Device, causal: str, head_dim: i
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
-def test_wild_lengths_and_pages_touch_nothing_outside(chip: Device) -> None:
+@pytest.mark.parametrize("kind", ["as_q", "e4m3"])
+def test_wild_lengths_and_pages_touch_nothing_outside(chip: Device, kind: str) -> None:
     """They are clamped, and pages that do not exist read as zeros; other sequences are right."""
-    call = random_call(problem(batch=5, causal="bottom_right"), 3, device=chip.name)
+    call = random_call(problem(batch=5, causal="bottom_right", kv_format=kind), 3, device=chip.name)
     exact = run_variant(VARIANT, call)[1]
     lengths, table = call.seqlens_k.clone(), call.page_table.clone()
     lengths[1::2] = torch.tensor([LOWEST, HIGHEST], dtype=torch.int32, device=chip.name)

@@ -305,7 +305,7 @@ def consume(
         if form.LEFT:
             row_start = rows + (position - sizes.left)
         factor = scale
-        if form.FP8:
+        if form.FP8 or form.DEQUANTIZE:
             factor = score_factor(scale, scales, sizes, work, form)
         elif form.INT8:
             factor = row_factors(scale, scales, sizes, work, group, form)
@@ -356,7 +356,7 @@ _LARGEST: gl.constexpr = gl.constexpr(3.4028234663852886e38)
 @gluon.jit
 def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
     """Output rows and the natural LSE of each. `sink`: one more score, natural, without a value; `valid`: 0 for padding
-    rows; value_factor: with FP8 a factor on the output."""
+    rows; value_factor: with FP8 or a FORMAT a factor on the output."""
     total = gl.convert_layout(gl.sum(row_sum, 1), form.ROW)
     if form.FP8:
         total = total * UNSHIFTED
@@ -378,6 +378,8 @@ def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
     factor = gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total))
     if form.FP8:
         factor = factor * (value_factor * UNSHIFTED)
+    elif form.DEQUANTIZE:
+        factor = factor * value_factor
     acc = rescale_rows(acc, factor, form)
     if form.VARYING != "none":  # padding rows may hold anything
         nothing = gl.convert_layout(empty.to(gl.int32), gl.SliceLayout(1, form.OUTPUT))
@@ -444,7 +446,7 @@ def write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, s
             sink = gl.load(sinks + work.head).to(gl.float32)
     valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
     value_factor = 1.0
-    if form.FP8:
+    if form.FP8 or form.DEQUANTIZE:
         value_factor = result_factor(scales, sizes, work, form)
     acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, value_factor, form)
     split = work.split

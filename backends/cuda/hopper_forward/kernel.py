@@ -3,6 +3,7 @@
 A persistent block per multiprocessor draws tiles of GROUPS × 64 query rows of one head, until none are left:
 
     producer     one warp: says which tile is next, and brings Q, then tile after tile of K and V, through TMA
+    dequantizer  four warps, over quantised pages: turn the bytes of K and V into what consumers read (dequantizer.py)
     consumer w   one warp group, w = 0 .. GROUPS - 1: 64 of the rows, over their keys from the last tile to the first
 
 A consumer's step has two products under way while it computes a softmax: this tile's scores and the tile before's
@@ -23,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.consumer import consume
+from portattn.backends.cuda.hopper_forward.dequantizer import byte_layout, dequantize
 from portattn.backends.cuda.hopper_forward.fragments import following
 from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
@@ -57,23 +59,32 @@ def pages_of(table, n, length, form):
 
 
 @gluon.jit
-def bring(desc, pages, n, length, head, barrier, buffers, slot, form):
-    """Key tile n, piece by piece, into a buffer; the loads arrive at one barrier.
+def bring(desc, pages, n, length, head, barrier, buffers, slot, count: gl.constexpr, form):
+    """Bring key tile n, piece by piece, into one of `count` buffers; the loads arrive at one barrier.
 
-    A tile in shared memory is its blocks of 64 columns one after the other, each its rows one after the other, in
-    patterns of 8 rows. So a piece of a block is whole patterns side by side, and an array of pieces has the tile's
-    bytes.
+    A tile in shared memory is its blocks of 128 bytes of columns one after the other, each its rows one after the
+    other, in patterns of 8 rows. So a piece of a block is whole patterns side by side, and an array of pieces has the
+    tile's bytes.
     """
     parts: gl.constexpr = form.DIM // form.WIDE
-    count: gl.constexpr = parts * form.PIECES
-    shape: gl.constexpr = [form.STAGES * count, 1, 1, form.PIECE, form.WIDE]
+    each: gl.constexpr = parts * form.PIECES
+    shape: gl.constexpr = [count * each, 1, 1, form.PIECE, form.WIDE]
     if form.PIECES > 1:
         buffers = reinterpreted(buffers, buffers.dtype, shape, desc.layout)
     for j in gl.static_range(form.PIECES):
         row = _piece(n, j, length, form) % (form.PAGE // form.PIECE) * form.PIECE
         for c in gl.static_range(parts):
-            place = buffers.index(slot * count + c * form.PIECES + j)
+            place = buffers.index(slot * each + c * form.PIECES + j)
             load(desc, [pages[j], head, row, c * form.WIDE], barrier, place)
+
+
+@gluon.jit
+def bring_bytes(desc, pages, n, length, head, place: gl.constexpr, phase, shared, form):
+    """Bring key tile n of quantised keys (place 0) or values (1)."""
+    full = shared.bytes_full.index(place)
+    mbarrier.wait(shared.bytes_free.index(place), phase)
+    mbarrier.expect(full, form.KEYS * form.DIM)
+    bring(desc, pages, n, length, head, full, shared.bytes, place, 2, form)
 
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
@@ -91,12 +102,12 @@ def _draw(counter, tiles):
 
 @gluon.jit
 def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form):
-    """Load the tiles of queries, keys and values, by one warp."""
+    """Load the tiles of queries, keys and values."""
     tiles = sizes.row_tiles * sizes.heads
     if not form.PACKED:
         tiles = tiles * sizes.batches * sizes.splits
     slot, box, box_phase = 0, 0, 1
-    buffer, q_phase = 0, 1
+    buffer, q_phase, bytes_phase = 0, 1, 1
     tile = gl.program_id(0)
     while tile < tiles:
         work = work_of(tile, sizes, form)
@@ -106,19 +117,23 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
             box, box_phase = send(work, box, box_phase, shared, form)
             begin, end, _some = tile_keys(work, sizes, form)
             kv_head = work.head // sizes.share
+            if form.PAGE:
+                table = page_table + work.k_first.to(gl.int64) * table_stride
             for n in range(end - 1, begin - 1, -1):
                 if form.PAGE:  # asked for here, they come while the buffers are waited for
-                    table = page_table + work.k_first.to(gl.int64) * table_stride
                     pages = pages_of(table, n, work.k_length, form)
                 else:
                     key = work.k_first + n * form.KEYS
-                sync(FREE + slot, form.PARTY)
-                k_full = shared.k_full.index(slot)
-                mbarrier.expect(k_full, form.KEYS * form.DIM * form.BYTES)
-                if form.PAGE:
-                    bring(k_desc, pages, n, work.k_length, kv_head, k_full, shared.k, slot, form)
+                if form.DEQUANTIZE:
+                    bring_bytes(k_desc, pages, n, work.k_length, kv_head, 0, bytes_phase, shared, form)
                 else:
-                    load(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
+                    sync(FREE + slot, form.PARTY)
+                    k_full = shared.k_full.index(slot)
+                    mbarrier.expect(k_full, form.KEYS * form.DIM * form.BYTES)
+                    if form.PAGE:
+                        bring(k_desc, pages, n, work.k_length, kv_head, k_full, shared.k, slot, form.STAGES, form)
+                    else:
+                        load(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
                 if n == end - 1:
                     for w in gl.static_range(form.GROUPS):
                         q_row = work.q_first + work.row + w * form.LINES
@@ -133,23 +148,28 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     buffer, q_phase = following(buffer, q_phase, form.QUERIES)
                 if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
                     tile = _draw(counter, tiles)
-                sync(FREE + form.STAGES + slot, form.PARTY)
-                v_full = shared.v_full.index(slot)
-                mbarrier.expect(v_full, form.KEYS * form.DIM * form.V_BYTES)
-                if form.PAGE:
-                    bring(v_desc, pages, n, work.k_length, kv_head, v_full, shared.v, slot, form)
-                elif form.FP8:
-                    key = transposed_first(work, form) + n * form.KEYS
-                    load(v_desc, [work.slot, kv_head, 0, key], v_full, shared.v.index(slot))
+                if form.DEQUANTIZE:
+                    bring_bytes(v_desc, pages, n, work.k_length, kv_head, 1, bytes_phase, shared, form)
+                    bytes_phase ^= 1
                 else:
-                    load(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
+                    sync(FREE + form.STAGES + slot, form.PARTY)
+                    v_full = shared.v_full.index(slot)
+                    mbarrier.expect(v_full, form.KEYS * form.DIM * form.V_BYTES)
+                    if form.PAGE:
+                        bring(v_desc, pages, n, work.k_length, kv_head, v_full, shared.v, slot, form.STAGES, form)
+                    elif form.FP8:
+                        key = transposed_first(work, form) + n * form.KEYS
+                        load(v_desc, [work.slot, kv_head, 0, key], v_full, shared.v.index(slot))
+                    else:
+                        load(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
                 slot += 1
                 if slot == form.STAGES:
                     slot = 0
     none = Work(tile - tile - 1, tile, tile, tile, tile, tile, tile, tile)
     send(none, box, box_phase, shared, form)
-    for j in gl.static_range(2 * form.STAGES):  # the last arrivals, for which nothing is loaded
-        sync(FREE + j, form.PARTY)
+    if not form.DEQUANTIZE:
+        for j in gl.static_range(2 * form.STAGES):  # the last arrivals, for which nothing is loaded
+            sync(FREE + j, form.PARTY)
 
 
 @gluon.jit(
@@ -170,7 +190,7 @@ def scheduled_forward(
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
     KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
-    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    FORMAT: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
@@ -187,16 +207,18 @@ def scheduled_forward(
           not reach is not read
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
           numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of auxiliary_kernels.py. With
-          INT8 q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T)
+          INT8 q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T). With a FORMAT k and v are bytes
+          of its numbers, and have scales alone
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
-    CONSUMER, PRODUCER  registers of a thread. The other constants: Form
+    CONSUMER, PRODUCER, DEQUANTIZER  registers of a thread. The other constants: Form
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3], FP8, q_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
-                SIDE, LAZY)  # fmt: skip
+                k_desc.block_shape[3], FP8, k_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
+                SIDE, LAZY, FORMAT)  # fmt: skip
+    gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and not SPLIT and GROUPS == 2))
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
@@ -208,7 +230,8 @@ def scheduled_forward(
     queries: gl.constexpr = QUERIES * GROUPS
     lines: gl.constexpr = form.LINES if PAGE else 1
     last: gl.constexpr = HEADS if PAGE else _ROWS
-    k_layout: gl.constexpr = form.TILE if form.PIECES > 1 else k_desc.layout
+    k_layout: gl.constexpr = form.TILE if form.PIECES > 1 or form.DEQUANTIZE else k_desc.layout
+    v_dtype: gl.constexpr = gl.float16 if form.DEQUANTIZE else dtype
     q_smem = gl.allocate_shared_memory(dtype, [queries, 1, lines, last, DIM], q_desc.layout)
     if OWN_OUT:
         o_smem = gl.allocate_shared_memory(o_desc.dtype, [GROUPS, 1, lines, last, DIM // PARTS], o_desc.layout)
@@ -220,7 +243,14 @@ def scheduled_forward(
     elif INT8:
         v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, DIM], v_desc.layout)
     else:
-        v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
+        v_smem = gl.allocate_shared_memory(v_dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    bytes_smem, bytes_full, bytes_free = k_smem, k_full, k_full  # not used
+    if form.DEQUANTIZE:
+        bytes_layout: gl.constexpr = byte_layout(form) if form.PIECES > 1 else k_desc.layout
+        bytes_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, KEYS, DIM], bytes_layout)
+        bytes_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+        bytes_free = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     shared = ForwardSharedMemory(
         q_smem,
         k_smem,
@@ -228,8 +258,11 @@ def scheduled_forward(
         o_smem,
         gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
+        k_full,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        bytes_smem,
+        bytes_full,
+        bytes_free,
         gl.allocate_shared_memory(gl.int32, [BOXES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
@@ -240,9 +273,13 @@ def scheduled_forward(
     for j in gl.static_range(STAGES):
         mbarrier.init(shared.k_full.index(j), count=1)
         mbarrier.init(shared.v_full.index(j), count=1)
+    if form.DEQUANTIZE:
+        for j in gl.static_range(2):
+            mbarrier.init(shared.bytes_full.index(j), count=1)
+            mbarrier.init(shared.bytes_free.index(j), count=1)
     for j in gl.static_range(BOXES):
         mbarrier.init(shared.mail_full.index(j), count=1)
-        mbarrier.init(shared.mail_free.index(j), count=GROUPS)
+        mbarrier.init(shared.mail_free.index(j), count=GROUPS + form.DEQUANTIZE)
     fence_async_shared()
     if lengths_q is None:
         lengths_q = counter  # not read
@@ -253,7 +290,24 @@ def scheduled_forward(
         q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
         k_scale_s,
     )  # fmt: skip
-    if GROUPS == 2:
+    if form.DEQUANTIZE:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
+                ),
+                (dequantize, (sizes, shared, form)),
+                (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
+            ],
+            [4, 4, 1],
+            [CONSUMER, DEQUANTIZER, PRODUCER],
+        )
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (

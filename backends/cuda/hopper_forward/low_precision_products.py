@@ -111,7 +111,9 @@ def narrow_values(held, shared, slot, form):
 
 @gluon.jit
 def sequence_of(work, form):
-    if form.PACKED:
+    if form.PAGE:
+        sequence = work.k_first
+    elif form.PACKED:
         sequence = work.split
     else:
         sequence = work.slot
@@ -134,8 +136,10 @@ def score_factor(scale, scales, sizes, work, form):
     if form.SCALED:
         b, h = sequence_of(work, form), work.head // sizes.share
         there = work.k_length > 0  # a sequence without keys may have any scale, and -inf times NaN, 0 or -1 is not -inf
-        q = gl.load(scales[0] + b * scales[1] + h * scales[2], mask=there, other=1.0)
-        scale *= q * gl.load(scales[3] + b * scales[4] + h * scales[5], mask=there, other=1.0)
+        factor = gl.load(scales[3] + b * scales[4] + h * scales[5], mask=there, other=1.0)
+        if form.FP8:
+            factor = gl.load(scales[0] + b * scales[1] + h * scales[2], mask=there, other=1.0) * factor
+        scale *= factor
     return scale
 
 

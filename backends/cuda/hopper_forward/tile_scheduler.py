@@ -40,7 +40,7 @@ class Form:
     HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
     PIECE, WIDE   keys and columns of one load: all of a tile's without pages
     FP8           q, k, v and probabilities are e4m3; V is transposed (../auxiliary_kernels.py). With OWN_OUT no pages
-    SCALED        with FP8: there are scales
+    SCALED        with FP8 or a FORMAT: there are scales
     COLUMNS       with FP8: columns of a product of values; fewer than DIM if sums of all do not fit (products.py)
     USED          with fewer COLUMNS: DIM without the parts that are all padding; else DIM
     KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores
@@ -51,6 +51,7 @@ class Form:
                   With OWN_OUT, not over pages, without SOFTCAP
     SIDE          with INT8: scales of keys lie side by side
     LAZY          the accumulator is rescaled only if a row's maximum has grown much (fragments.py); not with FP8
+    FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize (dequantizer.py)
     """
 
     GROUPS: gl.constexpr
@@ -86,13 +87,15 @@ class Form:
     INT8: gl.constexpr
     SIDE: gl.constexpr
     LAZY: gl.constexpr
+    FORMAT: gl.constexpr
+    DEQUANTIZE: gl.constexpr  # there is a FORMAT
     BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
     V_BYTES: gl.constexpr  # and of v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
     LINES: gl.constexpr  # queries of a warp group: its rows, by HEADS
     PIECES: gl.constexpr  # of a tile's keys
-    PARTY: gl.constexpr  # threads that meet at FREE: the consumers and the producer
+    PARTY: gl.constexpr  # threads that meet at FREE: the consumers, and the producer or the dequantizer
     SCORES: gl.constexpr  # layouts: of scores,
     OUTPUT: gl.constexpr  # of the accumulator,
     PART: gl.constexpr  # of COLUMNS of it,
@@ -104,7 +107,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY):  # fmt: skip
+                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -116,13 +119,14 @@ class Form:
         self.FP8, self.SCALED = map(gl.constexpr, (FP8, SCALED))
         self.COLUMNS, self.USED, self.KEPT, self.HALVED = map(gl.constexpr, (COLUMNS, USED, KEPT, HALVED))
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
+        self.FORMAT, self.DEQUANTIZE = gl.constexpr(FORMAT), gl.constexpr(FORMAT != "as_q")
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32 if INT8 else deep])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, deep])
         part = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, deep])
-        self.PARTY = gl.constexpr(GROUPS * 128 + 32)
+        self.PARTY = gl.constexpr(GROUPS * 128 + (32 if FORMAT == "as_q" else 128))
         self.SCORES, self.OUTPUT, self.PART = map(gl.constexpr, (scores, output, part))
         self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=4 if INT8 else wide))
         self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=part, k_width=wide))
@@ -140,14 +144,20 @@ class ForwardSharedMemory:
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]
     k_full: gl.shared_memory_descriptor  # [STAGES]
     v_full: gl.shared_memory_descriptor  # [STAGES]
+    bytes: gl.shared_memory_descriptor  # with a FORMAT [2][1, 1, KEYS, DIM] int8: a tile of keys and one of values
+    bytes_full: gl.shared_memory_descriptor  # [2]
+    bytes_free: gl.shared_memory_descriptor  # [2]
     mail: gl.shared_memory_descriptor  # [2·FIELDS][1] int32: two messages of the producer to the consumers
     mail_full: gl.shared_memory_descriptor  # [2]
     mail_free: gl.shared_memory_descriptor  # [2]
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, q_full, q_free, k_full, v_full, mail, mail_full, mail_free):
+    def __init__(
+        self, q, k, v, out, q_full, q_free, k_full, v_full, bytes, bytes_full, bytes_free, mail, mail_full, mail_free
+    ):
         self.q, self.k, self.v, self.out = q, k, v, out
         self.q_full, self.q_free, self.k_full, self.v_full = q_full, q_free, k_full, v_full
+        self.bytes, self.bytes_full, self.bytes_free = bytes, bytes_full, bytes_free
         self.mail, self.mail_full, self.mail_free = mail, mail_full, mail_free
 
 

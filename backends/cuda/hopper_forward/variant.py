@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 PAGE_STEP = 16  # tokens of a page: a multiple of so many
-SWIZZLED = 64  # 16-bit columns of one swizzled block of shared memory: 128 bytes
+SWIZZLED = 128  # bytes of columns of one swizzled block of shared memory
 
 
 def width(head_dim: int) -> int:
@@ -53,7 +53,8 @@ def pieces(p: Problem, most: int) -> tuple[int, int]:
 
     A load never crosses a page's end; of a tile over several pages it has one block of columns, an array of its own."""
     keys = math.gcd(operator.index(p.page_size), most)
-    return keys, width(p.head_dim) if keys == most else SWIZZLED
+    block = SWIZZLED // (1 if dequantizes(p) else 2)
+    return keys, width(p.head_dim) if keys == most else min(width(p.head_dim), block)
 
 
 def row_tiles(p: Problem, rows: int) -> int:
@@ -75,6 +76,9 @@ LARGEST_CAP = 1e30
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
+DEQUANTIZING_REGISTERS = (128, 208, 32, 64)  # of two consumers, and of the dequantizer
+STORED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave the consumers too few registers
+STORED = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
 
 MOST_SPLITS = 32
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
@@ -154,7 +158,7 @@ class ForwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v", "needs_grad", "packed",
+            "head_dim_v", "needs_grad", "packed", "kv_format",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -184,6 +188,7 @@ class ForwardVariant(Variant):
             f"takes no {', '.join(asked)}": bool(asked),
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
+            **(self._stored_reasons(p) if p.page_size else {}),
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
             f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
@@ -192,6 +197,16 @@ class ForwardVariant(Variant):
         if reason is None and choice(p, found, self.entries) is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
+
+    def _stored_reasons(self, p: Problem) -> dict[str, bool]:
+        stored = p.kv_format != "as_q"
+        return {
+            f"takes pages of {', '.join(STORED)} numbers, not {p.kv_format}": stored and p.kv_format not in STORED,
+            f"takes a scale for each head of {p.kv_format} pages, not for each {p.kv_scales}": stored
+            and p.kv_scales == "token",
+            f"takes {p.kv_format} heads of {' or '.join(map(str, STORED_WIDTHS))} columns, not {p.head_dim}": stored
+            and p.head_dim not in STORED_WIDTHS,
+        }  # fmt: skip
 
     def defers_to_core(self, problem: Problem) -> str:
         """Return the reason: the tuning data's, or pages of few rows, whose keys the core splits."""
@@ -242,7 +257,21 @@ class ForwardVariant(Variant):
                 seen[name] = tensors[name].transpose(0, 1)[None]
             elif swapped:
                 seen[name] = tensors[name].transpose(1, 2)
-        return seen
+        return seen | stored_views(problem, seen) if dequantizes(problem) else seen
+
+
+def dequantizes(p: Problem) -> bool:
+    return bool(p.page_size) and p.kv_format != "as_q"
+
+
+def stored_views(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return quantised keys and values as bytes, and their scales, if there are any, for each sequence and head."""
+    from portattn.schema.tensors import KV_STORED  # torch: not where backends are only imported
+
+    scales = [name for name in ("k_scale", "v_scale") if tensors.get(name) is not None]
+    return {name: tensors[name].view(KV_STORED) for name in ("k", "v")} | {
+        name: tensors[name].expand(p.batch, p.heads_k) for name in scales
+    }
 
 
 def _arch() -> Arch:
@@ -325,7 +354,7 @@ class ForwardLauncher(StepLauncher):
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
         from portattn.backends.cuda.hopper_forward.kernel import scheduled_forward
 
-        p, s = self.problem, self.schedule
+        p = self.problem
         split = self._splits > 1
         kind = (
             "cu_seqlens_q" if p.packed else "seqlens_q",
@@ -337,24 +366,40 @@ class ForwardLauncher(StepLauncher):
             "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "page_table": "page_table",
             "counter": "counter",
         }  # fmt: skip
+        if dequantizes(p):
+            roles |= {name: name for name in ("k_scale", "v_scale") if p.kv_scales != "none"}
         out = tensors["out"]
-        registers, consumer, producer = (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[s.groups]
+        registers, consumer, producer, dequantizer = self._registers()
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
-            **self.descriptors(tensors),
+            **self.descriptors(tensors), **self._scales(tensors),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
-            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")),
-            "q_scale_s": None, "k_scale_s": None,
             **self.numbers(), **self.constants(),
-            "CONSUMER": consumer, "PRODUCER": producer,
+            "CONSUMER": consumer, "PRODUCER": producer, "DEQUANTIZER": dequantizer,
         }  # fmt: skip
         forward = Step(
             scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers, **FUSED}, roles
         )
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
+
+    def _registers(self) -> tuple[int, ...]:
+        p = self.problem
+        if dequantizes(p):
+            return DEQUANTIZING_REGISTERS
+        return (*(PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[self.schedule.groups], 0)
+
+    def _scales(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return scales and their strides, None for those that are not given."""
+        found: dict[str, Any] = dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h"))
+        found |= {"q_scale_s": None, "k_scale_s": None}
+        if dequantizes(self.problem) and self.problem.kv_scales != "none":
+            for name in ("k_scale", "v_scale"):
+                b, h = tensors[name].stride()
+                found |= {name: tensors[name], f"{name}_b": b, f"{name}_h": h}
+        return found
 
     def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         p, s = self.problem, self.schedule
@@ -393,4 +438,5 @@ class ForwardLauncher(StepLauncher):
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
+            "FORMAT": p.kv_format if dequantizes(p) else "as_q",
         }  # fmt: skip
