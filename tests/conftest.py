@@ -33,7 +33,7 @@ if _portattn is None or _portattn.origin is None or Path(_portattn.origin).resol
         f"imported as a plug-in: start them in {ROOT} as `python -m pytest`, or with PYTHONPATH={ROOT}"
     )
 
-_start = subprocess.Popen.__init__
+_start, _caches = subprocess.Popen.__init__, itertools.count()
 
 
 @functools.wraps(_start)
@@ -128,24 +128,16 @@ def _interpreter_without_waste() -> None:
         quick_interpreter()
 
 
-@pytest.fixture(scope="session")
-def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield names of folders that are not there. Making one looks at all that were made before: 15,000 at the end."""
-    folder = tmp_path_factory.mktemp("caches")
-    return (folder / str(number) for number in itertools.count())
-
-
 @pytest.fixture(autouse=True)
-def _own_settings(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _caches: Iterator[Path]
-) -> Iterator[None]:
-    """No PORTATTN_* of the developer's, and records in a folder of the test's own."""
+def _own_settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No PORTATTN_* of the developer's, and records in a folder of the test's own. For most tests it is only a name:
+    pytest makes a folder by looking at all that it has made."""
     for name in [n for n in os.environ if n.startswith("PORTATTN_")]:
         monkeypatch.delenv(name)
+    factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
     own = "tmp_path" in request.fixturenames
-    monkeypatch.setenv(
-        "PORTATTN_CACHE_DIR", str(request.getfixturevalue("tmp_path") / "cache" if own else next(_caches))
-    )
+    cache = request.getfixturevalue("tmp_path") / "cache" if own else factory.getbasetemp() / f"cache-{next(_caches)}"
+    monkeypatch.setenv("PORTATTN_CACHE_DIR", str(cache))
     config.environment_settings.cache_clear()
     yield
     config.environment_settings.cache_clear()  # fixtures of the session are made between tests: the developer's hold

@@ -121,23 +121,17 @@ class Chip:
 
     def normal(self, launches: list[fakedriver.Launch], arguments: dict[str, Any]) -> list[list[Any]]:
         """Launches with names in place of the addresses of what was allocated, since each call allocates anew."""
-        given = {t.data_ptr(): n for n, t in arguments.items() if isinstance(t, torch.Tensor)}
-        buffers = [(t.data_ptr(), max(t.untyped_storage().nbytes(), 1)) for t in self.allocated]
-
-        def named_by(word: bytes) -> str:
-            place = int.from_bytes(word, "little")
-            if place in given:
-                return given[place]
-            # Buffers lie in one piece of memory, each from a multiple of 256 bytes on.
-            for i, (begin, size) in reversed([*enumerate(buffers)]):
-                if begin <= place < begin + size and (place - begin) % 256 == 0:
-                    return f"allocated {i}" + (f" + {place - begin}" if place > begin else "")
-            return "counter" if place in self.counted else ""
-
+        # Buffers lie in one piece of memory, each from a multiple of 256 bytes on.
+        places = dict.fromkeys(self.counted, "counter") | {
+            t.data_ptr() + offset: f"allocated {i}" + (f" + {offset}" if offset else "")
+            for i, t in enumerate(self.allocated)
+            for offset in range(0, max(t.untyped_storage().nbytes(), 1), 256)
+        }
+        places |= {t.data_ptr(): n for n, t in arguments.items() if isinstance(t, torch.Tensor)}
         seen = []
         for launch in launches:
             words = [launch.parameters[i : i + 8] for i in range(0, len(launch.parameters), 4)]
-            named = [named_by(w) for w in words]
+            named = [places.get(int.from_bytes(w, "little"), "") for w in words]
             plain = bytes(launch.parameters)
             for i, n in enumerate(named):
                 if n:
