@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from portattn.source_tree import install_extra
 
@@ -35,11 +34,10 @@ from portattn.api.call import new_seed
 from portattn.api.signatures import request_of
 from portattn.config import current, using
 from portattn.errors import ArgumentError
+from portattn.integrations import DIFFUSERS, check_release
 from portattn.planning.planner import check_path
 from portattn.validate.dense import without_layout
 
-# Versions that tests/engines/diffusers/ ran with: the first and the last of them.
-OLDEST, NEWEST = "0.40.0", "0.42.1"
 WHO = "portattn.integrations.diffusers"
 _DISPATCH = "diffusers.models.attention_dispatch"
 # A name that the environment chooses is hidden from diffusers until it is registered: its beginning shows whose it is.
@@ -267,8 +265,9 @@ def register(name: str = "portattn", backend: str | None = None) -> DiffusersReg
         A DiffusersRegistration, a handle with remove(). The same arguments again give the same handle.
 
     Raises:
-        ArgumentError: The diffusers version is outside the tested range (OLDEST to NEWEST), the name is taken, begins
-            otherwise or is registered with another backend, or no device has the backend.
+        ArgumentError: The name is taken, begins otherwise or is registered with another backend, or no device has the
+            backend.
+        PortattnError: diffusers is older than the tested releases, or a newer one's interface differs.
 
     Examples:
         >>> from portattn.integrations.diffusers import register
@@ -277,9 +276,8 @@ def register(name: str = "portattn", backend: str | None = None) -> DiffusersReg
         Registration(name='portattn_reference', backend='reference', registered)
         >>> registered.remove()
     """
-    # A build's own label ("+local") sorts behind its release, and is no other release.
-    if not Version(OLDEST) <= Version(Version(diffusers.__version__).public) <= Version(NEWEST):
-        raise ArgumentError(WHO, "diffusers.__version__", diffusers.__version__, f"must be {OLDEST} to {NEWEST}")
+    dispatch = load()
+    check_release(DIFFUSERS, diffusers.__version__)
     if not (isinstance(name, str) and name.startswith(PREFIX) and name.isidentifier() and name.islower()):
         limit = f"must begin with {PREFIX!r} and be an identifier in lower case"
         raise ArgumentError(WHO, "name", name, limit)
@@ -293,7 +291,7 @@ def register(name: str = "portattn", backend: str | None = None) -> DiffusersReg
             limit = f"{name!r} is registered with {known.backend!r}: remove() it, or name another"
             raise ArgumentError(WHO, "backend", backend, limit)
         return known
-    if is_taken(load(), name):
+    if is_taken(dispatch, name):
         raise ArgumentError(WHO, "name", name, "is taken in diffusers' AttentionBackendName")
     _registered[name] = registration = DiffusersRegistration(name, backend)
     return registration

@@ -24,20 +24,19 @@ except ModuleNotFoundError as error:
         f"{install_extra('transformers')}"
     ) from None
 
-from transformers import masking_utils
+from portattn.errors import ArgumentError, PortattnError
+from portattn.integrations import TRANSFORMERS, check_release
 
-if not {"q_length", "q_offset"} <= inspect.signature(masking_utils.sdpa_mask).parameters.keys():
-    raise ImportError(
-        f"portattn.integrations.transformers needs transformers 5.4 or later, found {transformers.__version__}: "
-        "earlier ones describe masks in another way"
-    )
+try:
+    check_release(TRANSFORMERS, transformers.__version__)
+except PortattnError as error:
+    raise ImportError(str(error)) from None
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation import continuous_batching
 
 from portattn.api import ops
 from portattn.api.transform_checks import leave_out, left_out
-from portattn.errors import ArgumentError
 from portattn.integrations.transformers_mask import (
     ELSEWHERE,
     WHO,
@@ -68,12 +67,22 @@ _WHAT = "continuous batching"
 class Batch(NamedTuple):
     """Arguments of a batch that transformers hands to each layer."""
 
-    cache: Any  # transformers' PagedAttentionCache
+    cache: Any  # transformers' PagedAttentionCache; None from 5.24 on, whose layers write and read it themselves
     begin_q: torch.Tensor  # (requests + 1,) beginnings of the queries
-    begin_k: dict[str, torch.Tensor]  # the same of the keys, by the kind of layer
+    begin_k: Any  # the same of the keys; a dict by the kind of layer if there are several kinds, from 5.19 on always
     longest_q: int  # the most of one request
-    longest_k: dict[str, int]
-    named: dict[str, Any]  # other arguments: read_index and write_index, lists of tensors by the cache's allocators
+    longest_k: Any  # the same of the keys, like begin_k
+    named: dict[str, Any]  # other arguments: read_index and write_index, lists of tensors by the cache's groups
+
+
+class _Group(NamedTuple):
+    """A layer's group in a paged cache, whose layers share a page table: an allocator from 5.18 on."""
+
+    number: int  # among the read_index and write_index of a batch
+    kind: str
+    begins: bool  # whether the layer is the group's first
+    page: int  # tokens
+    pages: tuple[torch.Tensor, torch.Tensor] | None  # (P, page, Hk, D); None for the ring buffers of windows
 
 
 class _Pages(NamedTuple):
@@ -84,12 +93,33 @@ class _Pages(NamedTuple):
     lengths: torch.Tensor
 
 
-# Of each allocator's forward under way. The first layer of an allocator makes them anew.
-_pages: weakref.WeakKeyDictionary[Any, _Pages] = weakref.WeakKeyDictionary()
+# Of each cache's forward under way, by group. The first layer of a group makes them anew.
+_pages: weakref.WeakKeyDictionary[Any, dict[int, _Pages]] = weakref.WeakKeyDictionary()
 
 
 def is_paged(cache: Any) -> bool:
-    return hasattr(cache, "layer_to_allocator") and hasattr(cache, "update")
+    return hasattr(cache, "update") and (
+        hasattr(cache, "layer_to_allocator") or hasattr(cache, "layer_index_to_group_indices")
+    )
+
+
+def _group_of(cache: Any, layer: int) -> _Group:
+    if hasattr(cache, "layer_to_allocator"):
+        own = cache.layer_to_allocator[layer]
+        kind = next(kind for kind, one in cache.cache_allocators.items() if one is own)
+        pages = own.get_cache_for_block_table(layer) if own.supports_block_table else None
+        return _Group(own.index, kind, layer == own.layer_indices[0], own.tokens_per_page, pages)
+    index, place = cache.layer_index_to_group_indices[layer]
+    if cache.sliding_windows[layer] != 1:  # 1 stands for none
+        return _Group(index, "sliding_attention", place == 0, cache.block_size, None)
+    keys, values = (one[place].unflatten(0, (-1, cache.block_size)) for one in (cache.key_cache, cache.value_cache))
+    return _Group(index, "full_attention", place == 0, cache.block_size, (keys, values))
+
+
+@functools.cache
+def _takes_kwargs(cache: type[Any]) -> bool:
+    """Return whether a cache's update takes a batch's arguments in one, as from 5.19 on."""
+    return "kwargs" in inspect.signature(cache.update).parameters
 
 
 def attend_batch(*arguments: Any) -> torch.Tensor:
@@ -97,50 +127,46 @@ def attend_batch(*arguments: Any) -> torch.Tensor:
 
 
 def _attend_batch(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: CompactMask,
-    window: int | None,
-    batch: Batch,
-    options: dict[str, Any],
-) -> torch.Tensor:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: CompactMask,
+    window: int | None, batch: Batch, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
     """Put keys and values (1, Hk, T, D) into the cache, and attend query (1, Hq, T, D) -> (1, T, Hq, D)."""
-    named = dict(batch.named)
-    if batch.begin_q is None or not isinstance(batch.begin_k, dict) or not isinstance(batch.longest_k, dict):
-        raise refuse("cu_seq_lens_k", batch.begin_k, f"{_WHAT} gives lengths of each kind of layer; {ELSEWHERE}")
+    cache, named = batch.cache, batch.named
+    if batch.begin_q is None or batch.begin_k is None:
+        raise refuse("cu_seq_lens_k", batch.begin_k, f"{_WHAT} gives beginnings of queries and keys; {ELSEWHERE}")
     if named.get("block_table") is not None:
         raise refuse("block_table", named["block_table"], "is for FlashAttention alone; set max_blocks_per_request=0")
     if mask.mask is not None or mask.chunk is not None or (mask.q_length > 1 and not mask.causal):
         raise refuse("attention_mask", mask.shape, f"{_WHAT} is causal and has no mask functions; {ELSEWHERE}")
-    layer: Any = module.layer_idx
-    allocator = batch.cache.layer_to_allocator[layer]
-    begin_q, begin_k = batch.begin_q.to(torch.int32), batch.begin_k[allocator.layer_type].to(torch.int32)
-    longest_k = batch.longest_k[allocator.layer_type]
+    q, begin_q = query[0].transpose(0, 1), batch.begin_q.to(torch.int32)
     options = {**options, "causal": True, "window": None if window is None else (window - 1, 0)}
-    read_index = named["read_index"][allocator.index]
-    q = query[0].transpose(0, 1)
-    out: Any
-    if allocator.supports_block_table and read_index.numel():
+    group = None if cache is None else _group_of(cache, module.layer_idx)  # type: ignore[arg-type]
+    begin_k, longest_k = (
+        one[group.kind] if group and isinstance(one, dict) else one for one in (batch.begin_k, batch.longest_k)
+    )
+    begin_k = begin_k.to(torch.int32)
+    pages = None
+    if group is not None:
+        read_index = named["read_index"][group.number]
+        if group.pages is not None and read_index.numel():
+            pages = _pages_of(cache, group, read_index, begin_k, longest_k)
         # Without positions to read, keys and values are written alone.
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        write_index = named["write_index"][allocator.index]
-        allocator.update(k, v, layer, read_index[:0], write_index)
-        pages = _pages_of(allocator, layer, read_index, begin_k, longest_k)
-        k_pages, v_pages = allocator.get_cache_for_block_table(layer)
-        if batch.longest_q == 1 and len(begin_q) == len(q) + 1:  # a query each: the keys are split over programs
-            out = ops.paged_attention(q.unsqueeze(2), k_pages, v_pages, pages.table, pages.lengths, **options)
-            return out.squeeze(2).unsqueeze(0)
-        out = ops.paged_attention(
-            q, k_pages, v_pages, pages.table, pages.lengths, cu_seqlens_q=begin_q, max_seqlen_q=batch.longest_q,
-            **options,
-        )  # fmt: skip
+        reads = [index[:0] for index in named["read_index"]] if pages else named["read_index"]
+        places: dict[str, Any] = {"read_index": reads, "write_index": named["write_index"]}
+        if _takes_kwargs(cache.__class__):
+            places = {"kwargs": {**places, "cu_seq_lens_k": batch.begin_k, "max_length_k": batch.longest_k}}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **places)
+    out: Any
+    if group is None or group.pages is None or pages is None:
+        k, v = (one[0].transpose(0, 1) if one.ndim == 4 else one for one in (key, value))  # (T, Hk, D) up to 5.18
+        out = ops.varlen_attention(q, k, v, begin_q, begin_k, batch.longest_q, longest_k, **options)
         return out.unsqueeze(0)
-    named["cu_seq_lens_k"], named["max_length_k"] = batch.begin_k, batch.longest_k
-    key, value = batch.cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=named)
-    k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    out = ops.varlen_attention(q, k, v, begin_q, begin_k, batch.longest_q, longest_k, **options)
+    if batch.longest_q == 1 and len(begin_q) == len(q) + 1:  # a query each: the keys are split over programs
+        out = ops.paged_attention(q.unsqueeze(2), *group.pages, pages.table, pages.lengths, **options)
+        return out.squeeze(2).unsqueeze(0)
+    out = ops.paged_attention(
+        q, *group.pages, pages.table, pages.lengths, cu_seqlens_q=begin_q, max_seqlen_q=batch.longest_q, **options
+    )
     return out.unsqueeze(0)
 
 
@@ -148,18 +174,16 @@ def _attend_batch(
 leave_out("paged cache", _attend_batch, "the cache is written in place through views of one tensor, which graphs copy")
 
 
-def _pages_of(allocator: Any, layer: int, read_index: torch.Tensor, begin_k: torch.Tensor, longest_k: int) -> _Pages:
-    """Return a batch's page table: request b's positions begin at begin_k[b], a page at every tokens_per_page-th."""
-    kept = _pages.get(allocator)
-    if kept is not None and kept.read_index is read_index and layer != allocator.layer_indices[0]:
-        return kept
-    size = allocator.tokens_per_page
-    columns = torch.arange(0, max(longest_k, 1), size, device=read_index.device)
+def _pages_of(cache: Any, group: _Group, read_index: torch.Tensor, begin_k: torch.Tensor, longest_k: int) -> _Pages:
+    """Return a batch's page table: request b's positions begin at begin_k[b], a page at every `group.page`-th."""
+    kept = _pages.setdefault(cache, {})
+    if group.number in kept and kept[group.number].read_index is read_index and not group.begins:
+        return kept[group.number]
+    columns = torch.arange(0, max(longest_k, 1), group.page, device=read_index.device)
     places = (begin_k[:-1, None] + columns).clamp(max=read_index.numel() - 1)
-    table = read_index[places].div(size, rounding_mode="floor").to(torch.int32)
-    pages = _Pages(read_index, table, begin_k.diff())
-    _pages[allocator] = pages
-    return pages
+    table = read_index[places].div(group.page, rounding_mode="floor").to(torch.int32)
+    kept[group.number] = _Pages(read_index, table, begin_k.diff())
+    return kept[group.number]
 
 
 # Wrappers of two methods of transformers that alone decide on loading a model and on continuous batching.
@@ -310,35 +334,25 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     check_free(name)
 
     def forward(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: CompactMask | torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        cu_seq_lens_q: torch.Tensor | None = None,
-        cu_seq_lens_k: torch.Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: CompactMask | torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+        is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
+        s_aux: torch.Tensor | None = None, position_bias: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None,
+        max_length_q: int | None = None, max_length_k: int | None = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         cache = None
         for feature in kwargs:
             if feature in _SPECIAL and kwargs[feature] is not None:
                 cache = _special(feature, kwargs[feature], cache)
-        mask, bias = _read(module, query, key, attention_mask, is_causal)
+        in_batch = cache is not None or "read_index" in kwargs
+        mask, bias = _read(module, query, key, attention_mask, is_causal, in_batch)
         options = {"scale": scaling, "softcap": softcap, "sinks": _acceptable(s_aux, query), "backend": backend}
-        if cache is not None:
+        if in_batch:
             if bias is not None or position_bias is not None or dropout > 0.0:
-                raise refuse(
-                    "cache", type(cache).__name__, f"continuous batching has no biases or dropout; {ELSEWHERE}"
-                )
+                raise refuse("cache", type(cache).__name__, f"{_WHAT} has no biases or dropout; {ELSEWHERE}")
+            if max_length_q is None:  # up to 5.18
+                max_length_q, max_length_k = kwargs.get("max_seqlen_q"), kwargs.get("max_seqlen_k")
             given: Any = (cache, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs)
             return attend_batch(module, query, key, value, mask, sliding_window, Batch(*given), options), None
         check_window(sliding_window, mask)
@@ -382,7 +396,7 @@ def _special(feature: str, value: Any, cache: Any) -> Any:
 
 
 def _read(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool | None
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool | None, in_batch: bool
 ) -> tuple[CompactMask, torch.Tensor | None]:
     batch, heads, q_length, _ = query.shape
     kv_length = key.shape[2]
@@ -406,8 +420,8 @@ def _read(
             raise refuse("attention_mask.dtype", mask.dtype, "must be bool (True attends) or floating (added)")
         return own, mask
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if mask is None and not causal:
-        return CompactMask(batch, q_length, kv_length, kv_length), None
+    if mask is None and (in_batch or not causal):  # from 5.24 on, continuous batching makes no masks
+        return CompactMask(batch, q_length, kv_length, kv_length, right=0 if causal else None), None
     raise refuse(
         "attention_mask", mask, f"this model does not make its masks through AttentionMaskInterface; {ELSEWHERE}"
     )
@@ -419,14 +433,9 @@ def _acceptable(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tenso
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: CompactMask,
-    bias: torch.Tensor | None,
-    dropout: float,
-    options: dict[str, Any],
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: CompactMask, bias: torch.Tensor | None,
+    dropout: float, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
     if mask.kv_used < mask.kv_length:
         key, value = key[:, :, : mask.kv_used], value[:, :, : mask.kv_used]
     decodes, named = mask.dense()
@@ -455,12 +464,7 @@ _Sequences = tuple[torch.Tensor, int, torch.Tensor, int]  # beginnings and longe
 
 
 def _given(
-    mask: CompactMask,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    longest_q: Any,
-    longest_k: Any,
-    dense: bool,
+    mask: CompactMask, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, longest_q: Any, longest_k: Any, dense: bool
 ) -> _Sequences | None:
     """Return the packed sequences that the model's caller describes; None if a mask is needed that knows them."""
     begin_q, begin_k = (cu_k if cu_q is None else cu_q), (cu_q if cu_k is None else cu_k)
@@ -479,14 +483,9 @@ def _given(
 
 
 def _attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: CompactMask,
-    sequences: _Sequences,
-    dropout: float,
-    options: dict[str, Any],
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: CompactMask, sequences: _Sequences,
+    dropout: float, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
     """Attend query (B, Hq, S, D), key and value (B, Hk, S, D) as consecutive rows -> (B, S, Hq, D)."""
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     begin_q, longest_q, begin_k, longest_k = sequences

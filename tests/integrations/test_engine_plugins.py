@@ -7,16 +7,25 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
-from enum import Enum
+import warnings
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from portattn import config
-from portattn.errors import ArgumentError
-from portattn.integrations import sglang, vllm
-from portattn.integrations.sglang import NEWEST, OLDEST
+from portattn.errors import PortattnError
+from portattn.integrations import (
+    DIFFUSERS,
+    SGLANG,
+    TRANSFORMERS,
+    VLLM,
+    Interface,
+    check_release,
+    differences,
+    sglang,
+    vllm,
+)
 
 ENTRY_POINTS = {
     "vllm": ("vllm.general_plugins", "portattn.integrations.vllm:register", vllm.register),
@@ -54,79 +63,87 @@ def test_without_the_engine(engine: str) -> None:
             sglang.create(None)
 
 
-# What vLLM is told of portattn's own settings, without vLLM: stand-ins of the modules that are asked.
-MODULE = "portattn.integrations.vllm.caches"
+# Which releases are served, without the libraries: module trees made of the tables of members, and changed ones.
+def plant(patch: pytest.MonkeyPatch, interface: Interface, changed: dict[tuple[str, str], str] | None = None) -> None:
+    """Put a library's modules in place, whose members are as the table says, or as `changed` does of a member."""
+    for module, members in interface.members.items():
+        made = ModuleType(module)
+        for name, told in members.items():
+            kind, *names = (changed or {}).get((module, name), told).split()
+            first, _, method = name.partition(".")
+            if kind == "has" and not name:
+                vars(made).update(dict.fromkeys(names))
+            elif kind == "has" or method:
+                owner: Any = vars(made).setdefault(first, type(first, (), {"__annotations__": {}}))
+                owner.__annotations__.update(dict.fromkeys(names if kind == "has" else ()))
+            if kind != "has":
+                holder, last = (owner, method) if method else (made, first)
+                parameters = ", ".join(["*"] * bool(names) + names).replace("=", "=None")
+                setattr(holder, last, eval(f"lambda {parameters}: None"))
+        patch.setitem(sys.modules, module, made)
 
 
-class Asked:
-    """vLLM's AttentionBackend: its own reasons."""
-
-    @classmethod
-    def validate_configuration(cls, *given: Any, **named: Any) -> list[str]:
-        return ["another"]
-
-
-@pytest.fixture
-def capabilities(monkeypatch: pytest.MonkeyPatch) -> Any:
-    parts: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.33.0", "envs": SimpleNamespace(VLLM_KV_CACHE_LAYOUT=None)},
-        "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda=lambda: True)},
-        "vllm.v1.attention.backend": {"AttentionBackend": Asked, "MultipleOf": int},
-        "vllm.v1.kv_cache_layout": {"KVCacheLayout": Enum("KVCacheLayout", {"LBHNC": 0})},
-    }
-    for name in (*parts, "vllm.v1", "vllm.v1.attention"):
-        module = ModuleType(name)
-        vars(module).update(parts.get(name, {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    package = importlib.import_module("portattn.integrations.vllm")
-    for part in ("capabilities", "caches", "versions"):  # gone again afterwards: they hold the stand-ins
-        monkeypatch.delitem(sys.modules, f"portattn.integrations.vllm.{part}", raising=False)
-        monkeypatch.delattr(package, part, raising=False)
-    yield importlib.import_module(MODULE)
-    for part in ("capabilities", "caches", "versions"):
-        sys.modules.pop(f"portattn.integrations.vllm.{part}", None)
-        vars(package).pop(part, None)
+def changes(interface: Interface) -> Iterator[tuple[tuple[str, str], str, str]]:
+    """Each member, a change of it that must be named, and how."""
+    for module, members in interface.members.items():
+        for name, told in members.items():
+            kind, *names = told.split()
+            if kind != "has":
+                extra = f"{told} extra{'=' * (kind == 'takes')}"
+                yield (module, name), extra, f"{name} has a parameter 'extra' that this adapter does not know"
+            gone = next((one for one in names if f"{name}.{one}" not in members and one != "__init__"), "")
+            flaw = f"{name or module} has no {'' if kind == 'has' else 'parameter '}{gone!r}"
+            if gone:
+                yield (module, name), " ".join([kind, *(one for one in names if one != gone)]), flaw
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("PORTATTN_BACKEND", "tritton"), ("PORTATTN_FALLBACK", "maybe"), ("PORTATTN_VALIDATE", "yes")],
-)
-def test_a_wrong_setting_is_a_reason(
-    capabilities: Any, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert capabilities.Capabilities.validate_configuration() == ["another"]
-    monkeypatch.setenv(variable, value)
-    config.environment_settings.cache_clear()
-    first, *others = capabilities.Capabilities.validate_configuration()
-    assert f"{variable} is '{value}', but must be one of" in first
-    assert others == ["another"]
+@pytest.mark.parametrize("interface", [VLLM, SGLANG, DIFFUSERS, TRANSFORMERS], ids=lambda one: one.library)
+def test_each_member_that_differs_is_named(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
+    for member, told, flaw in changes(interface):
+        plant(monkeypatch, interface, {member: told})
+        assert list(differences(interface)) == [flaw]
+    given = {member: f"{told}=" for member, told, _ in changes(interface) if told.endswith(" extra")}
+    plant(monkeypatch, interface, given)
+    assert list(differences(interface)) == []  # the adapter does not give an optional argument that it does not know
+    first = next(iter(interface.members))
+    monkeypatch.setitem(sys.modules, first, None)
+    assert [flaw.partition(" (")[0] for flaw in differences(interface)] == [f"{first} cannot be imported"]
 
 
-def test_a_services_variables_are_no_reason(capabilities: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes sets them beside a service named portattn."""
-    monkeypatch.setattr(config, "_warned", set())
-    monkeypatch.setenv("PORTATTN_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setenv("PORTATTN_PORT", "tcp://10.0.0.1:8000")
-    config.environment_settings.cache_clear()
-    with pytest.warns(UserWarning, match="PORTATTN_SERVICE_HOST"):
-        assert capabilities.Capabilities.validate_configuration() == ["another"]
+def test_a_new_abstract_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, SGLANG)
+    base = sys.modules["sglang.srt.layers.attention.base_attn_backend"].AttentionBackend
+    base.__abstractmethods__ = frozenset({"verify_mask", "plan"})
+    assert [flaw[:45] for flaw in differences(SGLANG)] == ["AttentionBackend has an abstract method 'plan"]
 
 
-# Without SGLang: the plug-in's module can be imported, and says what is missing. With it: tests/engines/sglang.
+# The adapters ask at their entries, before they import a member of the library.
+ENTRIES = {VLLM: lambda: vllm.PortattnBackend, SGLANG: lambda: sglang.create(None)}
 
 
-# Which versions of SGLang the plug-in takes, without SGLang: a build's own label is no other release.
-@pytest.mark.parametrize("version", [OLDEST, NEWEST, f"{NEWEST}+cu130", f"{OLDEST}+local"])
-def test_a_label_of_a_build(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
-    monkeypatch.setitem(sys.modules, "portattn.integrations.sglang.capabilities", None)
-    with pytest.raises(ImportError, match="capabilities"):  # the version was taken, and what comes next is asked for
-        sglang.create(None)
+@pytest.mark.parametrize("of", ENTRIES, ids=lambda one: one.library)
+def test_releases(of: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_release.cache_clear()
+    plant(monkeypatch, of)
+    for module in ("vllm.backend", "sglang.capabilities"):  # the next import, once a release is taken
+        monkeypatch.setitem(sys.modules, f"portattn.integrations.{module}", None)
 
+    def enter(version: str, error: type[Exception], match: str) -> list[str]:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+        monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
+        with warnings.catch_warnings(record=True) as told, pytest.raises(error, match=match):
+            ENTRIES[of]()
+        return [str(one.message) for one in told]
 
-@pytest.mark.parametrize("version", [f"{OLDEST}rc1", f"{NEWEST}.post1", "0.6.0+cu130", "0.5.23-dirty.main", "unknown"])
-def test_other_releases(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
-    with pytest.raises(ArgumentError, match="sglang's version is"):
-        sglang.create(None)
+    tested = f"portattn was tested with {of.library} {of.oldest} to {of.newest}"
+    for version in (of.oldest, of.newest, f"{of.newest}+cu130", f"{of.newest}.post1"):
+        assert enter(version, ImportError, r"portattn\.integrations") == []
+    for version in ("9.1.0", "dirty-main"):
+        (told,) = enter(version, ImportError, r"portattn\.integrations")
+        assert told.startswith(f"{tested}, and this is {version}: its interface was checked")
+        assert enter(version, ImportError, r"portattn\.integrations") == []
+    for version in ("0.3.0", f"{of.oldest}rc1"):
+        enter(version, PortattnError, f"^{of.library} {version} is not supported: it is older than {of.oldest}")
+    member, differing, flaw = next(change for change in changes(of) if change[1].endswith(" extra="))
+    plant(monkeypatch, of, {member: differing})
+    enter("9.2.0", PortattnError, f"^{of.library} 9.2.0: {flaw}; {tested}")

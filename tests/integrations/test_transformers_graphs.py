@@ -271,11 +271,9 @@ def prompts() -> list[list[int]]:
 
 def generate(model: Any, **settings: Any) -> list[list[int]]:
     """Of all prompts together: more than a batch takes, so that prompts are cut and mixed with decoding."""
-    if "page_size" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters:
-        pytest.skip("this transformers has no page_size of continuous batching")
-    config = transformers.ContinuousBatchingConfig(
-        **{"num_blocks": 48, "page_size": 4, "max_batch_tokens": 12, **settings}
-    )
+    of_page = {"page_size", "block_size"} & inspect.signature(transformers.ContinuousBatchingConfig).parameters.keys()
+    sizes = {"num_blocks": 48, "max_batch_tokens": 12, max(of_page): 4}  # block_size is the name up to 5.17
+    config = transformers.ContinuousBatchingConfig(**{**sizes, **settings})
     found = model.generate_batch(
         prompts(),
         generation_config=transformers.GenerationConfig(
@@ -368,19 +366,17 @@ def test_pages_are_looked_up_once_a_forward(models: dict[str, Any], monkeypatch:
 @torch.no_grad()
 def test_the_cache_of_a_forward_that_is_run_again_is_looked_up_again() -> None:
     """As a CUDA graph is captured: the same arguments, whose positions have changed in place."""
-    from portattn.integrations.transformers import _pages_of
+    from portattn.integrations.transformers import _Group, _pages_of
 
-    class Allocator:
-        tokens_per_page, layer_indices = 4, (0, 1)
-
-    allocator, begin = Allocator(), torch.tensor([0, 5, 6], dtype=torch.int32)
+    cache, begin = torch.nn.Identity(), torch.tensor([0, 5, 6], dtype=torch.int32)
+    of_first, of_second = (_Group(0, "full_attention", begins, 4, None) for begins in (True, False))
     positions = torch.tensor([8, 9, 10, 11, 20, 32])
-    first = _pages_of(allocator, 0, positions, begin, 5)
+    first = _pages_of(cache, of_first, positions, begin, 5)
     assert first.table.tolist() == [[2, 5], [8, 8]]
     assert first.lengths.tolist() == [5, 1]
     positions += 4
-    assert _pages_of(allocator, 1, positions, begin, 5) is first
-    assert _pages_of(allocator, 0, positions, begin, 5).table.tolist() == [[3, 6], [9, 9]]
+    assert _pages_of(cache, of_second, positions, begin, 5) is first
+    assert _pages_of(cache, of_first, positions, begin, 5).table.tolist() == [[3, 6], [9, 9]]
 
 
 def test_what_a_batch_cannot_have_is_refused(models: dict[str, Any]) -> None:
@@ -401,7 +397,7 @@ def test_what_a_batch_cannot_have_is_refused(models: dict[str, Any]) -> None:
     for changed, message in (
         ({"block_table": torch.zeros(1, 1, 1)}, "block_table .* is for FlashAttention alone"),
         ({"dropout": 0.5}, "cache is 'Cache', but continuous batching has no biases or dropout"),
-        ({"cu_seq_lens_k": lengths}, "cu_seq_lens_k .* gives lengths of each kind of layer"),
+        ({"cu_seq_lens_k": None}, "cu_seq_lens_k .* gives beginnings of queries and keys"),
         ({"attention_mask": written}, "attention_mask .* is causal and has no mask functions"),
     ):
         arguments = {**batch, "attention_mask": mask, **changed}

@@ -165,6 +165,7 @@ class ForwardVariant(Variant):
     needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
     legend = LEGEND
     canaries: tuple[Problem, ...] = FORWARD
+    formats: tuple[str, ...] = ("as_q",)
 
     def __init__(self, toolchain: Toolchain = TIMED_WITH) -> None:
         self.toolchain = toolchain
@@ -186,9 +187,10 @@ class ForwardVariant(Variant):
             f"takes K and V of one width, not {p.head_dim} and {p.head_dim_v}": width(p.head_dim)
             != width(p.head_dim_v),
             f"takes no {', '.join(asked)}": bool(asked),
+            f"takes q of 16 bits, not {p.q_format}": p.q_format not in self.formats,
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
-            **(self._stored_reasons(p) if p.page_size else {}),
+            **(_stored_reasons(p) if dequantizes(p) else {}),
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
             f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
@@ -197,16 +199,6 @@ class ForwardVariant(Variant):
         if reason is None and choice(p, found, self.entries) is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
-
-    def _stored_reasons(self, p: Problem) -> dict[str, bool]:
-        stored = p.kv_format != "as_q"
-        return {
-            f"takes pages of {', '.join(STORED)} numbers, not {p.kv_format}": stored and p.kv_format not in STORED,
-            f"takes a scale for each head of {p.kv_format} pages, not for each {p.kv_scales}": stored
-            and p.kv_scales == "token",
-            f"takes {p.kv_format} heads of {' or '.join(map(str, STORED_WIDTHS))} columns, not {p.head_dim}": stored
-            and p.head_dim not in STORED_WIDTHS,
-        }  # fmt: skip
 
     def defers_to_core(self, problem: Problem) -> str:
         """Return the reason: the tuning data's, or pages of few rows, whose keys the core splits."""
@@ -262,6 +254,16 @@ class ForwardVariant(Variant):
 
 def dequantizes(p: Problem) -> bool:
     return bool(p.page_size) and p.kv_format != "as_q"
+
+
+def _stored_reasons(p: Problem) -> dict[str, bool]:
+    kind = p.kv_format
+    return {
+        f"takes pages of {' or '.join(STORED)} numbers, not {kind}": kind not in STORED,
+        f"takes {kind} pages with scales of a head, not of a token": p.kv_scales == "token",
+        f"takes {kind} heads of {' or '.join(map(str, STORED_WIDTHS))} columns, not {p.head_dim}": p.head_dim
+        not in STORED_WIDTHS,
+    }
 
 
 def stored_views(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:

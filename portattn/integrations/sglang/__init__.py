@@ -7,13 +7,9 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
-from portattn.errors import ArgumentError
+from portattn.integrations import SGLANG, check_release
 
 NAME = "portattn"
-# Versions that tests/engines/sglang/ ran with: the first and the last of them.
-OLDEST, NEWEST = "0.5.20", "0.5.23"
 
 
 def activate() -> None:
@@ -28,22 +24,10 @@ def activate() -> None:
 
 def create(runner: Any) -> Any:
     """Return the AttentionBackend of one of SGLang's model runners, or raise for an unsupported version or feature."""
-    version = metadata.version("sglang")
-    if not _tested(version):
-        raise ArgumentError(
-            "portattn.integrations.sglang", "sglang's version", version, f"must be {OLDEST} to {NEWEST}"
-        )
+    check_release(SGLANG, metadata.version("sglang"))
     from portattn.integrations.sglang.capabilities import check
 
     check(runner)
     from portattn.integrations.sglang.backend import LatentBackend, PagedBackend
 
     return LatentBackend(runner) if runner.use_mla_backend else PagedBackend(runner)
-
-
-def _tested(version: str) -> bool:
-    try:
-        public = Version(version).public  # a build's own label ("+cu130") sorts behind its release, and is no other
-    except InvalidVersion:
-        return False
-    return Version(OLDEST) <= Version(public) <= Version(NEWEST)

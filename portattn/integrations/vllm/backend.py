@@ -163,13 +163,15 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
     ) -> Any:  # fmt: skip
         """Attend over the cache into `place` if given; without it, return_lse adds the LSE (tokens, Hq)."""
         of = self.views(kv_cache)
+        if of.rotated:
+            query = caches.rotate(query)
         k_scale, v_scale = caches.scales(of, layer)
         shared: dict[str, Any] = {
             "k_scale": k_scale,
             "v_scale": v_scale,
             "k_block_scale": of.k_block_scale,
             "v_block_scale": of.v_block_scale,
-            "scale": self.scale,
+            "scale": self.scale / caches.gain(query.shape[-1]) if of.rotated else self.scale,
             "softcap": self.softcap,
             "alibi_slopes": self._slopes_on(query.device),
             "sinks": self.sinks,
@@ -178,19 +180,26 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             **other,
         }
         # With one split, requests must not change with their batch, so its shape must not choose the kernel either.
-        out: Any
+        found: Any
         if batch.single and self.num_splits is None:
             # One row sees all keys: no mask, and the window's other side has nothing in it.
-            out = _paged(
+            found = _paged(
                 None if place is None else place[:, None],
                 query[:, None], of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared,
             )  # fmt: skip
-            return (out[0][:, 0], out[1][..., 0]) if isinstance(out, tuple) else out[:, 0]
-        out = _paged(
-            place, query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len, causal=causal, window=window, **shared,
-        )  # fmt: skip
-        return (out[0], out[1].transpose(0, 1)) if isinstance(out, tuple) else out
+            found = (found[0][:, 0], found[1][..., 0]) if isinstance(found, tuple) else found[:, 0]
+        else:
+            found = _paged(
+                place, query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
+                max_seqlen_q=batch.max_query_len, causal=causal, window=window, **shared,
+            )  # fmt: skip
+            found = (found[0], found[1].transpose(0, 1)) if isinstance(found, tuple) else found
+        if not of.rotated:
+            return found
+        if isinstance(found, tuple):
+            return caches.rotate(found[0], inverse=True), found[1]
+        out = caches.rotate(found, inverse=True)
+        return out if place is None else place.copy_(out)
 
     def _sharded(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

@@ -1,8 +1,9 @@
 """Keys, values and scales inside vLLM's cache tensors, and the capabilities that both backends share.
 
 A cache is (blocks, Hk, block, content), of any strides; content is [K | V], or with token scales [K | float32 | V |
-float32]. An nvfp4 cache is (blocks, 2 Hk, block, D / 2 + D / 16), a block's bytes [K | its scales | V | its scales], as
-in vLLM's FlashInfer from 0.32 on, except on sm_100, whose value scales have another order.
+float32]; rows of int4 are rotated, two numbers a byte. An nvfp4 cache is (blocks, 2 Hk, block, D / 2 + D / 16), a
+block's bytes [K | its scales | V | its scales], as in vLLM's FlashInfer from 0.32 on, except on sm_100, whose value
+scales have another order.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import vllm
-from packaging.version import InvalidVersion, Version
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
@@ -28,7 +27,8 @@ from portattn.schema.problem_limits import FORMATS, MAX_HEAD_DIM
 # cache_dtype of vLLM -> how its numbers are read; None where they are of the dtype that the tensor has.
 PLAIN = ("auto", "float16", "bfloat16")
 FLOAT8 = {"fp8": None, "fp8_e4m3": None, "fp8_e5m2": torch.float8_e5m2}  # None: the platform's e4m3
-TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": None}
+INT4 = "int4_per_token_head"
+TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": None, INT4: torch.uint8}
 SCALE_BYTES = 4  # a float32
 BLOCK_SCALES = ("nvfp4",)  # two e2m1 numbers a byte, and an e4m3 scale for each 16 of a row
 NV_BLOCK = FORMATS["nvfp4"].block
@@ -36,7 +36,7 @@ NV_BLOCK = FORMATS["nvfp4"].block
 
 @dataclass
 class Views:
-    """One cache tensor as portattn takes it: pages (P, Hk, page, D), for nvfp4 D / 2 bytes, and scales, if any."""
+    """One cache tensor as portattn takes it: pages (P, Hk, page, D), of 4 bits D / 2 bytes, and scales, if any."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -44,6 +44,7 @@ class Views:
     v_scale: torch.Tensor | None = None
     k_block_scale: torch.Tensor | None = None
     v_block_scale: torch.Tensor | None = None
+    rotated: bool = False
 
 
 def stored_dtype(cache_dtype: str) -> torch.dtype | None:
@@ -53,11 +54,29 @@ def stored_dtype(cache_dtype: str) -> torch.dtype | None:
     return (FLOAT8 | TOKEN_SCALES)[cache_dtype] or current_platform.fp8_dtype()
 
 
+def per_byte(cache_dtype: str) -> int:
+    return FORMATS["int4"].per_byte if cache_dtype == INT4 else 1
+
+
+def rotate(rows: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """Return rows (…, D) in the basis of vLLM's int4 caches, longer by the root of gain(D); or the inverse."""
+    from vllm.v1.attention.ops.int4_per_token_head import single_rht
+
+    turned: torch.Tensor = single_rht(rows.float(), inverse)
+    return (turned / gain(rows.shape[-1]) if inverse else turned).to(rows.dtype)
+
+
+def gain(width: int) -> int:
+    """Return the factor by which a product of two rotated rows is too large: the largest power of 2 in `width`."""
+    return width & -width
+
+
 def views(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
     """Split a layer's cache tensor without a copy, or raise ArgumentError if the dtype and head size do not fit it."""
     if cache_dtype in BLOCK_SCALES:
         return _views_of_blocks(cache, cache_dtype, head_size)
     width = SCALE_BYTES if cache_dtype in TOKEN_SCALES else 0
+    head_size //= per_byte(cache_dtype)
     if cache.ndim != 4 or cache.shape[-1] <= head_size + 2 * width:
         limit = f"must be (blocks, heads, block, content) with a content of keys ({head_size}), values and scales"
         raise ArgumentError("PORTATTN", "kv_cache.shape", tuple(cache.shape), limit)
@@ -73,7 +92,7 @@ def views(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
     k_scale, v_scale = (
         cache[..., start : start + width].view(torch.float32)[..., 0] for start in (head_size, cache.shape[-1] - width)
     )
-    return Views(k, v, k_scale, v_scale)
+    return Views(k, v, k_scale, v_scale, rotated=cache_dtype == INT4)
 
 
 def _views_of_blocks(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
@@ -114,7 +133,9 @@ def with_scales(spec: Any) -> Any:
         return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
     if not spec.kv_quant_mode.is_per_token_head:
         return spec
-    return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * SCALE_BYTES)
+    numbers = spec.head_size + spec.head_size_v
+    content = numbers // per_byte(spec.kv_quant_mode.name.lower()) + 2 * SCALE_BYTES
+    return replace(spec, state_content_bytes=content)
 
 
 def layout_asked_for() -> str | None:
@@ -143,10 +164,12 @@ def refuse_layout(spec: Any, vllm_config: Any) -> None:
 
 def write(key: torch.Tensor, value: torch.Tensor, to: Views, slots: torch.Tensor, layer: Any) -> None:
     """Write new tokens to their slots; tokens with slot -1, or without a slot, are padding."""
-    tokens = slots.shape[0]
+    key, value = key[: slots.shape[0]], value[: slots.shape[0]]
+    if to.rotated:
+        key, value = rotate(key), rotate(value)
     k_scale, v_scale = scales(to, layer)
     ops.write_pages(
-        key[:tokens], value[:tokens], to.k, to.v, slots, k_scale=k_scale, v_scale=v_scale,
+        key, value, to.k, to.v, slots, k_scale=k_scale, v_scale=v_scale,
         k_block_scale=to.k_block_scale, v_block_scale=to.v_block_scale, page_layout="hpd",
     )  # fmt: skip
 
@@ -157,21 +180,6 @@ def scales(of: Views, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | N
     if of.k_scale is not None:
         return of.k_scale, of.v_scale
     return layer._k_scale, layer._v_scale
-
-
-# The first and the last release that tests/engines/vllm ran with; every patch release of them counts.
-OLDEST, NEWEST = (0, 31), (0, 33)
-
-
-def unsupported_version(version: str = vllm.__version__) -> str:
-    try:
-        release = Version(version).release[:2]
-    except InvalidVersion:
-        release = ()
-    if OLDEST <= release <= NEWEST:
-        return ""
-    tested = " to ".join(".".join(map(str, one)) for one in (OLDEST, NEWEST))
-    return f"vLLM {version} is not supported: portattn was tested with {tested}"
 
 
 BLOCK = 16  # tokens: kernels read pages of any size, but none smaller was tried with vLLM
@@ -227,8 +235,9 @@ class Capabilities(AttentionBackend):
             return f"a {cache} cache needs queries of {cache}, and they are {dtype}"
         if cache not in PLAIN and dtype == torch.float32:
             return f"a {cache} cache needs queries of float16 or bfloat16, and they are {dtype}"
-        if cache in TOKEN_SCALES and head_size % SCALE_BYTES:
-            return f"a {cache} cache needs a head size that is a multiple of {SCALE_BYTES}, not {head_size}"
+        words = SCALE_BYTES * per_byte(cache)
+        if cache in TOKEN_SCALES and head_size % words:
+            return f"a {cache} cache needs a head size that is a multiple of {words}, not {head_size}"
         if cache in BLOCK_SCALES and head_size % NV_BLOCK:
             return f"a {cache} cache needs a head size that is a multiple of {NV_BLOCK}, not {head_size}"
         asked = layout_asked_for()
@@ -239,6 +248,6 @@ class Capabilities(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """Return an untested version, a wrong setting, and vLLM's own list of reasons."""
-        first = (unsupported_version(), wrong_settings("portattn.integrations.vllm"))
-        return [*filter(None, first), *super().validate_configuration(*arguments, **named)]
+        """Return a wrong setting, and vLLM's own list of reasons."""
+        wrong = wrong_settings("portattn.integrations.vllm")
+        return [*filter(None, [wrong]), *super().validate_configuration(*arguments, **named)]

@@ -49,7 +49,11 @@ def problem(base: Problem = CHUNKS, **fields: Any) -> Problem:
     return msgspec.structs.replace(base, **fields)
 
 
-@pytest.mark.parametrize("p", [CHUNKS, MIXED, problem(page_size=16), problem(batch=1)], ids=str)
+E4M3 = problem(kv_format="e4m3", kv_scales="head")
+E5M2 = problem(MIXED, kv_format="e5m2", page_size=16, head_dim=64, head_dim_v=64)
+
+
+@pytest.mark.parametrize("p", [CHUNKS, MIXED, problem(page_size=16), problem(batch=1), E4M3, E5M2], ids=str)
 def test_chunks_over_pages_run_on_it(p: Problem) -> None:
     made = plan(p, SM_90)
     assert made.path == VARIANT.name, made.explain()
@@ -82,7 +86,10 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: s
         ({"page_size": 8}, "takes pages of a multiple of 16 tokens, not 8"),
         ({"page_size": 24, "seq_k": 240}, "takes pages of a multiple of 16 tokens, not 24"),
         ({"page_size": 1}, "takes pages of a multiple of 16 tokens, not 1"),
-        ({"kv_format": "e4m3"}, "takes no kv_format"), ({"num_splits": 2}, "takes no num_splits"),
+        ({"kv_format": "int8", "kv_scales": "head"}, "takes pages of e4m3 or e5m2 numbers, not int8"),
+        ({"kv_format": "e4m3", "kv_scales": "token"}, "takes e4m3 pages with scales of a head, not of a token"),
+        ({"kv_format": "e4m3", "head_dim": 256, "head_dim_v": 256}, "takes e4m3 heads of 64 or 128 columns, not 256"),
+        ({"num_splits": 2}, "takes no num_splits"),
         ({"needs_grad": True}, "takes no needs_grad"), ({"bias": True}, "takes no bias"),
         ({"head_dim": 320, "head_dim_v": 320}, "takes heads of at most 256 columns, not 320"),
         ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),

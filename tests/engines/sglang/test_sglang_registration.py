@@ -20,8 +20,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from portattn import config
-from portattn.errors import ArgumentError, SettingError
-from portattn.integrations import sglang
+from portattn.errors import ArgumentError, PortattnError, SettingError
+from portattn.integrations import SGLANG, differences, sglang
 from portattn.integrations.sglang import capabilities
 from portattn.planning.registry import detect_target, parse_target
 
@@ -40,10 +40,12 @@ def test_sglang_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(Served([4]).backend, AttentionBackend)
 
 
-@pytest.mark.engine_feature("versions that were not tested", refused=True)
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, refusal: Any) -> None:
+@pytest.mark.engine_feature("SGLang with another interface, 0.5.19 and earlier", refused=True)
+def test_other_interfaces_are_refused(monkeypatch: pytest.MonkeyPatch, refusal: Any) -> None:
+    assert list(differences(SGLANG)) == []
     monkeypatch.setattr(sglang.metadata, "version", lambda name: "0.6.0")
-    with refusal(ArgumentError, match="sglang's version is '0.6.0', but must be 0.5"):
+    monkeypatch.delattr(ForwardMode, "is_dllm_extend")
+    with refusal(PortattnError, match=r"SGLang 0\.6\.0: ForwardMode has no 'is_dllm_extend'; portattn was tested with"):
         _ = Served([4]).backend
 
 

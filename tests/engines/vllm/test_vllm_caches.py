@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import nvfp4_split_data_scale
+from vllm.v1.attention.ops.int4_per_token_head import single_rht
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_batches import BLOCK, DECODE, DIM, KV_HEADS, MIXED, Batch, Layer, check
@@ -19,33 +20,45 @@ from portattn.integrations.vllm import caches
 from portattn.integrations.vllm.backend import PortattnBackend
 
 works = pytest.mark.engine_feature
+INT4 = "int4_per_token_head"
 # cache dtype -> the numbers' dtype, and the least number of correct bits that a value keeps
 FORMATS = {
     "fp8": (torch.float8_e4m3fn, 4), "fp8_e4m3": (torch.float8_e4m3fn, 4), "fp8_e5m2": (torch.float8_e5m2, 3),
     "fp8_per_token_head": (torch.float8_e4m3fn, 4), "int8_per_token_head": (torch.int8, None),
+    INT4: (torch.uint8, None),
 }  # fmt: skip
 
 
 def read_back(layer: Layer, batch: Batch) -> None:
     """Put the values that the cache holds in the place of the batch's own, by the format's description alone. Content
-    of a token and head: D numbers, then with scales for each token a float32; keys before values."""
+    of a token and head: D numbers, then with scales for each token a float32; keys before values. A byte of int4 holds
+    two numbers of rows that vLLM's function has rotated, the first in the low bits; the scale's low bits are 0's."""
     dtype, bits = FORMATS[layer.cache_dtype]
-    inline = layer.cache_dtype.endswith("per_token_head")
+    inline, int4 = layer.cache_dtype.endswith("per_token_head"), layer.cache_dtype == INT4
+    width = DIM // 2 if int4 else DIM
+    unit = torch.eye(DIM, dtype=torch.float64)
+    turn = single_rht(unit) if int4 else unit
     content = layer.layer.kv_cache.contiguous().view(torch.uint8)
     half = content.shape[-1] // 2
-    assert half == DIM + 4 * inline
+    assert half == width + 4 * inline
     for values, start, scale in ((batch.k, 0, layer.layer._k_scale), (batch.v, half, layer.layer._v_scale)):
         for b, (_, keys) in enumerate(batch.requests):
             slots = batch.slots_of(b, 0, keys)
             rows = content[slots // BLOCK, :, slots % BLOCK, start : start + half].contiguous()
-            numbers = rows[..., :DIM].contiguous().view(dtype).double()
-            factor = rows[..., DIM:].contiguous().view(torch.float32).double() if inline else scale.double()
-            stored = numbers * factor
+            numbers = rows[..., :width].contiguous().view(dtype).double()
+            factor = rows[..., width:].contiguous().view(torch.float32).double() if inline else scale.double()
+            asked = values[b].double() @ turn
             # Half a unit in the last place of each number, or of the row's largest where the format is of fixed point.
-            largest = values[b].double().abs().amax(-1, keepdim=True)
-            step = largest / 127 if bits is None else values[b].double().abs() * 2.0 ** (1 - bits)
-            assert ((stored - values[b].double()).abs() <= step / 2 * 1.01 + 2e-2).all()
-            values[b] = stored
+            largest = asked.abs().amax(-1, keepdim=True)
+            step = largest / 127 if bits is None else asked.abs() * 2.0 ** (1 - bits)
+            if int4:
+                word = rows[..., width:].contiguous().view(torch.int32)
+                numbers = torch.stack([numbers % 16, numbers // 16], -1).flatten(-2) - (word & 15)
+                factor = step = (word & ~15).view(torch.float32).double()
+            stored = numbers * factor
+            rounded = asked.abs() * 2.0**-8 if int4 else 2e-2  # rotated rows are rounded to the batch's dtype
+            assert ((stored - asked).abs() <= step / 2 * 1.01 + rounded).all()
+            values[b] = stored @ turn.inverse()
 
 
 @works("quantised caches: fp8 e4m3 and e5m2, a scale for each layer")
@@ -60,9 +73,9 @@ def test_scale_of_the_layer(cache_dtype: str) -> None:
     assert portattn.last_plan().problem.kv_format.startswith("e")
 
 
-@works("quantised caches: int8 and fp8 with a scale for each token and head")
+@works("quantised caches: int8, fp8 and int4 with a scale for each token and head")
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BHLNC"])
-@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head"])
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head", INT4])
 def test_scales_of_tokens(cache_dtype: str, layout: str) -> None:
     batch, layer = Batch(MIXED), Layer(cache_dtype=cache_dtype, layout=layout)
     out = layer.run(batch)
@@ -72,7 +85,7 @@ def test_scales_of_tokens(cache_dtype: str, layout: str) -> None:
 
 
 @works("kernels, interpreted")
-@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head", "nvfp4", INT4])
 def test_kernels_over_quantised_caches(cache_dtype: str) -> None:
     batch, layer = Batch([(1, 20), (3, 18)]), Layer(cache_dtype=cache_dtype)
     with portattn.settings(backend="interpreter"):
@@ -185,8 +198,9 @@ def test_a_cache_of_another_shape_is_refused() -> None:
         caches.views(cache, "fp8", 16)
 
 
-def test_decode_of_a_quantised_cache() -> None:
-    batch, layer = Batch(DECODE, torch.float16), Layer(dtype=torch.float16, cache_dtype="fp8")
+@pytest.mark.parametrize("cache_dtype", ["fp8", INT4])
+def test_decode_of_a_quantised_cache(cache_dtype: str) -> None:
+    batch, layer = Batch(DECODE, torch.float16), Layer(dtype=torch.float16, cache_dtype=cache_dtype)
     out = layer.run(batch)
     read_back(layer, batch)
     check(out, batch)

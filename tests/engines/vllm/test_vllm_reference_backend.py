@@ -96,7 +96,7 @@ def test_encoders() -> None:
     compare(*outs)
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head"])
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"])
 def test_quantised_caches(cache_dtype: str) -> None:
     """A cache that vLLM's own kernel has written is read alike by both. Its fp8 with one scale needs a GPU."""
     batch = Batch(REQUESTS, torch.float16)

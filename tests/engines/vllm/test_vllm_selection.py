@@ -14,12 +14,15 @@ import vllm
 from vllm.config.attention import AttentionConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_plugins_by_group
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_batches import Batch, Layer, check
 
+from portattn import config
+from portattn.errors import PortattnError
+from portattn.integrations import VLLM, differences
 from portattn.integrations import vllm as integration
 from portattn.integrations.vllm import backend, caches, mla
 from portattn.integrations.vllm.backend import PortattnBackend
@@ -71,7 +74,7 @@ def test_an_older_registry_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: 
     "asked",
     [
         {}, {"dtype": torch.float32}, {"head_size": 80, "has_sliding_window": True, "has_sink": True},
-        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16}, {"kv_cache_dtype": "int8_per_token_head"},
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16}, {"kv_cache_dtype": "int4_per_token_head"},
         {"kv_cache_dtype": "nvfp4"}, {"kv_cache_dtype": "bfloat16"}, {"attn_type": "encoder_only"},
         {"attn_type": "encoder_decoder"},
         {"use_non_causal": True, "use_batch_invariant": True, "use_kv_connector": True}, {"block_size": 144},
@@ -98,9 +101,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sparse attention", {"use_sparse": True}, "sparse not supported"),
     ("scales for each head from a checkpoint", {"use_per_head_quant_scales": True}, "per-head quant scales not supp"),
     ("reference sliding window", {"use_rswa": True}, "R-SWA not supported"),
-    ("caches: nvfp4_4over6, int4, turboquant", {"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype not supported"),
-    ("caches: nvfp4_4over6, int4, turboquant", {"kv_cache_dtype": "int4_per_token_head"},
-     "kv_cache_dtype not supported"),
+    ("caches: nvfp4_4over6, turboquant", {"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype not supported"),
     ("float32 queries over a quantised cache", {"dtype": torch.float32, "kv_cache_dtype": "fp8"}, "needs queries of"),
     ("a cache of another 16-bit dtype", {"kv_cache_dtype": "float16"}, "a float16 cache needs queries of float16"),
     ("head sizes above 576", {"head_size": 640}, "head_size not supported"),
@@ -136,20 +137,30 @@ def test_head_sizes_of_scales_in_the_cache() -> None:
     ]
 
 
-@feature("vLLM 0.34 and later, 0.30 and earlier", refused=True)
-def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert caches.unsupported_version() == "", vllm.__version__
-    for version in ("0.31.0", "0.32.1+cu130", "0.33.1.dev3+g1234"):
-        assert caches.unsupported_version(version) == ""
-    for version in ("0.30.0", "0.34.0", "1.0", "dev"):
-        assert f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33" in caches.unsupported_version(
-            version
-        )
-    check = caches.unsupported_version
-    monkeypatch.setattr(caches, "unsupported_version", lambda: check("0.34.0"))
-    with refusal(ValueError, match="vLLM 0.34.0 is not supported"):
-        raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {reasons()}")
-    assert "vLLM 0.34.0 is not supported" in reasons(mla.PortattnMLABackend, head_size=576, use_mla=True)[0]
+@feature("vLLM with another interface, 0.30 and earlier", refused=True)
+def test_releases(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members are as the adapter's table says; with another one, vLLM gets no class."""
+    assert list(differences(VLLM)) == []
+
+    def forward(self: Any, layer: Any, x: Any) -> None: ...
+
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setattr(AttentionImpl, "forward", forward)
+    with refusal(
+        PortattnError, match=r"vLLM 0\.34\.0: AttentionImpl\.forward .* has a parameter 'x' that this adapter"
+    ):
+        AttentionBackendEnum["PORTATTN"].get_class()
+    monkeypatch.setattr(vllm, "__version__", "0.30.1")
+    with pytest.raises(PortattnError, match=r"vLLM 0\.30\.1 is not supported: it is older than 0\.31"):
+        AttentionBackendEnum["PORTATTN_MLA"].get_class()
+
+
+def test_a_wrong_setting_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTATTN_BACKEND", "tritton")
+    config.environment_settings.cache_clear()
+    first, other = reasons(head_size=640)
+    assert "PORTATTN_BACKEND is 'tritton', but must be one of" in first
+    assert other == "head_size not supported"
 
 
 @pytest.mark.parametrize("one", [backend.PortattnBackend, mla.PortattnMLABackend])
@@ -176,7 +187,6 @@ def test_latent_attention_is_a_backend_of_its_own() -> None:
 
 
 # What builders answer and make besides a batch's metadata: graphs, and metadata that vLLM derives classes of.
-works = pytest.mark.engine_feature
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,7 @@ def test_graphs_of_latent_attention(world: int, level: AttentionCGSupport) -> No
     assert PortattnMLAMetadataBuilder.get_cudagraph_support(config, None) is level
 
 
-@works("fast prefill of layers that share keys")
+@feature("fast prefill of layers that share keys")
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_prefill(fast: bool) -> None:
     """The layers compute the rows that are sampled alone; their metadata are of a class that vLLM derives. It does so
