@@ -25,14 +25,12 @@ def quick_interpreter() -> None:
     patch, no_scope = interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", lambda: None)
 
     @functools.cache
-    def languages_of(fn: Any) -> list[Any]:
+    def languages(fn: Any) -> list[Any]:
         return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
 
     def patch_once(fn: Any) -> Any:
-        languages = languages_of(fn)
-        if not languages or any(tl.core.is_builtin(language.load) for language in languages):
-            return patch(fn)
-        return no_scope()
+        found = languages(fn)
+        return patch(fn) if not found or any(tl.core.is_builtin(one.load) for one in found) else no_scope()
 
     interpreter._patch_lang = patch_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -83,9 +81,8 @@ def _type_tuples_late(core: Any) -> None:
 def _share_types(core: Any) -> None:
     """Make one type of each element and shape, and one shape and size for its tensors: nothing in a kernel changes
     them. A type's name says all of it."""
-    begin_block, begin_tensor, unwrap, equal = (
-        core.block_type.__init__, core.tensor.__init__, core._unwrap_if_constexpr, core.dtype.__eq__
-    )  # fmt: skip
+    begin_block, begin_tensor = core.block_type.__init__, core.tensor.__init__
+    unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
     blocks: dict[Any, Any] = {}
     tensors: dict[str, Any] = {}
     plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
@@ -153,9 +150,7 @@ def _remember_promotions(core: Any, interpreter: Any) -> None:
             key = lhs.type.name, rhs.type.name, flags
             if key not in known:
                 pair = promote(self, lhs, rhs, *flags)
-                known[key] = [
-                    None if to.type == given.type else to.type for to, given in zip(pair, (lhs, rhs), strict=True)
-                ]
+                known[key] = [None if a.type == b.type else a.type for a, b in ((pair[0], lhs), (pair[1], rhs))]
                 return pair
             left, right = known[key]
             return (shaped(self, lhs, left) if left else lhs), (shaped(self, rhs, right) if right else rhs)

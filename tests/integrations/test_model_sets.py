@@ -55,7 +55,6 @@ def test_both_train_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced, and not by inductor, whose code of everything else takes a minute."""
     monkeypatch.setattr(sets, "STEPS", ("compiled",))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     found = rows("")

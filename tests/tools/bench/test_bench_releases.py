@@ -207,8 +207,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(tmp_path: Path, kept: Path, copy: str, faults: object, device: object) -> Path:
     """Return a folder that a run of both releases has ended in: a copy of the first one's."""
     if not kept.exists():
-        called = bench(*SHORT, *own(copy), "--out", str(kept))
-        assert called.exit_code == 0, called.output
+        assert bench(*SHORT, *own(copy), "--out", str(kept)).exit_code == 0
     return Path(shutil.copytree(kept, tmp_path / "out"))
 
 
