@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ if _portattn is None or _portattn.origin is None or Path(_portattn.origin).resol
         f"imported as a plug-in: start them in {ROOT} as `python -m pytest`, or with PYTHONPATH={ROOT}"
     )
 
-_start = subprocess.Popen.__init__
+_start, _caches = subprocess.Popen.__init__, itertools.count()
 
 
 @functools.wraps(_start)
@@ -128,11 +129,15 @@ def _interpreter_without_waste() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No PORTATTN_* of the developer's, and records in a folder of the test's own."""
+def _own_settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No PORTATTN_* of the developer's, and records in a folder of the test's own. For most tests it is only a name:
+    pytest makes a folder by looking at all that it has made."""
     for name in [n for n in os.environ if n.startswith("PORTATTN_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
+    own = "tmp_path" in request.fixturenames
+    cache = request.getfixturevalue("tmp_path") / "cache" if own else factory.getbasetemp() / f"cache-{next(_caches)}"
+    monkeypatch.setenv("PORTATTN_CACHE_DIR", str(cache))
     config.environment_settings.cache_clear()
     yield
     config.environment_settings.cache_clear()  # fixtures of the session are made between tests: the developer's hold

@@ -51,18 +51,21 @@ def pretend(
 
 
 def leave_bodies_out() -> None:
-    """From now on kernels are compiled with empty bodies, in a tenth of a second and not in two or ten. What is
-    launched follows from their signatures. Without bodies none asks for shared memory, or for memory to build
-    descriptors in. They go into Triton's cache as others do: for a process with a cache of its own."""
+    """From now on the core's kernels are compiled with empty bodies, in a tenth of a second and not in two or ten. What
+    is launched follows from their signatures. Without bodies none asks for shared memory. The variants' kernels keep
+    theirs, which say how much memory for descriptors they need. No code is assembled, as the library would not look at
+    it. All goes into Triton's cache as ever: for a process with a cache of its own."""
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITFunction
 
     from portattn.kernels.records import _Rewriting
+    from portattn.launch.run import KERNELS
 
     def without_body(parse: Callable[..., ast.Module]) -> Callable[..., ast.Module]:
         def parsed(*given: Any) -> ast.Module:
             module = parse(*given)
-            module.body[0].body = [ast.copy_location(ast.Pass(), module.body[0].body[-1])]
+            if module.body[0].name in KERNELS:
+                module.body[0].body = [ast.copy_location(ast.Pass(), module.body[0].body[-1])]
             return module
 
         return parsed
@@ -89,6 +92,7 @@ class Chip:
         self.stream = 7
         self.allocated: list[torch.Tensor] = []
         self.counters: list[torch.Tensor] = []
+        self.counted: set[int] = set()  # addresses of counters
         self.allocating: Callable[[], None] | None = None
         self.compiled_calls: list[str] = []
         pretend(lambda: self.current, lambda index: self.stream, self._allocate, self._zeros)
@@ -112,13 +116,13 @@ class Chip:
 
     def _zeros(self, count: int) -> torch.Tensor:
         self.counters.append(torch.zeros(count, dtype=torch.int32))
+        self.counted |= {one.data_ptr() for one in self.counters[-1].split(launch_parts.APART)}
         return self.counters[-1]
 
     def normal(self, launches: list[fakedriver.Launch], arguments: dict[str, Any]) -> list[list[Any]]:
         """Launches with names in place of the addresses of what was allocated, since each call allocates anew."""
-        places = {one.data_ptr(): "counter" for made in self.counters for one in made.split(launch_parts.APART)}
         # Buffers lie in one piece of memory, each from a multiple of 256 bytes on.
-        places |= {
+        places = dict.fromkeys(self.counted, "counter") | {
             t.data_ptr() + offset: f"allocated {i}" + (f" + {offset}" if offset else "")
             for i, t in enumerate(self.allocated)
             for offset in range(0, max(t.untyped_storage().nbytes(), 1), 256)

@@ -1,5 +1,5 @@
-"""Run by test_hot_path.py, with fakedriver's library: calls on CPU tensors that count as an H100's. Their kernels are
-really compiled, their launches recorded. Prints as JSON how calls by native.c compare with the same calls by Python,
+"""Run by test_hot_path.py, with fakedriver's library: calls on CPU tensors that count as an H100's. Their
+launches are recorded. Prints as JSON how calls by native.c compare with the same calls by Python,
 and what warm-up and monitor do."""
 
 # ruff: noqa: E402 - the driver comes before Triton
@@ -24,7 +24,7 @@ import torch
 fake = fakedriver.install()
 import opcalls
 import triton
-from fakechip import Chip
+from fakechip import Chip, leave_bodies_out
 
 import portattn
 from portattn.api.out_argument import into
@@ -32,6 +32,7 @@ from portattn.launch import cache, cached_launch, native, triton_compat
 from portattn.testing.random_calls import random_call
 
 chip = Chip(fake)
+leave_bodies_out()
 found: dict[str, Any] = {
     "triton": triton.__version__,
     "reads": cache.reader() is not None,

@@ -191,8 +191,7 @@ def by_python(op: str, arguments: dict[str, Any]) -> bool:
 
 found: dict[str, Any] = {"triton": triton.__version__}
 wanted = sys.argv[2:]
-if wanted and not any("gluon" in name for name in wanted):  # those have memory for descriptors, as their bodies ask
-    leave_bodies_out()
+leave_bodies_out()
 with portattn.settings(isolate="never", canary="never", validate="never"):
     every = cases()
     for name in wanted or every:

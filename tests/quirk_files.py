@@ -10,6 +10,7 @@ from typing import Any
 from portattn.config import Settings
 from portattn.planning.backend import Backend
 from portattn.planning.planner import plan
+from portattn.planning.quirk_files import load_quirks
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
@@ -68,10 +69,13 @@ def without_variants(backends: Mapping[str, Backend]) -> dict[str, Backend]:
 def registry(folder: Path, variants: bool = False) -> Registry:
     """portattn's own backends with the quirks of a folder only, and no tuning: plans start from the defaults. Nor any
     variant, unless `variants`: what quirks make of the core's plans is seen on every chip."""
-    read = Registry.read(find_backends() if variants else without_variants(find_backends()), folder)
+    backends = find_backends() if variants else without_variants(find_backends())
+    quirks = load_quirks([folder / name for name in (*backends, "any")], tuple(backends))
     return Registry(
-        backends=read.backends, arches=read.arches, tunings={name: {} for name in read.tunings}, quirks=read.quirks
-    )
+        backends=dict(backends), arches={name: Registry.load().arches[name] for name in backends},
+        tunings={name: {} for name in backends},
+        quirks={name: quirk for name, quirk in quirks.items() if quirk.retired is None},
+    )  # fmt: skip
 
 
 def planned(

@@ -27,15 +27,15 @@ warmup.synchronize = lambda device: None  # type: ignore[assignment]
 planned: list[str] = []
 run = dispatch.run
 dispatch.run = lambda *given: planned.append(str(given[0].problem)) or run(*given)  # type: ignore[func-returns-value]
-zeros = torch.zeros
 
 
-def empty(*shape: Any, dtype: Any = None, **more: Any) -> torch.Tensor:
+def empty(shape: Any, value: float, dtype: Any, device: Any) -> torch.Tensor:
     """Launches are recorded: lengths are read, and of the rest, which takes long to fill, nothing is."""
-    return (torch.empty if dtype in (torch.float16, torch.bfloat16) else zeros)(*shape, dtype=dtype, **more)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    return made if dtype in (torch.float16, torch.bfloat16) else made.fill_(value)
 
 
-torch.zeros = empty  # type: ignore[assignment]
+torch.full = empty  # type: ignore[assignment]
 CPU = torch.device("cpu")
 HALF = {"k_cache": "fp16[B,2,S,64]", "v_cache": "fp16[B,2,S,64]"}
 DECODE = {"op": "decode_attention", "q": "fp16[B,8,1,64]", "seqlens_k": "i32[B]"} | HALF

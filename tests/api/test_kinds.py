@@ -75,7 +75,6 @@ def test_the_variants_are_among_them(seen: dict[str, Any]) -> None:
 
 # A first call compiles each of its kernels once (Triton 3.3 on): in a child, whose result this process then loads.
 
-
 # The installed one comes first; of the lab's the oldest and the newest, for each takes some seconds.
 BY_AGE = sorted(TRITONS, key=Version)
 LOOKED_AT = list(dict.fromkeys([*list(TRITONS)[:1], *BY_AGE[:1], *BY_AGE[-1:]]))

@@ -51,7 +51,7 @@ class Form:
                   With OWN_OUT, not over pages, without SOFTCAP
     SIDE          with INT8: scales of keys lie side by side
     LAZY          the accumulator is rescaled only if a row's maximum has grown much (fragments.py); not with FP8
-    FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize (dequantizer.py)
+    FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize
     """
 
     GROUPS: gl.constexpr

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -197,11 +198,23 @@ def contents(out: Path) -> dict[str, bytes]:
 SHORT = (*SEED[:4], "--peer", "none", "--rounds", "1")
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "out"
+
+
+@pytest.fixture
+def out(tmp_path: Path, kept: Path, copy: str, faults: object, device: object) -> Path:
+    """Return a folder that a run of both releases has ended in: a copy of the first one's."""
+    if not kept.exists():
+        assert bench(*SHORT, *own(copy), "--out", str(kept)).exit_code == 0
+    return Path(shutil.copytree(kept, tmp_path / "out"))
+
+
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("moment", "resume"),
     [
@@ -209,11 +222,7 @@ def interrupted(*_: object) -> None:
         ((run, "run_case"), ()),
     ],
 )
-def test_an_interrupt_before_the_first_figure_leaves_the_comparison(
-    tmp_path, copy, faults, monkeypatch, resume, moment
-):
-    out = tmp_path / "out"
-    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
+def test_an_interrupt_before_the_first_figure_leaves_the_comparison(out, copy, monkeypatch, resume, moment):
     before = contents(out)
     monkeypatch.setattr(*moment, interrupted)
     called = bench(*SHORT, *own(copy), "--out", str(out), *resume)
@@ -239,10 +248,7 @@ def test_an_interrupt_while_rows_are_begun_ends_as_any_other(tmp_path, copy, fau
     assert not (out / "releases.json").exists()
 
 
-@pytest.mark.usefixtures("device")
-def test_where_no_release_starts_nothing_is_written(tmp_path, copy, faults):
-    out = tmp_path / "out"
-    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
+def test_where_no_release_starts_nothing_is_written(out, copy, faults):
     before = contents(out)
     faults["99.0.0"] = faults[OWN.version] = {"start": "no such symbol"}
     for resume in ((), ("--resume",)):
@@ -252,10 +258,8 @@ def test_where_no_release_starts_nothing_is_written(tmp_path, copy, faults):
         assert contents(out) == before
 
 
-@pytest.mark.usefixtures("device")
-def test_who_does_not_start_again_keeps_its_figures(tmp_path, copy, faults):
-    out = tmp_path / "out"
-    once = json.loads(bench(*SHORT, *own(copy), "--out", str(out), "--json").stdout)
+def test_who_does_not_start_again_keeps_its_figures(out, copy, faults):
+    once = json.loads((out / "releases.json").read_text())
     before = contents(out / "99.0.0")
     faults["99.0.0"] = {"start": "no such symbol"}
     called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json")
@@ -289,11 +293,8 @@ def test_a_release_that_begins_later_loses_nobodys_rows(tmp_path, copy, faults):
     assert done[0] == done[1] != set()
 
 
-@pytest.mark.usefixtures("device")
-def test_figures_that_no_other_release_shares_are_not_compared(tmp_path, copy, faults):
+def test_figures_that_no_other_release_shares_are_not_compared(out, copy, faults):
     """Nor are those of other options, which is said: neither are of the same rounds."""
-    out = tmp_path / "out"
-    assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 0
     with results.Store(out / OWN.version) as folder:
         result = results.read(out / OWN.version)
         result.rows = result.rows[:1]

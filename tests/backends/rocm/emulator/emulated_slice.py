@@ -11,7 +11,7 @@ from portattn import Problem
 from portattn.testing import canary
 
 _COMMON = {"batch": 2, "heads_q": 4, "heads_k": 2, "return_lse": True}
-_GRADIENTS = _COMMON | {"return_lse": False, "head_dim": 64, "dtype": "fp32"}
+_GRADIENTS = {"batch": 2, "heads_q": 2, "heads_k": 1, "head_dim": 64, "dtype": "fp32"}
 _CANARIES = {f"{op} {n}": case for op, cases in canary.CASES.items() for n, case in enumerate(cases)}
 SLICE: dict[str, Problem] = _CANARIES | {
     # Exact fp32 products, and every feature that adds to a score.

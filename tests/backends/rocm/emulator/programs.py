@@ -67,28 +67,6 @@ def spin(L, O):
     tl.atomic_xchg(L, 0)
 
 
-@triton.jit
-def flash(Q, K, V, O, L, scale, S, Sk, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    rm, rn, rd = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, D)
-    bq, bk = tl.program_id(1) * S * D, tl.program_id(1) * Sk * D
-    q = tl.load(Q + bq + rm[:, None] * D + rd[None, :], mask=rm[:, None] < S, other=0.0)
-    m, l = tl.full([BM], -1.0e30, tl.float32), tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D], tl.float32)
-    for s in range(0, tl.minimum(Sk, (tl.program_id(0) + 1) * BM + Sk - S), BN):
-        n = s + rn
-        k = tl.load(K + bk + n[None, :] * D + rd[:, None], mask=n[None, :] < Sk, other=0.0)
-        keep = (n[None, :] < Sk) & (rm[:, None] + (Sk - S) >= n[None, :])
-        x = tl.where(keep, tl.dot(q, k, input_precision="ieee") * (scale * 1.4426950408889634), -1.0e30)
-        m_new = tl.maximum(m, tl.max(x, 1))
-        p, a = tl.math.exp2(x - m_new[:, None]), tl.math.exp2(m - m_new)
-        v = tl.load(V + bk + n[:, None] * D + rd[None, :], mask=n[:, None] < Sk, other=0.0)
-        l = l * a + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
-        m = m_new
-    tl.store(O + bq + rm[:, None] * D + rd[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=rm[:, None] < S)
-    tl.store(L + tl.program_id(1) * S + rm, m * 0.6931471805599453 + tl.log(l), mask=rm < S)
-
-
 Result = list[tuple[torch.Tensor, torch.Tensor, float]]  # ours, float64 reference, budget
 
 

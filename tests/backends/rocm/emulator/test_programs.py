@@ -3,7 +3,6 @@ test_emulated_plans.py runs attention."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ SECONDS = 600
 pytestmark = pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")
 
 
-@functools.cache
-def outcome(arch: str) -> dict[str, Any]:
-    """What each program of an arch gave: one process for all of them."""
-    return asmkit.run_apart(HERE / "programs.py", arch, seconds=SECONDS)
+@pytest.fixture(scope="module")
+def outcome(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return what each program of an arch gave: one process for all of them."""
+    return asmkit.run_apart(HERE / "programs.py", request.param, seconds=SECONDS)
 
 
 NAMES = (
@@ -32,10 +31,11 @@ FP8 = [("gfx942", "dot xf32"), ("gfx942", "dot fp8 fnuz"), ("gfx942", "dot bf8 f
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch in asmkit.ARCH_NAMES for name in NAMES] + FP8)
-def test_program(arch: str, name: str) -> None:
-    found = outcome(arch)
-    line = found.get(name) or found[""]
+@pytest.mark.parametrize(
+    ("outcome", "name"), [(arch, name) for arch in asmkit.ARCH_NAMES for name in NAMES] + FP8, indirect=["outcome"]
+)
+def test_program(outcome: dict[str, Any], name: str) -> None:
+    line = outcome.get(name) or outcome[""]
     assert "failed" not in line, line["failed"]
     for error, budget in line["results"]:
         assert error != "nan", "NaN left in the output"
