@@ -133,7 +133,7 @@ SGLANG = Interface("SGLang", "0.5.20", "0.5.23", {
         " mha_one_shot cross_attention_custom_mask multi_item_delimiter_indices",
         "ForwardMode": "has is_decode_or_idle is_target_verify is_draft_extend_v2 is_decode is_dllm_extend",
     },
-    "sglang.srt.runtime_context": {"": "has get_exec get_parallel get_spec"},
+    "sglang.srt.runtime_context": {"": "has get_exec get_parallel get_schedule get_spec"},
     "sglang.srt.speculative.eagle_utils": {"": "has TreeMaskMode default_tree_mask_mode"},
 })  # fmt: skip
 DIFFUSERS = Interface("diffusers", "0.40.0", "0.42.1", {
@@ -157,10 +157,6 @@ TRANSFORMERS = Interface("transformers", "5.4", "5.23", {
         "PreTrainedModel": "has get_correct_attn_implementation _can_set_attn_implementation",
     },
     "transformers.generation.continuous_batching": {"ContinuousBatchingManager": "has switch_to_cb_friendly_attn"},
-    "transformers.generation.continuous_batching.cache": {
-        "PagedAttentionCache": "has layer_to_allocator cache_allocators",
-        "PagedAttentionCache.update": "given key_states value_states layer_idx kwargs",
-    },
     # Mask functions are known by the names of their makers and of the variables that these capture.
     "transformers.masking_utils": {
         "": "has and_masks causal_mask_function bidirectional_mask_function",
@@ -210,10 +206,11 @@ def differences(interface: Interface) -> Iterator[str]:
         for name, expected in members.items():
             try:
                 owner = functools.reduce(getattr, filter(None, name.split(".")), holder)
+                yield from (f"{name or module} {flaw}" for flaw in _flaws(owner, *expected.split()))
             except AttributeError:
                 yield f"{module} has no {name}"
-            else:
-                yield from (f"{name or module} {flaw}" for flaw in _flaws(owner, *expected.split()))
+            except TypeError:
+                yield f"{name} of {module} cannot be called"
 
 
 def _flaws(owner: Any, kind: str, *names: str) -> Iterator[str]:

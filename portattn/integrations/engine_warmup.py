@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from portattn.api.warmup import Warmup, warmup
-from portattn.errors import PortattnError
+from portattn.api.warmup import MOST_JOBS, Warmup, warmup
 from portattn.schema.tensors import POINTER_ALIGNMENT, TensorSpec
 
 SAY_SECONDS = 5.0  # between two lines about progress
@@ -166,12 +166,25 @@ def needs_warmup(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def compile_calls(specs: Sequence[Mapping[str, Any]], device: torch.device, log: logging.Logger) -> Warmup | None:
-    """Warm specs up by one `warmup`, with progress in the log.
+def compile_calls(
+    specs: Callable[[], Sequence[Mapping[str, Any]]], device: torch.device, log: logging.Logger, ranks: int = 1
+) -> Warmup | None:
+    """Make specs and warm them up by one `warmup`, with progress in the log.
 
-    A failure is a warning there and None is returned if it is of all: start-up goes on, and such calls take the next
-    path.
+    A failure is a warning there, and None is returned if nothing was warmed up: start-up goes on, and a call that was
+    not warmed up is planned when it comes.
+
+    Args:
+        ranks: processes of this host that warm up at the same time
     """
+    try:
+        return _compile(specs(), device, log, max(1, min(MOST_JOBS, (os.cpu_count() or 2) // 2) // ranks))
+    except Exception as error:  # an engine starts without what it was to be spared
+        log.warning("portattn: nothing was compiled before the first request: %s", error, exc_info=True)
+        return None
+
+
+def _compile(specs: Sequence[Mapping[str, Any]], device: torch.device, log: logging.Logger, jobs: int) -> Warmup:
     said = time.monotonic()
 
     def say(text: str) -> None:
@@ -187,11 +200,7 @@ def compile_calls(specs: Sequence[Mapping[str, Any]], device: torch.device, log:
         if kind not in seen:
             seen.append(kind)
             unique.append(spec)
-    try:
-        report = warmup(unique, device=device, say=say)
-    except PortattnError as error:
-        log.warning("portattn: nothing was compiled before the first request: %s", error)
-        return None
+    report = warmup(unique, device=device, jobs=jobs, say=say)
     for one in report.specs:
         if one.failed or not one.key:  # of a failed compile there is an Incident
             log.warning("portattn: %s: %s", one.call, one.failed or f"no kernel of portattn's runs, but {one.path}")

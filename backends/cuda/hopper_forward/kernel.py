@@ -85,12 +85,12 @@ def bring(desc, pages, n, length, head, barrier, buffers, slot, count: gl.conste
 
 
 @gluon.jit
-def bring_bytes(desc, pages, n, length, head, place: gl.constexpr, phase, shared, form):
+def bring_raw(desc, pages, n, length, head, place: gl.constexpr, phase, shared, form):
     """Bring key tile n of quantised keys (place 0) or values (1)."""
-    full = shared.bytes_full.index(place)
-    mbarrier.wait(shared.bytes_free.index(place), phase)
+    full = shared.raw_full.index(place)
+    mbarrier.wait(shared.raw_free.index(place), phase)
     mbarrier.expect(full, form.KEYS * form.DIM)
-    bring(desc, pages, n, length, head, full, shared.bytes, place, 2, form)
+    bring(desc, pages, n, length, head, full, shared.raw, place, 2, form)
 
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
@@ -113,7 +113,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
     if not form.PACKED:
         tiles = tiles * sizes.batches * sizes.splits
     slot, box, box_phase = 0, 0, 1
-    buffer, q_phase, bytes_phase = 0, 1, 1
+    buffer, q_phase, raw_phase = 0, 1, 1
     tile = gl.program_id(0)
     while tile < tiles:
         work = work_of(tile, sizes, form)
@@ -131,7 +131,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                 else:
                     key = work.k_first + n * form.KEYS
                 if form.DEQUANTIZE:
-                    bring_bytes(k_desc, pages, n, work.k_length, kv_head, 0, bytes_phase, shared, form)
+                    bring_raw(k_desc, pages, n, work.k_length, kv_head, 0, raw_phase, shared, form)
                 else:
                     sync(FREE + slot, form.PARTY)
                     k_full = shared.k_full.index(slot)
@@ -155,8 +155,8 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                 if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
                     tile = _draw(counter, tiles)
                 if form.DEQUANTIZE:
-                    bring_bytes(v_desc, pages, n, work.k_length, kv_head, 1, bytes_phase, shared, form)
-                    bytes_phase ^= 1
+                    bring_raw(v_desc, pages, n, work.k_length, kv_head, 1, raw_phase, shared, form)
+                    raw_phase ^= 1
                 else:
                     sync(FREE + form.STAGES + slot, form.PARTY)
                     v_full = shared.v_full.index(slot)
@@ -231,7 +231,7 @@ def _dequantize_tile(place: gl.constexpr, buffers, slot, full, shared, form):
     words: gl.constexpr = _words(form)
     quads: gl.constexpr = gl.NVMMASharedLayout(min(form.DIM, 128), 32, 2)
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    source = reinterpreted(shared.bytes, gl.int32, [2, form.KEYS, form.DIM // 4], quads).index(place)
+    source = reinterpreted(shared.raw, gl.int32, [2, form.KEYS, form.DIM // 4], quads).index(place)
     target = reinterpreted(buffers, gl.int32, [form.STAGES, form.KEYS, form.DIM // 2], pairs).index(slot)
     for part in gl.static_range(form.KEYS // rows):
         held = source.slice(part * rows, rows, dim=0).load(words)
@@ -242,7 +242,7 @@ def _dequantize_tile(place: gl.constexpr, buffers, slot, full, shared, form):
         target.slice(part * rows, rows, dim=0).store(found)
     fence_async_shared()
     mbarrier.arrive(full.index(slot), count=1)
-    mbarrier.arrive(shared.bytes_free.index(place), count=1)
+    mbarrier.arrive(shared.raw_free.index(place), count=1)
 
 
 @gluon.jit
@@ -256,10 +256,10 @@ def dequantize(sizes, shared, form):
         mbarrier.arrive(shared.mail_free.index(box), count=1)
         for _ in range(end - begin):
             sync(FREE + slot, form.PARTY)
-            mbarrier.wait(shared.bytes_full.index(0), phase)
+            mbarrier.wait(shared.raw_full.index(0), phase)
             _dequantize_tile(0, shared.k, slot, shared.k_full, shared, form)
             sync(FREE + form.STAGES + slot, form.PARTY)
-            mbarrier.wait(shared.bytes_full.index(1), phase)
+            mbarrier.wait(shared.raw_full.index(1), phase)
             _dequantize_tile(1, shared.v, slot, shared.v_full, shared, form)
             phase ^= 1
             slot += 1
@@ -345,12 +345,12 @@ def scheduled_forward(
     else:
         v_smem = gl.allocate_shared_memory(v_dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    bytes_smem, bytes_full, bytes_free = k_smem, k_full, k_full  # not used
+    raw_smem, raw_full, raw_free = k_smem, k_full, k_full  # not used
     if form.DEQUANTIZE:
-        bytes_layout: gl.constexpr = byte_layout(form) if form.PIECES > 1 else k_desc.layout
-        bytes_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, KEYS, DIM], bytes_layout)
-        bytes_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
-        bytes_free = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+        raw_layout: gl.constexpr = byte_layout(form) if form.PIECES > 1 else k_desc.layout
+        raw_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, KEYS, DIM], raw_layout)
+        raw_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+        raw_free = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     shared = ForwardSharedMemory(
         q_smem,
         k_smem,
@@ -360,9 +360,9 @@ def scheduled_forward(
         gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
         k_full,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
-        bytes_smem,
-        bytes_full,
-        bytes_free,
+        raw_smem,
+        raw_full,
+        raw_free,
         gl.allocate_shared_memory(gl.int32, [BOXES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
@@ -375,8 +375,8 @@ def scheduled_forward(
         mbarrier.init(shared.v_full.index(j), count=1)
     if form.DEQUANTIZE:
         for j in gl.static_range(2):
-            mbarrier.init(shared.bytes_full.index(j), count=1)
-            mbarrier.init(shared.bytes_free.index(j), count=1)
+            mbarrier.init(shared.raw_full.index(j), count=1)
+            mbarrier.init(shared.raw_free.index(j), count=1)
     for j in gl.static_range(BOXES):
         mbarrier.init(shared.mail_full.index(j), count=1)
         mbarrier.init(shared.mail_free.index(j), count=GROUPS + form.DEQUANTIZE)

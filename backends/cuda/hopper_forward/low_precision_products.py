@@ -147,7 +147,8 @@ def score_factor(scale, scales, sizes, work, form):
 def result_factor(scales, sizes, work, form):
     factor = 1.0
     if form.SCALED:
-        factor = gl.load(scales[6] + sequence_of(work, form) * scales[7] + work.head // sizes.share * scales[8])
+        place = scales[6] + sequence_of(work, form) * scales[7] + work.head // sizes.share * scales[8]
+        factor = gl.load(place, mask=work.k_length > 0, other=1.0)  # with a sink a sum without keys is not 0
     return factor
 
 

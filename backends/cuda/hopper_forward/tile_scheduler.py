@@ -144,20 +144,20 @@ class ForwardSharedMemory:
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]
     k_full: gl.shared_memory_descriptor  # [STAGES]
     v_full: gl.shared_memory_descriptor  # [STAGES]
-    bytes: gl.shared_memory_descriptor  # with a FORMAT [2][1, 1, KEYS, DIM] int8: a tile of keys and one of values
-    bytes_full: gl.shared_memory_descriptor  # [2]
-    bytes_free: gl.shared_memory_descriptor  # [2]
+    raw: gl.shared_memory_descriptor  # with a FORMAT [2][1, 1, KEYS, DIM] int8: a tile of keys and one of values
+    raw_full: gl.shared_memory_descriptor  # [2]
+    raw_free: gl.shared_memory_descriptor  # [2]
     mail: gl.shared_memory_descriptor  # [2·FIELDS][1] int32: two messages of the producer to the consumers
     mail_full: gl.shared_memory_descriptor  # [2]
     mail_free: gl.shared_memory_descriptor  # [2]
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, out, q_full, q_free, k_full, v_full, bytes, bytes_full, bytes_free, mail, mail_full, mail_free
+        self, q, k, v, out, q_full, q_free, k_full, v_full, raw, raw_full, raw_free, mail, mail_full, mail_free
     ):
         self.q, self.k, self.v, self.out = q, k, v, out
         self.q_full, self.q_free, self.k_full, self.v_full = q_full, q_free, k_full, v_full
-        self.bytes, self.bytes_full, self.bytes_free = bytes, bytes_full, bytes_free
+        self.raw, self.raw_full, self.raw_free = raw, raw_full, raw_free
         self.mail, self.mail_full, self.mail_free = mail, mail_full, mail_free
 
 

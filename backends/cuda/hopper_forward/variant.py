@@ -77,8 +77,8 @@ LARGEST_CAP = 1e30
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 DEQUANTIZING_REGISTERS = (128, 208, 32, 64)  # of two consumers, and of the dequantizer
-STORED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave the consumers too few registers
-STORED = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
+DEQUANTIZED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave the consumers too few registers
+DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
 
 MOST_SPLITS = 32
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
@@ -190,14 +190,17 @@ class ForwardVariant(Variant):
             f"takes q of 16 bits, not {p.q_format}": p.q_format not in self.formats,
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
-            **(_stored_reasons(p) if dequantizes(p) else {}),
+            **(_page_reasons(p) if dequantizes(p) else {}),
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
             f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
-        if reason is None and choice(p, found, self.entries) is None:
+        chosen = choice(p, found, self.entries) if reason is None else None
+        if reason is None and chosen is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
+        elif chosen is not None and dequantizes(p) and chosen.schedule.groups != 2:
+            reason = f"dequantizes pages for 2 consumers, not for the schedule's {chosen.schedule.groups}"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
@@ -249,24 +252,24 @@ class ForwardVariant(Variant):
                 seen[name] = tensors[name].transpose(0, 1)[None]
             elif swapped:
                 seen[name] = tensors[name].transpose(1, 2)
-        return seen | stored_views(problem, seen) if dequantizes(problem) else seen
+        return seen | quantised_views(problem, seen) if dequantizes(problem) else seen
 
 
 def dequantizes(p: Problem) -> bool:
     return bool(p.page_size) and p.kv_format != "as_q"
 
 
-def _stored_reasons(p: Problem) -> dict[str, bool]:
+def _page_reasons(p: Problem) -> dict[str, bool]:
     kind = p.kv_format
     return {
-        f"takes pages of {' or '.join(STORED)} numbers, not {kind}": kind not in STORED,
+        f"takes pages of {' or '.join(DEQUANTIZED_FORMATS)} numbers, not {kind}": kind not in DEQUANTIZED_FORMATS,
         f"takes {kind} pages with scales of a head, not of a token": p.kv_scales == "token",
-        f"takes {kind} heads of {' or '.join(map(str, STORED_WIDTHS))} columns, not {p.head_dim}": p.head_dim
-        not in STORED_WIDTHS,
+        f"takes {kind} heads of {' or '.join(map(str, DEQUANTIZED_WIDTHS))} columns, not {p.head_dim}": p.head_dim
+        not in DEQUANTIZED_WIDTHS,
     }
 
 
-def stored_views(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def quantised_views(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return quantised keys and values as bytes, and their scales, if there are any, for each sequence and head."""
     from portattn.schema.tensors import KV_STORED  # torch: not where backends are only imported
 

@@ -147,19 +147,23 @@ def compile_layers(backend: Any, runner: Any) -> None:
     device = torch.device(runner.device)
     if not needs_warmup(device) or getattr(runner, "model", None) is None:
         return
-    engine, specs = engine_of(backend, runner, device), list[dict[str, Any]]()
-    for layer in runner.model.modules():
-        if isinstance(layer, RadixAttention):
-            specs += layer_specs(backend, layer, engine)
+
+    def specs() -> list[dict[str, Any]]:
+        engine = engine_of(backend, runner, device)
+        layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
+        return [spec for layer in layers for spec in layer_specs(backend, layer, engine)]
+
     with torch.no_grad():
-        compile_calls(specs, device, log)
+        compile_calls(specs, device, log, get_parallel().tp_size)
 
 
 def engine_of(backend: Any, runner: Any, device: torch.device) -> Engine:
     schedule, graphs = get_schedule(), get_exec().graph.cuda_graph_config
     requests = max(runner.req_to_token_pool.size, (graphs.decode.max_bs if graphs is not None else 0) or 0)
     chunk = max(schedule.chunked_prefill_size or 0, 0) * 5 // 4  # how far dynamic chunks can grow
-    tokens = max(chunk, schedule.max_prefill_tokens or 0) + requests  # requests that decode may be mixed in
+    # Without chunks the first prompt may be longer than a batch's limit. Requests that decode may be mixed in.
+    longest = chunk or runner.model_config.context_len
+    tokens = max(longest, schedule.max_prefill_tokens or 0) + requests
     most = backend.pools.all_columns
     columns = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     return Engine(requests, tokens, tokens, runner.model_config.context_len, columns, runner.dtype, device)

@@ -291,19 +291,23 @@ class StartUp:
         self.layers = [layer for layer in layers if getattr(layer.impl, "start_up", self) is None]
         if not needs_warmup(device) or not self.layers:  # without layers, another builder of the group waits
             return
-        self.config, self.engine = config, engine_of(config, kv_cache_spec, device)
-        if rows is not None:
-            self.engine.rows, self.engine.tokens = rows, min(self.engine.tokens, self.engine.sequences * rows)
+        self.config, self.kv_cache_spec, self.device, self.rows = config, kv_cache_spec, device, rows
         self._waiting.append(self)
         for layer in self.layers:
             layer.impl.start_up = self
-            bind = getattr(layer, "bind_kv_cache", None)  # from 0.33 on; before, a dummy batch is the first to come
+            bind = getattr(layer, "bind_kv_cache", None)  # without it, a dummy batch is the first to come
             if bind is not None:
                 layer.bind_kv_cache = functools.partial(self._bind, layer, bind)
 
+    def specs(self) -> list[dict[str, Any]]:
+        engine = engine_of(self.config, self.kv_cache_spec, self.device)
+        if self.rows is not None:
+            engine.rows, engine.tokens = self.rows, min(engine.tokens, engine.sequences * self.rows)
+        return [spec for layer in self.layers for spec in layer.impl.specs(layer, engine)]
+
     def _bind(self, layer: Any, bind: Any, kv_cache: torch.Tensor) -> None:
         bind(kv_cache)
-        layer.bind_kv_cache = bind
+        del layer.bind_kv_cache
         self.compile()
 
     @property
@@ -315,14 +319,15 @@ class StartUp:
         groups = [group for group in self._waiting if group.config is self.config]
         if not all(group.is_bound for group in groups):
             return
-        specs = []
+        for group in groups:
+            self._waiting.remove(group)
+            for layer in group.layers:
+                layer.impl.start_up = None
         with torch.inference_mode():
-            for group in groups:
-                self._waiting.remove(group)
-                for layer in group.layers:
-                    layer.impl.start_up = None
-                    specs += layer.impl.specs(layer, group.engine)
-            compile_calls(specs, self.engine.device, log)
+            compile_calls(
+                lambda: [spec for group in groups for spec in group.specs()],
+                self.device, log, self.config.parallel_config.local_world_size,
+            )  # fmt: skip
 
 
 class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):

@@ -28,7 +28,7 @@ def test_all_groups_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first call whose caches are bound: an older vLLM tells layers of no cache."""
     calls: list[list[dict[str, Any]]] = []
     monkeypatch.setattr(metadata, "needs_warmup", lambda device: True)
-    monkeypatch.setattr(metadata, "compile_calls", lambda specs, *rest: calls.append(specs))
+    monkeypatch.setattr(metadata, "compile_calls", lambda specs, *rest: calls.append(specs()))
     shared: list[Any] = []
     monkeypatch.setattr(Layer, "configured", lambda self, config: shared.append(config) or shared[0])
     layers, batch = [Layer(), Layer(window=7)], Batch(DECODE)
