@@ -291,7 +291,13 @@ class StartUp:
         self.layers = [layer for layer in layers if getattr(layer.impl, "start_up", self) is None]
         if not needs_warmup(device) or not self.layers:  # without layers, another builder of the group waits
             return
-        self.config, self.kv_cache_spec, self.device, self.rows = config, kv_cache_spec, device, rows
+        try:
+            self.config, self.engine = config, engine_of(config, kv_cache_spec, device)
+        except AttributeError as error:  # of a release with other settings
+            log.warning("portattn: nothing is compiled before the first request: %s", error)
+            return
+        if rows is not None:
+            self.engine.rows, self.engine.tokens = rows, min(self.engine.tokens, self.engine.sequences * rows)
         self._waiting.append(self)
         for layer in self.layers:
             layer.impl.start_up = self
@@ -300,10 +306,7 @@ class StartUp:
                 layer.bind_kv_cache = functools.partial(self._bind, layer, bind)
 
     def specs(self) -> list[dict[str, Any]]:
-        engine = engine_of(self.config, self.kv_cache_spec, self.device)
-        if self.rows is not None:
-            engine.rows, engine.tokens = self.rows, min(engine.tokens, engine.sequences * self.rows)
-        return [spec for layer in self.layers for spec in layer.impl.specs(layer, engine)]
+        return [spec for layer in self.layers for spec in layer.impl.specs(layer, self.engine)]
 
     def _bind(self, layer: Any, bind: Any, kv_cache: torch.Tensor) -> None:
         bind(kv_cache)
@@ -326,7 +329,7 @@ class StartUp:
         with torch.inference_mode():
             compile_calls(
                 lambda: [spec for group in groups for spec in group.specs()],
-                self.device, log, self.config.parallel_config.local_world_size,
+                self.engine.device, log, self.config.parallel_config.local_world_size,
             )  # fmt: skip
 
 
