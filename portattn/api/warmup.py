@@ -30,6 +30,7 @@ from portattn.launch.cached_launch import ShapeClass
 from portattn.launch.device_api import current_accelerator, synchronize
 from portattn.schema.ops import PUBLIC, ROWS
 from portattn.schema.plan import Plan
+from portattn.schema.problem_limits import MAX_SIZE
 from portattn.schema.target import Target
 from portattn.schema.tensors import CACHE_DTYPE, TORCH_DTYPE, TensorSpec
 from portattn.validate.checks import check_dense
@@ -64,6 +65,8 @@ class Spec:
         used: set[str] = set()
         for key, value in self.given.items():
             if isinstance(value, str) and value in self.sizes:
+                if key not in ROWS[str(self.op)].lengths:
+                    raise ArgumentError("warmup", f"{name}.{key}", value, "must not vary: it is no size and no length")
                 used.add(value)
             if isinstance(value, TensorSpec):
                 used |= value.names
@@ -80,7 +83,7 @@ class Spec:
     @functools.cached_property
     def points(self) -> torch.Tensor:
         """All combinations of sizes, (combinations, names) int64; of sizes given as tensors those in their order."""
-        columns = [torch.as_tensor(values) for values in self.sizes.values()]
+        columns = [torch.as_tensor(values, dtype=torch.int64, device="cpu") for values in self.sizes.values()]
         if any(isinstance(values, torch.Tensor) for values in self.sizes.values()):
             return torch.stack(columns, 1)
         return torch.cartesian_prod(*columns).view(-1, len(columns))
@@ -143,8 +146,8 @@ def _all_sizes(name: str, given: Any) -> dict[str, Any]:
     for key in given:
         if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_]\w*", key):
             raise ArgumentError("warmup", f"{name}'s name", key, "must be a letter, or several with digits and _")
-    if all(isinstance(value, torch.Tensor) for value in given.values()):
-        return dict(given)
+    if given and all(isinstance(value, torch.Tensor) for value in given.values()):
+        return _combinations(name, given)
     found = {key: _values(f"{name}.{key}", value) for key, value in given.items()}
     count = math.prod(map(len, found.values()))
     if count > MOST_SIZES:
@@ -153,21 +156,37 @@ def _all_sizes(name: str, given: Any) -> dict[str, Any]:
     return found
 
 
+def _combinations(name: str, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return sizes that are given as combinations, after checking them."""
+    first = next(iter(given.values()))
+    for key, value in given.items():
+        if value.ndim != 1 or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+            raise ArgumentError("warmup", f"{name}.{key}", value, "must be a vector of integers")
+        if value.device.type == "meta" or not value.numel() or int(value.min()) < 0 or int(value.max()) > MAX_SIZE:
+            raise ArgumentError("warmup", f"{name}.{key}", value, f"must have numbers in 0..{MAX_SIZE}")
+        if len(value) != len(first):
+            raise ArgumentError("warmup", f"{name}.{key}", len(value), f"must be as long as the others, {len(first)}")
+    return dict(given)
+
+
 def _values(name: str, given: Any) -> tuple[int, ...]:
     if isinstance(given, str):
         bounds = _RANGE.fullmatch(given.strip())
-        if bounds is None or int(bounds[1]) > int(bounds[2]):
+        if bounds is None or not int(bounds[1]) <= int(bounds[2]) <= MAX_SIZE:
             raise ArgumentError("warmup", name, given, 'must be a range, as "1..4096", which has both ends')
         given = range(int(bounds[1]), int(bounds[2]) + 1)
     values = given if isinstance(given, (list, tuple, range)) else [None]
     if len(values) > MOST_SIZES:
         raise ArgumentError("warmup", name, given, f"must be at most {MOST_SIZES} sizes")
-    if not values or any(type(value) is not int or value < 0 for value in values):
-        raise ArgumentError("warmup", name, given, 'must be integers from 0 on, or a range, as "1..4096"')
+    if not values or any(type(value) is not int or not 0 <= value <= MAX_SIZE for value in values):
+        raise ArgumentError(
+            "warmup", name, given, f'must be integers from 0 on, or a range, as "1..4096", up to {MAX_SIZE}'
+        )
     return tuple(sorted(set(values)))
 
 
 Say = Callable[[str], None]
+MOST_PLANS = 1024  # of a spec: at 50 ms each a minute
 MOST_JOBS = 8
 
 
@@ -272,7 +291,7 @@ def warmup(
     with monitor.silence():
         for spec in read:
             say(f"planning {spec.place + 1} of {len(read)}")
-            _add_classes(made, spec, where)
+            _add_classes(made, spec, where, say)
         compile_seconds = _compile(made, jobs, say)
         for place, one in enumerate(made):
             say(f"running {place + 1} of {len(made)}: {one.call}")
@@ -308,7 +327,7 @@ class _Warming:
             made = make_request("warmup", self.spec.op, (), arguments)
         except TypeError as error:  # an unknown or a missing argument
             raise ArgumentError("warmup", f"specs[{self.spec.place}]", sorted(arguments), str(error)) from None
-        distinct = {id(tensor): tensor for tensor in made.tensors.values() if tensor is not None}.values()
+        distinct = {id(one): one for one in made.tensors.values() if isinstance(one, torch.Tensor)}.values()
         self._layouts = [described.get(id(one), [*one.shape, *one.stride()]) for one in distinct]
         return made
 
@@ -433,7 +452,7 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
     return same
 
 
-def _add_classes(made: list[_Warming], spec: Spec, device: torch.device) -> None:
+def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Say) -> None:
     """Plan a spec at its largest sizes, then once for each further shape class, until a plan fails or has none.
 
     Of classes that the launch cache has no room for, those with kernels of their own are added."""
@@ -443,6 +462,8 @@ def _add_classes(made: list[_Warming], spec: Spec, device: torch.device) -> None
     left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
     while count == 0 or len(left):
         last, count = _Warming(spec, sizes, device), count + 1
+        if count % MAX_CLASSES == 0:
+            say(f"planned {count} classes of specs[{spec.place}]; {len(left)} sizes are left")
         try:
             last.plan()
         except ArgumentError as error:
@@ -454,9 +475,17 @@ def _add_classes(made: list[_Warming], spec: Spec, device: torch.device) -> None
         if count <= MAX_CLASSES or last.code not in keys:
             made.append(last)
         keys.add(last.code)
+        if not last.failed and last.shape is None and 0 in sizes.values() and len(left):  # it launches nothing
+            left = left[(left != torch.tensor([*sizes.values()], device="cpu")).any(1)]
+            sizes = spec.at(left[-1].tolist()) if len(left) else {}
+            continue
         if last.failed or last.shape is None or last.shape.why or not len(left):
             return
-        left = left[~last.covers(left)]
+        if count == MOST_PLANS:
+            last.why = f"one of {MOST_PLANS} classes of sizes: {len(left)} further sizes are planned when they come"
+            return
+        # Without the planned sizes themselves, whatever their class is said to cover.
+        left = left[~last.covers(left) & (left != torch.tensor([*sizes.values()], device="cpu")).any(1)]
         for one in before if count == 1 else ():
             if one.recipe == last.recipe and one.shape is not None and not one.shape.why and len(left):
                 left = left[~last.covers(left, one.shape)]
