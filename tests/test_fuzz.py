@@ -176,7 +176,7 @@ def _recorded(place: Path, *words: str) -> running.Report:
 
 @pytest.mark.compiles
 def test_shapes(tmp_path: Path) -> None:
-    report = _recorded(tmp_path / "report.json", "--seconds", str(SECONDS), "--seed", "1")
+    report = _recorded(tmp_path / "report.json", "--seconds", str(2 * SECONDS), "--seed", "1")
     assert report.green
     assert report.cases > 20
     assert report.counts["compared with a new process"] >= 1
