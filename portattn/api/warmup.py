@@ -127,15 +127,11 @@ def _argument(name: str, argument: str, value: Any) -> Any:
         return value
     if found[1] not in _DTYPES:
         raise ArgumentError("warmup", name, value, f"must be of a type among {', '.join(_DTYPES)}")
-    shape = tuple(int(part) if part.isdigit() else part for part in _parts(found[2]))
-    strides = None if found[3] is None else tuple(map(int, _parts(found[3])))
+    shape = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^\s,]+", found[2]))
+    strides = None if found[3] is None else tuple(map(int, re.findall(r"\d+", found[3])))
     if strides is not None and len(strides) != len(shape):
         raise ArgumentError("warmup", name, value, f"must have as many strides as its {len(shape)} axes")
     return TensorSpec(shape, strides, _DTYPES[found[1]])
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _all_sizes(name: str, given: Any) -> dict[str, Any]:
@@ -157,15 +153,17 @@ def _all_sizes(name: str, given: Any) -> dict[str, Any]:
 
 
 def _combinations(name: str, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return sizes that are given as combinations, after checking them."""
     first = next(iter(given.values()))
     for key, value in given.items():
-        if value.ndim != 1 or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
-            raise ArgumentError("warmup", f"{name}.{key}", value, "must be a vector of integers")
-        if value.device.type == "meta" or not value.numel() or int(value.min()) < 0 or int(value.max()) > MAX_SIZE:
-            raise ArgumentError("warmup", f"{name}.{key}", value, f"must have numbers in 0..{MAX_SIZE}")
-        if len(value) != len(first):
-            raise ArgumentError("warmup", f"{name}.{key}", len(value), f"must be as long as the others, {len(first)}")
+        limit = ""
+        if value.ndim != 1 or value.dtype not in (torch.int64, torch.int32) or value.is_meta or not value.numel():
+            limit = "must be a vector of int64 or int32"
+        elif int(value.min()) < 0 or int(value.max()) > MAX_SIZE:
+            limit = f"must have numbers in 0..{MAX_SIZE}"
+        elif len(value) != len(first):
+            limit = f"must be as long as the others, {len(first)}"
+        if limit:
+            raise ArgumentError("warmup", f"{name}.{key}", value, limit)
     return dict(given)
 
 
@@ -253,21 +251,18 @@ def warmup(
             keys. Their sizes can be names, for which "sizes" has a list, a range, or both ends of one: "k":
             "bf16[8,8,S,128]" with "sizes": {"S": "1..65536"}. An argument that is a length can be such a name, too
         device: of described tensors; None for the current accelerator, or else the CPU
-        jobs: child processes that compile side by side; None for half of the cores, at most MOST_JOBS. They are used if
-            a first compile is isolated (the setting `isolate`); else this process compiles
+        jobs: child processes that compile side by side (setting `isolate`); None: half of the cores, up to MOST_JOBS
         say: called with a line of text about each step
 
     Afterwards a call with the same call key (arguments, types, alignment to 16 bytes, settings) and shape class neither
-    compiles nor waits for the device, and can be captured in a CUDA graph at its first time. Calls of a shape class
-    launch the same kernels in the same way, mostly at other lengths and batches. `sizes` of the report says why a class
-    has the spec's shapes alone. The monitor is armed: a later compile warns (`portattn.monitor`).
+    compiles nor waits for the device, and can be captured in a CUDA graph at its first time. `sizes` of the report says
+    why a class has the spec's shapes alone. The monitor is armed: a later compile warns (`portattn.monitor`).
 
-    Each spec is run once, or once for each of its shape classes (up to MAX_CLASSES), the largest sizes first. A spec
-    that no path can run, or whose tensors do not fit the device, is reported with `failed`, with a CompileWarning.
+    Each shape class of a spec is run once. A class that no path can run, or whose tensors do not fit the device, is
+    reported with `failed`, with a CompileWarning.
 
     Returns:
-        A Warmup: for each spec and shape class the kernels compiled, loaded and cached, or the reason why not. It takes
-        the memory of one spec's described tensors at a time, at their largest sizes.
+        A Warmup: for each spec and shape class the kernels compiled, loaded and cached, or the reason why not.
 
     Raises:
         ArgumentError: A spec is malformed. Nothing is compiled.
@@ -320,6 +315,10 @@ class _Warming:
         self._layouts: list[TensorSpec | list[int]] = []
         self._cached: Any = None
 
+    @property
+    def words(self) -> str:
+        return ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
+
     def request(self) -> Request:
         arguments = self.spec.arguments(self.device, self.sizes)
         described = {id(arguments[name]): one for name, one in self.spec.given.items() if isinstance(one, TensorSpec)}
@@ -336,7 +335,7 @@ class _Warming:
         with self._failures():
             request = self.request()
             call = request.build()
-            at = f"; {_words(self.sizes)}" if self.sizes else ""
+            at = f"; {self.words}" if self.sizes else ""
             self.call, self.settings = f"{call.problem}{at}", request.settings
             caching = CacheWriter(request) if self.sizes and request.cacheable() else None
             self.made, launches, self.recipe, self.shape = dispatch.trace_call(call, request.settings, caching)
@@ -453,11 +452,7 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
 
 
 def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Say) -> None:
-    """Plan a spec at its largest sizes, then once for each further shape class, until a plan fails or has none.
-
-    Of classes that the launch cache has no room for, those with kernels of their own are added."""
-    if spec.sizes and not len(spec.points):
-        return
+    """Plan a spec's shape classes; of classes beyond the launch cache's room, add those with kernels of their own."""
     before, keys, count = list(made), set[str](), 0
     left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
     while count == 0 or len(left):
@@ -471,29 +466,22 @@ def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Sa
                 raise
             last.failed = str(error).removeprefix("warmup: ")  # sizes that do not go together
         if count > MAX_CLASSES:
-            last.why = f"more than {MAX_CLASSES} classes of sizes: from {_words(sizes)} on they are forgotten"
+            last.why = f"more than {MAX_CLASSES} classes of sizes: from {last.words} on they are forgotten"
         if count <= MAX_CLASSES or last.code not in keys:
             made.append(last)
         keys.add(last.code)
-        if not last.failed and last.shape is None and 0 in sizes.values() and len(left):  # it launches nothing
-            left = left[(left != torch.tensor([*sizes.values()], device="cpu")).any(1)]
-            sizes = spec.at(left[-1].tolist()) if len(left) else {}
-            continue
-        if last.failed or last.shape is None or last.shape.why or not len(left):
+        empty = last.shape is None and 0 in sizes.values()  # it launches nothing: further sizes can
+        if last.failed or not len(left) or not (empty or (last.shape is not None and not last.shape.why)):
             return
         if count == MOST_PLANS:
             last.why = f"one of {MOST_PLANS} classes of sizes: {len(left)} further sizes are planned when they come"
             return
-        # Without the planned sizes themselves, whatever their class is said to cover.
-        left = left[~last.covers(left) & (left != torch.tensor([*sizes.values()], device="cpu")).any(1)]
+        left = left[(left != torch.tensor([*sizes.values()], device="cpu")).any(1)]  # whatever their class covers
+        left = left if empty else left[~last.covers(left)]
         for one in before if count == 1 else ():
             if one.recipe == last.recipe and one.shape is not None and not one.shape.why and len(left):
                 left = left[~last.covers(left, one.shape)]
-        sizes = spec.at(left[0].tolist()) if len(left) else {}
-
-
-def _words(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        sizes = spec.at(left[-1 if empty else 0].tolist()) if len(left) else {}
 
 
 def _device(device: str | torch.device) -> torch.device:
