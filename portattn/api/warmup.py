@@ -156,9 +156,9 @@ def _combinations(name: str, given: Mapping[str, torch.Tensor]) -> dict[str, tor
     first = next(iter(given.values()))
     for key, value in given.items():
         limit = ""
-        if value.ndim != 1 or value.dtype not in (torch.int64, torch.int32) or value.is_meta or not value.numel():
+        if value.ndim != 1 or value.dtype not in (torch.int64, torch.int32) or value.is_meta:
             limit = "must be a vector of int64 or int32"
-        elif int(value.min()) < 0 or int(value.max()) > MAX_SIZE:
+        elif bool((value < 0).any() | (value > MAX_SIZE).any()):
             limit = f"must have numbers in 0..{MAX_SIZE}"
         elif len(value) != len(first):
             limit = f"must be as long as the others, {len(first)}"
@@ -177,9 +177,8 @@ def _values(name: str, given: Any) -> tuple[int, ...]:
     if len(values) > MOST_SIZES:
         raise ArgumentError("warmup", name, given, f"must be at most {MOST_SIZES} sizes")
     if not values or any(type(value) is not int or not 0 <= value <= MAX_SIZE for value in values):
-        raise ArgumentError(
-            "warmup", name, given, f'must be integers from 0 on, or a range, as "1..4096", up to {MAX_SIZE}'
-        )
+        limit = f'must be integers from 0 on, or a range, as "1..4096", up to {MAX_SIZE}'
+        raise ArgumentError("warmup", name, given, limit)
     return tuple(sorted(set(values)))
 
 
@@ -453,6 +452,8 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
 
 def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Say) -> None:
     """Plan a spec's shape classes; of classes beyond the launch cache's room, add those with kernels of their own."""
+    if spec.sizes and not len(spec.points):  # no combination
+        return
     before, keys, count = list(made), set[str](), 0
     left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
     while count == 0 or len(left):
