@@ -150,7 +150,7 @@ def _kinds() -> Sequence[str]:
 @matrix_output.today_option
 @options(
     ("--fail-on", {"multiple": True, "metavar": "WORDS", "type": CompletionType("words", words(_kinds), listed=True)},
-     "What else is red: new, facts, quirks, won, note, not_run, red; and of what is less sure unprobed, canaries, "
+     "Further changes that are red: new, facts, quirks, won, note, not_run, red; and the less sure unprobed, canaries, "
      "schedules. Repeat it, or use commas."),
     ("--summary", FILE, "Write the summary in Markdown there, and not to $GITHUB_STEP_SUMMARY."),
     ("--out", PATH | {"metavar": "DIR"},

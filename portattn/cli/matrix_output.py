@@ -80,7 +80,7 @@ def command_line(name: str) -> str:
 
 
 def fail_on_option(words: str, kind: click.ParamType = param_types.FAIL_ON) -> Callable[[F], F]:
-    text = f"What else is red: {words}; repeat it, or use commas."
+    text = f"Further changes that are red: {words}; repeat it, or use commas."
     return options(("--fail-on", {"multiple": True, "type": kind, "metavar": "WORDS"}, text))
 
 

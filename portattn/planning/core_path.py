@@ -173,7 +173,7 @@ def choose(
 
 def _untimed(target: Target) -> str:
     own, tuned = target.arch.name, target.arch.tuning or target.arch.name
-    tile = f"nobody has timed this tile on {own}" + (f" (it is the one for {tuned})" if tuned != own else "")
+    tile = f"this tile was not timed on {own}" + (f" (it is the one for {tuned})" if tuned != own else "")
     return f"{tile}: this concerns speed alone; `portattn tune` times others"
 
 

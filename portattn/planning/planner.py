@@ -45,7 +45,7 @@ from portattn.version import __version__
 
 FORBIDDING = ("path", "note")  # effects that reach a variant: it has no lowering and no launch that could be set
 
-UNTIMED = "nobody has timed this schedule: this concerns speed alone"
+UNTIMED = "this schedule was not timed: this concerns speed alone"
 
 
 class VariantChoice(msgspec.Struct, frozen=True, kw_only=True):

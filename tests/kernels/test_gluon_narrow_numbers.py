@@ -184,11 +184,11 @@ def check_calls(
     given_lse: tuple[float, float, float] = (0.5, 0.5, 0.5),
 ) -> None:  # fmt: skip
     """Three calls of other memory with other numbers and scales: each is near attention of the given numbers, and much
-    nearer to that of what is stored. How near in the first, quantize decides, and how large scores are.
+    nearer to attention of the stored numbers. `quantize` and the scores' size decide the first distance.
 
     near, given_near  the least cosine similarity to what is stored, and to what was given
-    lse_within        how far the LSE may be from that of what is stored
-    given_lse         and from that of what was given, in each call
+    lse_within        the largest distance of the LSE from the stored numbers' LSE
+    given_lse         and from the given numbers' LSE, in each call
     """
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 500, 128, device=device.name, dtype=torch.bfloat16).unbind()

@@ -156,7 +156,7 @@ GRAPHS: dict[str, Any] = {
     "found in C": [True, 0] * 3,  # also in a block of other settings, and after it
     "unhashable": "scale",  # an argument that nothing can be found by is named
     "without a context": 2,  # the thread gets one, and the kernels are launched
-    "ended": [True, 0, True, 0],  # with what is kept of the calls; a capture that was under way went on
+    "ended": [True, 0, True, 0],  # with the cached launches; a capture under way went on
     "of a green context": [True, 0],  # a graph's kernels would run on all of the chip
     "none is made": [True, 0, 0], "its kernels take no parameters": [True, 0, 0], "it is not launched": [True, 0, 0],
     "switched off": [True, 0], "switched on again": 1,

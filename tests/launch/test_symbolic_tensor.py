@@ -196,7 +196,7 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("ndim", [1, 2, 4])
 def test_expanding(ndim: int) -> None:
-    """Axes in front included: one of one element has the stride of what follows it, and not 0."""
+    """Leading axes included: an axis of one element has the stride of the next axis, and not 0."""
     rng = random.Random(9)
     for tensor in layouts(60, ndim):
         wanted = [rng.choice((1, 2, 5)) for _ in range(4 - ndim)]

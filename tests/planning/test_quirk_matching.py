@@ -330,10 +330,10 @@ def test_a_tile_that_was_never_timed_is_said_to_be_whose(tmp_path: Path) -> None
     """The arch's own tuning, or that of the arch that its table names."""
     known = starting_from(registry(tmp_path))
     means = ": this concerns speed alone; `portattn tune` times others"
-    assert f"nobody has timed this tile on sm_90{means}" in planned(known).notes
+    assert f"this tile was not timed on sm_90{means}" in planned(known).notes
     for arch, tuning, told in (
-        ("sm_80", "sm_90", f"nobody has timed this tile on sm_80 (it is the one for sm_90){means}"),
-        ("sm_90", "sm_90", f"nobody has timed this tile on sm_90{means}"),
+        ("sm_80", "sm_90", f"this tile was not timed on sm_80 (it is the one for sm_90){means}"),
+        ("sm_90", "sm_90", f"this tile was not timed on sm_90{means}"),
     ):
         target = known.target(f"cuda:{arch}", "triton==3.6.0")
         target = msgspec.structs.replace(target, arch=msgspec.structs.replace(target.arch, tuning=tuning))

@@ -153,7 +153,7 @@ def test_strides(op: str, strides: str, page_layout: str) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation creates. Views of what there was create none."""
+    """Elements of the largest tensor that any operation creates. A view creates none."""
 
     def __init__(self) -> None:
         super().__init__()

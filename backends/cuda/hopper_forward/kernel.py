@@ -206,19 +206,19 @@ def _converter(form, dtype):
 
 
 @gluon.constexpr_function
-def _words(form):
-    """Return the layout of a tile's words of four numbers, two to a lane: it stores 16 bytes, in no bank's way."""
+def _word_layout(form):
+    """Return the layout of a tile's words of four numbers: two to a lane, which then stores 16 bytes."""
     lanes = form.DIM.value // 8
     return gl.BlockedLayout([1, 2], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _rows(form):
+def _part_rows(form):
     return min(_PART // form.DIM.value, form.KEYS.value)
 
 
 @gluon.constexpr_function
-def byte_layout(form):
+def _byte_layout(form):
     """Return the layout of a tile of bytes that several loads bring."""
     return gl.NVMMASharedLayout(min(form.DIM.value, 128), 8, 4)
 
@@ -227,8 +227,8 @@ def byte_layout(form):
 def _dequantize_tile(place: gl.constexpr, buffers, slot, full, shared, form):
     """Convert the tile of keys (place 0) or values (1) to the dtype of a buffer, store it and arrive at its barrier."""
     code: gl.constexpr = _converter(form, buffers.dtype)
-    rows: gl.constexpr = _rows(form)
-    words: gl.constexpr = _words(form)
+    rows: gl.constexpr = _part_rows(form)
+    words: gl.constexpr = _word_layout(form)
     quads: gl.constexpr = gl.NVMMASharedLayout(min(form.DIM, 128), 32, 2)
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     source = reinterpreted(shared.raw, gl.int32, [2, form.KEYS, form.DIM // 4], quads).index(place)
@@ -246,7 +246,7 @@ def _dequantize_tile(place: gl.constexpr, buffers, slot, full, shared, form):
 
 
 @gluon.jit
-def dequantize(sizes, shared, form):
+def _dequantize(sizes, shared, form):
     """Dequantize the key tiles of each tile of rows, as the producer brings them."""
     slot, phase, box, box_phase = 0, 0, 0, 0
     mbarrier.wait(shared.mail_full.index(box), box_phase)
@@ -347,7 +347,7 @@ def scheduled_forward(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     raw_smem, raw_full, raw_free = k_smem, k_full, k_full  # not used
     if form.DEQUANTIZE:
-        raw_layout: gl.constexpr = byte_layout(form) if form.PIECES > 1 else k_desc.layout
+        raw_layout: gl.constexpr = _byte_layout(form) if form.PIECES > 1 else k_desc.layout
         raw_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, KEYS, DIM], raw_layout)
         raw_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
         raw_free = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
@@ -401,7 +401,7 @@ def scheduled_forward(
                     consume,
                     (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
                 ),
-                (dequantize, (sizes, shared, form)),
+                (_dequantize, (sizes, shared, form)),
                 (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
             [4, 4, 1],

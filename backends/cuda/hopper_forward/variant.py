@@ -148,7 +148,7 @@ class TimedSchedule(NamedTuple):
 
 
 class ForwardVariant(Variant):
-    """attention, varlen_attention and paged_attention on sm_90: heads up to 256 wide, fp16 and bf16.
+    """attention, varlen_attention and paged_attention on sm_90: fp16, bf16, heads up to 256 wide; e4m3, e5m2 pages.
 
     entries: the kernel's name in tuning/sm_90.toml"""
 
@@ -162,7 +162,7 @@ class ForwardVariant(Variant):
         }
     )  # fmt: skip
     arches = ("sm_90",)
-    needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
+    needs = f"sm_90, {NEEDS}, 16-bit queries of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
     legend = LEGEND
     canaries: tuple[Problem, ...] = FORWARD
     formats: tuple[str, ...] = ("as_q",)

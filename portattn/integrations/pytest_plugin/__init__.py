@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption(
         OPTIONS["portattn_fail_on"], action="append", default=[], metavar="WORDS",
-        help="What else is red: not_run, note; with a baseline also new, facts, quirks, won.",
+        help="Further changes that are red: not_run, note; with a baseline also new, facts, quirks, won.",
     )  # fmt: skip
     group.addoption(
         OPTIONS["portattn_seconds"], type=float, default=None, metavar="N",

@@ -48,7 +48,7 @@ def test_a_plan_that_leaves_the_core_kernel_is_lost(known, portattn, monkeypatch
     strict = portattn(*line, "rocm:gfx950", "--strict", "--json")
     assert strict.status == 1
     assert "rocm-0901-fixed" in strict.json["unverified"]
-    assert "rocm-0901-fixed" in strict.json["less_sure"], "its work-around is dropped, and nobody has looked"
+    assert "rocm-0901-fixed" in strict.json["less_sure"], "its work-around is dropped without a probe"
 
 
 STRICT = ("quirks", "upgrade", "--target", "rocm:gfx942", "--strict", "--json")
@@ -64,7 +64,7 @@ def test_strict_is_green_where_nothing_is_less_sure(portattn) -> None:
 @pytest.mark.parametrize(
     ("probed", "range_", "red"),
     [
-        ((), ">=3.4", False),  # stays, and nobody has looked with either
+        ((), ">=3.4", False),  # stays, unprobed with both
         (("triton==3.6.0",), ">=3.4", True),  # stays: looked at with the old one alone
         (("triton==3.6.0", "triton==3.9.0"), ">=3.4", False),
         (("triton==3.9.0",), ">=3.4", False),
