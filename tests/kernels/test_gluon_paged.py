@@ -14,6 +14,7 @@ from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 from portattn import Problem
+from portattn.backends.cuda.hopper_forward import variant
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.launch.run import run_variant
 
@@ -32,7 +33,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "fp16"}, "e4m3": {"kv_format": "e4m3", "kv_scales": "head"},
     "e5m2": {"kv_format": "e5m2", "sinks": True}, "e4m3, fp16": {"kv_format": "e4m3", "dtype": "fp16"},
     "e4m3, everything": {"kv_format": "e4m3", "kv_scales": "head", "softcap": True, "window_left": 33},
-    "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"},
+    "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"}, "tree": {"tree_mask": True, "seq_q": 60},
+    "tree, e4m3": {"tree_mask": True, "seq_q": 17, "kv_format": "e4m3", "sinks": True},
 }  # fmt: skip
 HEADS = ((4, 4), (10, 2), (12, 2), (64, 2), (64, 1))
 
@@ -70,12 +72,18 @@ def test_quantised_pages_of_any_size(chip: Device, page: int, head_dim: int) -> 
         assert_right(problem(base, page_size=page, seq_k=PAGES[page], causal=causal, **fields), chip)
 
 
+@pytest.mark.parametrize("splits", [0, 1, 7])
 @pytest.mark.parametrize("base", [BASE, PACKED], ids=["batch", "packed"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(chip: Device, name: str, base: Problem) -> None:
+def test_features(chip: Device, name: str, base: Problem, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many key splits as the variant chooses (0), without any, and with more than some sequences have tiles."""
+    if splits:
+        monkeypatch.setattr(variant, "split_count", lambda *_: splits)
     fields = FEATURES[name]
     if base is PACKED and "layout" in fields:
         pytest.skip("packed queries have one layout")
+    if base is PACKED and "tree_mask" in fields:
+        fields = fields | {"total_q": 3 * fields["seq_q"]}
     for causal in CAUSAL[:1] if "window_right" in fields else CAUSAL:
         assert_right(problem(base, **fields, causal=causal), chip, 3)
 

@@ -16,7 +16,7 @@ from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign, tuning
 from portattn.planning.backend import Variant
-from portattn.planning.kernel_specs import ceil_div, heads_together
+from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
@@ -81,9 +81,10 @@ DEQUANTIZED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave th
 DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
 
 MOST_SPLITS = 32
-# Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
-# Measured on an H200 of 132 cores: chunks over 8,192 keys, 32 tiles 93 µs for 59, 64 tiles 93 for 98.
-FEW_TILES = 45
+# Few rows over few keys are faster on the core, whose blocks are smaller. Rows: of a sequence and key head; keys: of all
+# sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here and on
+# the core: 16 sequences of 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9.
+FEW_ROWS, FEW_KEYS = 64, 100_000
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,7 +159,7 @@ class ForwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v", "needs_grad", "packed", "kv_format",
+            "head_dim_v", "needs_grad", "packed", "kv_format", "tree_mask",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -193,6 +194,7 @@ class ForwardVariant(Variant):
             **(_page_reasons(p) if dequantizes(p) else {}),
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
             f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
+            "takes no tree mask with a window": p.tree_mask and p.window,
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
@@ -204,16 +206,14 @@ class ForwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """Return the reason: the tuning data's, or pages of few rows, whose keys the core splits."""
-        said = tuning().left_to_core(self.entries, problem.features(), self.toolchain)
-        if said or not problem.page_size:
+        """Return the reason: the tuning data's, or few rows over few keys."""
+        p = problem
+        said = tuning().left_to_core(self.entries, p.features(), self.toolchain)
+        if said or not p.page_size or p.features()["rows"] >= FEW_ROWS:
             return said
-        chosen = choice(problem, self.toolchain, self.entries)
-        assert chosen is not None
-        tiles, cores = tiles_of(problem, GROUP_ROWS * chosen.schedule.groups), _arch().cores
-        if 100 * tiles >= FEW_TILES * cores:
+        if p.batch * p.heads_k * _seen(p, FEW_ROWS) >= FEW_KEYS:
             return ""
-        return f"it has tiles of rows for less than {FEW_TILES} % of the chip's cores, and does not split keys of pages"
+        return f"with few rows it is faster than the core from {FEW_KEYS:,} keys on, of all sequences and key heads"
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         chosen = choice(call.problem, self.toolchain, self.entries)
@@ -303,9 +303,21 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
-    # A sink counts once; and partial results have the kernel's width.
-    whole = p.packed or p.page_size or p.sinks or p.head_dim_v not in WIDTHS
-    return 1 if whole else split_count(tiles_of(p, GROUP_ROWS * s.groups), ceil_div(p.seq_k, s.keys), cores)
+    # Partial results have the kernel's width.
+    if (p.packed and not p.page_size) or p.head_dim_v not in WIDTHS:
+        return 1
+    rows = GROUP_ROWS * s.groups
+    tiles = tiles_of(p, rows)
+    if p.packed:
+        tiles = occupied_tiles(p, rows, heads_of(p)) * (p.heads_q // heads_of(p))
+    return split_count(tiles, ceil_div(_seen(p, rows), s.keys), cores)
+
+
+def _seen(p: Problem, rows: int) -> int:
+    """Return the most keys that so many neighbouring rows see."""
+    if p.window_left == UNLIMITED or not _limited_right(p):
+        return p.seq_k
+    return least(p.seq_k, p.window_left + max(p.window_right, 0) + rows)
 
 
 def _together(p: Problem, s: Schedule) -> int:
@@ -352,7 +364,7 @@ class ForwardLauncher(StepLauncher):
             self._scale, self._softcap = (call.scale or 1.0) / cap, LOG2E * cap
         buffers: Buffers = {}
         if self._splits > 1:
-            shape = (self._splits, p.batch, p.heads_q, p.seq_q)
+            shape = (self._splits, p.query_rows[0], p.heads_q, p.query_rows[1])
             buffers = {"partial": ((*shape, p.head_dim_v), torch.float32), "partial_lse": (shape, torch.float32)}
         super().__init__(buffers, {"counter": functools.partial(counter, device)})
 
@@ -373,6 +385,8 @@ class ForwardLauncher(StepLauncher):
         }  # fmt: skip
         if dequantizes(p):
             roles |= {name: name for name in ("k_scale", "v_scale") if p.kv_scales != "none"}
+        if p.tree_mask:
+            roles["tree_mask"] = "tree_mask"
         out = tensors["out"]
         registers, consumer, producer, dequantizer = self._registers()
         arguments = {
@@ -382,6 +396,8 @@ class ForwardLauncher(StepLauncher):
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
+            "tree_mask": tensors.get("tree_mask"),
+            "tree_stride": tensors["tree_mask"].stride(0) if p.tree_mask else None,
             **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer, "DEQUANTIZER": dequantizer,
         }  # fmt: skip
@@ -443,5 +459,5 @@ class ForwardLauncher(StepLauncher):
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
-            "FORMAT": p.kv_format if dequantizes(p) else "as_q",
+            "FORMAT": p.kv_format if dequantizes(p) else "as_q", "TREE": p.tree_mask,
         }  # fmt: skip
