@@ -81,8 +81,8 @@ DEQUANTIZED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave th
 DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
 
 MOST_SPLITS = 32
-# Few rows over few keys are faster on the core, whose blocks are smaller. Rows: of a sequence and key head; keys: of all
-# sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here and on
+# Few rows over few keys are faster on the core, whose blocks are smaller. Rows: of a sequence and key head; keys: of
+# all sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here and on
 # the core: 16 sequences of 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9.
 FEW_ROWS, FEW_KEYS = 64, 100_000
 
