@@ -126,13 +126,19 @@ def test_decode_and_mixed(requests: list[tuple[int, int]]) -> None:
 
 
 @works("latent attention (MLA), speculative verification")
-def test_rows_of_different_numbers() -> None:
-    layer, batch = Latent(speculative=3), Batch([(4, 20), (1, 33), (3, 3)])
+@pytest.mark.parametrize("requests", [[(4, 20), (1, 33), (3, 3)], [(4, 20), (4, 33), (4, 5)]])
+def test_rows_of_several_requests(requests: list[tuple[int, int]]) -> None:
+    """Of different numbers they are packed, of the same a batch."""
+    layer, batch = Latent(speculative=3), Batch(requests)
     q, latent = inputs(batch, torch.bfloat16)
     out, metadata = layer.run(batch, q, latent)
     assert metadata.num_decodes == 3
     assert metadata.decode.max_query_len == 4
     check(layer, batch, out, q, latent)
+
+
+def test_blocks_are_whole_tiles_of_the_hopper_kernel() -> None:
+    assert [PortattnMLABackend.get_preferred_block_size(size) for size in (16, 48, 64, 128)] == [64, 64, 64, 128]
 
 
 @works("latent attention (MLA), fp8 cache")
@@ -154,7 +160,7 @@ def test_fp8_cache() -> None:
 
 
 @works("latent attention (MLA), LSE in natural logarithms for decode context parallelism")
-@pytest.mark.parametrize("requests", [[(1, 20), (1, 33)], [(3, 20), (1, 33)]])
+@pytest.mark.parametrize("requests", [[(1, 20), (1, 33)], [(3, 20), (1, 33)], [(3, 20), (3, 33)]])
 def test_lse_of_parts_merges(requests: list[tuple[int, int]]) -> None:
     """What two ranks' caches give, merged by natural logarithms, is what one cache gives."""
     assert PortattnMLAImpl.lse_base_on_e
