@@ -1,4 +1,4 @@
-"""The scheduled forward of sm_90 over pages, on such a chip: its numbers, whatever unused pages and entries hold."""
+"""The scheduled forward of sm_90 over caches, on such a chip: its numbers, whatever unused pages and entries hold."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ BASE = Problem(
     page_size=64, seqlens_k=True, return_lse=True,
 )  # fmt: skip
 PACKED = msgspec.structs.replace(BASE, batch=5, total_q=450)
+CONTIGUOUS = msgspec.structs.replace(BASE, op="decode_attention", page_size=0, seq_k=701)
 PAGES = {16: 672, 48: 672, 64: 704, 256: 1024}  # and the capacity of each
 CAUSAL = ("none", "bottom_right", "top_left")
 FEATURES: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ def test_quantised_pages_of_any_size(chip: Device, page: int, head_dim: int) -> 
 
 
 @pytest.mark.parametrize("splits", [0, 1, 7])
-@pytest.mark.parametrize("base", [BASE, PACKED], ids=["batch", "packed"])
+@pytest.mark.parametrize("base", [BASE, PACKED, CONTIGUOUS], ids=["batch", "packed", "contiguous"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(chip: Device, name: str, base: Problem, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many key splits as the variant chooses (0), without any, and with more than some sequences have tiles."""
@@ -82,6 +83,8 @@ def test_features(chip: Device, name: str, base: Problem, splits: int, monkeypat
     fields = FEATURES[name]
     if base is PACKED and "layout" in fields:
         pytest.skip("packed queries have one layout")
+    if base is CONTIGUOUS and "page_layout" in fields:
+        pytest.skip("a contiguous cache has no pages")
     if base is PACKED and "tree_mask" in fields:
         fields = fields | {"total_q": 3 * fields["seq_q"]}
     for causal in CAUSAL[:1] if "window_right" in fields else CAUSAL:

@@ -57,8 +57,11 @@ def _piece(n, j: gl.constexpr, length, form):
 
 @gluon.jit
 def pages_of(table, n, length, form):
-    """Load the pages of key tile n's pieces. A missing one is brought as zeros."""
-    pages = (gl.load(table + _piece(n, 0, length, form) // (form.PAGE // form.PIECE)),)
+    """Load the pages of key tile n's pieces. A missing one is brought as zeros. A contiguous cache is its slot."""
+    if form.TABLE:
+        pages = (gl.load(table + _piece(n, 0, length, form) // (form.PAGE // form.PIECE)),)
+    else:
+        pages = (table,)
     for j in gl.static_range(1, form.PIECES):
         page = gl.load(table + _piece(n, j, length, form) // (form.PAGE // form.PIECE))
         pages = pages + (page,)  # type: ignore[assignment]  # noqa: RUF005  # Triton takes no other way to add to one
@@ -79,7 +82,10 @@ def bring(desc, pages, n, length, head, barrier, buffers, slot, count: gl.conste
     if form.PIECES > 1:
         buffers = reinterpreted(buffers, buffers.dtype, shape, desc.layout)
     for j in gl.static_range(form.PIECES):
-        row = _piece(n, j, length, form) % (form.PAGE // form.PIECE) * form.PIECE
+        if form.TABLE:
+            row = _piece(n, j, length, form) % (form.PAGE // form.PIECE) * form.PIECE
+        else:
+            row = n * form.KEYS
         for c in gl.static_range(parts):
             place = buffers.index(slot * each + c * form.PIECES + j)
             load(desc, [pages[j], head, row, c * form.WIDE], barrier, place)
@@ -126,8 +132,10 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
             box, box_phase = send(work, box, box_phase, shared, form)
             begin, end, _some = tile_keys(work, sizes, form)
             kv_head = work.head // sizes.share
-            if form.PAGE:
+            if form.TABLE:
                 table = page_table + work.k_first.to(gl.int64) * table_stride
+            else:
+                table = work.slot
             for n in range(end - 1, begin - 1, -1):
                 if form.PAGE:  # asked for here, they come while the buffers are waited for
                     pages = pages_of(table, n, work.k_length, form)
@@ -299,14 +307,14 @@ def scheduled_forward(
 
     q_desc, k_desc, v_desc, o_desc  (B, H, S, D) by blocks of 64, KEYS, KEYS and 64 rows and DIM columns, of o_desc
           DIM/PARTS; packed tensors are one batch. Over pages q and out are (B, S, H, D) by blocks of LINES and HEADS,
-          k and v are (pages, H, PAGE, D) by blocks of PIECE rows and WIDE columns
+          k and v are (pages, H, PAGE, D) by blocks of PIECE rows and WIDE columns; so are contiguous caches (B, H, S, D)
     out, stride_h, stride_s  the output again, and its strides in steps of 8 elements, for the last rows of packed
           sequences
     splits  blocks that share a tile's keys; with SPLIT `out` is (splits, B, Hq, Sq, DIM) float32 partial results, and
           `lse`, which must be there, (splits, B, Hq, Sq); packed queries, over pages alone, are one batch
     lse   (B, Hq, Sq) float32, or None; sinks (Hq,) or None
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
-    page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
+    page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without a table. What a length does
           not reach is not read
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
           numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of auxiliary_kernels.py. With
@@ -321,7 +329,7 @@ def scheduled_forward(
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
                 k_desc.block_shape[3], FP8, k_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
-                SIDE, LAZY, FORMAT, TREE)  # fmt: skip
+                SIDE, LAZY, FORMAT, TREE, page_table is not None)  # fmt: skip
     if SPLIT:
         let_next_kernel_begin()
     gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and GROUPS == 2))

@@ -36,7 +36,7 @@ class Form:
     QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
     PARTS         parts of columns in which the output leaves, through the room of one part; with OWN_OUT
     REG_Q         Q is read from registers, so that score products read only keys from shared memory; with OWN_OUT
-    PAGE          tokens of a page of keys, a multiple of 16; 0 without pages
+    PAGE          tokens of a page of keys, a multiple of 16; of a contiguous cache anything; 0 for other keys
     HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
     PIECE, WIDE   keys and columns of one load: all of a tile's without pages
     FP8           q, k, v and probabilities are e4m3; V is transposed (../auxiliary_kernels.py). With OWN_OUT no pages
@@ -53,6 +53,7 @@ class Form:
     LAZY          the accumulator is rescaled only if a row's maximum has grown much (fragments.py); not with FP8
     FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize
     TREE          over pages, without LEFT: each query's word says which of its sequence's last keys it sees
+    TABLE         a table names each sequence's pages; else with a PAGE the cache is contiguous
     """
 
     GROUPS: gl.constexpr
@@ -90,6 +91,7 @@ class Form:
     LAZY: gl.constexpr
     FORMAT: gl.constexpr
     TREE: gl.constexpr
+    TABLE: gl.constexpr
     DEQUANTIZE: gl.constexpr  # there is a FORMAT
     BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
@@ -109,7 +111,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT, TREE):  # fmt: skip
+                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT, TREE, TABLE):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -122,7 +124,7 @@ class Form:
         self.COLUMNS, self.USED, self.KEPT, self.HALVED = map(gl.constexpr, (COLUMNS, USED, KEPT, HALVED))
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
         self.FORMAT, self.DEQUANTIZE = gl.constexpr(FORMAT), gl.constexpr(FORMAT != "as_q")
-        self.TREE = gl.constexpr(TREE)
+        self.TREE, self.TABLE = gl.constexpr(TREE), gl.constexpr(TABLE)
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 PAGE_STEP = 16  # tokens of a page: a multiple of so many
+WHOLE_TILES = 128  # keys: any schedule's tile divides them
 SWIZZLED = 128  # bytes of columns of one swizzled block of shared memory
 
 
@@ -41,9 +42,14 @@ def width(head_dim: int) -> int:
     return next((w for w in WIDTHS if w >= head_dim), head_dim)
 
 
+def page_of(p: Problem) -> int:
+    """Return the tokens of a page of a cache, 0 for keys that are no cache. A contiguous cache is read as one page."""
+    return p.page_size or (WHOLE_TILES if p.op == "decode_attention" else 0)
+
+
 def heads_of(p: Problem) -> int:
-    """Return the query heads that share tiles: over pages the largest power of two up to 64 that divides a group."""
-    if not p.page_size:
+    """Return the query heads that share tiles: of a cache the largest power of two up to 64 that divides a group."""
+    if not page_of(p):
         return 1
     return math.gcd(operator.index(p.group), GROUP_ROWS)
 
@@ -52,7 +58,7 @@ def pieces(p: Problem, most: int) -> tuple[int, int]:
     """Return the keys and columns of one load, of a tile of `most` keys, a power of two.
 
     A load never crosses a page's end; of a tile over several pages it has one block of columns, an array of its own."""
-    keys = math.gcd(operator.index(p.page_size), most)
+    keys = math.gcd(operator.index(page_of(p)), most)
     block = SWIZZLED // (1 if dequantizes(p) else 2)
     return keys, width(p.head_dim) if keys == most else min(width(p.head_dim), block)
 
@@ -149,13 +155,13 @@ class TimedSchedule(NamedTuple):
 
 
 class ForwardVariant(Variant):
-    """attention, varlen_attention and paged_attention on sm_90: fp16, bf16, heads up to 256 wide; e4m3, e5m2 pages.
+    """Attention of sm_90 over dense keys, packed keys and caches: fp16, bf16, heads up to 256 wide; e4m3, e5m2 caches.
 
     entries: the kernel's name in tuning/sm_90.toml"""
 
     name = "gluon_forward"
     entries = "gluon_forward"
-    ops: tuple[str, ...] = ("attention", "varlen_attention", "paged_attention")
+    ops: tuple[str, ...] = ("attention", "varlen_attention", "decode_attention", "paged_attention")
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
@@ -202,14 +208,14 @@ class ForwardVariant(Variant):
         if reason is None and chosen is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         elif chosen is not None and dequantizes(p) and chosen.schedule.groups != 2:
-            reason = f"dequantizes pages for 2 consumers, not for the schedule's {chosen.schedule.groups}"
+            reason = f"dequantizes caches for 2 consumers, not for the schedule's {chosen.schedule.groups}"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
         """Return the reason: the tuning data's, or few rows over few keys."""
         p = problem
-        said = tuning().left_to_core(self.entries, p.features(), self.toolchain)
-        if said or not p.page_size or p.features()["rows"] >= FEW_ROWS:
+        said = tuning().left_to_core(self.entries, _timed_as(p).features(), self.toolchain)
+        if said or not page_of(p) or p.features()["rows"] >= FEW_ROWS:
             return said
         if p.batch * p.heads_k * _seen(p, FEW_ROWS) >= FEW_KEYS:
             return ""
@@ -256,14 +262,14 @@ class ForwardVariant(Variant):
 
 
 def dequantizes(p: Problem) -> bool:
-    return bool(p.page_size) and p.kv_format != "as_q"
+    return page_of(p) > 0 and p.kv_format != "as_q"
 
 
 def _page_reasons(p: Problem) -> dict[str, bool]:
     kind = p.kv_format
     return {
-        f"takes pages of {' or '.join(DEQUANTIZED_FORMATS)} numbers, not {kind}": kind not in DEQUANTIZED_FORMATS,
-        f"takes {kind} pages with scales of a head, not of a token": p.kv_scales == "token",
+        f"takes caches of {' or '.join(DEQUANTIZED_FORMATS)} numbers, not {kind}": kind not in DEQUANTIZED_FORMATS,
+        f"takes {kind} caches with scales of a head, not of a token": p.kv_scales == "token",
         f"takes {kind} heads of {' or '.join(map(str, DEQUANTIZED_WIDTHS))} columns, not {p.head_dim}": p.head_dim
         not in DEQUANTIZED_WIDTHS,
     }
@@ -289,8 +295,15 @@ def choice(
     problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name
 ) -> TimedSchedule | None:
     """Return the first entry of the tuning data for this compiler with a schedule whose conditions hold."""
-    found = find_schedule(variant, problem, toolchain)
+    found = find_schedule(variant, _timed_as(problem), toolchain)
     return None if found is None else TimedSchedule(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
+
+
+def _timed_as(p: Problem) -> Problem:
+    """Return the problem whose tuning data holds: of a contiguous cache that of pages."""
+    if p.op != "decode_attention":
+        return p
+    return msgspec.structs.replace(p, op="paged_attention", page_size=WHOLE_TILES)
 
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
@@ -304,7 +317,7 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
     # Partial results have the kernel's width.
-    if (p.packed and not p.page_size) or p.head_dim_v not in WIDTHS:
+    if (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:
         return 1
     rows = GROUP_ROWS * s.groups
     tiles = tiles_of(p, rows)
@@ -410,7 +423,7 @@ class ForwardLauncher(StepLauncher):
         p = self.problem
         if dequantizes(p):
             return DEQUANTIZING_REGISTERS
-        return (*(PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[self.schedule.groups], 0)
+        return (*(PACKED_REGISTERS if p.packed or page_of(p) else REGISTERS)[self.schedule.groups], 0)
 
     def _scales(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return scales and their strides, None for those that are not given."""
@@ -426,7 +439,7 @@ class ForwardLauncher(StepLauncher):
         p, s = self.problem, self.schedule
         dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
         found = {f"{name}_desc": make_descriptor(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
-        if p.page_size:
+        if page_of(p):
             heads = heads_of(p)
             rows = functools.partial(make_descriptor, rows=heads, before=GROUP_ROWS // heads)
             q, out = q.transpose(1, 2), out.transpose(1, 2)
@@ -456,7 +469,7 @@ class ForwardLauncher(StepLauncher):
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
-            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
+            "PAGE": operator.index(page_of(p)), "HEADS": heads_of(p),
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
             "FORMAT": p.kv_format if dequantizes(p) else "as_q", "TREE": p.tree_mask,

@@ -69,6 +69,7 @@ FEW = {"batch": 4, "seq_q": 4, "seq_k": 1024}
     [
         ({**DECODING, "window_left": 1023}, 1), ({**FEW, "seq_k": 4096}, 4), ({**FEW, "seq_k": 4096, "total_q": 16}, 4),
         ({"batch": 1, "seq_q": 16, "seq_k": 32768, "sinks": True}, 16), ({"batch": 64, "seq_q": 4, "total_q": 256}, 1),
+        ({"op": "decode_attention", "page_size": 0, "seq_k": 8190, "batch": 8, "seq_q": 4}, 2),
         ({"batch": 8, "seq_q": 16, "total_q": 128}, 2), ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2),
     ],
     ids=str,
@@ -86,6 +87,7 @@ def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
         ({**DECODING, "window_left": 1023, "kv_format": "e4m3"}, "with a window of 1,024 65 for 71"),
         ({**DECODING, "window_left": 99}, "from 100,000 keys on"),
         (FEW, "from 100,000 keys on"),
+        ({**DECODING, "op": "decode_attention", "page_size": 0}, "64 sequences 489 for 490"),
         ({**FEW, "total_q": 16, "window_left": 99, "seq_k": 8192}, "from 100,000 keys on"),
     ],
 )
@@ -103,8 +105,8 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: s
         ({"page_size": 8}, "takes pages of a multiple of 16 tokens, not 8"),
         ({"page_size": 24, "seq_k": 240}, "takes pages of a multiple of 16 tokens, not 24"),
         ({"page_size": 1}, "takes pages of a multiple of 16 tokens, not 1"),
-        ({"kv_format": "int8", "kv_scales": "head"}, "takes pages of e4m3 or e5m2 numbers, not int8"),
-        ({"kv_format": "e4m3", "kv_scales": "token"}, "takes e4m3 pages with scales of a head, not of a token"),
+        ({"kv_format": "int8", "kv_scales": "head"}, "takes caches of e4m3 or e5m2 numbers, not int8"),
+        ({"kv_format": "e4m3", "kv_scales": "token"}, "takes e4m3 caches with scales of a head, not of a token"),
         ({"kv_format": "e4m3", "head_dim": 256, "head_dim_v": 256}, "takes e4m3 heads of 64 or 128 columns, not 256"),
         ({"num_splits": 2}, "takes no num_splits"),
         ({"needs_grad": True}, "takes no needs_grad"), ({"bias": True}, "takes no bias"),
