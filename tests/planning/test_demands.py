@@ -289,13 +289,13 @@ def test_a_plan_names_the_form_that_runs(op: str, fields: dict[str, Any], kernel
 
 
 def test_a_kernel_that_is_not_taken_is_named_with_its_form() -> None:
-    problem, a100 = portattn.Problem(op="decode_attention", **SIZES), parse_target("cuda:sm_80", "triton==3.6.0")
-    key = plan_problem(problem, a100).key
+    problem = portattn.Problem(op="decode_attention", **SIZES, leftpad_k=True)  # which the Hopper forward does not take
+    key = plan_problem(problem, H100).key
     failed = CompileRecord(
-        key=key, kernel="decode_split", target=a100.name, toolchain=str(a100.toolchain), level="declared",
+        key=key, kernel="decode_split", target=H100.name, toolchain=str(H100.toolchain), level="declared",
         passed=False, date=datetime.date(2026, 11, 27),
     )  # fmt: skip
-    plan = plan_problem(problem, a100, records={key: failed})
+    plan = plan_problem(problem, H100, records={key: failed})
     assert (plan.kernel, plan.form) == ("", "")
     assert "    would be kernel   decode_split, in its form warps_apart" in plan.explain().splitlines()
 
