@@ -211,7 +211,7 @@ def differences(interface: Interface) -> Iterator[str]:
                 yield f"{module} has no {name}"
             except TypeError:
                 yield f"{name} of {module} cannot be called"
-            except Exception as error:  # a module's own __getattr__
+            except Exception as error:  # noqa: BLE001  # a module's own __getattr__ may raise anything
                 yield f"{name or 'a name'} of {module} cannot be read ({type(error).__name__}: {error})"
 
 
