@@ -56,7 +56,7 @@ def read_back(layer: Layer, batch: Batch) -> None:
                 numbers = torch.stack([numbers % 16, numbers // 16], -1).flatten(-2) - (word & 15)
                 factor = step = (word & ~15).view(torch.float32).double()
             stored = numbers * factor
-            rounded = asked.abs() * 2.0**-8 if int4 else 2e-2  # rotated rows are rounded to the batch's dtype
+            rounded = largest * 2.0**-8 if int4 else 2e-2  # rotated rows are rounded to the batch's dtype, sum by sum
             assert ((stored - asked).abs() <= step / 2 * 1.01 + rounded).all()
             values[b] = stored @ turn.inverse()
 

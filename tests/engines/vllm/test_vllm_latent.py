@@ -84,7 +84,8 @@ class Latent:
             self.layer._k_scale,
         )  # fmt: skip
         new = torch.cat([latent[b][begin:] for b, begin, _ in rows])
-        metadata = self.builder.build(0, common)
+        with torch.device("cpu"):  # as in vLLM, whose pinned tensors name no device
+            metadata = self.builder.build(0, common)
         context = set_forward_context({self.name: metadata}, self.config, slot_mapping={self.name: common.slot_mapping})
         with torch.inference_mode(), context:
             shape = torch.Size((q.shape[0], HEADS * VALUE))

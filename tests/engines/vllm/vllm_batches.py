@@ -66,6 +66,7 @@ class Layer:
         self.name = next(_names)
         cache = CacheConfig(cache_dtype=self.cache_dtype, block_size=BLOCK)
         self.config = self.configured(VllmConfig(cache_config=cache))
+        self.config.compilation_config.cudagraph_capture_sizes = [1, 8]  # TRITON_ATTN asks for some on a GPU
         with set_current_vllm_config(self.config), default_dtype(self.dtype):
             self.layer = Attention(
                 self.heads, self.dim, self.dim**-0.5, self.kv_heads, cache_config=cache, prefix=self.name,
