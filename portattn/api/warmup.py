@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +25,7 @@ from portattn.api.shape_polymorphism import CallRecipe
 from portattn.compile import ensure_compiled
 from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
-from portattn.launch import Signature
+from portattn.launch import Signature, preload
 from portattn.launch.cache import MAX_CLASSES
 from portattn.launch.cached_launch import ShapeClass
 from portattn.launch.device_api import current_accelerator, synchronize
@@ -282,14 +283,20 @@ def warmup(
     where = current_accelerator() if device is None else _device(device)
     read = [Spec(place, spec) for place, spec in enumerate(specs)]
     made: list[_Warming] = []
-    with monitor.silence():
-        for spec in read:
-            say(f"planning {spec.place + 1} of {len(read)}")
-            _add_classes(made, spec, where, say)
+    with monitor.silence(), _frozen_objects():
+        with contextlib.ExitStack() as beside:
+            loading = False
+            for spec in read:
+                say(f"planning {spec.place + 1} of {len(read)}")
+                for one in _classes(list(made), spec, where, say):
+                    made.append(one)
+                    if one.launches and not loading:
+                        loading = beside.enter_context(one.preloading())
         compile_seconds = _compile(made, jobs, say)
+        loaded = monitor.specialisations()
         for place, one in enumerate(made):
             say(f"running {place + 1} of {len(made)}: {one.call}")
-            one.run()
+            loaded = one.run(loaded)
     monitor.arm()
     report = Warmup(
         specs=tuple(one.report() for one in made), compile_seconds=round(compile_seconds, 3),
@@ -359,23 +366,31 @@ class _Warming:
         device = next((one.device for one in self.spec.given.values() if isinstance(one, torch.Tensor)), self.device)
         return dispatch.detect_target(device.type, _index(device))[0]
 
-    def run(self) -> None:
+    def preloading(self) -> contextlib.AbstractContextManager[bool]:
+        """Return a block beside which Triton is made ready to load kernels."""
+        return preload.meanwhile(self.target.backend, "" if self.settings is None else self.settings.cache_dir)
+
+    def run(self, before: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Run the call, unless its plan failed. before, and returned: kernels' specialisations in this process."""
         if self.failed:
-            return
-        begun = time.perf_counter()
-        with self._failures(), monitor.counting() as loaded:
+            return before
+        begun, now = time.perf_counter(), before
+        with self._failures():
             request = self.request()
+            request.traced = None if self.recipe is None or self.shape is None else (self.recipe, self.shape)
             if ROWS[request.op].writes:
                 signatures.nowhere(request)
                 signatures.carry_out(request)
             else:
                 perform(request)
             if request.cacheable():
-                found = request.kind().find(inputs_of(request))
-                self._cached = None if found is None else found[0]
+                inputs = tuple(inputs_of(request))
+                self._cached = next((one for one in request.kind().classes if tuple(one.inputs) == inputs), None)
             self.cached, self.made = self._cached is not None, dispatch.last_plan()
             synchronize(request.tensors["q"].device)
-        self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
+            now = monitor.specialisations()
+        self.seconds, self.loaded = time.perf_counter() - begun, tuple(name for name, _ in sorted(now - before))
+        return now
 
     def needs_compile(self) -> bool:
         if not self.launches or self.made is None or self.settings is None:
@@ -419,6 +434,21 @@ class _Warming:
         )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Spare the objects that exist now from garbage collections: each would take half a second in an engine's process.
+
+    Elsewhere frozen objects are somebody's own, and stay frozen."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
     begun = time.perf_counter()
     wanted: dict[str, list[_Warming]] = {}
@@ -450,11 +480,11 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
     return same
 
 
-def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Say) -> None:
-    """Plan a spec's shape classes; of classes beyond the launch cache's room, add those with kernels of their own."""
+def _classes(before: Sequence[_Warming], spec: Spec, device: torch.device, say: Say) -> Iterator[_Warming]:
+    """Plan a spec's shape classes; of classes beyond the launch cache's room, yield those with kernels of their own."""
     if spec.sizes and not len(spec.points):  # no combination
         return
-    before, keys, count = list(made), set[str](), 0
+    keys, count = set[str](), 0
     left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
     while count == 0 or len(left):
         last, count = _Warming(spec, sizes, device), count + 1
@@ -469,7 +499,7 @@ def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Sa
         if count > MAX_CLASSES:
             last.why = f"more than {MAX_CLASSES} classes of sizes: from {last.words} on they are forgotten"
         if count <= MAX_CLASSES or last.code not in keys:
-            made.append(last)
+            yield last
         keys.add(last.code)
         empty = last.shape is None and 0 in sizes.values()  # it launches nothing: further sizes can
         if last.failed or not len(left) or not (empty or (last.shape is not None and not last.shape.why)):

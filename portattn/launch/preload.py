@@ -62,7 +62,7 @@ def load(compiled: Any, cache_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[None]:
+def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[bool]:
     """Prepare loading and launching `kernels` (module, function) in a thread beside the block, and wait at its end."""
     ready: list[Callable[[], object]] = [_triton_driver, _triton_key]
     ready += [functools.partial(_kernel_key, *names) for names in kernels]
@@ -72,7 +72,7 @@ def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] =
     with contextlib.suppress(RuntimeError):  # no thread available: all is made on demand
         thread.start()
     try:
-        yield
+        yield True
     except Exception:
         _wait(thread)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -176,6 +177,20 @@ def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) ->
         assert portattn.warmup([SMALL], device="cpu").failed
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_objects_that_it_froze_are_free_afterwards(before: bool) -> None:
+    """Unless the process had frozen some itself."""
+    frozen: list[int] = []
+    if before:
+        gc.freeze()
+    try:
+        portattn.warmup([SMALL], device="cpu", say=lambda text: frozen.append(gc.get_freeze_count()))
+        assert min(frozen) > 0
+        assert bool(gc.get_freeze_count()) == before
+    finally:
+        gc.unfreeze()
+
+
 def test_it_arms_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not monitor.should_warn(portattn.config.current())
     portattn.warmup([SMALL], device="cpu")
@@ -185,7 +200,7 @@ def test_it_arms_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not monitor.should_warn(settings)
     with portattn.settings(monitor="never") as changed:
         assert not monitor.should_warn(changed)
-    monkeypatch.setattr(monitor, "_specialisations", lambda: {*monitor._at_arming, ("attend", "a key")})
+    monkeypatch.setattr(monitor, "specialisations", lambda: {*monitor._at_arming, ("attend", "a key")})
     assert portattn.monitor(False) == ("attend",)
     assert not monitor.should_warn(settings)
     with portattn.settings(monitor="always") as changed:
