@@ -32,7 +32,7 @@ _CAUSAL: dict[int, tuple[tuple[int, int], ...]] = {
     256: ((77, 341), (541, 8705)),
 }
 # Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks; over
-# pages a load for each of several, and one for a whole tile.
+# pages a load for each of several, and one for a whole tile; trees over a contiguous cache.
 FORWARD = (
     Problem(**_COMMON, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
     Problem(**_COMMON, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", sinks=True, window_left=70),
@@ -48,6 +48,8 @@ FORWARD = (
     Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=128, dtype="bf16"),
     Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=256, dtype="bf16"),
     Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=64, dtype="bf16"),
+    Problem(op="decode_attention", **_COMMON, seqlens_k=True, seq_q=17, seq_k=2541, head_dim=128, dtype="bf16",
+            tree_mask=True),
     Problem(**_COMMON, seq_q=177, seq_k=2541, head_dim=128, dtype="bf16", softcap=True),
     *(
         Problem(**_COMMON, seq_q=rows, seq_k=keys, head_dim=dim, dtype="bf16")

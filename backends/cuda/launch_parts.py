@@ -92,12 +92,12 @@ def merging(problem: Problem, splits: int, tensors: Mapping[str, Any]) -> Step:
     from portattn.launch.decode import merging_shape
 
     p, out = problem, tensors["out"]
-    rows = p.batch * p.heads_q * p.seq_q
+    rows = p.query_rows[0] * p.heads_q * p.query_rows[1]
     constants, warps = merging_shape(splits, out.shape[-1])
     arguments = {
         **{name: tensors[role] for name, role in _ROLES.items()}, "sinks": None,
         "o_stride_b": out.stride(0), "o_stride_h": out.stride(1), "o_stride_s": out.stride(2),
-        "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": splits, **constants,
+        "heads_q": p.heads_q, "seq_q": p.query_rows[1], "rows": rows, "splits": splits, **constants,
         "STATE": "lse", "EXP": "exp", "NATURAL": True, "GRID": "full", "DEPENDENT": True,
     }  # fmt: skip
     return Step(combine, (rows,), arguments, {"num_warps": warps, "launch_pdl": True, **FUSED}, _ROLES)

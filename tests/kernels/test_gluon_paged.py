@@ -1,4 +1,4 @@
-"""The scheduled forward of sm_90 over pages, on such a chip: its numbers, whatever unused pages and entries hold."""
+"""The scheduled forward of sm_90 over caches, on such a chip: its numbers, whatever unused pages and entries hold."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 from portattn import Problem
+from portattn.backends.cuda.hopper_forward import variant
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.launch.run import run_variant
 
@@ -23,6 +24,7 @@ BASE = Problem(
     page_size=64, seqlens_k=True, return_lse=True,
 )  # fmt: skip
 PACKED = msgspec.structs.replace(BASE, batch=5, total_q=450)
+CONTIGUOUS = msgspec.structs.replace(BASE, op="decode_attention", page_size=0, seq_k=701)
 PAGES = {16: 672, 48: 672, 64: 704, 256: 1024}  # and the capacity of each
 CAUSAL = ("none", "bottom_right", "top_left")
 FEATURES: dict[str, dict[str, Any]] = {
@@ -32,7 +34,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "fp16"}, "e4m3": {"kv_format": "e4m3", "kv_scales": "head"},
     "e5m2": {"kv_format": "e5m2", "sinks": True}, "e4m3, fp16": {"kv_format": "e4m3", "dtype": "fp16"},
     "e4m3, everything": {"kv_format": "e4m3", "kv_scales": "head", "softcap": True, "window_left": 33},
-    "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"},
+    "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"}, "tree": {"tree_mask": True, "seq_q": 60},
+    "tree, e4m3": {"tree_mask": True, "seq_q": 17, "kv_format": "e4m3", "sinks": True},
 }  # fmt: skip
 HEADS = ((4, 4), (10, 2), (12, 2), (64, 2), (64, 1))
 
@@ -70,12 +73,20 @@ def test_quantised_pages_of_any_size(chip: Device, page: int, head_dim: int) -> 
         assert_right(problem(base, page_size=page, seq_k=PAGES[page], causal=causal, **fields), chip)
 
 
-@pytest.mark.parametrize("base", [BASE, PACKED], ids=["batch", "packed"])
+@pytest.mark.parametrize("splits", [0, 1, 7])
+@pytest.mark.parametrize("base", [BASE, PACKED, CONTIGUOUS], ids=["batch", "packed", "contiguous"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(chip: Device, name: str, base: Problem) -> None:
+def test_features(chip: Device, name: str, base: Problem, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many key splits as the variant chooses (0), without any, and with more than some sequences have tiles."""
+    if splits:
+        monkeypatch.setattr(variant, "split_count", lambda *_: splits)
     fields = FEATURES[name]
     if base is PACKED and "layout" in fields:
         pytest.skip("packed queries have one layout")
+    if base is CONTIGUOUS and "page_layout" in fields:
+        pytest.skip("a contiguous cache has no pages")
+    if base is PACKED and "tree_mask" in fields:
+        fields = fields | {"total_q": 3 * fields["seq_q"]}
     for causal in CAUSAL[:1] if "window_right" in fields else CAUSAL:
         assert_right(problem(base, **fields, causal=causal), chip, 3)
 

@@ -289,7 +289,7 @@ def test_a_plan_names_the_form_that_runs(op: str, fields: dict[str, Any], kernel
 
 
 def test_a_kernel_that_is_not_taken_is_named_with_its_form() -> None:
-    problem = portattn.Problem(op="decode_attention", **SIZES)
+    problem = portattn.Problem(op="decode_attention", **SIZES, leftpad_k=True)  # which the Hopper forward does not take
     key = plan_problem(problem, H100).key
     failed = CompileRecord(
         key=key, kernel="decode_split", target=H100.name, toolchain=str(H100.toolchain), level="declared",

@@ -54,6 +54,7 @@ from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     BOXES,
     BufferRing,
     Keys,
+    Limits,
     State,
     key_tiles,
     last_seen,
@@ -114,15 +115,15 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
 
 
 @gluon.jit
-def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
+def _first_state(s, limits, n, scale, softcap, shared, form):
     """Return the state after the first key tile, whose values are not added yet."""
-    masked: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.SPLIT or form.VARYING != "none"
+    masked: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.SPLIT or form.TREE or form.VARYING != "none"
     s, factor = scores_of(s, key_scales(scale, n, True, form), scale, form)
     if form.SOFTCAP:
         s = apply_softcap(s, scale, softcap, form)
         factor = 1.0
     if masked:
-        s = masked_scores(s, row_start, row_end, n, form)
+        s = masked_scores(s, limits, n, form)
     row_max = row_maximum(s, form) * factor
     base = row_max
     if masked:
@@ -134,7 +135,7 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
 
 
 @gluon.jit
-def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked: gl.constexpr, group: gl.constexpr,
+def _step(state, q, ring, limits, n, scale, softcap, shared, masked: gl.constexpr, group: gl.constexpr,
           form):  # fmt: skip
     """Process one more key tile: its scores and softmax, while the values of the tile before are added."""
     # The order of these statements is the schedule: moving one costs up to 8 %.
@@ -168,7 +169,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         s = apply_softcap(s, scale, softcap, form)
         factor = 1.0
     if masked:
-        s = masked_scores(s, row_start, row_end, n, form)
+        s = masked_scores(s, limits, n, form)
     if not blocks:
         largest = row_maximum(s, form)
     if form.LAZY:
@@ -214,12 +215,12 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
 
 
 @gluon.jit
-def _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked: gl.constexpr, group: gl.constexpr,
+def _next(state, q, ring, limits, n, scale, softcap, shared, masked: gl.constexpr, group: gl.constexpr,
           form):  # fmt: skip
     if form.COLUMNS < form.DIM:
-        found = step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked, group, form)
+        found = step_by_columns(state, q, ring, limits, n, scale, softcap, shared, masked, group, form)
     else:
-        found = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked, group, form)
+        found = _step(state, q, ring, limits, n, scale, softcap, shared, masked, group, form)
     return found
 
 
@@ -242,25 +243,29 @@ def _last_values(state, ring, shared, form):
 
 
 @gluon.jit
-def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, group: gl.constexpr, form):
+def _rest(state, ring, limits, keys, q, scale, softcap, shared, group: gl.constexpr, form):
     """Process the key tiles after the first: masked ones, unmasked ones, then masked ones before a window."""
     n = keys.end - 1
-    if form.RIGHT:
+    if form.RIGHT or form.TREE:
         for _ in range(n - gl.maximum(keys.unclean, keys.begin)):
             n -= 1
-            state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
+            state, ring = _next(state, q, ring, limits, n, scale, softcap, shared, True, group, form)
+    if form.TREE:  # at most two tiles have nodes
+        if (limits.hidden != 0) & (n < keys.end - 1):
+            mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
+            clear(shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM]), 0, form.KEYS, n, limits, form)
     stop = keys.begin
     if form.LEFT:
         stop = gl.minimum(gl.maximum(keys.clean, keys.begin), n)
     for _ in range(n - stop):
         if form.INT8:  # its keys have scales; else which tile it is plays no part
             n -= 1
-        state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, False, group, form)
+        state, ring = _next(state, q, ring, limits, n, scale, softcap, shared, False, group, form)
     if form.LEFT:
         n = stop
         for _ in range(stop - keys.begin):
             n -= 1
-            state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
+            state, ring = _next(state, q, ring, limits, n, scale, softcap, shared, True, group, form)
     return state, ring
 
 
@@ -274,6 +279,34 @@ def _first_row(position, keys, sizes, form):
     other end, where another group may already have written its zeros.
     """
     return gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _limits(work, rows, seen, position, sizes, form):
+    """Return which keys a warp group's rows see, of which the sequence sees those before `seen`."""
+    end = gl.full([_ROWS], 0, gl.int32, form.ROW) + seen
+    start = end
+    if form.RIGHT:
+        end = gl.minimum(rows + (position + sizes.right + 1), seen)
+    if form.LEFT:
+        start = rows + (position - sizes.left)
+    first = work.k_length - work.q_length
+    low, high, hidden = end, end, first
+    if form.TREE:
+        words = sizes.tree_mask + (work.slot.to(gl.int64) * sizes.tree_stride + work.q_first)
+        own = gl.load(words + rows, mask=rows < work.q_length, other=0)
+        low, high = own.to(gl.int32), (own >> 32).to(gl.int32)
+        each: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+        node = gl.arange(0, 64, each)
+        all_words = gl.load(words + node, mask=node < work.q_length, other=0)
+        nodes = gl.where(node < work.q_length, gl.full([64], 1, gl.int64, each) << node.to(gl.int64), 0)
+        hidden = gl.reduce(nodes, 0, _or) & ~gl.reduce(all_words, 0, _or)
+    return Limits(start, end, low, high, first, hidden)
 
 
 @gluon.jit
@@ -298,29 +331,27 @@ def consume(
         if form.SPLIT:
             _begin, _end, some = tile_keys(work, sizes, form)
             seen = gl.where(some, seen, 0)
-        row_end = gl.full([_ROWS], 0, gl.int32, form.ROW) + seen
-        row_start = row_end
-        if form.RIGHT:
-            row_end = gl.minimum(rows + (position + sizes.right + 1), seen)
-        if form.LEFT:
-            row_start = rows + (position - sizes.left)
+        limits = _limits(work, rows, seen, position, sizes, form)
         factor = scale
         if form.FP8 or form.DEQUANTIZE:
             factor = score_factor(scale, scales, sizes, work, form)
         elif form.INT8:
             factor = row_factors(scale, scales, sizes, work, group, form)
-        state = _first_state(s, row_start, row_end, keys.end - 1, factor, softcap, shared, form)
+        state = _first_state(s, limits, keys.end - 1, factor, softcap, shared, form)
         if form.UNSEEN and not form.FP8:
-            if keys.end * form.KEYS > seen:
+            unseen = keys.end * form.KEYS > seen
+            if form.TREE:
+                unseen = unseen | (limits.hidden != 0)
+            if unseen:
                 mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
                 v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
                 begin = zero
                 if form.LEFT:
                     if keys.end - 1 == keys.begin:
                         begin = gl.maximum(_first_row(position, keys, sizes, form), 0)
-                clear(v, begin, seen - (keys.end - 1) * form.KEYS, form)
+                clear(v, begin, seen - (keys.end - 1) * form.KEYS, keys.end - 1, limits, form)
         ring = advance_ring(ring, form)
-        state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
+        state, ring = _rest(state, ring, limits, keys, q, factor, softcap, shared, group, form)
         if form.LEFT and not form.FP8:
             first = _first_row(position, keys, sizes, form)
             if form.UNSEEN:
@@ -328,7 +359,8 @@ def consume(
                     first = zero  # both ends are cleared
             if first > 0:
                 mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-                clear(shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM]), first, form.KEYS, form)
+                v = shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM])
+                clear(v, first, form.KEYS, keys.begin, limits, form)
         if form.OWN_OUT:
             if not form.REG_Q:  # the queries have been read for the last time
                 mbarrier.arrive(shared.q_free.index(place), count=1)
@@ -444,29 +476,40 @@ def write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, s
             sink = gl.load(sinks + work.head * form.HEADS + gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.float32)
         else:
             sink = gl.load(sinks + work.head).to(gl.float32)
+        if form.SPLIT:  # it counts once
+            sink = gl.where(work.split == 0, sink, -float("inf"))
     valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
     value_factor = 1.0
     if form.FP8 or form.DEQUANTIZE:
         value_factor = result_factor(scales, sizes, work, form)
     acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, value_factor, form)
-    split = work.split
+    split, slots = work.split, sizes.batches
+    if form.PACKED:
+        slots = 1
     if form.FP8 and form.PACKED:  # there it is the sequence
         split = work.split - work.split
-    first = ((split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
+    first = ((split * slots + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
+    first_of_split = first * form.HEADS
     if form.HEADS > 1:
-        first = first * form.HEADS + (gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.int64) * sizes.seq_q
+        first = first_of_split + (gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.int64) * sizes.seq_q
     if lse is not None:
         if form.PACKED:
             gl.store(lse + first + work.q_first + rows, row_lse, mask=rows < work.q_length)
         else:
             gl.store(lse + first + rows, row_lse, mask=rows < sizes.seq_q)
     if form.SPLIT:
-        inside = gl.convert_layout(sizes.seq_q - rows, gl.SliceLayout(1, form.OUTPUT))
+        last = sizes.seq_q
+        if form.PACKED:
+            last = work.q_length
+        inside = gl.convert_layout(last - rows, gl.SliceLayout(1, form.OUTPUT))
         columns = gl.arange(0, form.DIM, gl.SliceLayout(0, form.OUTPUT))
-        lines = gl.arange(0, _ROWS, gl.SliceLayout(1, form.OUTPUT)) * form.DIM
+        lines = line_numbers(gl.SliceLayout(1, form.OUTPUT), form) * form.DIM
+        first_line = first_of_split + work.q_first + row
+        if form.HEADS > 1:
+            lines += gl.arange(0, _ROWS, gl.SliceLayout(1, form.OUTPUT)) % form.HEADS * sizes.seq_q * form.DIM
         offsets = gl.expand_dims(lines, 1) + gl.expand_dims(columns, 0)
         there = gl.expand_dims(inside > 0, 1)
-        gl.store(out + (first + row) * form.DIM + offsets, acc, mask=there)
+        gl.store(out + first_line * form.DIM + offsets, acc, mask=there)
     else:
         if form.OWN_OUT:
             tma.store_wait(0)

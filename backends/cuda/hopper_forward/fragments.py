@@ -149,20 +149,32 @@ def apply_softcap(s, scale, softcap, form):
 
 
 @gluon.jit
-def masked_scores(s, row_start, row_end, n, form):
-    columns = gl.expand_dims(n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES)), 0)
-    keep = columns < gl.expand_dims(row_end, 1)
+def masked_scores(s, limits, n, form):
+    keys = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
+    columns = gl.expand_dims(keys, 0)
+    keep = columns < gl.expand_dims(limits.end, 1)
     if form.LEFT:
-        keep = keep & (columns >= gl.expand_dims(row_start, 1))
+        keep = keep & (columns >= gl.expand_dims(limits.start, 1))
+    if form.TREE:
+        node = keys - limits.first
+        bit = (node - node + 1) << (node & 31)  # once a key: rows then take an `and` each
+        of_low = gl.expand_dims(gl.where((node >= 0) & (node < 32), bit, 0), 0)
+        of_high = gl.expand_dims(gl.where(node >= 32, bit, 0), 0)
+        shown = (gl.expand_dims(limits.low, 1) & of_low) | (gl.expand_dims(limits.high, 1) & of_high)
+        keep = keep & ((shown != 0) | gl.expand_dims(node < 0, 0))
     return gl.where(keep, s, -float("inf"))
 
 
 @gluon.jit
-def clear(v, first, end, form):
-    """Clear the rows of V before `first` and from `end` on."""
+def clear(v, first, end, n, limits, form):
+    """Clear the rows of V, key tile n's, before `first`, from `end` on, and those that the tree mask hides."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, form.KEYS, gl.SliceLayout(1, layout)), 1)
     there = (row >= first) & (row < end)
+    if form.TREE:
+        node = row + (n * form.KEYS - limits.first)
+        hidden = (limits.hidden >> gl.minimum(gl.maximum(node, 0), 63).to(gl.int64)) & 1
+        there = there & ((node < 0) | (hidden == 0))
     for j in gl.static_range(form.DIM // 64):  # few registers at a time: the accumulator has most of them
         part = v.slice(j * 64, 64, dim=1)
         part.store(gl.where(there, part.load(layout), 0.0).to(v.dtype))

@@ -45,6 +45,7 @@ from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     tile_keys,
     work_of,
 )
+from portattn.kernels.optional_constructs import let_next_kernel_begin
 
 
 @gluon.jit
@@ -56,8 +57,11 @@ def _piece(n, j: gl.constexpr, length, form):
 
 @gluon.jit
 def pages_of(table, n, length, form):
-    """Load the pages of key tile n's pieces. A missing one is brought as zeros."""
-    pages = (gl.load(table + _piece(n, 0, length, form) // (form.PAGE // form.PIECE)),)
+    """Load the pages of key tile n's pieces. A missing one is brought as zeros. A contiguous cache is its slot."""
+    if form.TABLE:
+        pages = (gl.load(table + _piece(n, 0, length, form) // (form.PAGE // form.PIECE)),)
+    else:
+        pages = (table,)
     for j in gl.static_range(1, form.PIECES):
         page = gl.load(table + _piece(n, j, length, form) // (form.PAGE // form.PIECE))
         pages = pages + (page,)  # type: ignore[assignment]  # noqa: RUF005  # Triton takes no other way to add to one
@@ -78,7 +82,10 @@ def bring(desc, pages, n, length, head, barrier, buffers, slot, count: gl.conste
     if form.PIECES > 1:
         buffers = reinterpreted(buffers, buffers.dtype, shape, desc.layout)
     for j in gl.static_range(form.PIECES):
-        row = _piece(n, j, length, form) % (form.PAGE // form.PIECE) * form.PIECE
+        if form.TABLE:
+            row = _piece(n, j, length, form) % (form.PAGE // form.PIECE) * form.PIECE
+        else:
+            row = n * form.KEYS
         for c in gl.static_range(parts):
             place = buffers.index(slot * each + c * form.PIECES + j)
             load(desc, [pages[j], head, row, c * form.WIDE], barrier, place)
@@ -111,7 +118,9 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
     """Load the tiles of queries, keys and values."""
     tiles = sizes.row_tiles * sizes.heads
     if not form.PACKED:
-        tiles = tiles * sizes.batches * sizes.splits
+        tiles *= sizes.batches
+    if form.SPLIT:
+        tiles *= sizes.splits
     slot, box, box_phase = 0, 0, 1
     buffer, q_phase, raw_phase = 0, 1, 1
     tile = gl.program_id(0)
@@ -123,8 +132,10 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
             box, box_phase = send(work, box, box_phase, shared, form)
             begin, end, _some = tile_keys(work, sizes, form)
             kv_head = work.head // sizes.share
-            if form.PAGE:
+            if form.TABLE:
                 table = page_table + work.k_first.to(gl.int64) * table_stride
+            else:
+                table = work.slot
             for n in range(end - 1, begin - 1, -1):
                 if form.PAGE:  # asked for here, they come while the buffers are waited for
                     pages = pages_of(table, n, work.k_length, form)
@@ -276,39 +287,40 @@ def _dequantize(sizes, shared, form):
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
         "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h",
-        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s",
+        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s", "tree_stride",
     ]
 )  # fmt: skip
 def scheduled_forward(
     q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, page_table, counter,
     scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
     splits, table_stride, q_scale, k_scale, v_scale, q_scale_b, q_scale_h, k_scale_b, k_scale_h, v_scale_b, v_scale_h,
-    q_scale_s, k_scale_s,
+    q_scale_s, k_scale_s, tree_mask, tree_stride,
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
     KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
-    FORMAT: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
+    FORMAT: gl.constexpr, TREE: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
     q_desc, k_desc, v_desc, o_desc  (B, H, S, D) by blocks of 64, KEYS, KEYS and 64 rows and DIM columns, of o_desc
           DIM/PARTS; packed tensors are one batch. Over pages q and out are (B, S, H, D) by blocks of LINES and HEADS,
-          k and v are (pages, H, PAGE, D) by blocks of PIECE rows and WIDE columns
+          k and v are (pages, H, PAGE, D) by blocks of PIECE rows and WIDE columns; so are contiguous caches (B, H, S, D)
     out, stride_h, stride_s  the output again, and its strides in steps of 8 elements, for the last rows of packed
           sequences
     splits  blocks that share a tile's keys; with SPLIT `out` is (splits, B, Hq, Sq, DIM) float32 partial results, and
-          `lse`, which must be there, (splits, B, Hq, Sq); not with packed tensors, nor with sinks
+          `lse`, which must be there, (splits, B, Hq, Sq); packed queries, over pages alone, are one batch
     lse   (B, Hq, Sq) float32, or None; sinks (Hq,) or None
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
-    page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
+    page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without a table. What a length does
           not reach is not read
     q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
           numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of auxiliary_kernels.py. With
           INT8 q_scale and k_scale are (B, Hq, Sq) and (B, Hk, Sk), packed (1, H, T). With a FORMAT k and v are bytes
           of its numbers, and have scales alone
+    tree_mask, tree_stride  with TREE (B, Sq) int64 words by rows so far apart, of packed queries one row; else None
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
@@ -317,8 +329,11 @@ def scheduled_forward(
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
                 k_desc.block_shape[3], FP8, k_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
-                SIDE, LAZY, FORMAT)  # fmt: skip
-    gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and not SPLIT and GROUPS == 2))
+                SIDE, LAZY, FORMAT, TREE, page_table is not None)  # fmt: skip
+    if SPLIT:
+        let_next_kernel_begin()
+    gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and GROUPS == 2))
+    gl.static_assert(not TREE or (PAGE > 0 and not LEFT))
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
@@ -385,7 +400,10 @@ def scheduled_forward(
         lengths_q = counter  # not read
     if lengths_k is None:
         lengths_k = counter
-    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
+    if tree_mask is None:
+        tree_mask, tree_stride = counter, splits
+    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits,
+                  tree_mask, tree_stride)  # fmt: skip
     scales = (
         q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
         k_scale_s,

@@ -197,7 +197,7 @@ def last_values_by_columns(state, ring, shared, form):
 
 
 @gluon.jit
-def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked: gl.constexpr,
+def step_by_columns(state, q, ring, limits, n, scale, softcap, shared, masked: gl.constexpr,
                     group: gl.constexpr, form):  # fmt: skip
     """Process one more key tile: the values of the tile before, then its scores and softmax."""
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
@@ -217,7 +217,7 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
         s = apply_softcap(s, scale, softcap, form)
         factor = 1.0
     if masked:
-        s = masked_scores(s, row_start, row_end, n, form)
+        s = masked_scores(s, limits, n, form)
     row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
     base = row_max
     if masked:

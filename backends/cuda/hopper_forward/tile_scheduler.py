@@ -36,7 +36,7 @@ class Form:
     QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
     PARTS         parts of columns in which the output leaves, through the room of one part; with OWN_OUT
     REG_Q         Q is read from registers, so that score products read only keys from shared memory; with OWN_OUT
-    PAGE          tokens of a page of keys, a multiple of 16; 0 without pages
+    PAGE          tokens of a page of keys, a multiple of 16; of a contiguous cache anything; 0 for other keys
     HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
     PIECE, WIDE   keys and columns of one load: all of a tile's without pages
     FP8           q, k, v and probabilities are e4m3; V is transposed (../auxiliary_kernels.py). With OWN_OUT no pages
@@ -52,6 +52,8 @@ class Form:
     SIDE          with INT8: scales of keys lie side by side
     LAZY          the accumulator is rescaled only if a row's maximum has grown much (fragments.py); not with FP8
     FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize
+    TREE          over pages, without LEFT: each query's word says which of its sequence's last keys it sees
+    TABLE         a table names each sequence's pages; else with a PAGE the cache is contiguous
     """
 
     GROUPS: gl.constexpr
@@ -88,6 +90,8 @@ class Form:
     SIDE: gl.constexpr
     LAZY: gl.constexpr
     FORMAT: gl.constexpr
+    TREE: gl.constexpr
+    TABLE: gl.constexpr
     DEQUANTIZE: gl.constexpr  # there is a FORMAT
     BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
@@ -107,7 +111,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT):  # fmt: skip
+                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT, TREE, TABLE):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -120,6 +124,7 @@ class Form:
         self.COLUMNS, self.USED, self.KEPT, self.HALVED = map(gl.constexpr, (COLUMNS, USED, KEPT, HALVED))
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
         self.FORMAT, self.DEQUANTIZE = gl.constexpr(FORMAT), gl.constexpr(FORMAT != "as_q")
+        self.TREE, self.TABLE = gl.constexpr(TREE), gl.constexpr(TABLE)
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
@@ -181,15 +186,18 @@ class Sizes:
     row_tiles: gl.tensor  # of a head of a sequence; of a head of all packed ones
     together: gl.tensor  # causal or packed: heads that are worked on at a time
     splits: gl.tensor  # blocks that share a tile's keys
+    tree_mask: gl.tensor  # with TREE (B, Sq) int64, packed (1, rows); else anything
+    tree_stride: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
-                 splits):  # fmt: skip
+                 splits, tree_mask, tree_stride):  # fmt: skip
         self.lengths_q, self.lengths_k, self.batches, self.heads, self.share = (
             lengths_q, lengths_k, batches, heads, share,
         )  # fmt: skip
         self.seq_q, self.seq_k, self.left, self.right = seq_q, seq_k, left, right
         self.row_tiles, self.together, self.splits = row_tiles, together, splits
+        self.tree_mask, self.tree_stride = tree_mask, tree_stride
 
 
 @aggregate
@@ -224,6 +232,25 @@ class Keys:
     @gluon.constexpr_function
     def __init__(self, begin, clean, unclean, end, after):
         self.begin, self.clean, self.unclean, self.end, self.after = begin, clean, unclean, end, after
+
+
+@aggregate
+class Limits:
+    """The keys that each of a warp group's rows sees: [start, end), and with TREE what its word shows from `first` on.
+
+    Without TREE the other fields are anything.
+    """
+
+    start: gl.tensor  # [64]
+    end: gl.tensor  # [64]
+    low: gl.tensor  # [64] bits 0 to 31 of each row's word
+    high: gl.tensor  # [64]
+    first: gl.tensor  # the key of bit 0
+    hidden: gl.tensor  # bits that no row of the sequence shows, int64
+
+    @gluon.constexpr_function
+    def __init__(self, start, end, low, high, first, hidden):
+        self.start, self.end, self.low, self.high, self.first, self.hidden = start, end, low, high, first, hidden
 
 
 @aggregate
@@ -277,6 +304,9 @@ def in_turn(tile, row_tiles, all_heads, sizes):
 def _packed_work(tile, sizes, form):
     """Find a tile's work like packed_tile (kernels/tiles.py): sequence b begins at number cu_seqlens[b] // rows + b."""
     rows: gl.constexpr = form.GROUPS * form.LINES
+    split = tile - tile
+    if form.SPLIT:
+        tile, split = tile // sizes.splits, tile % sizes.splits
     number, head = in_turn(tile, sizes.row_tiles, sizes.heads, sizes)
     if form.PAGE:  # engines put sequences of one new token first: last here, they fill what longer ones leave
         number = sizes.row_tiles - 1 - number
@@ -303,7 +333,6 @@ def _packed_work(tile, sizes, form):
     if form.RIGHT and not form.PAGE:  # longest rows first
         number = gl.where(number * rows < q_end - q_first, gl.cdiv(q_end - q_first, rows) - 1 - number, number)
     row = gl.where(number * rows < q_end - q_first, number * rows, -1)
-    split = head - head
     if form.FP8:  # keys are not split: the sequence, which has scales of its own
         split = gl.minimum(sequence, sizes.batches - 1)
     return Work(row, head, head - head, q_first, q_end - q_first, k_first, k_length, split)
@@ -389,6 +418,8 @@ def key_tiles(row, rows: gl.constexpr, work, sizes, form):
         end = gl.minimum(end, gl.cdiv(gl.maximum(position + rows + sizes.right, 0), keys))
         unclean = gl.minimum(unclean, gl.maximum(position + 1 + sizes.right, 0) // keys)
     end = gl.maximum(end, 1)
+    if form.TREE:
+        unclean = gl.minimum(unclean, gl.maximum(work.k_length - work.q_length, 0) // keys)
     unclean = gl.minimum(unclean, end)
     begin, clean = end - end, end - end
     if form.LEFT:

@@ -16,7 +16,7 @@ from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign, tuning
 from portattn.planning.backend import Variant
-from portattn.planning.kernel_specs import ceil_div, heads_together
+from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher
 from portattn.schema.lowering import FUSED
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 PAGE_STEP = 16  # tokens of a page: a multiple of so many
+WHOLE_TILES = 128  # keys: any schedule's tile divides them
 SWIZZLED = 128  # bytes of columns of one swizzled block of shared memory
 
 
@@ -41,9 +42,14 @@ def width(head_dim: int) -> int:
     return next((w for w in WIDTHS if w >= head_dim), head_dim)
 
 
+def page_of(p: Problem) -> int:
+    """Return the tokens of a page of a cache, 0 for keys that are no cache. A contiguous cache is read as one page."""
+    return p.page_size or (WHOLE_TILES if p.op == "decode_attention" else 0)
+
+
 def heads_of(p: Problem) -> int:
-    """Return the query heads that share tiles: over pages the largest power of two up to 64 that divides a group."""
-    if not p.page_size:
+    """Return the query heads that share tiles: of a cache the largest power of two up to 64 that divides a group."""
+    if not page_of(p):
         return 1
     return math.gcd(operator.index(p.group), GROUP_ROWS)
 
@@ -52,7 +58,7 @@ def pieces(p: Problem, most: int) -> tuple[int, int]:
     """Return the keys and columns of one load, of a tile of `most` keys, a power of two.
 
     A load never crosses a page's end; of a tile over several pages it has one block of columns, an array of its own."""
-    keys = math.gcd(operator.index(p.page_size), most)
+    keys = math.gcd(operator.index(page_of(p)), most)
     block = SWIZZLED // (1 if dequantizes(p) else 2)
     return keys, width(p.head_dim) if keys == most else min(width(p.head_dim), block)
 
@@ -81,9 +87,10 @@ DEQUANTIZED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave th
 DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
 
 MOST_SPLITS = 32
-# Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
-# Measured on an H200 of 132 cores: chunks over 8,192 keys, 32 tiles 93 µs for 59, 64 tiles 93 for 98.
-FEW_TILES = 45
+# Few rows over few keys are faster on the core, whose blocks are smaller. Rows: of a sequence and key head; keys: of
+# all sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here and on
+# the core: 16 sequences of 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9.
+FEW_ROWS, FEW_KEYS = 64, 100_000
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,17 +155,17 @@ class TimedSchedule(NamedTuple):
 
 
 class ForwardVariant(Variant):
-    """attention, varlen_attention and paged_attention on sm_90: fp16, bf16, heads up to 256 wide; e4m3, e5m2 pages.
+    """Attention of sm_90 over dense keys, packed keys and caches: fp16, bf16, heads up to 256 wide; e4m3, e5m2 caches.
 
     entries: the kernel's name in tuning/sm_90.toml"""
 
     name = "gluon_forward"
     entries = "gluon_forward"
-    ops: tuple[str, ...] = ("attention", "varlen_attention", "paged_attention")
+    ops: tuple[str, ...] = ("attention", "varlen_attention", "decode_attention", "paged_attention")
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v", "needs_grad", "packed", "kv_format",
+            "head_dim_v", "needs_grad", "packed", "kv_format", "tree_mask",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -193,6 +200,7 @@ class ForwardVariant(Variant):
             **(_page_reasons(p) if dequantizes(p) else {}),
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
             f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
+            "takes no tree mask with a window": p.tree_mask and p.window,
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
@@ -200,20 +208,18 @@ class ForwardVariant(Variant):
         if reason is None and chosen is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         elif chosen is not None and dequantizes(p) and chosen.schedule.groups != 2:
-            reason = f"dequantizes pages for 2 consumers, not for the schedule's {chosen.schedule.groups}"
+            reason = f"dequantizes caches for 2 consumers, not for the schedule's {chosen.schedule.groups}"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """Return the reason: the tuning data's, or pages of few rows, whose keys the core splits."""
-        said = tuning().left_to_core(self.entries, problem.features(), self.toolchain)
-        if said or not problem.page_size:
+        """Return the reason: the tuning data's, or few rows over few keys."""
+        p = problem
+        said = tuning().left_to_core(self.entries, _timed_as(p).features(), self.toolchain)
+        if said or not page_of(p) or p.features()["rows"] >= FEW_ROWS:
             return said
-        chosen = choice(problem, self.toolchain, self.entries)
-        assert chosen is not None
-        tiles, cores = tiles_of(problem, GROUP_ROWS * chosen.schedule.groups), _arch().cores
-        if 100 * tiles >= FEW_TILES * cores:
+        if p.batch * p.heads_k * _seen(p, FEW_ROWS) >= FEW_KEYS:
             return ""
-        return f"it has tiles of rows for less than {FEW_TILES} % of the chip's cores, and does not split keys of pages"
+        return f"with few rows it is faster than the core from {FEW_KEYS:,} keys on, of all sequences and key heads"
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         chosen = choice(call.problem, self.toolchain, self.entries)
@@ -256,14 +262,14 @@ class ForwardVariant(Variant):
 
 
 def dequantizes(p: Problem) -> bool:
-    return bool(p.page_size) and p.kv_format != "as_q"
+    return page_of(p) > 0 and p.kv_format != "as_q"
 
 
 def _page_reasons(p: Problem) -> dict[str, bool]:
     kind = p.kv_format
     return {
-        f"takes pages of {' or '.join(DEQUANTIZED_FORMATS)} numbers, not {kind}": kind not in DEQUANTIZED_FORMATS,
-        f"takes {kind} pages with scales of a head, not of a token": p.kv_scales == "token",
+        f"takes caches of {' or '.join(DEQUANTIZED_FORMATS)} numbers, not {kind}": kind not in DEQUANTIZED_FORMATS,
+        f"takes {kind} caches with scales of a head, not of a token": p.kv_scales == "token",
         f"takes {kind} heads of {' or '.join(map(str, DEQUANTIZED_WIDTHS))} columns, not {p.head_dim}": p.head_dim
         not in DEQUANTIZED_WIDTHS,
     }
@@ -289,8 +295,15 @@ def choice(
     problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name
 ) -> TimedSchedule | None:
     """Return the first entry of the tuning data for this compiler with a schedule whose conditions hold."""
-    found = find_schedule(variant, problem, toolchain)
+    found = find_schedule(variant, _timed_as(problem), toolchain)
     return None if found is None else TimedSchedule(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
+
+
+def _timed_as(p: Problem) -> Problem:
+    """Return the problem whose tuning data holds: of a contiguous cache that of pages."""
+    if p.op != "decode_attention":
+        return p
+    return msgspec.structs.replace(p, op="paged_attention", page_size=WHOLE_TILES)
 
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
@@ -303,9 +316,21 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
-    # A sink counts once; and partial results have the kernel's width.
-    whole = p.packed or p.page_size or p.sinks or p.head_dim_v not in WIDTHS
-    return 1 if whole else split_count(tiles_of(p, GROUP_ROWS * s.groups), ceil_div(p.seq_k, s.keys), cores)
+    # Partial results have the kernel's width.
+    if (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:
+        return 1
+    rows = GROUP_ROWS * s.groups
+    tiles = tiles_of(p, rows)
+    if p.packed:
+        tiles = occupied_tiles(p, rows, heads_of(p)) * (p.heads_q // heads_of(p))
+    return split_count(tiles, ceil_div(_seen(p, rows), s.keys), cores)
+
+
+def _seen(p: Problem, rows: int) -> int:
+    """Return the most keys that so many neighbouring rows see."""
+    if p.window_left == UNLIMITED or not _limited_right(p):
+        return p.seq_k
+    return least(p.seq_k, p.window_left + max(p.window_right, 0) + rows)
 
 
 def _together(p: Problem, s: Schedule) -> int:
@@ -352,7 +377,7 @@ class ForwardLauncher(StepLauncher):
             self._scale, self._softcap = (call.scale or 1.0) / cap, LOG2E * cap
         buffers: Buffers = {}
         if self._splits > 1:
-            shape = (self._splits, p.batch, p.heads_q, p.seq_q)
+            shape = (self._splits, p.query_rows[0], p.heads_q, p.query_rows[1])
             buffers = {"partial": ((*shape, p.head_dim_v), torch.float32), "partial_lse": (shape, torch.float32)}
         super().__init__(buffers, {"counter": functools.partial(counter, device)})
 
@@ -373,6 +398,8 @@ class ForwardLauncher(StepLauncher):
         }  # fmt: skip
         if dequantizes(p):
             roles |= {name: name for name in ("k_scale", "v_scale") if p.kv_scales != "none"}
+        if p.tree_mask:
+            roles["tree_mask"] = "tree_mask"
         out = tensors["out"]
         registers, consumer, producer, dequantizer = self._registers()
         arguments = {
@@ -382,6 +409,8 @@ class ForwardLauncher(StepLauncher):
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
+            "tree_mask": tensors.get("tree_mask"),
+            "tree_stride": tensors["tree_mask"].stride(0) if p.tree_mask else None,
             **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer, "DEQUANTIZER": dequantizer,
         }  # fmt: skip
@@ -394,7 +423,7 @@ class ForwardLauncher(StepLauncher):
         p = self.problem
         if dequantizes(p):
             return DEQUANTIZING_REGISTERS
-        return (*(PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[self.schedule.groups], 0)
+        return (*(PACKED_REGISTERS if p.packed or page_of(p) else REGISTERS)[self.schedule.groups], 0)
 
     def _scales(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return scales and their strides, None for those that are not given."""
@@ -410,7 +439,7 @@ class ForwardLauncher(StepLauncher):
         p, s = self.problem, self.schedule
         dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
         found = {f"{name}_desc": make_descriptor(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
-        if p.page_size:
+        if page_of(p):
             heads = heads_of(p)
             rows = functools.partial(make_descriptor, rows=heads, before=GROUP_ROWS // heads)
             q, out = q.transpose(1, 2), out.transpose(1, 2)
@@ -440,8 +469,8 @@ class ForwardLauncher(StepLauncher):
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
-            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
+            "PAGE": operator.index(page_of(p)), "HEADS": heads_of(p),
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
-            "FORMAT": p.kv_format if dequantizes(p) else "as_q",
+            "FORMAT": p.kv_format if dequantizes(p) else "as_q", "TREE": p.tree_mask,
         }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +24,9 @@ from portattn.integrations.engine_warmup import Engine, RowLayout
 from portattn.integrations.vllm import MLA_NAME, caches
 from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import StartUp
+
+KEYS = 64  # tokens of a tile of the Hopper kernel, which a page holds whole
+EACH = 16  # rows of each request, in verification: so many are attended as a batch that is not packed
 
 
 @dataclass
@@ -126,14 +130,14 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         ]
         found = []
         for rows in queries:
+            causal = [{"causal": not both} for both in range(1 + engine.non_causal)]
             if self.num_splits is None:
                 found.append(shared | engine.uniform(rows))
+                each = range(2, min(engine.rows, EACH) + 1)
+                found += [shared | engine.uniform(rows, count) | mask for count in each for mask in causal]
             else:
                 found.append(shared | replace(engine, rows=1).packed(rows) | {"causal": False})
-            found += [
-                shared | engine.packed(rows, single=False) | {"causal": not both}
-                for both in range(1 + engine.non_causal)
-            ]
+            found += [shared | engine.packed(rows, single=False) | mask for mask in causal]
         written = {"k_pages": pages[..., :rank], "v_pages": pages[..., rank:], "k_scale": scale, "v_scale": scale}
         new = RowLayout(1, rope), RowLayout(1, rope, whole, 0, rank)
         return found + [written | engine.new_tokens(RowLayout(1, rank), v) for v in new]
@@ -191,14 +195,17 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
         cache = kv_c_and_k_pe_cache
         shared = self._shared(cache, layer)
-        if batch.max_query_len == 1 and nope.shape[0] == batch.seq_lens.shape[0] and self.num_splits is None:
+        causal = attn_metadata.causal and batch.max_query_len > 1
+        each = batch.seq_lens.shape[0], batch.max_query_len
+        if nope.shape[0] == math.prod(each) and each[1] <= EACH and self.num_splits is None:  # all have as many rows
             out, lse = ops.mla_attention(
-                nope[:, None], rope[:, None], cache, batch.block_table, batch.seq_lens, layout="bshd", **shared
-            )
-            return out[:, 0], lse[..., 0]
+                nope.unflatten(0, each), rope.unflatten(0, each), cache, batch.block_table, batch.seq_lens,
+                causal=causal, layout="bshd", **shared,
+            )  # fmt: skip
+            return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
         out, lse = ops.mla_attention(
             nope, rope, cache, batch.block_table, batch.seq_lens, cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len, causal=attn_metadata.causal and batch.max_query_len > 1, **shared,
+            max_seqlen_q=batch.max_query_len, causal=causal, **shared,
         )  # fmt: skip
         return out, lse.transpose(0, 1)
 
@@ -218,6 +225,11 @@ class PortattnMLABackend(Capabilities, MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[PortattnMLAMetadataBuilder]:
         return PortattnMLAMetadataBuilder
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the default if it is a multiple of 64 tokens, a tile of the Hopper kernel, and 64 otherwise."""
+        return default_block_size if default_block_size % KEYS == 0 else KEYS
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

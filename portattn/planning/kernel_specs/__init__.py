@@ -11,6 +11,7 @@ from portattn.planning.kernel_specs.base import (
     ceil_div,
     head_columns,
     heads_together,
+    occupied_tiles,
     packed_tiles,
     tile_width,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "ceil_div",
     "head_columns",
     "heads_together",
+    "occupied_tiles",
     "of_gradients",
     "packed_keys",
     "packed_tiles",

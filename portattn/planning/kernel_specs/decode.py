@@ -16,6 +16,7 @@ from portattn.planning.kernel_specs.base import (
     CoreKernel,
     ceil_div,
     head_columns,
+    occupied_tiles,
     packed_tiles,
     score_tensors,
     split_evenly,
@@ -159,6 +160,8 @@ class DecodeSplit(CoreKernel):
         if problem.num_splits:
             return msgspec.structs.replace(launch, splits=problem.num_splits)
         programs = self.tiles(problem, launch)
+        if problem.packed:  # programs of empty tiles end at once
+            programs = occupied_tiles(problem, launch.block_m, problem.group) * problem.heads_k
         key_tiles = ceil_div(self.keys(problem), launch.block_n)
         return msgspec.structs.replace(
             launch, splits=self.splits(programs, key_tiles, arch.cores, occupancy, split_threshold)

@@ -61,15 +61,34 @@ def test_chunks_over_pages_run_on_it(p: Problem) -> None:
 
 
 DECODING = {"batch": 64, "seq_q": 1}
-FEW = {"batch": 1, "seq_q": 128}
+FEW = {"batch": 4, "seq_q": 4, "seq_k": 1024}
+
+
+@pytest.mark.parametrize(
+    ("fields", "splits"),
+    [
+        ({**DECODING, "window_left": 1023}, 1), ({**FEW, "seq_k": 4096}, 4), ({**FEW, "seq_k": 4096, "total_q": 16}, 4),
+        ({"batch": 1, "seq_q": 16, "seq_k": 32768, "sinks": True}, 16), ({"batch": 64, "seq_q": 4, "total_q": 256}, 1),
+        ({"op": "decode_attention", "page_size": 0, "seq_k": 8190, "batch": 8, "seq_q": 4}, 2),
+        ({"batch": 8, "seq_q": 16, "total_q": 128}, 2), ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
+    made = plan(problem(**fields), SM_90)
+    assert (made.path, made.schedule["splits"]) == (VARIANT.name, splits), made.explain()
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        (DECODING, "64 sequences of one query 477 µs for 478"),
-        ({**DECODING, "total_q": 64}, "64 sequences of one query 477 µs for 478"),
-        (FEW, "it has tiles of rows for less than 45 % of the chip's cores, and does not split keys of pages"),
+        (DECODING, "64 sequences 489 for 490"),
+        ({**DECODING, "total_q": 64}, "64 sequences 489 for 490"),
+        ({**DECODING, "window_left": 1023, "kv_format": "e4m3"}, "with a window of 1,024 65 for 71"),
+        ({**DECODING, "window_left": 99}, "from 100,000 keys on"),
+        (FEW, "from 100,000 keys on"),
+        ({**DECODING, "op": "decode_attention", "page_size": 0}, "64 sequences 489 for 490"),
+        ({**FEW, "total_q": 16, "window_left": 99, "seq_k": 8192}, "from 100,000 keys on"),
     ],
 )
 def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: str) -> None:
@@ -86,8 +105,8 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: s
         ({"page_size": 8}, "takes pages of a multiple of 16 tokens, not 8"),
         ({"page_size": 24, "seq_k": 240}, "takes pages of a multiple of 16 tokens, not 24"),
         ({"page_size": 1}, "takes pages of a multiple of 16 tokens, not 1"),
-        ({"kv_format": "int8", "kv_scales": "head"}, "takes pages of e4m3 or e5m2 numbers, not int8"),
-        ({"kv_format": "e4m3", "kv_scales": "token"}, "takes e4m3 pages with scales of a head, not of a token"),
+        ({"kv_format": "int8", "kv_scales": "head"}, "takes caches of e4m3 or e5m2 numbers, not int8"),
+        ({"kv_format": "e4m3", "kv_scales": "token"}, "takes e4m3 caches with scales of a head, not of a token"),
         ({"kv_format": "e4m3", "head_dim": 256, "head_dim_v": 256}, "takes e4m3 heads of 64 or 128 columns, not 256"),
         ({"num_splits": 2}, "takes no num_splits"),
         ({"needs_grad": True}, "takes no needs_grad"), ({"bias": True}, "takes no bias"),

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention.cross_attention import create_cross_at
 from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm_batches import BLOCK, DECODE, DIM, HEADS, KV_HEADS, MIXED, Batch, Layer, attend, check
+from vllm_batches import BLOCK, DECODE, DEVICE, DIM, HEADS, KERNELS, KV_HEADS, MIXED, Batch, Layer, attend, check
 
 import portattn
 from portattn.errors import ArgumentError
@@ -124,12 +124,12 @@ def test_cross_attention() -> None:
     batch, new = Batch([(n, n) for n in encoder]), Batch([(n, n) for n in decoder], seed=1)
     layer = Layer()  # for a configuration, a specification and a cache
     impl = backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None, "encoder_decoder")
-    builder = backend.get_builder_cls()(layer.spec, [layer.name], layer.config, torch.device("cpu"))
+    builder = backend.get_builder_cls()(layer.spec, [layer.name], layer.config, DEVICE)
     common = new.common().replace(
         block_table_tensor=batch.table,
         encoder_seq_lens=torch.tensor(encoder, dtype=torch.int32),
-        encoder_seq_lens_cpu=torch.tensor(encoder, dtype=torch.int32).numpy(),
-        seq_lens_cpu_upper_bound=torch.tensor(decoder, dtype=torch.int32),
+        encoder_seq_lens_cpu=torch.tensor(encoder, dtype=torch.int32, device="cpu").numpy(),
+        seq_lens_cpu_upper_bound=torch.tensor(decoder, dtype=torch.int32, device="cpu"),
     )
     q, k, v = torch.cat(new.q), torch.cat(batch.k), torch.cat(batch.v)
     out = impl.forward(layer.layer, q, k, v, layer.layer.kv_cache, builder.build(0, common), torch.empty_like(q))
@@ -160,7 +160,7 @@ def test_padding() -> None:
     common = batch.common()
     rows = torch.tensor([0, 1, 2, 3, 4, 4, 4], dtype=torch.int32)
     padded = common.replace(
-        query_start_loc=rows, query_start_loc_cpu=rows,
+        query_start_loc=rows, query_start_loc_cpu=rows.cpu(),
         seq_lens=torch.cat([common.seq_lens, torch.zeros(2, dtype=torch.int32)]),
         block_table_tensor=torch.cat([common.block_table_tensor, torch.zeros(2, 4, dtype=torch.int32)]), num_reqs=6,
         num_actual_tokens=6,
@@ -181,13 +181,9 @@ def test_replay(requests: list[tuple[int, int]]) -> None:
     check(layer.run(batch), batch)
     common = Batch(requests).common()
     metadata = layer.builder.build_for_cudagraph_capture(common)
-    for own, given in (
-        (metadata.seq_lens, common.seq_lens),
-        (metadata.query_start_loc, common.query_start_loc),
-        (metadata.block_table, common.block_table_tensor),
-        (metadata.slot_mapping, common.slot_mapping),
-    ):
-        assert own.data_ptr() == given.data_ptr()
+    own = [metadata.seq_lens, metadata.query_start_loc, metadata.block_table, metadata.slot_mapping]
+    given = [common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping]
+    assert [one.data_ptr() for one in own] == [one.data_ptr() for one in given]
     after = batch.common()
     width = common.block_table_tensor.shape[1]
     wide = torch.zeros(len(requests), max(width, batch.table.shape[1]), dtype=torch.int32)
@@ -225,7 +221,7 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer, alone = Layer(), Batch([(1, 50)])
     assert layer.layer.impl.num_splits == 1
-    with portattn.settings(backend="interpreter"):
+    with portattn.settings(backend=KERNELS):
         expected = layer.run(alone)
         for others in ([(1, 20), (1, 64)], [(20, 30)], [(1, 3)] * 6):
             batch = Batch([*others, (1, 50)], seed=2)
@@ -238,9 +234,9 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels(requests: list[tuple[int, int]]) -> None:
     """The calls as they are made reach the Triton kernels, not only what a CPU runs by itself."""
     batch, layer = Batch(requests), Layer(layout="BHLNC", window=12)
-    with portattn.settings(backend="interpreter"):
+    with portattn.settings(backend=KERNELS):
         out = layer.run(batch)
-        assert portattn.last_plan().path == "interpreter"
+        assert portattn.last_plan().path == KERNELS
     check(out, batch, window=(11, 0))
 
 
@@ -339,6 +335,7 @@ def test_what_is_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert wide[..., DIM + 1 :].eq(5.0).all()
 
 
+@pytest.mark.interpreter
 def test_kernels_results_are_copied() -> None:
     """Interpreted, on a CPU: from there the result is copied, of the first call as of one like it."""
     layer, batch = Layer(), Batch([(1, 20), (1, 3)])

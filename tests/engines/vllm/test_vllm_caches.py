@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import nvfp4_split_data_scale
 from vllm.v1.attention.ops.int4_per_token_head import single_rht
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm_batches import BLOCK, DECODE, DIM, KV_HEADS, MIXED, Batch, Layer, check
+from vllm_batches import BLOCK, DECODE, DIM, KERNELS, KV_HEADS, MIXED, Batch, Layer, check
 
 import portattn
 from portattn.errors import ArgumentError
@@ -88,7 +88,7 @@ def test_scales_of_tokens(cache_dtype: str, layout: str) -> None:
 @pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head", "nvfp4", INT4])
 def test_kernels_over_quantised_caches(cache_dtype: str) -> None:
     batch, layer = Batch([(1, 20), (3, 18)]), Layer(cache_dtype=cache_dtype)
-    with portattn.settings(backend="interpreter"):
+    with portattn.settings(backend=KERNELS):
         out = layer.run(batch)
     (read_blocks_back if cache_dtype == "nvfp4" else read_back)(layer, batch)
     check(out, batch)

@@ -14,7 +14,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
-from vllm_batches import BLOCK, Batch, attend, default_dtype
+from vllm_batches import BLOCK, DEVICE, KERNELS, Batch, attend, default_dtype
 
 import portattn
 from portattn.errors import ArgumentError
@@ -51,7 +51,7 @@ class Latent:
             dtype=dtype, max_model_len=256, get_head_size=lambda: RANK + ROPE, is_deepseek_mla=True,
             get_num_attention_heads=lambda _: HEADS, hf_text_config=SimpleNamespace(),
         )  # fmt: skip
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator(DEVICE).manual_seed(7)
         weight = torch.randn(HEADS * (NOPE + VALUE), RANK, generator=generator) / RANK**0.5
         self.projection = Projection(weight.to(dtype))
         self.scale = (NOPE + ROPE) ** -0.5
@@ -67,7 +67,7 @@ class Latent:
                     num_speculative_tokens=speculative, parallel_drafting=False, method="ngram"
                 )
             make = PortattnMLABackend.get_builder_cls()
-            self.builder = make(spec, [self.name], self.config, torch.device("cpu"))
+            self.builder = make(spec, [self.name], self.config, DEVICE)
         dtype_of = torch.uint8 if cache_dtype.startswith("fp8") else dtype
         cache_tensor = torch.zeros(BLOCKS, 1, BLOCK, RANK + ROPE, dtype=dtype_of)
         self.layer.bind_kv_cache(cache_tensor.fill_(math.nan if dtype_of is dtype else 0x7F))
@@ -75,7 +75,7 @@ class Latent:
     def run(self, batch: Batch, q: torch.Tensor, latent: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """The layer's output (tokens, H, V), and the batch's metadata. Rows of the past are written first."""
         common = batch.common()
-        common = common.replace(seq_lens_cpu_upper_bound=common.seq_lens.clone())
+        common = common.replace(seq_lens_cpu_upper_bound=common.seq_lens.clone().cpu())
         rows = [(b, keys - new, keys) for b, (new, keys) in enumerate(batch.requests)]
         past = torch.cat([latent[b][:begin] for b, begin, _ in rows])
         slots = torch.cat([batch.slots_of(b, 0, begin) for b, begin, _ in rows])
@@ -99,7 +99,7 @@ class Latent:
 
 
 def inputs(batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(DEVICE).manual_seed(3)
     rows = sum(new for new, _ in batch.requests)
     q = torch.randn(rows, HEADS, NOPE + ROPE, generator=generator).to(dtype)
     return q, [torch.randn(keys, RANK + ROPE, generator=generator).to(dtype) for _, keys in batch.requests]
@@ -126,13 +126,19 @@ def test_decode_and_mixed(requests: list[tuple[int, int]]) -> None:
 
 
 @works("latent attention (MLA), speculative verification")
-def test_rows_of_different_numbers() -> None:
-    layer, batch = Latent(speculative=3), Batch([(4, 20), (1, 33), (3, 3)])
+@pytest.mark.parametrize("requests", [[(4, 20), (1, 33), (3, 3)], [(4, 20), (4, 33), (4, 5)]])
+def test_rows_of_several_requests(requests: list[tuple[int, int]]) -> None:
+    """Of different numbers they are packed, of the same a batch."""
+    layer, batch = Latent(speculative=3), Batch(requests)
     q, latent = inputs(batch, torch.bfloat16)
     out, metadata = layer.run(batch, q, latent)
     assert metadata.num_decodes == 3
     assert metadata.decode.max_query_len == 4
     check(layer, batch, out, q, latent)
+
+
+def test_blocks_are_whole_tiles_of_the_hopper_kernel() -> None:
+    assert [PortattnMLABackend.get_preferred_block_size(size) for size in (16, 48, 64, 128)] == [64, 64, 64, 128]
 
 
 @works("latent attention (MLA), fp8 cache")
@@ -154,7 +160,7 @@ def test_fp8_cache() -> None:
 
 
 @works("latent attention (MLA), LSE in natural logarithms for decode context parallelism")
-@pytest.mark.parametrize("requests", [[(1, 20), (1, 33)], [(3, 20), (1, 33)]])
+@pytest.mark.parametrize("requests", [[(1, 20), (1, 33)], [(3, 20), (1, 33)], [(3, 20), (3, 33)]])
 def test_lse_of_parts_merges(requests: list[tuple[int, int]]) -> None:
     """What two ranks' caches give, merged by natural logarithms, is what one cache gives."""
     assert PortattnMLAImpl.lse_base_on_e
@@ -163,7 +169,7 @@ def test_lse_of_parts_merges(requests: list[tuple[int, int]]) -> None:
     q, latent = inputs(batch, torch.float16)
     rows = q.shape[0]
     _, metadata = layer.run(batch, q, latent)
-    nope = torch.randn(rows, HEADS, RANK, generator=torch.Generator().manual_seed(1)).half()
+    nope = torch.randn(rows, HEADS, RANK, generator=torch.Generator(DEVICE).manual_seed(1)).half()
     rope, impl, cache = q[..., NOPE:].contiguous(), layer.layer.impl, layer.layer.kv_cache
     metadata.causal = False  # parts of the keys have no diagonal
     whole, lse = impl.forward_mqa((nope, rope), cache, metadata, layer.layer)
@@ -188,9 +194,9 @@ def test_lse_of_parts_merges(requests: list[tuple[int, int]]) -> None:
 def test_kernels() -> None:
     layer, batch = Latent(), Batch([(1, 20), (1, 3)])
     q, latent = inputs(batch, torch.bfloat16)
-    with portattn.settings(backend="interpreter"):
+    with portattn.settings(backend=KERNELS):
         out, _ = layer.run(batch, q, latent)
-    assert portattn.last_plan().path == "interpreter"
+    assert portattn.last_plan().path == KERNELS
     check(layer, batch, out, q, latent)
 
 

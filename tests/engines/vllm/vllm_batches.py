@@ -20,10 +20,16 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, compute_layout_strides
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from portattn.integrations.vllm import metadata
 from portattn.integrations.vllm.backend import PortattnBackend
 from portattn.testing.tolerance import budget, largest
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
+ON_GPU = torch.cuda.is_available()
+DEVICE, KERNELS = (torch.device("cuda"), "triton") if ON_GPU else (torch.device("cpu"), "interpreter")
+if ON_GPU:
+    torch.set_default_device(DEVICE)  # of the tensors that tests make
+    metadata.needs_warmup = lambda device: False  # each test's layer would compile the kernels of all batches
 load_general_plugins()  # as vLLM's processes do, by portattn's entry point
 _names = (f"layer.{number}" for number in itertools.count())
 
@@ -74,7 +80,7 @@ class Layer:
             nothing = FullAttentionSpec(
                 block_size=BLOCK, num_kv_heads=self.kv_heads, head_size=self.dim, dtype=self.dtype
             )
-            self.builder = make(self.spec or nothing, [self.name], self.config, torch.device("cpu"))
+            self.builder = make(self.spec or nothing, [self.name], self.config, DEVICE)
         if self.spec is not None:
             self.layer.kv_cache = self.empty_cache()
 
@@ -130,7 +136,7 @@ class Batch:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator(DEVICE).manual_seed(self.seed)
 
         def tensor(rows: int, heads: int) -> torch.Tensor:
             return torch.randn(rows, heads, self.dim, generator=generator).to(self.dtype)
@@ -155,7 +161,7 @@ class Batch:
         keys = torch.tensor([keys for _, keys in self.requests], dtype=torch.int32)
         slots = [self.slots_of(b, keys - rows, keys) for b, (rows, keys) in enumerate(self.requests)]
         return CommonAttentionMetadata(
-            query_start_loc=rows, query_start_loc_cpu=rows.clone(), seq_lens=keys, num_reqs=len(self.requests),
+            query_start_loc=rows, query_start_loc_cpu=rows.clone().cpu(), seq_lens=keys, num_reqs=len(self.requests),
             num_actual_tokens=int(rows[-1]), max_query_len=max(rows for rows, _ in self.requests),
             max_seq_len=max(keys for _, keys in self.requests), block_table_tensor=self.table,
             slot_mapping=torch.cat(slots), causal=causal,
