@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from portattn.api.page_table import PageTable
 from portattn.api.request import CacheWriter, Request, inputs_of
 from portattn.api.shape_polymorphism import CallRecipe
 from portattn.compile import ensure_compiled
-from portattn.config import Settings
+from portattn.config import Settings, current
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature, preload
 from portattn.launch.cache import MAX_CLASSES
@@ -73,9 +72,7 @@ class Spec:
                 used |= value.names
                 unknown = sorted(value.names - set(self.sizes))
                 if unknown:
-                    limit = "must be a number or one of the spec's sizes" + (
-                        f", {', '.join(self.sizes)}" * bool(self.sizes)
-                    )
+                    limit = "must be a number or one of the spec's sizes" + "".join(f", {size}" for size in self.sizes)
                     raise ArgumentError("warmup", f"{name}.{key}'s size", unknown[0], limit)
         unused = [size for size in self.sizes if size not in used]
         if unused:
@@ -283,7 +280,7 @@ def warmup(
     where = current_accelerator() if device is None else _device(device)
     read = [Spec(place, spec) for place, spec in enumerate(specs)]
     made: list[_Warming] = []
-    with monitor.silence(), _frozen_objects():
+    with monitor.silence():
         with contextlib.ExitStack() as beside:
             loading = False
             for spec in read:
@@ -291,12 +288,14 @@ def warmup(
                 for one in _classes(list(made), spec, where, say):
                     made.append(one)
                     if one.launches and not loading:
-                        loading = beside.enter_context(one.preloading())
+                        loading = beside.enter_context(preload.meanwhile(one.target.backend, current().cache_dir))
         compile_seconds = _compile(made, jobs, say)
         loaded = monitor.specialisations()
         for place, one in enumerate(made):
             say(f"running {place + 1} of {len(made)}: {one.call}")
-            loaded = one.run(loaded)
+            one.run()
+            before, loaded = loaded, monitor.specialisations()
+            one.loaded = tuple(name for name, _ in sorted(loaded - before))
     monitor.arm()
     report = Warmup(
         specs=tuple(one.report() for one in made), compile_seconds=round(compile_seconds, 3),
@@ -355,9 +354,8 @@ class _Warming:
         for layout in self._layouts:
             for numbers in layout.layout(sizes) if isinstance(layout, TensorSpec) else (layout,):
                 columns += numbers
-        for name in ROWS[str(self.spec.op)].lengths:
-            given = self.spec.given.get(name)
-            columns += [] if given is None else [sizes[given] if isinstance(given, str) else given]
+        lengths = [self.spec.given.get(name) for name in ROWS[str(self.spec.op)].lengths]
+        columns += [sizes[one] if isinstance(one, str) else one for one in lengths if one is not None]
         found: torch.Tensor = shape.trace.program(()).holding(columns)
         return found
 
@@ -366,15 +364,10 @@ class _Warming:
         device = next((one.device for one in self.spec.given.values() if isinstance(one, torch.Tensor)), self.device)
         return dispatch.detect_target(device.type, _index(device))[0]
 
-    def preloading(self) -> contextlib.AbstractContextManager[bool]:
-        """Return a block beside which Triton is made ready to load kernels."""
-        return preload.meanwhile(self.target.backend, "" if self.settings is None else self.settings.cache_dir)
-
-    def run(self, before: set[tuple[str, str]]) -> set[tuple[str, str]]:
-        """Run the call, unless its plan failed. before, and returned: kernels' specialisations in this process."""
+    def run(self) -> None:
         if self.failed:
-            return before
-        begun, now = time.perf_counter(), before
+            return
+        begun = time.perf_counter()
         with self._failures():
             request = self.request()
             request.traced = None if self.recipe is None or self.shape is None else (self.recipe, self.shape)
@@ -388,23 +381,16 @@ class _Warming:
                 self._cached = next((one for one in request.kind().classes if tuple(one.inputs) == inputs), None)
             self.cached, self.made = self._cached is not None, dispatch.last_plan()
             synchronize(request.tensors["q"].device)
-            now = monitor.specialisations()
-        self.seconds, self.loaded = time.perf_counter() - begun, tuple(name for name, _ in sorted(now - before))
-        return now
+        self.seconds = time.perf_counter() - begun
 
     def needs_compile(self) -> bool:
-        if not self.launches or self.made is None or self.settings is None:
-            return False
-        return ensure_compiled.unseen(self.made, self.launches, self.settings)
+        made, settings = self.made, self.settings
+        return made is not None and settings is not None and ensure_compiled.unseen(made, self.launches, settings)
 
     @property
     def code(self) -> str:
         """Return the key of its compile record."""
         return "" if self.made is None else ensure_compiled.code_key(self.made, self.launches)
-
-    @property
-    def why_not(self) -> str:
-        return "" if self._cached is None else self._cached.why_fixed
 
     @contextlib.contextmanager
     def _failures(self) -> Any:
@@ -429,31 +415,15 @@ class _Warming:
             key=self.made.key if self.made else "",
             way="" if cached is None else "triton" if direct is None else direct.way,
             why="" if direct is None else direct.reason, compiled=self.compiled, loaded=self.loaded,
-            seconds=round(self.seconds, 3), cached=self.cached, sizes=self.why or self.why_not,
-            failed=self.failed,
+            seconds=round(self.seconds, 3), cached=self.cached, failed=self.failed,
+            sizes=self.why or ("" if cached is None else cached.why_fixed),
         )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Spare the objects that exist now from garbage collections: each would take half a second in an engine's process.
-
-    Elsewhere frozen objects are somebody's own, and stay frozen."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
-    begun = time.perf_counter()
-    wanted: dict[str, list[_Warming]] = {}
+    begun, wanted = time.perf_counter(), dict[str, list[_Warming]]()
     for one in made:
-        if one.needs_compile():
+        if one.launches and one.needs_compile():
             wanted.setdefault(one.code, []).append(one)
     if not wanted:
         return 0.0

@@ -238,7 +238,7 @@ def _replies(plan: Plan, launches: Sequence[Compiled], target: Target, settings:
         pool = stack.enter_context(ThreadPoolExecutor(len(launches) - 1))
         # Closed before the pool, which waits for their requests.
         workers = [stack.enter_context(new_worker()) for _ in launches[1:]]
-        others = list(map(functools.partial(pool.submit, ask), workers, launches[1:]))
+        others = [pool.submit(ask, *one) for one in zip(workers, launches[1:], strict=True)]
         yield ask(_shared_worker(), launches[0])
         for reply in others:
             yield reply.result()
