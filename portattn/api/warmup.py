@@ -487,10 +487,12 @@ def _classes(before: Sequence[_Warming], spec: Spec, device: torch.device, say: 
 
 def _device(device: str | torch.device) -> torch.device:
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
         limit = f"must be a device of torch's: {ensure_compiled.first_line(str(error))}"
         raise ArgumentError("warmup", "device", device, limit) from error
+    return found
 
 
 def _index(device: torch.device) -> int | None:

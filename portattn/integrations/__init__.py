@@ -67,7 +67,7 @@ VLLM = Interface("vLLM", "0.31", "0.33", {
     "vllm.distributed.parallel_state": {"get_dcp_world_size_and_rank": "given enabled"},
     "vllm.envs": {"": "has VLLM_BATCH_INVARIANT VLLM_KV_CACHE_LAYOUT"},
     "vllm.platforms": {"current_platform": "has fp8_dtype is_cuda"},
-    "vllm.utils.torch_utils": {"async_tensor_h2d": "given data dtype device"},
+    "vllm.utils.torch_utils": {"async_tensor_h2d": "given data device dtype"},
     "vllm.v1.attention.backends.utils": {
         "get_dcp_local_seq_lens": "given seq_lens dcp_size dcp_rank cp_kv_cache_interleave_size"
     },
@@ -211,6 +211,8 @@ def differences(interface: Interface) -> Iterator[str]:
                 yield f"{module} has no {name}"
             except TypeError:
                 yield f"{name} of {module} cannot be called"
+            except Exception as error:  # noqa: BLE001  # a module's own __getattr__ may raise anything
+                yield f"{name or 'a name'} of {module} cannot be read ({type(error).__name__}: {error})"
 
 
 def _flaws(owner: Any, kind: str, *names: str) -> Iterator[str]:
@@ -221,6 +223,9 @@ def _flaws(owner: Any, kind: str, *names: str) -> Iterator[str]:
         return
     found, known = inspect.signature(owner).parameters, {"self", "cls", *(name.rstrip("=") for name in names)}
     yield from (f"has no parameter {name!r}" for name in names if name not in found and not name.endswith("="))
+    placed = [name for name, one in found.items() if one.kind is one.POSITIONAL_OR_KEYWORD and name in names]
+    if placed != [name for name in names if name in placed]:
+        yield f"has its parameters in another order: {', '.join(placed)}"
     for name, one in found.items():
         open_ended = one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         if not open_ended and name not in known and (kind == "takes" or one.default is one.empty):

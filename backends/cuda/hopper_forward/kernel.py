@@ -306,8 +306,8 @@ def scheduled_forward(
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
     q_desc, k_desc, v_desc, o_desc  (B, H, S, D) by blocks of 64, KEYS, KEYS and 64 rows and DIM columns, of o_desc
-          DIM/PARTS; packed tensors are one batch. Over pages q and out are (B, S, H, D) by blocks of LINES and HEADS,
-          k and v are (pages, H, PAGE, D) by blocks of PIECE rows and WIDE columns; so are contiguous caches (B, H, S, D)
+          DIM/PARTS; packed tensors are one batch. Over caches q and out are (B, S, H, D) by blocks of LINES and HEADS,
+          k and v are (pages, H, PAGE, D), contiguous (B, H, S, D), by blocks of PIECE rows and WIDE columns
     out, stride_h, stride_s  the output again, and its strides in steps of 8 elements, for the last rows of packed
           sequences
     splits  blocks that share a tile's keys; with SPLIT `out` is (splits, B, Hq, Sq, DIM) float32 partial results, and

@@ -88,9 +88,12 @@ DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of pages that are dequantized 
 
 MOST_SPLITS = 32
 # Few rows over few keys are faster on the core, whose blocks are smaller. Rows: of a sequence and key head; keys: of
-# all sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here and on
-# the core: 16 sequences of 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9.
+# all sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here
+# and there: 16 sequences of 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9.
 FEW_ROWS, FEW_KEYS = 64, 100_000
+# Over a contiguous cache, without a window or a tree, the core is as fast with so few rows and heads up to 128 wide: 8
+# sequences of 8,192 keys and 4 queries 72 µs here and 69 there, e4m3 56 and 48; 64 of 4,096 and 16 queries 246 and 592.
+CORE_ROWS = 16
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,11 +215,13 @@ class ForwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """Return the reason: the tuning data's, or few rows over few keys."""
-        p = problem
+        """Return the reason: the tuning data's, or few rows."""
+        p, rows = problem, problem.features()["rows"]
         said = tuning().left_to_core(self.entries, _timed_as(p).features(), self.toolchain)
-        if said or not page_of(p) or p.features()["rows"] >= FEW_ROWS:
+        if said or not page_of(p) or rows >= FEW_ROWS:
             return said
+        if not p.page_size and rows <= CORE_ROWS and not (p.window or p.tree_mask) and width(p.head_dim) <= 128:
+            return f"over a contiguous cache the core is as fast with up to {CORE_ROWS} rows of a sequence and key head"
         if p.batch * p.heads_k * _seen(p, FEW_ROWS) >= FEW_KEYS:
             return ""
         return f"with few rows it is faster than the core from {FEW_KEYS:,} keys on, of all sequences and key heads"

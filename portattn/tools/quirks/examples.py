@@ -85,8 +85,13 @@ class QuirkExample(msgspec.Struct, frozen=True, kw_only=True):
         """Return the target, and the registry with a tuning that makes a plan start from this lowering and launch."""
         target = registry.target(self.target, self.toolchain)
         entry = Entry(kernel=self.kernel, lowering=self.lowering, launch=self.launch)
-        tuning = {target.arch.tuning or target.arch.name: Tuning(provenance=_UNTIMED, entry=(entry,))}
-        return msgspec.structs.replace(registry, tunings={**registry.tunings, target.backend: tuning}), target
+        return tuned_by(registry, target, entry), target
+
+
+def tuned_by(registry: Registry, target: Target, entry: Entry) -> Registry:
+    """Return the registry with one entry as the tuning data of a target's backend."""
+    tuning = {target.arch.tuning or target.arch.name: Tuning(provenance=_UNTIMED, entry=(entry,))}
+    return msgspec.structs.replace(registry, tunings={**registry.tunings, target.backend: tuning})
 
 
 def find(quirk: Quirk, registry: Registry) -> QuirkExample:

@@ -5,7 +5,6 @@ problem as `portattn plan` does; `--start NAME=VALUE` replaces the arch's tuning
 
 from __future__ import annotations
 
-import datetime
 import fnmatch
 import shlex
 from collections.abc import Iterable
@@ -30,7 +29,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import ASKED, OPS
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.schema.tuning import Entry, Provenance, Tuning
+from portattn.schema.tuning import Entry
 from portattn.testing import findings
 from portattn.testing.executor import Executor, executors
 from portattn.testing.findings import KernelFacts
@@ -43,7 +42,6 @@ from portattn.worker.client import Reply, Worker
 PREFIX = "plan:"
 # A kernel without products, which every working compiler compiles: it merges a split.
 _CONTROL = Problem(op="decode_attention", batch=1, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=64, num_splits=4)
-_UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
 
 class PlanProbe(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,9 +190,7 @@ def with_start_values(registry: Registry, stated: PlanProbe, target: Target) -> 
     kernel = CORES[stated.problem.op].name
     launch = {name: value for name, value in stated.start.items() if name not in CHOICES}
     lowering = {name: str(value) for name, value in stated.start.items() if name in CHOICES}
-    entry = Entry(kernel=kernel, launch=launch, lowering=lowering)
-    own = {target.arch.tuning or target.arch.name: Tuning(provenance=_UNTIMED, entry=(entry,))}
-    return msgspec.structs.replace(registry, tunings={**registry.tunings, target.backend: own})
+    return examples.tuned_by(registry, target, Entry(kernel=kernel, launch=launch, lowering=lowering))
 
 
 # Without quirks or tuning: the kernel that merges a split tells if the compiler works.

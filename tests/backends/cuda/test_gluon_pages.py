@@ -61,6 +61,7 @@ def test_chunks_over_pages_run_on_it(p: Problem) -> None:
 
 
 DECODING = {"batch": 64, "seq_q": 1}
+DENSE = {"op": "decode_attention", "page_size": 0, "seq_k": 8190, "batch": 8, "seq_q": 4}
 FEW = {"batch": 4, "seq_q": 4, "seq_k": 1024}
 
 
@@ -69,7 +70,8 @@ FEW = {"batch": 4, "seq_q": 4, "seq_k": 1024}
     [
         ({**DECODING, "window_left": 1023}, 1), ({**FEW, "seq_k": 4096}, 4), ({**FEW, "seq_k": 4096, "total_q": 16}, 4),
         ({"batch": 1, "seq_q": 16, "seq_k": 32768, "sinks": True}, 16), ({"batch": 64, "seq_q": 4, "total_q": 256}, 1),
-        ({"op": "decode_attention", "page_size": 0, "seq_k": 8190, "batch": 8, "seq_q": 4}, 2),
+        ({**DENSE, "seq_q": 5}, 2), ({**DENSE, "window_left": 4095}, 2), ({**DENSE, "tree_mask": True}, 2),
+        ({**DENSE, "head_dim": 256, "head_dim_v": 256}, 2),
         ({"batch": 8, "seq_q": 16, "total_q": 128}, 2), ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2),
     ],
     ids=str,
@@ -87,7 +89,7 @@ def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
         ({**DECODING, "window_left": 1023, "kv_format": "e4m3"}, "with a window of 1,024 65 for 71"),
         ({**DECODING, "window_left": 99}, "from 100,000 keys on"),
         (FEW, "from 100,000 keys on"),
-        ({**DECODING, "op": "decode_attention", "page_size": 0}, "64 sequences 489 for 490"),
+        (DENSE, "over a contiguous cache the core is as fast with up to 16 rows"),
         ({**FEW, "total_q": 16, "window_left": 99, "seq_k": 8192}, "from 100,000 keys on"),
     ],
 )
