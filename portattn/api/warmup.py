@@ -279,10 +279,9 @@ def warmup(
         raise ArgumentError("warmup", "jobs", jobs, "must be None or an integer from 1 on")
     where = current_accelerator() if device is None else _device(device)
     read = [Spec(place, spec) for place, spec in enumerate(specs)]
-    made: list[_Warming] = []
+    made, loading = list[_Warming](), False
     with monitor.silence():
         with contextlib.ExitStack() as beside:
-            loading = False
             for spec in read:
                 say(f"planning {spec.place + 1} of {len(read)}")
                 for one in _classes(list(made), spec, where, say):
@@ -498,5 +497,4 @@ def _device(device: str | torch.device) -> torch.device:
 def _index(device: torch.device) -> int | None:
     if device.type in ("cpu", "meta") or device.index is not None:
         return device.index
-    index: int = getattr(torch, device.type).current_device()
-    return index
+    return int(getattr(torch, device.type).current_device())
