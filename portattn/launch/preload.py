@@ -18,6 +18,7 @@ from portattn.launch import cudadriver, native
 from portattn.worker.installed_packages import digest
 
 _lock = threading.RLock()
+FEW_CORES = 4
 
 
 class _Launcher:
@@ -67,7 +68,9 @@ def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] =
     ready: list[list[Callable[[], object]]] = [[_triton_driver, _triton_key]]
     ready[0] += [functools.partial(_kernel_key, *names) for names in kernels]
     if backend == cudadriver.KIND:
-        ready.append([functools.partial(native.load, cache_dir)])
+        ready.insert(0, [functools.partial(native.load, cache_dir)])
+    if (os.cpu_count() or 1) < FEW_CORES:  # a child process needs one
+        ready = [[make for chain in ready for make in chain]]
     threads = [threading.Thread(target=_make, args=(one,), name="portattn-ready", daemon=True) for one in ready]
     with contextlib.suppress(RuntimeError):  # no thread available: all is made on demand
         for thread in threads:
