@@ -250,6 +250,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         script, requests = support.fake_python(tmp_path, behaviour)
         workers.append(Worker(python=str(script)))
         monkeypatch.setattr(ensure_compiled, "_worker", workers[-1])
+        monkeypatch.setattr(ensure_compiled, "new_worker", lambda: Worker(python=str(script)))
         return requests
 
     yield plant

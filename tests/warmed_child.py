@@ -19,7 +19,7 @@ import torch
 import triton
 
 import portattn
-from portattn.api import dispatch, warmup
+from portattn.api import dispatch, shape_polymorphism, warmup
 from portattn.api.warmup import Spec
 from portattn.launch import cache
 
@@ -27,6 +27,9 @@ warmup.synchronize = lambda device: None  # type: ignore[assignment]
 planned: list[str] = []
 run = dispatch.run
 dispatch.run = lambda *given: planned.append(str(given[0].problem)) or run(*given)  # type: ignore[func-returns-value]
+traced: list[Any] = []
+trace, compile_all = shape_polymorphism.Trace, warmup._compile
+shape_polymorphism.Trace = lambda: traced.append(0) or trace()  # type: ignore[assignment, misc, func-returns-value]
 
 
 def empty(shape: Any, value: float, dtype: Any, device: Any) -> torch.Tensor:
@@ -64,7 +67,9 @@ def calls(spec: dict[str, Any]) -> Any:
 def seen(name: str) -> dict[str, Any]:
     spec, told = SPECS[name], []
     cache.forget()
+    traced.clear()
     report = portattn.warmup([spec], device="cpu", say=told.append)
+    traces = len(traced)
     planned.clear()
     count = 0
     with warnings.catch_warnings(record=True) as warned:
@@ -75,8 +80,16 @@ def seen(name: str) -> dict[str, Any]:
             count += 1
     return {
         "classes": [msgspec.to_builtins(one) for one in report.specs], "calls": count, "planned": planned[:5],
-        "warnings": [str(one.message) for one in warned], "told": told,
+        "warnings": [str(one.message) for one in warned], "told": told, "traces": traces,
     }  # fmt: skip
+
+
+def mixed_up(made: Any, *rest: Any) -> float:
+    """Compile, and let each class that was planned have another one's trace."""
+    shapes, inputs = [one.shape for one in made], [one.shape.trace.inputs for one in made]
+    for one, shape, own in zip(made, reversed(shapes), inputs, strict=True):
+        one.shape, shape.trace.inputs = shape, own
+    return compile_all(made, *rest)
 
 
 def ends() -> dict[str, Any]:
@@ -99,6 +112,9 @@ def ends() -> dict[str, Any]:
 # Where lengths are read back, which is on a CPU alone, sizes decide more than launches.
 with portattn.settings(isolate="never", canary="never", validate="never"):
     found: dict[str, Any] = {name: seen(name) for name in SPECS}
+    warmup._compile = mixed_up  # type: ignore[assignment]
+    found["mixed up"] = seen("attention")
+    warmup._compile = compile_all
     found["ends"] = ends()
 assert isinstance(recorder.fake, fakedriver.Fake)
 print(json.dumps(found | {"triton": triton.__version__}))

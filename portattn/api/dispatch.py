@@ -61,9 +61,12 @@ class Candidate(Protocol):
         ...
 
     def cached(
-        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
-    ) -> CachedLaunch:
-        """Return its launches for calls with the same call key. On the call's device."""
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str],
+        traced: ShapeClass | None,
+    ) -> CachedLaunch:  # fmt: skip
+        """Return its launches for calls with the same call key. On the call's device.
+
+        traced: the shape class that `traced` returned for such a call, if it is known"""
         ...
 
 
@@ -97,10 +100,11 @@ class CoreCandidate:
         return shape_polymorphism.trace_core(recipe, inputs, self._plan, self._launches, *self.results())[1]
 
     def cached(
-        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
-    ) -> CachedLaunch:
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str],
+        traced: ShapeClass | None,
+    ) -> CachedLaunch:  # fmt: skip
         return shape_polymorphism.cache_core(
-            recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device
+            recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device, traced
         )
 
 
@@ -139,11 +143,12 @@ class VariantCandidate:
         return shape_polymorphism.trace_variant(recipe, inputs, self._plan, self._variant, launcher, tensors)[1]
 
     def cached(
-        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str]
-    ) -> CachedLaunch:
+        self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str],
+        traced: ShapeClass | None,
+    ) -> CachedLaunch:  # fmt: skip
         tensors, launcher = self._described()
         return shape_polymorphism.cache_variant(
-            recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device
+            recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device, traced
         )
 
 
@@ -274,6 +279,8 @@ class LaunchRecorder(Protocol):
 
     def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> shape_polymorphism.CallRecipe: ...
 
+    def traced(self, recipe: shape_polymorphism.CallRecipe) -> ShapeClass | None: ...
+
     def keep(self, cached: CachedLaunch, seconds: float) -> None: ...
 
 
@@ -318,7 +325,7 @@ def prepare_call(call: Call, settings: Settings, caching: LaunchRecorder) -> tup
 def _cached(own: Candidate, call: Call, caching: LaunchRecorder, failed: Mapping[str, CompileRecord]) -> CachedLaunch:
     recipe = caching.recipe(_target(call), failed)
     with device_guard(call.q):
-        return own.cached(recipe, caching.inputs, caching.given)
+        return own.cached(recipe, caching.inputs, caching.given, caching.traced(recipe))
 
 
 def _target(call: Call) -> Target:

@@ -56,7 +56,7 @@ def monitor(on: bool = True) -> tuple[str, ...]:
         >>> assert not portattn.monitor(False)
     """
     global _armed, _at_arming
-    now = _specialisations()
+    now = specialisations()
     found = tuple(name for name, _ in sorted(now - _at_arming)) if _armed else ()
     _armed, _at_arming = bool(on), now
     return found
@@ -80,25 +80,17 @@ def silence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[list[str]]:
-    """Yield a list that, after the block, names portattn's kernels that this process compiled or loaded in it."""
-    before, found = _specialisations(), list[str]()
-    yield found
-    found += [name for name, _ in sorted(_specialisations() - before)]
-
-
-@contextlib.contextmanager
 def watching(request: Request) -> Iterator[None]:
     """Warn, if wanted, about kernels that an uncached call compiles inside the block."""
     if not should_warn(request.settings):
         yield
         return
-    before, begun = _specialisations(), time.perf_counter()
+    before, begun = specialisations(), time.perf_counter()
     near = nearest(request)
     try:
         yield
     finally:
-        new = _specialisations() - before - _warned
+        new = specialisations() - before - _warned
         _warned.update(new)
         if new:
             _warn(request, sorted({name for name, _ in new}), time.perf_counter() - begun, near)
@@ -195,13 +187,15 @@ def _said(fact: Any) -> str:
     return str(tuple(fact)) if isinstance(fact, tuple) else str(fact)
 
 
-def _specialisations() -> set[tuple[str, str]]:
+def specialisations() -> set[tuple[str, str]]:
     """Return (name, specialisation) of every kernel of portattn's that Triton compiled or loaded in this process."""
-    found = set()
+    jit_function, found = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None), set[tuple[str, str]]()
+    if jit_function is None:
+        return found
     for name, module in list(sys.modules.items()):
         if name.startswith(_OURS):
             for kernel in list(vars(module).values()):
                 # A kernel that another module imported is of its own module.
-                if getattr(kernel, "__module__", None) == name:
+                if isinstance(kernel, jit_function) and kernel.__module__ == name:
                     found |= {(kernel.__name__, key) for key in triton_compat.keys(kernel)}
     return found

@@ -16,7 +16,7 @@ from portattn.api.shape_polymorphism import CallRecipe
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.launch import cache
-from portattn.launch.cached_launch import CachedLaunch
+from portattn.launch.cached_launch import CachedLaunch, ShapeClass
 from portattn.launch.guards import in_mode
 from portattn.schema.call import Call
 from portattn.schema.compile_record import CompileRecord
@@ -37,6 +37,7 @@ class Request:
     tensors: dict[str, Any]  # by the names of kernels' arguments; None: not given
     values: dict[str, Any]  # all other arguments that decide the plan, by the caller's names
     asked: tuple[Any, Any] = (None, None)  # `backend` and `validate` as the caller gave them
+    traced: tuple[CallRecipe, ShapeClass] | None = None  # of a call like it, traced before
 
     def build(self) -> Call:
         """Validate, and return the Call. Raises ArgumentError."""
@@ -162,6 +163,11 @@ class CacheWriter:
             op=request.op, settings=request.settings, kinds=self.kind.kinds, tensors=self.kind.places,
             values=request.values, lengths=tuple(request.lengths), target=target, failed=failed,
         )  # fmt: skip
+
+    def traced(self, recipe: CallRecipe) -> ShapeClass | None:
+        """Return the request's shape class if it was traced before, for this recipe and these sizes."""
+        known, shape = self._request.traced or (None, None)
+        return shape if shape is not None and known == recipe and shape.trace.inputs == self.inputs else None
 
     def keep(self, cached: CachedLaunch, seconds: float) -> None:
         self.kind.add(cached)

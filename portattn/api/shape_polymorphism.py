@@ -4,6 +4,7 @@ cannot be traced, the call is cached for its own sizes alone, and `CachedLaunch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,22 +68,24 @@ class CallRecipe:
 
 def trace_core(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, launches: Sequence[KernelCall],
-    out: torch.Tensor, lse: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor | None, traced: ShapeClass | None = None,
 ) -> tuple[list[Step], ShapeClass]:  # fmt: skip
-    """Return a core plan's steps and their shape class. Nothing needs to be compiled."""
+    """Return a core plan's steps and their shape class. Nothing needs to be compiled.
+
+    traced: the shape class of such a call, which is taken if its launches are the same"""
     steps, buffers = core_steps(launches, out, lse)
 
     def describe(call: Call, planned: Plan) -> tuple[list[Step], Buffers]:
         return core_steps(*kernel_calls(planned, call, recipe.target.arch.cores))
 
-    return steps, _sized(recipe, inputs, made, steps, buffers, describe)
+    return steps, _sized(recipe, inputs, made, steps, buffers, describe, traced)
 
 
 def cache_core(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
-    out: torch.Tensor, lse: torch.Tensor | None, device: torch.device,
+    out: torch.Tensor, lse: torch.Tensor | None, device: torch.device, traced: ShapeClass | None = None,
 ) -> CachedLaunch:  # fmt: skip
-    steps, sized = trace_core(recipe, inputs, made, launches, out, lse)
+    steps, sized = trace_core(recipe, inputs, made, launches, out, lse, traced)
     descriptors = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
     return CachedLaunch(
         made, recipe.settings, given, device, Templates(steps), steps, sized, recipe.planner, descriptors
@@ -90,8 +93,9 @@ def cache_core(
 
 
 def trace_variant(
-    recipe: CallRecipe, inputs: Sequence[int], made: Plan, variant: Variant, launch: Any, tensors: Mapping[str, Any]
-) -> tuple[list[Step], ShapeClass]:
+    recipe: CallRecipe, inputs: Sequence[int], made: Plan, variant: Variant, launch: Any, tensors: Mapping[str, Any],
+    traced: ShapeClass | None = None,
+) -> tuple[list[Step], ShapeClass]:  # fmt: skip
     """Return a variant's steps and their shape class. Nothing needs to be compiled."""
     if not isinstance(launch, StepLauncher):
         return [], exact_shape_class(inputs, made.problem, [], {}, f"{made.path} does not describe its launches")
@@ -107,12 +111,13 @@ def trace_variant(
         named |= {name: call.q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in launcher.buffers.items()}
         return launcher.steps({**named, **{name: fresh[name] for name in launcher.each}}), launcher.buffers
 
-    return steps, _sized(recipe, inputs, made, steps, launch.buffers, describe)
+    return steps, _sized(recipe, inputs, made, steps, launch.buffers, describe, traced)
 
 
 def cache_variant(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
     launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
+    traced: ShapeClass | None = None,
 ) -> CachedLaunch:  # fmt: skip
     """Return a variant's cached launch: direct if its launcher is a StepLauncher, else by calling the launcher."""
     settings, problem = recipe.settings, made.problem
@@ -120,7 +125,7 @@ def cache_variant(
     def by_name(named: Mapping[str, Any]) -> None:
         launch(variant.views(problem, {**dict.fromkeys(TENSORS), **named}))
 
-    steps, sized = trace_variant(recipe, inputs, made, variant, launch, tensors)
+    steps, sized = trace_variant(recipe, inputs, made, variant, launch, tensors, traced)
     if not isinstance(launch, StepLauncher):
         return CachedLaunch(made, settings, given, device, by_name, [], sized, recipe.planner)
     # `by_name` has its own buffers, for the sizes of this call alone, and runs if no DriverLauncher could be made.
@@ -133,9 +138,13 @@ def cache_variant(
 
 def _sized(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, steps: Sequence[Step], buffers: Buffers,
-    describe: Callable[[Call, Plan], tuple[list[Step], Buffers]],
+    describe: Callable[[Call, Plan], tuple[list[Step], Buffers]], traced: ShapeClass | None,
 ) -> ShapeClass:  # fmt: skip
     """Return the shape class of a trace, or of the call's own sizes alone."""
+    if traced is not None and not traced.why:
+        with contextlib.suppress(Untraceable):
+            _compare(steps, traced.steps, buffers, traced.buffers)
+            return traced
     trace = Trace()
     try:
         call = recipe.call(trace.input(number) for number in inputs)

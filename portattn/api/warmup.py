@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,9 +22,9 @@ from portattn.api.page_table import PageTable
 from portattn.api.request import CacheWriter, Request, inputs_of
 from portattn.api.shape_polymorphism import CallRecipe
 from portattn.compile import ensure_compiled
-from portattn.config import Settings
+from portattn.config import Settings, current
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
-from portattn.launch import Signature
+from portattn.launch import Signature, preload
 from portattn.launch.cache import MAX_CLASSES
 from portattn.launch.cached_launch import ShapeClass
 from portattn.launch.device_api import current_accelerator, synchronize
@@ -72,9 +72,7 @@ class Spec:
                 used |= value.names
                 unknown = sorted(value.names - set(self.sizes))
                 if unknown:
-                    limit = "must be a number or one of the spec's sizes" + (
-                        f", {', '.join(self.sizes)}" * bool(self.sizes)
-                    )
+                    limit = "must be a number or one of the spec's sizes" + "".join(f", {size}" for size in self.sizes)
                     raise ArgumentError("warmup", f"{name}.{key}'s size", unknown[0], limit)
         unused = [size for size in self.sizes if size not in used]
         if unused:
@@ -281,15 +279,22 @@ def warmup(
         raise ArgumentError("warmup", "jobs", jobs, "must be None or an integer from 1 on")
     where = current_accelerator() if device is None else _device(device)
     read = [Spec(place, spec) for place, spec in enumerate(specs)]
-    made: list[_Warming] = []
+    made, loading = list[_Warming](), False
     with monitor.silence():
-        for spec in read:
-            say(f"planning {spec.place + 1} of {len(read)}")
-            _add_classes(made, spec, where, say)
+        with contextlib.ExitStack() as beside:
+            for spec in read:
+                say(f"planning {spec.place + 1} of {len(read)}")
+                for one in _classes(list(made), spec, where, say):
+                    made.append(one)
+                    if one.launches and not loading:
+                        loading = beside.enter_context(preload.meanwhile(one.target.backend, current().cache_dir))
         compile_seconds = _compile(made, jobs, say)
+        loaded = monitor.specialisations()
         for place, one in enumerate(made):
             say(f"running {place + 1} of {len(made)}: {one.call}")
             one.run()
+            before, loaded = loaded, monitor.specialisations()
+            one.loaded = tuple(name for name, _ in sorted(loaded - before))
     monitor.arm()
     report = Warmup(
         specs=tuple(one.report() for one in made), compile_seconds=round(compile_seconds, 3),
@@ -348,9 +353,8 @@ class _Warming:
         for layout in self._layouts:
             for numbers in layout.layout(sizes) if isinstance(layout, TensorSpec) else (layout,):
                 columns += numbers
-        for name in ROWS[str(self.spec.op)].lengths:
-            given = self.spec.given.get(name)
-            columns += [] if given is None else [sizes[given] if isinstance(given, str) else given]
+        lengths = [self.spec.given.get(name) for name in ROWS[str(self.spec.op)].lengths]
+        columns += [sizes[one] if isinstance(one, str) else one for one in lengths if one is not None]
         found: torch.Tensor = shape.trace.program(()).holding(columns)
         return found
 
@@ -363,33 +367,29 @@ class _Warming:
         if self.failed:
             return
         begun = time.perf_counter()
-        with self._failures(), monitor.counting() as loaded:
+        with self._failures():
             request = self.request()
+            request.traced = None if self.recipe is None or self.shape is None else (self.recipe, self.shape)
             if ROWS[request.op].writes:
                 signatures.nowhere(request)
                 signatures.carry_out(request)
             else:
                 perform(request)
             if request.cacheable():
-                found = request.kind().find(inputs_of(request))
-                self._cached = None if found is None else found[0]
+                inputs = tuple(inputs_of(request))
+                self._cached = next((one for one in request.kind().classes if tuple(one.inputs) == inputs), None)
             self.cached, self.made = self._cached is not None, dispatch.last_plan()
             synchronize(request.tensors["q"].device)
-        self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
+        self.seconds = time.perf_counter() - begun
 
     def needs_compile(self) -> bool:
-        if not self.launches or self.made is None or self.settings is None:
-            return False
-        return ensure_compiled.unseen(self.made, self.launches, self.settings)
+        made, settings = self.made, self.settings
+        return made is not None and settings is not None and ensure_compiled.unseen(made, self.launches, settings)
 
     @property
     def code(self) -> str:
         """Return the key of its compile record."""
         return "" if self.made is None else ensure_compiled.code_key(self.made, self.launches)
-
-    @property
-    def why_not(self) -> str:
-        return "" if self._cached is None else self._cached.why_fixed
 
     @contextlib.contextmanager
     def _failures(self) -> Any:
@@ -414,16 +414,15 @@ class _Warming:
             key=self.made.key if self.made else "",
             way="" if cached is None else "triton" if direct is None else direct.way,
             why="" if direct is None else direct.reason, compiled=self.compiled, loaded=self.loaded,
-            seconds=round(self.seconds, 3), cached=self.cached, sizes=self.why or self.why_not,
-            failed=self.failed,
+            seconds=round(self.seconds, 3), cached=self.cached, failed=self.failed,
+            sizes=self.why or ("" if cached is None else cached.why_fixed),
         )  # fmt: skip
 
 
 def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
-    begun = time.perf_counter()
-    wanted: dict[str, list[_Warming]] = {}
+    begun, wanted = time.perf_counter(), dict[str, list[_Warming]]()
     for one in made:
-        if one.needs_compile():
+        if one.launches and one.needs_compile():
             wanted.setdefault(one.code, []).append(one)
     if not wanted:
         return 0.0
@@ -450,11 +449,11 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
     return same
 
 
-def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Say) -> None:
-    """Plan a spec's shape classes; of classes beyond the launch cache's room, add those with kernels of their own."""
+def _classes(before: Sequence[_Warming], spec: Spec, device: torch.device, say: Say) -> Iterator[_Warming]:
+    """Plan a spec's shape classes; of classes beyond the launch cache's room, yield those with kernels of their own."""
     if spec.sizes and not len(spec.points):  # no combination
         return
-    before, keys, count = list(made), set[str](), 0
+    keys, count = set[str](), 0
     left, sizes = spec.points if spec.sizes else torch.zeros(0, 0), spec.largest
     while count == 0 or len(left):
         last, count = _Warming(spec, sizes, device), count + 1
@@ -469,7 +468,7 @@ def _add_classes(made: list[_Warming], spec: Spec, device: torch.device, say: Sa
         if count > MAX_CLASSES:
             last.why = f"more than {MAX_CLASSES} classes of sizes: from {last.words} on they are forgotten"
         if count <= MAX_CLASSES or last.code not in keys:
-            made.append(last)
+            yield last
         keys.add(last.code)
         empty = last.shape is None and 0 in sizes.values()  # it launches nothing: further sizes can
         if last.failed or not len(left) or not (empty or (last.shape is not None and not last.shape.why)):
@@ -498,5 +497,4 @@ def _device(device: str | torch.device) -> torch.device:
 def _index(device: torch.device) -> int | None:
     if device.type in ("cpu", "meta") or device.index is not None:
         return device.index
-    index: int = getattr(torch, device.type).current_device()
-    return index
+    return int(getattr(torch, device.type).current_device())

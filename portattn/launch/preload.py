@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +18,7 @@ from portattn.launch import cudadriver, native
 from portattn.worker.installed_packages import digest
 
 _lock = threading.RLock()
+FEW_CORES = 4
 
 
 class _Launcher:
@@ -62,26 +63,30 @@ def load(compiled: Any, cache_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[None]:
-    """Prepare loading and launching `kernels` (module, function) in a thread beside the block, and wait at its end."""
-    ready: list[Callable[[], object]] = [_triton_driver, _triton_key]
-    ready += [functools.partial(_kernel_key, *names) for names in kernels]
+def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[bool]:
+    """Prepare loading and launching `kernels` (module, function) in threads beside the block, and wait at its end."""
+    ready: list[list[Callable[[], object]]] = [[_triton_driver, _triton_key]]
+    ready[0] += [functools.partial(_kernel_key, *names) for names in kernels]
     if backend == cudadriver.KIND:
-        ready.insert(0, functools.partial(native.load, cache_dir))
-    thread = threading.Thread(target=_make, args=(ready,), name="portattn-ready", daemon=True)
+        ready.insert(0, [functools.partial(native.load, cache_dir)])
+    if (os.cpu_count() or 1) < FEW_CORES:  # a child process needs one
+        ready = [[make for chain in ready for make in chain]]
+    threads = [threading.Thread(target=_make, args=(one,), name="portattn-ready", daemon=True) for one in ready]
     with contextlib.suppress(RuntimeError):  # no thread available: all is made on demand
-        thread.start()
+        for thread in threads:
+            thread.start()
     try:
-        yield
+        yield True
     except Exception:
-        _wait(thread)
+        _wait(threads)
         raise
-    _wait(thread)
+    _wait(threads)
 
 
-def _wait(thread: threading.Thread) -> None:
-    if thread.ident is not None:
-        thread.join()
+def _wait(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
 
 
 def _make(ready: list[Callable[[], object]]) -> None:
@@ -113,7 +118,7 @@ def _triton_key() -> None:
 
 
 def _kernel_key(module: str, function: str) -> None:
-    """Have Triton compute and keep a kernel's cache key, if it has a lock for it (3.5 and later)."""
-    kernel: Any = getattr(sys.modules.get(module), function, None)
+    """Import a kernel, and have Triton compute and keep its cache key, if it has a lock for it (3.5 and later)."""
+    kernel: Any = getattr(importlib.import_module(module), function, None)
     if hasattr(kernel, "_hash_lock"):
         _ = kernel.cache_key

@@ -148,8 +148,10 @@ class Trace:
                 kept.append(one)
         kept.reverse()
         # Comparisons of inputs with constants first: they need nothing, and tell most calls apart.
-        plain_ones = [one for one in kept if one[0] != "result" and {one[1][0], one[2][0]} <= {"input", "constant"}]
-        rest = [one for one in kept if one not in plain_ones]
+        plain_ones, rest = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+        for one in kept:
+            is_plain = one[0] != "result" and one[1][0] != "result" and one[2][0] != "result"
+            (plain_ones if is_plain else rest).append(one)
         registers: dict[Ref, int] = {("input", i): i for i in range(len(self.inputs))}
         registers |= {("constant", value): len(self.inputs) + place for value, place in constants.items()}
         code: list[tuple[str, tuple[int, ...]]] = []
@@ -325,7 +327,7 @@ class TraceProgram:
         """
         import torch
 
-        count = next(len(column) for column in columns if isinstance(column, torch.Tensor))
+        count = next(column.shape[0] for column in columns if isinstance(column, torch.Tensor))
         found, left = torch.zeros(count, dtype=torch.bool), torch.arange(count)
         registers: list[Any] = [*columns, *self.constants]
         last = {place: step for step, (_, places) in enumerate(self.code) for place in places}
@@ -335,10 +337,10 @@ class TraceProgram:
             tests += [given[1] != 0] if name in ("floordiv", "mod") else []
             for holds in tests:
                 if holds is not True and not (isinstance(holds, torch.Tensor) and bool(holds.all())):
-                    which = torch.as_tensor(holds).expand(len(left)).nonzero()[:, 0]
+                    which = torch.as_tensor(holds).expand(left.shape[0]).nonzero()[:, 0]
                     left = left.take(which)
                     registers = [one.take(which) if isinstance(one, torch.Tensor) else one for one in registers]
-            if not len(left):
+            if not left.shape[0]:
                 return found
             if name not in COMPARISONS:
                 registers.append(_elementwise(name, [registers[place] for place in places]))
@@ -386,8 +388,14 @@ def _elementwise(name: str, given: Sequence[Any]) -> Any:
     columns = torch.broadcast_tensors(*map(torch.as_tensor, given))
     if name in ("least", "most"):
         return (torch.minimum if name == "least" else torch.maximum)(*columns)
-    rows, places = torch.unique(torch.stack(columns, 1), dim=0, return_inverse=True)
-    return torch.tensor([FUNCTIONS[name](*row) for row in rows.tolist()])[places]
+    if name == "pow2":
+        bits = (columns[0] - 1).clamp(min=0)
+        for shift in (1, 2, 4, 8, 16, 32):
+            bits = bits | bits >> shift
+        return bits + 1
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    known = {row: FUNCTIONS[name](*row) for row in set(rows)}
+    return torch.tensor([known[row] for row in rows])
 
 
 class ProgramOutputs:

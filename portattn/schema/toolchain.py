@@ -136,6 +136,7 @@ def parse_range(text: str) -> SpecifierSet:
         raise ValueError(f"{text!r} is not a PEP 440 version range") from None
 
 
+@functools.lru_cache(maxsize=1024)
 def in_range(version: str, text: str) -> bool:
     """Return whether a version lies in a PEP 440 range; a pre-release comes before its release.
 

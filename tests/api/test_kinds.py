@@ -126,7 +126,15 @@ def test_each_class_is_run_once(seen_warmed: dict[str, Any], name: str) -> None:
     assert {one["spec"] for one in classes} == {0}
     told = seen_warmed[name]["told"]
     assert next(text for text in told if text.startswith("running")).endswith(classes[0]["call"])
-    assert sum(text.startswith("running") for text in told) == len(classes)
+    assert sum(text.startswith("running") for text in told) == len(classes) == seen_warmed[name]["traces"]
+
+
+@NATIVE
+@pytest.mark.compiles
+def test_a_trace_of_other_launches_is_not_taken(seen_warmed: dict[str, Any]) -> None:
+    found, classes = seen_warmed["mixed up"], len(seen_warmed["attention"]["classes"])
+    assert found["traces"] == 2 * classes - classes % 2
+    assert (found["planned"], found["warnings"]) == ([], [])
 
 
 @NATIVE

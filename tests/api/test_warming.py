@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -157,12 +158,19 @@ def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
     assert "window (3,0)" in good.call
 
 
-def test_a_start_goes_on_whatever_cannot_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_goes_on_whatever_cannot_be_compiled(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log, device = logging.getLogger("an engine"), torch.device("cpu")
     assert compile_calls(lambda: [{"op": "attend"}], device, log) is None
     assert "nothing was compiled before the first request: warmup: specs[0].op is 'attend'" in caplog.text
+    frozen, allocate = list[int](), warmup.TensorSpec.allocate
+    monkeypatch.setattr(
+        warmup.TensorSpec, "allocate", lambda *given: frozen.append(gc.get_freeze_count()) or allocate(*given)
+    )
     with pytest.warns(portattn.CompileWarning):
         report = compile_calls(lambda: [SMALL, dict(SMALL), SMALL | {"backend": "triton"}], device, log)
+    assert min(frozen) > 0 == gc.get_freeze_count(), "no garbage collection looks at an engine's objects meanwhile"
     assert report is not None
     assert [bool(one.failed) for one in report.specs] == [False, True], "equal calls are one"
     assert "no kernel of portattn's runs, but sdpa" in caplog.text
@@ -186,7 +194,7 @@ def test_it_arms_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not monitor.should_warn(settings)
     with portattn.settings(monitor="never") as changed:
         assert not monitor.should_warn(changed)
-    monkeypatch.setattr(monitor, "_specialisations", lambda: {*monitor._at_arming, ("attend", "a key")})
+    monkeypatch.setattr(monitor, "specialisations", lambda: {*monitor._at_arming, ("attend", "a key")})
     assert portattn.monitor(False) == ("attend",)
     assert not monitor.should_warn(settings)
     with portattn.settings(monitor="always") as changed:

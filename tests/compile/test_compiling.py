@@ -125,7 +125,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     launches, q, _ = kernel_calls(made, random_call(p), 132)
     assert ensure_compiled.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"]["function"] for line in requests.read_text().splitlines()]
-    assert asked == functions
+    assert sorted(asked) == sorted(functions)
 
 
 def test_both_kernels_of_gradients_are_compiled_with_their_own_tiles(compiler, settings, in_process) -> None:

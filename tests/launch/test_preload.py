@@ -62,7 +62,7 @@ def test_what_is_made_beside_is_there_at_the_end(monkeypatch: pytest.MonkeyPatch
     def failing() -> None:
         with preload.meanwhile("cuda", "here"):
             assert begun.wait(30)
-            assert seen == []
+            assert "here" not in seen
             go_on.set()
             raise KeyError
 
@@ -71,7 +71,7 @@ def test_what_is_made_beside_is_there_at_the_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(preload, "_triton_key", lambda: seen.append("key"))
     with pytest.raises(KeyError):
         failing()
-    assert seen == ["here", "driver", "key"]
+    assert sorted(seen) == ["driver", "here", "key"]
 
 
 def test_only_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_schedule, get_spec, publish
 from sglang.srt.server_args import ServerArgs
 
 import portattn
-from portattn.api import dispatch, monitor, warmup
+from portattn.api import dispatch, warmup
 from portattn.integrations import engine_warmup
 from portattn.integrations import sglang as adapter
 from portattn.integrations.sglang import capabilities
@@ -90,8 +90,7 @@ def seen(seed: int, batches: int) -> dict[str, Any]:
     wrong = []
     for _ in range(batches):
         before = len(planned)
-        with monitor.counting() as compiled:
-            what = attend(backend, r.choice(layers), served, r)
+        what, compiled = attend(backend, r.choice(layers), served, r), portattn.monitor()
         if compiled or len(planned) > before:
             wrong.append([sorted(compiled), planned[before:], what])
     return {
