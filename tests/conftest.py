@@ -22,9 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Tests judge the tree that they lie in, whatever else is installed: this process by sys.path, children by PYTHONPATH.
 sys.path.insert(0, str(ROOT))
 _own = [
-    str(ROOT),
-    *(str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place),
-]
+    str(ROOT), *(str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place),
+]  # fmt: skip
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_own))
 _portattn = importlib.util.find_spec("portattn")  # the imported one, where it is imported already
 if _portattn is None or _portattn.origin is None or Path(_portattn.origin).resolve().parent.parent != ROOT:
@@ -250,7 +249,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         script, requests = support.fake_python(tmp_path, behaviour)
         workers.append(Worker(python=str(script)))
         monkeypatch.setattr(ensure_compiled, "_worker", workers[-1])
-        monkeypatch.setattr(ensure_compiled, "new_worker", lambda: Worker(python=str(script)))
         return requests
 
     yield plant

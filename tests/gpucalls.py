@@ -42,10 +42,9 @@ def table(seed: int, batch: int) -> torch.Tensor:
 
 def chosen(seed: int, batch: int, places: int = 100) -> dict[str, torch.Tensor]:
     return {
-        "indices": integers(seed, -1, S - 1, batch, HQ, places),
-        "counts": integers(seed + 1, 0, places, batch, HQ),
+        "indices": integers(seed, -1, S - 1, batch, HQ, places), "counts": integers(seed + 1, 0, places, batch, HQ),
         "log_weights": normal(seed + 2, batch, HQ, places, dtype=torch.float32),
-    }
+    }  # fmt: skip
 
 
 def data(name: str, seed: int, batch: int = 4, dtype: torch.dtype = torch.float16) -> dict[str, Any]:

@@ -34,10 +34,9 @@ from portattn.testing.random_calls import random_call
 chip = Chip(fake)
 leave_bodies_out()
 found: dict[str, Any] = {
-    "triton": triton.__version__,
-    "reads": cache.reader() is not None,
+    "triton": triton.__version__, "reads": cache.reader() is not None,
     "why not": native.load(portattn.config.current().cache_dir)[1],
-}
+}  # fmt: skip
 
 SIZES: dict[str, dict[str, Any]] = {
     "attention": {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64},
@@ -88,9 +87,8 @@ def first_call(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "launches": [[*one[:5], one.stream, 2 * len(one.parameters)] for one in launches],
         "results": all(any(_holds(one, t) for one in launches) for t in results),
-        "given": sum(any(_holds(one, t) for one in launches) for t in given),
-        "kept": [list(t.shape) for t in results],
-    }
+        "given": sum(any(_holds(one, t) for one in launches) for t in given), "kept": [list(t.shape) for t in results],
+    }  # fmt: skip
 
 
 def held(op: str, arguments: dict[str, Any]) -> list[str]:

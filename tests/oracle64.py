@@ -12,10 +12,9 @@ from portattn.schema.problem import Problem
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # Losses of a call's results, by name.
 LOSSES = {
-    "out": lambda out, lse: out.square().sum(),
-    "out and lse": lambda out, lse: out.square().sum() + lse.sin().sum(),
+    "out": lambda out, lse: out.square().sum(), "out and lse": lambda out, lse: out.square().sum() + lse.sin().sum(),
     "lse": lambda out, lse: lse.sin().sum(),
-}
+}  # fmt: skip
 
 
 def visible_keys(

@@ -46,15 +46,13 @@ PLACED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 TREES: dict[str, dict[str, Any]] = {
-    "tree": {"tree_mask": True},
-    "tree_causal_window": {"tree_mask": True, "causal": "bottom_right", "window_left": 9},
-}
+    "tree": {"tree_mask": True}, "tree_causal_window": {"tree_mask": True, "causal": "bottom_right", "window_left": 9},
+}  # fmt: skip
 OF_OPS = {"decode": TREES, "paged": TREES, "paged_packed": TREES}
 CHOSEN: dict[str, dict[str, Any]] = {
-    "log_weights": {"log_weights": True},
-    "magicpig": {"magicpig": True},
+    "log_weights": {"log_weights": True}, "magicpig": {"magicpig": True},
     "all": {"magicpig": True, "softcap": True, "alibi_slopes": True, "sinks": True},
-}
+}  # fmt: skip
 # (op, feature), for parametrize
 CASES = [
     (op, feature)

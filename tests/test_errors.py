@@ -20,12 +20,11 @@ from portattn.schema.plan import Rejection
 
 ERRORS = (
     ArgumentError("attention", "q.dtype", ("float64", 1), "must be one of float16, float32"),
-    UnknownArgument("attention", "sclae", ": did you mean scale?"),
-    DataError("quirks/a.toml", 3, "misses when"),
+    UnknownArgument("attention", "sclae", ": did you mean scale?"), DataError("quirks/a.toml", 3, "misses when"),
     DataError("quirks/a.toml", None, "misses when"),
     QuirkConflict("load", ("cuda-0001", "pointer"), ("cuda-0002", "descriptor")),
     PathUnavailable("attention: none", [Rejection(path="triton", reason="of a reason", hint="do that")]),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

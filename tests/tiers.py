@@ -88,12 +88,9 @@ def seconds_of(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
 
 
 def slow_by(
-    tests: dict[str, float],
-    fixtures: dict[str, float],
-    shared: dict[str, str],
-    mutants: Iterable[list[str]],
+    tests: dict[str, float], fixtures: dict[str, float], shared: dict[str, str], mutants: Iterable[list[str]],
     share: float = SHARE,
-) -> set[str]:
+) -> set[str]:  # fmt: skip
     """Return the slow tests by their measured times; `mutants` has the tests that detect each mutant."""
     users = collections.Counter(shared.values())
     times = {name: own + fixtures.get(shared[name], 0.0) / users[shared[name]] for name, own in tests.items()}

@@ -6,7 +6,6 @@ A compiler's error, crash or hang becomes an Incident and a negative CompileReco
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import functools
 import hashlib
@@ -19,8 +18,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -213,7 +211,8 @@ def _in_child(
     facts: dict[str, int | str] = {}
     named = [(one.module, one.function) for one in launches]
     with preload.meanwhile(target.backend, settings.cache_dir, named):
-        for launch, reply in zip(launches, _replies(plan, launches, target, settings), strict=True):
+        for launch in launches:
+            reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
             problem = over_limit(reply, target) if reply.outcome == "ok" else ""
             if problem:
                 reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=problem)
@@ -222,26 +221,6 @@ def _in_child(
             facts |= {k: v for k, v in reply.facts.items() if not isinstance(v, float)}
     records.put(_record(key, plan, passed=True, facts=facts))
     return None
-
-
-def _replies(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings) -> Iterator[Reply]:
-    """Yield the reply on each launch; on half of the cores they are compiled side by side, each in a child process."""
-
-    def ask(worker: Worker, launch: Compiled) -> Reply:
-        return compile_in(worker, launch, plan, target, settings.compile_seconds, "basic")
-
-    if _own_worker.get() is not None or not 1 < len(launches) <= (os.cpu_count() or 1) // 2:
-        for launch in launches:
-            yield ask(_shared_worker(), launch)
-        return
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(len(launches) - 1))
-        # Closed before the pool, which waits for their requests.
-        workers = [stack.enter_context(new_worker()) for _ in launches[1:]]
-        others = [pool.submit(ask, *one) for one in zip(workers, launches[1:], strict=True)]
-        yield ask(_shared_worker(), launches[0])
-        for reply in others:
-            yield reply.result()
 
 
 def _in_this_process(

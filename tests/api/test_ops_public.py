@@ -36,10 +36,9 @@ PLACED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CHOSEN: dict[str, dict[str, Any]] = {
-    "log_weights": {"log_weights": True},
-    "magicpig": {"magicpig": True},
+    "log_weights": {"log_weights": True}, "magicpig": {"magicpig": True},
     "all": {"log_weights": True, "magicpig": True, "softcap": True, "alibi_slopes": True, "sinks": True},
-}
+}  # fmt: skip
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": True}, "alibi_slopes": {"alibi_slopes": True}, "sinks": {"sinks": True},
     "bshd": {"layout": "bshd"}, "hpd": {"page_layout": "hpd"}, "no lse": {"return_lse": False},

@@ -279,9 +279,8 @@ def test_gradients_that_were_not_prepared_for_are_named(place: str) -> None:
 
 # Of a call whose out is (3, 4, 3, 24) and LSE (3, 4, 3): which, made by zeros(*shape), the value and the limit.
 OUT, LSE = (
-    "must be a torch.Tensor of (3, 4, 3, 24), torch.float32",
-    "must be a torch.Tensor of (3, 4, 3), torch.float32",
-)
+    "must be a torch.Tensor of (3, 4, 3, 24), torch.float32", "must be a torch.Tensor of (3, 4, 3), torch.float32",
+)  # fmt: skip
 BAD_RESULTS: list[tuple[str, Any, str, str]] = [
     ("out", lambda zeros: zeros(3, 4, 24, 3), "((3, 4, 24, 3), torch.float32)", OUT),
     ("out", lambda zeros: zeros(3, 4, 3, 24).half(), "((3, 4, 3, 24), torch.float16)", OUT),

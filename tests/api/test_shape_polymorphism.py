@@ -249,10 +249,9 @@ def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(
 ) -> None:
     made = shape_polymorphism.CallRecipe.plan
     monkeypatch.setattr(
-        shape_polymorphism.CallRecipe,
-        "plan",
+        shape_polymorphism.CallRecipe, "plan",
         lambda self, call: msgspec.structs.replace(made(self, call), key="another"),
-    )
+    )  # fmt: skip
     cached, _ = keep(640)
     assert "it is planned as triton another, and was as triton" in cached.why_fixed
 

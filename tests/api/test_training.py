@@ -114,9 +114,8 @@ def test_packed(slopes: tuple[int, ...]) -> None:
 def test_padding_may_hold_nan() -> None:
     q, k, v = qkv()
     lengths = {
-        "seqlens_q": torch.tensor([9, 5], dtype=torch.int32),
-        "seqlens_k": torch.tensor([6, 13], dtype=torch.int32),
-    }
+        "seqlens_q": torch.tensor([9, 5], dtype=torch.int32), "seqlens_k": torch.tensor([6, 13], dtype=torch.int32),
+    }  # fmt: skip
     with torch.no_grad():
         q[1, :, 5:], k[0, :, 6:], v[0, :, 6:] = (float("nan"),) * 3
     found = gradients(lambda b: portattn.attention(q, k, v, causal=True, backend=b, **lengths), [q, k, v], KERNELS)

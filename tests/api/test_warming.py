@@ -165,9 +165,8 @@ def test_a_start_goes_on_whatever_cannot_be_compiled(
     assert compile_calls(lambda: [{"op": "attend"}], device, log) is None
     assert "nothing was compiled before the first request: warmup: specs[0].op is 'attend'" in caplog.text
     frozen, allocate = list[int](), warmup.TensorSpec.allocate
-    monkeypatch.setattr(
-        warmup.TensorSpec, "allocate", lambda *given: frozen.append(gc.get_freeze_count()) or allocate(*given)
-    )
+    count = lambda *given: frozen.append(gc.get_freeze_count()) or allocate(*given)  # noqa: E731
+    monkeypatch.setattr(warmup.TensorSpec, "allocate", count)
     with pytest.warns(portattn.CompileWarning):
         report = compile_calls(lambda: [SMALL, dict(SMALL), SMALL | {"backend": "triton"}], device, log)
     assert min(frozen) > 0 == gc.get_freeze_count(), "no garbage collection looks at an engine's objects meanwhile"

@@ -47,11 +47,9 @@ def test_a_site_of_one_run(portattn, run, tmp_path):
 def test_every_command_that_counts_cells_says_why_some_are_empty_and_what_fills_them(portattn, run, tmp_path):
     one, two = run("one", "ascend910b1"), run("two", "ascend910b2")
     lines = [
-        ("run", "--targets", "ascend910b1", "--ops", "dense*fp16*", "--out", str(tmp_path / "three")),
-        ("report", one),
-        ("check", one),
-        ("merge", one, two, "--out", str(tmp_path / "both")),
-    ]
+        ("run", "--targets", "ascend910b1", "--ops", "dense*fp16*", "--out", str(tmp_path / "three")), ("report", one),
+        ("check", one), ("merge", one, two, "--out", str(tmp_path / "both")),
+    ]  # fmt: skip
     for line in lines:
         called = portattn("matrix", *line)
         where = "ascend:ascend910b1" if line[0] != "merge" else "ascend:ascend910b1, ascend:ascend910b2"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -291,40 +289,12 @@ def test_other_surroundings_have_another_child(monkeypatch: pytest.MonkeyPatch) 
     second.close()
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-@pytest.mark.parametrize("cores", [3, 4])
-def test_kernels_of_a_call_are_compiled_side_by_side(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, cores: int, wrong: int
-) -> None:
-    """On half of the cores; the first failure in the order of the launches is the call's."""
-    together, closed = threading.Barrier(2 if cores == 4 else 1), list[bool]()
-    replies = [Reply(outcome="ok") if place != wrong else error("RuntimeError", f"{place}") for place in range(2)]
-
-    class Stub(contextlib.AbstractContextManager):  # type: ignore[type-arg]
-        def request(self, *_: Any, **fields: Any) -> Reply:
-            together.wait(30)
-            return replies[fields["signature"]["options"]["num_stages"]]
-
-        def __exit__(self, *_: object) -> None:
-            closed.append(True)
-
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(ensure_compiled, "_shared_worker", Stub)
-    monkeypatch.setattr(ensure_compiled, "new_worker", Stub)
-    made, launches, q, target = planned()
-    marked = [
-        msgspec.structs.replace(ensure_compiled.signature_of(launches[0]), options={"num_stages": n}) for n in (0, 1)
-    ]
-    failed = ensure_compiled.ensure_all(made, marked, lambda launch: None, q, target, settings)
-    assert failed is not None
-    assert failed.reason.endswith(f"RuntimeError at ttgir: {wrong}")
-    assert closed == [True] * (cores == 4)
-
-
 def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
     compiler, settings: Settings, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child compiled; loading failed for want of a C compiler. A plan's variables are set while loading only."""
+    import contextlib
+
     compiler("ok")
     monkeypatch.setattr(ensure_compiled, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()

@@ -61,11 +61,10 @@ def trained(kind: str, options: dict[str, Any], length: int, checkpointing: bool
     exact, same = whole[torch.float64], whole[torch.float32]
     ours = [p.grad for p in model.parameters()]
     return {
-        "loss": abs(float(total) - float(exact[0])),
-        "loss of one": abs(float(same[0]) - float(exact[0])),
+        "loss": abs(float(total) - float(exact[0])), "loss of one": abs(float(same[0]) - float(exact[0])),
         "gradients": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, exact[1], strict=True)),
         "of one": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(same[1], exact[1], strict=True)),
-    }
+    }  # fmt: skip
 
 
 def refused(change: str) -> str:

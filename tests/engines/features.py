@@ -85,12 +85,11 @@ class Report:
         """What is written to <engine>-<version>.json."""
         distribution = DISTRIBUTIONS.get(self.engine, self.engine)
         return {
-            "engine": self.engine,
-            "version": version_of(distribution),
+            "engine": self.engine, "version": version_of(distribution),
             "versions": {"torch": version_of("torch"), "triton": version_of("triton"), "portattn": __version__},
             "date": datetime.date.today().isoformat(),
             "features": {name: self.features[name].entry() for name in sorted(self.features)},
-        }
+        }  # fmt: skip
 
     def write(self, folder: Path) -> Path:
         contents = self.contents()

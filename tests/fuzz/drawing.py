@@ -97,9 +97,8 @@ def _takes(fields: dict[str, Any], field: str) -> bool:
     if not field:  # numbers of other formats are wild already, and a latent row is a value too
         return fields.get("kv_format", "as_q") == "as_q" and fields["op"] != "mla_attention"
     return {
-        "bias": fields["op"] != "sparse_attention" and not packed,
-        "log_weights": fields["op"] == "sparse_attention",
-    }.get(field, True)
+        "bias": fields["op"] != "sparse_attention" and not packed, "log_weights": fields["op"] == "sparse_attention",
+    }.get(field, True)  # fmt: skip
 
 
 def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:

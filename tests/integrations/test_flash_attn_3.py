@@ -217,10 +217,9 @@ def test_packed_queries_and_new_keys(form: str) -> None:
     before, rows, new, at = (5, 0, 20), (3, 1, 0), (2, 4, 1), (9, 1, 30)
     cu_q, cu_new = beginnings(rows), beginnings(new)
     given: dict[str, Any] = {
-        "own": {},
-        "batch_idx": {"cache_batch_idx": ints(2, 0, 3)},
+        "own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0, 3)},
         "pages": {"page_table": ints(5, 1, 0, 3, 4, 2).view(3, 2)},
-    }[form]
+    }[form]  # fmt: skip
     sizes = {"own": (3, 32), "batch_idx": (4, 32), "pages": (6, 16)}[form]
     k_cache, v_cache = torch.full((*sizes, 2, 16), math.nan), torch.full((*sizes, 2, 24), math.nan)
 

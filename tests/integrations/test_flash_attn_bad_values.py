@@ -101,9 +101,8 @@ def test_beginnings_beside_used_rows(side: str, wrong: tuple[int, ...]) -> None:
 def test_dtypes_are_those_of_the_function(name: str, dtype: torch.dtype) -> None:
     given = {"q": Q, "k": K, "v": K} | {name: {"q": Q, "k": K, "v": K}[name].to(dtype)}
     floats, more = (
-        "torch.float16, torch.bfloat16, torch.float32",
-        "torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz",
-    )
+        "torch.float16, torch.bfloat16, torch.float32", "torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz",
+    )  # fmt: skip
     for module, taken in ((flash_attn, floats), (flash_attn_interface, f"{floats}, {more}")):
         if dtype is not F8 or module is flash_attn:
             hint = r" \(hint: float\(\)\)" if dtype is torch.float64 else ".*"

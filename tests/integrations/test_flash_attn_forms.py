@@ -443,10 +443,9 @@ def test_no_row_of_a_negative_length_is_written(form: str, is_packed: bool) -> N
     size, new = (4, 4) if form == "pages" else (2, 8), 3
     k_cache, v_cache = torch.full((*size, 2, 16), 7.0), torch.full((*size, 2, 16), 7.0)
     given: dict[str, Any] = {
-        "own": {},
-        "batch_idx": {"cache_batch_idx": ints(1, 0)},
+        "own": {}, "batch_idx": {"cache_batch_idx": ints(1, 0)},
         "pages": {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2)},
-    }[form]
+    }[form]  # fmt: skip
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, new, 2, 16), torch.randn(2, new, 2, 16)
     if is_packed:
         k, v = k.flatten(0, 1), v.flatten(0, 1)

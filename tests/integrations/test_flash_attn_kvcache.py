@@ -21,12 +21,11 @@ BEFORE, PADS = (17, 0, 40), (5, 0, 33)
 PLACES = ("own", "batch_idx", "pages")
 POISONED = ("keys", "values")
 SCORES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
+    "plain": {}, "causal": {"causal": True},
     "all": {"causal": True, "window_size": (9, 0), "softcap": 2.0, "softmax_scale": 0.4},
     "window": {"window_size": (6, 1)},
     "alibi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06])},
-}
+}  # fmt: skip
 
 
 @dataclass

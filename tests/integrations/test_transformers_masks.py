@@ -69,8 +69,7 @@ ZERO = torch.zeros(BATCH, dtype=torch.long)
 BLOCKS = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, 2, 2, 2, 2, -1, -1, 3, 3, 3, -1, -1, -1]]).expand(BATCH, -1)
 # Mask function -> whether causality and lengths say it, so that nothing is written out for it.
 PATTERNS: dict[str, tuple[Callable[..., Any], bool]] = {
-    "causal": (hf.causal_mask_function, True),
-    "sliding": (hf.sliding_window_causal_mask_function(4), True),
+    "causal": (hf.causal_mask_function, True), "sliding": (hf.sliding_window_causal_mask_function(4), True),
     "bidirectional": (hf.bidirectional_mask_function, True),
     "bidirectional sliding": (hf.sliding_window_bidirectional_mask_function(3), True),
     "a window without causality": (hf.sliding_window_overlay(4), True),
@@ -78,7 +77,7 @@ PATTERNS: dict[str, tuple[Callable[..., Any], bool]] = {
     "a prefix": (hf.or_masks(hf.causal_mask_function, prefix), False),
     "an intersection": (hf.and_masks(hf.sliding_window_causal_mask_function(4), all_but_two), False),
     "blocks": (hf.or_masks(hf.causal_mask_function, lambda b, h, q, kv: BLOCKS[b, q] == BLOCKS[b, kv]), False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("validate", ["always", "never", "never, holes seen"])

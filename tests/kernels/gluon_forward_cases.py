@@ -35,13 +35,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "everything": {"softcap": True, "sinks": True, "seqlens_k": True, "seqlens_q": True, "window_left": 40, "batch": 4},
 }  # fmt: skip
 FEW_TILES: dict[str, dict[str, Any]] = {
-    "whole": {"seq_q": 128, "seq_k": 4096},
-    "ragged": {"seq_q": 77, "seq_k": 3001},
+    "whole": {"seq_q": 128, "seq_k": 4096}, "ragged": {"seq_q": 77, "seq_k": 3001},
     "more splits than a row's tiles": {"seq_q": 400, "seq_k": 700},
     "window": {"seq_q": 100, "seq_k": 3000, "window_left": 700},
     "lengths": {"seq_q": 100, "seq_k": 3000, "batch": 3, "seqlens_q": True, "seqlens_k": True},
     "softcap": {"seq_q": 100, "seq_k": 3000, "softcap": True, "return_lse": False},
-}
+}  # fmt: skip
 WINDOWS = [(0, -1), (100, -1), (-1, 30), (17, 5), (300, 200)]
 ROWS: dict[str, tuple[tuple[int, int], ...]] = {
     "random": ((100, 100), (1, 300), (299, 257), (300, 43)),

@@ -253,10 +253,9 @@ def test_dropout_without_a_seed_is_an_error(device: Device) -> None:
 # Keys' tile larger and smaller than that of rows, and only one of the rows' values given.
 TILES: list[dict[str, int]] = [
     {"block_m": 32, "block_n": 16, "rows_m": 16, "rows_n": 32},
-    {"block_m": 16, "block_n": 32, "rows_m": 64, "rows_n": 16, "rows_warps": 8, "rows_stages": 2},
-    {"rows_m": 32},
+    {"block_m": 16, "block_n": 32, "rows_m": 64, "rows_n": 16, "rows_warps": 8, "rows_stages": 2}, {"rows_m": 32},
     {"rows_n": 64},
-]
+]  # fmt: skip
 BOTH = pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
 EACH = pytest.mark.parametrize("tile", TILES, ids=str)
 

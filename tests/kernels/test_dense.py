@@ -176,13 +176,12 @@ def test_how_many_heads(fields: dict[str, int | str], heads: int) -> None:
 
 BLOCKS: dict[str, Any] = {"block_mask": True, "block_q": 16, "block_k": 16, "seq_q": 50, "seq_k": 77}
 FEATURES_BLOCKS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "mask": {"mask": True, "causal": "bottom_right", "block_k": 32},
+    "alone": {}, "mask": {"mask": True, "causal": "bottom_right", "block_k": 32},
     "more": {"window_left": 20, "sinks": True, "bias": True, "softcap": True, "alibi_slopes": True},
     "lengths": {"seqlens_q": True, "seqlens_k": True, "causal": "top_left", "block_q": 48, "block_k": 48},
     "dropout": {"dropout": True, "dtype": "fp16"},
     "a head in two parts": {"head_dim": 576, "head_dim_v": 16, "seq_q": 20},
-}
+}  # fmt: skip
 LOWERINGS: dict[str, dict[str, str]] = {
     "finite": {"mask_value": "finite"}, "exp": {"exp": "exp"}, "persistent": {"grid": "persistent"},
     "branch": {"select": "branch"}, "block_ptr": {"load": "block_ptr"}, "transposed": {"k_tile": "transposed"},
@@ -235,7 +234,6 @@ def test_a_single_tile(device: Device) -> None:
 @pytest.mark.parametrize("name", ["dense", "varlen"])
 def test_other_lowerings_give_the_same_numbers(device: Device, name: str, drops: str) -> None:
     check(
-        device,
-        random_call(named_problem(name, dropout=True, causal="bottom_right"), 4, device=device.name),
+        device, random_call(named_problem(name, dropout=True, causal="bottom_right"), 4, device=device.name),
         drops=drops,
-    )
+    )  # fmt: skip

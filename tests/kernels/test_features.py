@@ -46,11 +46,10 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CHOSEN: dict[str, dict[str, Any]] = {
-    "log_weights": {"log_weights": True},
-    "magicpig": {"magicpig": True},
+    "log_weights": {"log_weights": True}, "magicpig": {"magicpig": True},
     "all": {"log_weights": True, "softcap": True, "alibi_slopes": True, "sinks": True},
     "all_magicpig": {"magicpig": True, "softcap": True, "alibi_slopes": True, "sinks": True},
-}
+}  # fmt: skip
 # Bias and mask have another broadcast shape for each of four seeds, slopes are per head and per sequence in turn.
 SEEDS = {"alibi": (0, 1), "bias": (0, 1, 2, 3), "mask": (0, 1, 2, 3)}
 ONCE = ("padded", "whole pages", "mla")  # their kernels' other ops go through all of those

@@ -147,13 +147,12 @@ def test_where_the_output_and_the_queries_are(
 
 
 LAZY: dict[str, dict[str, Any]] = {
-    "many keys": {"seq_k": 1111},
-    "fp16": {"seq_k": 1111, "dtype": "fp16"},
+    "many keys": {"seq_k": 1111}, "fp16": {"seq_k": 1111, "dtype": "fp16"},
     "lengths": {"seq_k": 1111, "seqlens_q": True, "seqlens_k": True, "batch": 5},
     "window": {"seq_k": 1111, "window_left": 300},
     "cap and sinks": {"seq_k": 1111, "softcap": True, "sinks": True, "seqlens_k": True},
     "split": {"batch": 1, "heads_q": 2, "heads_k": 1, "seq_q": 100, "seq_k": 5000},
-}
+}  # fmt: skip
 
 
 def grown(call: Call, growth: float) -> None:

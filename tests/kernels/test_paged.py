@@ -61,10 +61,9 @@ def test_any_number_of_splits(device: Device, name: str, parts: int) -> None:
 # Rows of queries and of keys: decoding ones, chunks of a prefill, and sequences without rows, beside one another.
 MIXED = {
     "decode and prefill": ((1, 40), (18, 30), (1, 16), (3, 3)),
-    "no queries or no keys": ((0, 17), (4, 0), (0, 0), (2, 33), (0, 1)),
-    "more queries than keys": ((18, 4), (5, 1)),
+    "no queries or no keys": ((0, 17), (4, 0), (0, 0), (2, 33), (0, 1)), "more queries than keys": ((18, 4), (5, 1)),
     "nothing at all": ((0, 0), (0, 0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", CAUSAL)

@@ -127,10 +127,9 @@ def test_ids_of_no_page_are_read_inside_the_cache(
 ) -> None:
     """A sequence whose ids are all wrong reads nothing outside of the cache, and changes nothing for the others."""
     call = random_call(
-        looked_up(device, {"page_size": page_size, "window_left": 21, "return_lse": True}, "e4m3"),
-        3,
+        looked_up(device, {"page_size": page_size, "window_left": 21, "return_lse": True}, "e4m3"), 3,
         device=device.name,
-    )
+    )  # fmt: skip
     clean, _ = run_watched(monkeypatch, device, call, 2, unpack="words", page_loop=page_loop)
     call.page_table[0] = page_id
     beside, _ = run_watched(monkeypatch, device, call, 2, unpack="words", page_loop=page_loop)

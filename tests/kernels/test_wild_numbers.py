@@ -76,11 +76,10 @@ LOADS = [
     if load == "pointer" or features == "plain"
 ]
 MORE: dict[str, dict[str, Any]] = {
-    "sparse": {"magicpig": True, "alibi_slopes": True},
-    "sparse paged": {"log_weights": True, "alibi_slopes": True},
+    "sparse": {"magicpig": True, "alibi_slopes": True}, "sparse paged": {"log_weights": True, "alibi_slopes": True},
     "ragged": {"causal": "bottom_right", "window_left": 5, "alibi_slopes": True},
     "mla ragged": {"causal": "top_left", "window_left": 5, "alibi_slopes": True},
-}
+}  # fmt: skip
 SCORED = {"window_left": 5, "window_right": 3, "alibi_slopes": True, "bias": True, "mask": True}
 
 

@@ -67,8 +67,7 @@ def test_a_plan_says_what_follows_from_the_sizes_and_compiles_nothing_anew_for_i
 
 
 REACH: dict[str, tuple[str, str, bool]] = {
-    "all variants": ('kernels = ["gluon_*"]', 'path = "core"', True),
-    "every kernel": ("", 'path = "core"', True),
+    "all variants": ('kernels = ["gluon_*"]', 'path = "core"', True), "every kernel": ("", 'path = "core"', True),
     "another variant": ('kernels = ["gluon_mla"]', 'path = "core"', False),
     "another version": ('kernels = ["gluon_*"]\ntoolchain = { triton = "<3.6" }', 'path = "core"', False),
     "another problem": ('kernels = ["gluon_*"]\nfeatures = ["head_dim>128"]', 'path = "core"', False),
@@ -77,7 +76,7 @@ REACH: dict[str, tuple[str, str, bool]] = {
     "a launch value of the core's": ('kernels = ["gluon_*"]\nlaunch = { num_warps = 4 }', 'path = "core"', False),
     "the core's number of programs": ('kernels = ["gluon_*"]\nfeatures = ["programs>0"]', 'path = "core"', False),
     "what sets the core's launch": ("", "launch = { num_stages = 3 }", False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REACH)
@@ -374,10 +373,9 @@ def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeyp
 
 def test_what_does_not_fit_the_chip_is_a_failure(sm_90, ran, monkeypatch) -> None:
     monkeypatch.setattr(
-        ensure_compiled,
-        "compile_in",
+        ensure_compiled, "compile_in",
         Compiler("scheduled_forward", Reply(outcome="ok", facts={"scratchpad_bytes": 10**9})),
-    )
+    )  # fmt: skip
     silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
     (incident,) = store(current()).incidents()

@@ -26,10 +26,9 @@ KNOWN = [
 ]
 # The same for philox2x32-10.
 KNOWN_OF_TWO = [
-    ("00000000 00000000", "00000000", "ff1dae59 6cd10df2"),
-    ("ffffffff ffffffff", "ffffffff", "2c3f628b ab4fd7ad"),
+    ("00000000 00000000", "00000000", "ff1dae59 6cd10df2"), ("ffffffff ffffffff", "ffffffff", "2c3f628b ab4fd7ad"),
     ("243f6a88 85a308d3", "13198a2e", "dd7ce038 f62a4c12"),
-]
+]  # fmt: skip
 
 
 def words(text: str) -> list[int]:

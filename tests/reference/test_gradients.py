@@ -25,9 +25,8 @@ FEATURES = [*TERMS, *PLACED]
 CASES = [
     *((op, feature) for op in ("dense", "padded", "varlen", "decode") for feature in FEATURES),
     *((op, feature) for op in ("paged", "paged_packed", "mla") for feature in ("plain", "causal_window", "all")),
-    *(("sparse", feature) for feature in (*TERMS, *CHOSEN)),
-    *((op, "dropout") for op in ("dense", "padded", "varlen")),
-]
+    *(("sparse", feature) for feature in (*TERMS, *CHOSEN)), *((op, "dropout") for op in ("dense", "padded", "varlen")),
+]  # fmt: skip
 SMALLER = {"batch": 2, "head_dim": 8, "head_dim_v": 12}
 
 

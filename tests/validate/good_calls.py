@@ -64,10 +64,9 @@ def sparse_paged() -> dict[str, Any]:
 
 
 CALLS = {op: (op, good(op)) for op in OPS} | {
-    "ragged": ("paged_attention", ragged("paged_attention")),
-    "ragged mla": ("mla_attention", ragged("mla_attention")),
+    "ragged": ("paged_attention", ragged("paged_attention")), "ragged mla": ("mla_attention", ragged("mla_attention")),
     "sparse over pages": ("sparse_attention", sparse_paged()),
-}
+}  # fmt: skip
 
 
 def indices(*first: int) -> torch.Tensor:

@@ -32,10 +32,9 @@ BAD_TABLE: list[tuple[dict[str, Any], str, str]] = [
 # Of sparse_attention the tokens are on all pages of their sequence.
 TOKENS = int32([0, 4, 9], [0, 4, 7])[:, None].expand(2, 4, 3)
 CALLS = {
-    "paged_attention": good,
-    "mla_attention": good,
+    "paged_attention": good, "mla_attention": good,
     "sparse_attention": lambda op: sparse_paged() | {"indices": TOKENS, "counts": torch.full((2, 4), 3).int()},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", CALLS)

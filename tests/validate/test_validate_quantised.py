@@ -426,9 +426,8 @@ def test_scales_of_sequences_without_keys_may_hold_anything() -> None:
 
 def test_scales_of_rows_of_no_sequence_may_hold_anything() -> None:
     given = quantised_operands("varlen_attention", INT8) | {
-        "cu_seqlens_q": int32(0, 4, 8),
-        "cu_seqlens_k": int32(0, 5, 10),
-    }
+        "cu_seqlens_q": int32(0, 4, 8), "cu_seqlens_k": int32(0, 5, 10),
+    }  # fmt: skip
     q_scale, k_scale = torch.ones(9, 4), torch.ones(12, 2)
     q_scale[8:], k_scale[10:] = NAN, -1.0
     assert portattn.varlen_attention(**given, q_scale=q_scale, k_scale=k_scale).isfinite().all()

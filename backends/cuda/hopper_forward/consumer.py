@@ -22,6 +22,7 @@ from portattn.backends.cuda.hopper_forward.fragments import (
     reference,
     rescale_rows,
     rescaled_where_needed,
+    row_limits,
     row_maximum,
 )
 from portattn.backends.cuda.hopper_forward.low_precision_products import (
@@ -54,7 +55,6 @@ from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     BOXES,
     BufferRing,
     Keys,
-    Limits,
     State,
     key_tiles,
     last_seen,
@@ -282,34 +282,6 @@ def _first_row(position, keys, sizes, form):
 
 
 @gluon.jit
-def _or(a, b):
-    return a | b
-
-
-@gluon.jit
-def _limits(work, rows, seen, position, sizes, form):
-    """Return which keys a warp group's rows see, of which the sequence sees those before `seen`."""
-    end = gl.full([_ROWS], 0, gl.int32, form.ROW) + seen
-    start = end
-    if form.RIGHT:
-        end = gl.minimum(rows + (position + sizes.right + 1), seen)
-    if form.LEFT:
-        start = rows + (position - sizes.left)
-    first = work.k_length - work.q_length
-    low, high, hidden = end, end, first
-    if form.TREE:
-        words = sizes.tree_mask + (work.slot.to(gl.int64) * sizes.tree_stride + work.q_first)
-        own = gl.load(words + rows, mask=rows < work.q_length, other=0)
-        low, high = own.to(gl.int32), (own >> 32).to(gl.int32)
-        each: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-        node = gl.arange(0, 64, each)
-        all_words = gl.load(words + node, mask=node < work.q_length, other=0)
-        nodes = gl.where(node < work.q_length, gl.full([64], 1, gl.int64, each) << node.to(gl.int64), 0)
-        hidden = gl.reduce(nodes, 0, _or) & ~gl.reduce(all_words, 0, _or)
-    return Limits(start, end, low, high, first, hidden)
-
-
-@gluon.jit
 def consume(
     o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, group: gl.constexpr, form
 ):
@@ -331,7 +303,7 @@ def consume(
         if form.SPLIT:
             _begin, _end, some = tile_keys(work, sizes, form)
             seen = gl.where(some, seen, 0)
-        limits = _limits(work, rows, seen, position, sizes, form)
+        limits = row_limits(work, rows, seen, position, sizes, form)
         factor = scale
         if form.FP8 or form.DEQUANTIZE:
             factor = score_factor(scale, scales, sizes, work, form)

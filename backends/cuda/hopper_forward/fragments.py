@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from portattn.backends.cuda.gluon_names import aggregate
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
@@ -146,6 +147,53 @@ def apply_softcap(s, scale, softcap, form):
             TANH, "=f,f,f,f", [s, scale, softcap], dtype=gl.float32, is_pure=True, pack=1
         )  # fmt: skip
     return s
+
+
+@aggregate
+class Limits:
+    """The keys that each of a warp group's rows sees: [start, end), and with TREE what its word shows from `first` on.
+
+    Without TREE the other fields are anything.
+    """
+
+    start: gl.tensor  # [64]
+    end: gl.tensor  # [64]
+    low: gl.tensor  # [64] bits 0 to 31 of each row's word
+    high: gl.tensor  # [64]
+    first: gl.tensor  # the key of bit 0
+    hidden: gl.tensor  # bits that no row of the sequence shows, int64
+
+    @gluon.constexpr_function
+    def __init__(self, start, end, low, high, first, hidden):
+        self.start, self.end, self.low, self.high, self.first, self.hidden = start, end, low, high, first, hidden
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def row_limits(work, rows, seen, position, sizes, form):
+    """Return which keys a warp group's rows see, of which the sequence sees those before `seen`."""
+    end = gl.full([_ROWS], 0, gl.int32, form.ROW) + seen
+    start = end
+    if form.RIGHT:
+        end = gl.minimum(rows + (position + sizes.right + 1), seen)
+    if form.LEFT:
+        start = rows + (position - sizes.left)
+    first = work.k_length - work.q_length
+    low, high, hidden = end, end, first
+    if form.TREE:
+        words = sizes.tree_mask + (work.slot.to(gl.int64) * sizes.tree_stride + work.q_first)
+        own = gl.load(words + rows, mask=rows < work.q_length, other=0)
+        low, high = own.to(gl.int32), (own >> 32).to(gl.int32)
+        each: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+        node = gl.arange(0, 64, each)
+        all_words = gl.load(words + node, mask=node < work.q_length, other=0)
+        nodes = gl.where(node < work.q_length, gl.full([64], 1, gl.int64, each) << node.to(gl.int64), 0)
+        hidden = gl.reduce(nodes, 0, _or) & ~gl.reduce(all_words, 0, _or)
+    return Limits(start, end, low, high, first, hidden)
 
 
 @gluon.jit

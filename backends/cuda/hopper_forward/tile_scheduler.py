@@ -235,25 +235,6 @@ class Keys:
 
 
 @aggregate
-class Limits:
-    """The keys that each of a warp group's rows sees: [start, end), and with TREE what its word shows from `first` on.
-
-    Without TREE the other fields are anything.
-    """
-
-    start: gl.tensor  # [64]
-    end: gl.tensor  # [64]
-    low: gl.tensor  # [64] bits 0 to 31 of each row's word
-    high: gl.tensor  # [64]
-    first: gl.tensor  # the key of bit 0
-    hidden: gl.tensor  # bits that no row of the sequence shows, int64
-
-    @gluon.constexpr_function
-    def __init__(self, start, end, low, high, first, hidden):
-        self.start, self.end, self.low, self.high, self.first, self.hidden = start, end, low, high, first, hidden
-
-
-@aggregate
 class State:
     """A warp group's running result, and the pending work of the next step."""
 

@@ -84,8 +84,7 @@ class QuirkExample(msgspec.Struct, frozen=True, kw_only=True):
     def place(self, registry: Registry) -> tuple[Registry, Target]:
         """Return the target, and the registry with a tuning that makes a plan start from this lowering and launch."""
         target = registry.target(self.target, self.toolchain)
-        entry = Entry(kernel=self.kernel, lowering=self.lowering, launch=self.launch)
-        return tuned_by(registry, target, entry), target
+        return tuned_by(registry, target, Entry(kernel=self.kernel, lowering=self.lowering, launch=self.launch)), target
 
 
 def tuned_by(registry: Registry, target: Target, entry: Entry) -> Registry:

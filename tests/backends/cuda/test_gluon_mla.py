@@ -129,10 +129,9 @@ def test_blocks_bring_what_their_rows_see_and_no_more(
 
 WORK = ("batch", "head", "query", "length", "unmasked", "first", "tiles")
 FORMS: dict[str, dict[str, Any]] = {
-    "split": {"num_splits": 2},
-    "whole": {"num_splits": 1},
+    "split": {"num_splits": 2}, "whole": {"num_splits": 1},
     "causal": {"num_splits": 2, "seq_q": 2, "causal": "bottom_right"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.compiles

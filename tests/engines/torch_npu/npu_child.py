@@ -80,10 +80,9 @@ def fusion_attention_grad(
 
 STAND_IN = RecordedTorchNpu()
 KERNELS = {
-    "npu::npu_fusion_attention": STAND_IN.npu_fusion_attention,
-    "npu::npu_fusion_attention_grad": fusion_attention_grad,
+    "npu::npu_fusion_attention": STAND_IN.npu_fusion_attention, "npu::npu_fusion_attention_grad": fusion_attention_grad,
     "npu::npu_fused_infer_attention_score": STAND_IN.npu_fused_infer_attention_score,
-}
+}  # fmt: skip
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -49,10 +49,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     stand_in_libraries.make(folder, folder_of("torch_npu"), folder_of("torch"), HERE / "cann.c")
     paths = [ROOT, TESTS, TESTS / "backends" / "ascend"]
     environment = os.environ | {
-        "LD_LIBRARY_PATH": str(folder),
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
+    }  # fmt: skip
     command = [sys.executable, str(HERE / "npu_child.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -126,11 +126,10 @@ def test_cross_attention() -> None:
     impl = backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None, "encoder_decoder")
     builder = backend.get_builder_cls()(layer.spec, [layer.name], layer.config, DEVICE)
     common = new.common().replace(
-        block_table_tensor=batch.table,
-        encoder_seq_lens=torch.tensor(encoder, dtype=torch.int32),
+        block_table_tensor=batch.table, encoder_seq_lens=torch.tensor(encoder, dtype=torch.int32),
         encoder_seq_lens_cpu=torch.tensor(encoder, dtype=torch.int32, device="cpu").numpy(),
         seq_lens_cpu_upper_bound=torch.tensor(decoder, dtype=torch.int32, device="cpu"),
-    )
+    )  # fmt: skip
     q, k, v = torch.cat(new.q), torch.cat(batch.k), torch.cat(batch.v)
     out = impl.forward(layer.layer, q, k, v, layer.layer.kv_cache, builder.build(0, common), torch.empty_like(q))
     new.k, new.v = batch.k, batch.v

@@ -115,10 +115,9 @@ def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] |
         return answer(attend_each(q, rows, keys, values, softmax_scale, causal, window))
 
     return types.SimpleNamespace(
-        flash_attn_func=flash_attn_func,
-        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func,
         flash_attn_with_kvcache=flash_attn_with_kvcache,
-    )
+    )  # fmt: skip
 
 
 class _Planned:
@@ -266,11 +265,10 @@ def xformers() -> dict[str, types.SimpleNamespace]:
         LowerTriangularFromBottomRightMask=Lower,
     )  # fmt: skip
     return {
-        "xformers": types.SimpleNamespace(),
-        "xformers__ops": types.SimpleNamespace(),
+        "xformers": types.SimpleNamespace(), "xformers__ops": types.SimpleNamespace(),
         "xformers__ops__fmha": types.SimpleNamespace(memory_efficient_attention_forward=forward),
         "xformers__ops__fmha__attn_bias": biases,
-    }
+    }  # fmt: skip
 
 
 def flag_gems() -> dict[str, types.SimpleNamespace]:

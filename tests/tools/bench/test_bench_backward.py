@@ -277,9 +277,8 @@ def test_deterministic_runs_that_differ_are_refused():
         return dq, dk, dv
 
     builds = {
-        "ordered": lambda: replace(good, run=wavering),
-        "free": lambda: replace(good, run=wavering, ordered=False),
-    }
+        "ordered": lambda: replace(good, run=wavering), "free": lambda: replace(good, run=wavering, ordered=False),
+    }  # fmt: skip
     admitted = gate.admit(ORDERED, tensors, builds)
     assert list(admitted.contenders) == ["free"]
     assert admitted.refused == {"ordered": "two deterministic runs differ: not timed"}

@@ -84,9 +84,8 @@ def test_peers_without_gradients_have_no_part():
     }  # fmt: skip
     assert set(peers.contenders(DROPPED, Tensors.random(DROPPED, CPU), ("flex", "torch", "fa3", "sage"))) == set()
     assert set(peers.contenders(PACKED, Tensors.random(PACKED, CPU), ("sdpa", "torch", "flex"))) <= {
-        "torch-varlen",
-        "flex",
-    }
+        "torch-varlen", "flex",
+    }  # fmt: skip
 
 
 class OtherBytes(FakeClock):

@@ -170,9 +170,8 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     called = bench(*sets, "--resume", "--budget", "100")
     assert "not all was compiled" in called.stderr
     assert asked == [
-        (["seed decode", "seed paged decode"], "auto", False, "", 3, math.inf),
-        ([], "auto", False, "", 3, 50.0),
-    ]
+        (["seed decode", "seed paged decode"], "auto", False, "", 3, math.inf), ([], "auto", False, "", 3, 50.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("device")

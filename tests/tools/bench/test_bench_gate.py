@@ -48,13 +48,11 @@ def test_the_wrong_are_refused(case):
         raise RuntimeError("no kernel here\nsecond line")
 
     builds = {
-        "off by one value": lambda: spoiled(0.5),
-        "NaN": lambda: spoiled(float("nan")),
+        "off by one value": lambda: spoiled(0.5), "NaN": lambda: spoiled(float("nan")),
         "scaled": lambda: Contender(lambda: right.shaped(right.run()) * 1.5),
-        "of another shape": lambda: Contender(lambda: right.shaped(right.run())[..., :-1]),
-        "failing": fails,
+        "of another shape": lambda: Contender(lambda: right.shaped(right.run())[..., :-1]), "failing": fails,
         "right": lambda: right,
-    }
+    }  # fmt: skip
     admitted = gate.admit(case, tensors, builds)
     assert list(admitted.contenders) == ["right"]
     assert admitted.refused["failing"] == "no kernel here"

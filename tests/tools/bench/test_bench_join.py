@@ -57,9 +57,8 @@ def test_parts_become_one(tmp_path: Path) -> None:
 def test_parts_of_other_things_are_refused(tmp_path: Path, field: str) -> None:
     other = {"core": True, "only_host": True, "rounds": 9}.get(field, "other")
     first, second = (
-        part(tmp_path / "a", "paged", PAGED[:1]),
-        part(tmp_path / "b", "decode", DECODE[:1], **{field: other}),
-    )
+        part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1], **{field: other}),
+    )  # fmt: skip
     done = run(first, second, "--out", tmp_path / "whole")
     assert done.exit_code == 2
     assert f"its {field} is {other!r}" in done.output

@@ -165,9 +165,8 @@ def test_a_package_that_does_not_import_is_absent(tmp_path, monkeypatch):
     try:
         assert PEERS["flag_gems"].absent() == "import flag_gems: RuntimeError: no GPU driver"
         assert peers.presence(("flag_gems", "sdpa"), {}) == {
-            "flag_gems": "import flag_gems: RuntimeError: no GPU driver",
-            "sdpa": "here",
-        }
+            "flag_gems": "import flag_gems: RuntimeError: no GPU driver", "sdpa": "here",
+        }  # fmt: skip
     finally:
         packages.missing.cache_clear()
 

@@ -92,11 +92,10 @@ def test_a_wrong_scale_is_refused(case):
     spoiled = tensors.v_scale.clone(memory_format=torch.contiguous_format)
     spoiled.view(-1)[0] *= 100  # every page is some sequence's, and its first token too
     builds = {
-        "right": lambda: ours(case, tensors),
-        "one scale": lambda: ours(case, replace(tensors, v_scale=spoiled)),
+        "right": lambda: ours(case, tensors), "one scale": lambda: ours(case, replace(tensors, v_scale=spoiled)),
         "keys' scales for values": lambda: ours(case, replace(tensors, v_scale=2 * tensors.k_scale)),
         "the numbers themselves": lambda: ours(case, replace(tensors, v_scale=torch.ones_like(tensors.v_scale))),
-    }
+    }  # fmt: skip
     admitted = gate.admit(case, tensors, builds)
     assert set(admitted.refused) == set(builds) - {"right"}
 

@@ -154,9 +154,8 @@ def test_portattns_own_cases_are_drawn_in_the_comparisons_order():
 
 def test_a_set_without_peers_is_drawn_against_the_best_release():
     assert plots.release_series(whole().cases[:2], ["3.6.0", "3.8.0"]) == (
-        "ratio",
-        {"3.6.0": [3.0] * 2, "3.8.0": [1.5] * 2},
-    )
+        "ratio", {"3.6.0": [3.0] * 2, "3.8.0": [1.5] * 2},
+    )  # fmt: skip
     alone = whole(peers=False).cases[:2]
     assert plots.release_series(alone, ["3.8.0", "3.9.0"]) == ("of_best", {"3.8.0": [0.5] * 2, "3.9.0": [None] * 2})
 

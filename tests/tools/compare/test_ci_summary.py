@@ -86,9 +86,8 @@ def test_cells_that_changed_alike_are_one_row():
     changes.append(change("z", "paged", quirks="-a"))
     rows = [(one.targets, one.problems, one.what) for one in alike(changes)]
     assert rows == [
-        (("x", "y"), ("dense", "decode"), "quirks: -a"),
-        (("z",), ("dense", "decode", "paged"), "quirks: -a"),
-    ]
+        (("x", "y"), ("dense", "decode"), "quirks: -a"), (("z",), ("dense", "decode", "paged"), "quirks: -a"),
+    ]  # fmt: skip
 
 
 def test_text_of_quirks_and_compilers_is_text(report):

@@ -86,9 +86,8 @@ def test_a_run_that_does_not_end_well_is_kept_as_such(outcome):
 def test_both_tiles_of_gradients_are_filled():
     made = plan(
         Problem(op="attention_backward", batch=4, heads_q=8, heads_k=8, seq_q=4096, seq_k=4096, head_dim=64),
-        parse_target(SM_90, "triton==3.6.0"),
-        settings=Settings(backend="triton"),
-    )
+        parse_target(SM_90, "triton==3.6.0"), settings=Settings(backend="triton"),
+    )  # fmt: skip
     for tiles in ({"block_m": 64, "block_n": 16, "rows_m": 128, "rows_n": 32}, {"block_m": 128, "rows_m": 16}):
         launch = Launch().changed(tiles)
         small = scale_down(made.problem, launch)

@@ -20,12 +20,9 @@ from portattn.tools.matrix.run import summary
 from portattn.tools.matrix.site import BAND, link, render, sizes
 
 SLOW = Footnote(
-    id="rocm-0001-slow",
-    role="applied",
-    sentence="tiles spill (slow); sets block_n = 32",
-    upstream="unreported",
+    id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported",
     sets={"block_n": 32},
-)
+)  # fmt: skip
 WRONG = Footnote(
     id="cuda-0002-wrong", role="rejected", sentence="wrong sums",
     upstream="https://github.com/triton-lang/triton/issues/1, open",

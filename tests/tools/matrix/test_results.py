@@ -173,11 +173,9 @@ def test_a_disk_that_takes_nothing_is_one_error_that_names_the_file(tmp_path, ce
         before = file.path.read_bytes()
         monkeypatch.setattr(os, "write" if name == "append" else "fsync", full)
         act = {
-            "start": lambda: file.start(made),
-            "append": lambda: file.append(cells[1]),
-            "finish": lambda: file.finish(made, cells),
-            "resume": lambda: file.resume(made, {}),
-        }
+            "start": lambda: file.start(made), "append": lambda: file.append(cells[1]),
+            "finish": lambda: file.finish(made, cells), "resume": lambda: file.resume(made, {}),
+        }  # fmt: skip
         with pytest.raises(DataError, match="No space left on device"):
             act[name]()
         monkeypatch.undo()

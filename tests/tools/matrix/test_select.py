@@ -119,10 +119,9 @@ def test_toolchains_go_to_their_own_targets():
     named = select.toolchains(["triton==3.4.0", "triton==3.9.0", "triton-ascend==3.1.0"])
     found = [(t.name, str(t.toolchain)) for t in select.targets(["sm_90", "ascend910b2"], named, None)]
     assert found == [
-        ("cuda:sm_90", "triton==3.4.0"),
-        ("cuda:sm_90", "triton==3.9.0"),
+        ("cuda:sm_90", "triton==3.4.0"), ("cuda:sm_90", "triton==3.9.0"),
         ("ascend:ascend910b2", "triton-ascend==3.1.0"),
-    ]
+    ]  # fmt: skip
 
 
 def test_toolchains_are_written_as_the_lab_writes_them_and_taken_once():

@@ -22,10 +22,9 @@ def candidate(block_n=64, verdict="slower", **fields):
 def test_lines_come_back_and_a_cut_one_is_left_out(tmp_path, origin):
     path = tmp_path / "a" / "log.jsonl"
     records = [
-        CodeRecord(code="c", facts={"registers": 3}),
-        candidate(),
+        CodeRecord(code="c", facts={"registers": 3}), candidate(),
         Outcome(name=NAME, choice=choice(64), replaces=True, measured=True),
-    ]
+    ]  # fmt: skip
     with TuneLog(path) as log:
         assert log.begin(origin(NAME)) is None
         for record in records:

@@ -84,10 +84,9 @@ def test_a_lint_that_a_quirk_explains_says_so(monkeypatch):
     assert ("ascend-0108-reads-before-mask", "explains") in {(note.id, note.role) for note in found.footnotes}
     # Of a kernel that the quirk does not concern it explains nothing.
     dense_cell = cell_of(
-        monkeypatch,
-        dense(dtype="fp16", head_dim=64),
+        monkeypatch, dense(dtype="fp16", head_dim=64),
         Standing(numerics("pass"), (lint("whole-tile-load", "q is read whole and masked afterwards, once"),)),
-    )
+    )  # fmt: skip
     assert [one.explained_by for one in dense_cell.lints] == [""]
 
 

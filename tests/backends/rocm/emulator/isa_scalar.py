@@ -82,10 +82,9 @@ INTEGER: dict[str, Entry] = {
 }  # fmt: skip
 # With a 16-bit immediate in place of the source.
 IMMEDIATE: dict[str, Callable[[int, int], tuple[int, Any]]] = {
-    "mulk_i32": lambda k, old: (signed(old) * signed(k, 16), KEEPS),
-    "movk_i32": lambda k, old: (signed(k, 16), KEEPS),
+    "mulk_i32": lambda k, old: (signed(old) * signed(k, 16), KEEPS), "movk_i32": lambda k, old: (signed(k, 16), KEEPS),
     "addk_i32": lambda k, old: (signed(old) + signed(k, 16), not fits(signed(old) + signed(k, 16))),
-}
+}  # fmt: skip
 FLOAT: dict[str, Entry] = {
     "add_f32": two("f32", lambda a, b: (number.add(F32, a, b), KEEPS)),
     "sub_f32": two("f32", lambda a, b: (number.subtract(F32, a, b), KEEPS)),

@@ -254,10 +254,9 @@ def test_a_real_failure_is_reduced(registry) -> None:
     small = Problem(batch=1, heads_q=1, heads_k=1, seq_q=16, seq_k=32, head_dim=16, bias=True, return_lse=True)
     lowering, launch = plan(small, target, registry, settings=Settings(backend="triton")).specialised
     what = Specialisation(
-        problem=small,
-        lowering=lowering,
+        problem=small, lowering=lowering,
         launch=launch.changed({"num_stages": 4, "block_m": 16, "block_n": 16, "num_warps": 1}),
-    )
+    )  # fmt: skip
     asked = reduce.Subject(
         id="it", what=what, target=target, symptom="compiler-crash", off=("rocm-0001-four-stages",),
         signature=registry.quirks["rocm-0001-four-stages"].evidence.signature,

@@ -158,9 +158,8 @@ def test_failures_of_one_test_all_have_its_heading() -> None:
 def test_the_stage_of_another_tests_failure_is_not_this_ones() -> None:
     text = reported("test_a[gfx942]", REGISTER) + reported("test_b[gfx942]", "", FRONT_END)
     assert [(one.failure.kind, one.failure.stage) for one in found(text)] == [
-        ("no-such-register", "unknown"),
-        ("compilation-error", "parse"),
-    ]
+        ("no-such-register", "unknown"), ("compilation-error", "parse"),
+    ]  # fmt: skip
 
 
 def test_a_separator_of_pytest_is_no_heading() -> None:

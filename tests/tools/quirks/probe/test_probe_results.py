@@ -224,10 +224,9 @@ def test_diff_is_of_the_files_line(tmp_path: Path) -> None:
         stale = probe.run(quirk, "triton==3.6.0", worker=worker)
     line = next(n for n, text in enumerate(Path(quirk.file).read_text().splitlines(), 1) if "toolchain" in text)
     assert stale.diff.splitlines() == [
-        f"--- {quirk.file}:{line}",
-        '-toolchain = { triton = ">=3.4,<3.9" }',
+        f"--- {quirk.file}:{line}", '-toolchain = { triton = ">=3.4,<3.9" }',
         '+toolchain = { triton = ">=3.4,<3.6.0" }',
-    ]
+    ]  # fmt: skip
     quirk = plant(tmp_path, range_=">=3.7")
     with child(tmp_path, off=BOOM) as worker:
         narrow = probe.run(quirk, "triton==3.6.0", worker=worker)
@@ -272,9 +271,8 @@ def test_probed_again_replaces(tmp_path: Path) -> None:
     record(quirk, [result(tmp_path, quirk, "triton==3.4.0", off="pass")])
     read = load_quirk(Path(quirk.file)).verified
     assert [(v.toolchain, v.off, v.on, bool(v.saw)) for v in read] == [
-        ("triton==3.4.0", "pass", "not run", False),
-        ("triton==3.6.0", "fail:signature", "pass", True),
-    ]
+        ("triton==3.4.0", "pass", "not run", False), ("triton==3.6.0", "fail:signature", "pass", True),
+    ]  # fmt: skip
     assert "# by hand" in Path(quirk.file).read_text()
 
 
@@ -282,10 +280,9 @@ def test_what_saw_nothing_is_not_recorded(tmp_path: Path) -> None:
     quirk = plant(tmp_path, range_=">=3.7")
     before = Path(quirk.file).read_text()
     said_nothing = [
-        result(tmp_path, quirk, "triton==3.6.0", control=OTHER),
-        result(tmp_path, quirk, "triton==3.6.0", off=OTHER),
+        result(tmp_path, quirk, "triton==3.6.0", control=OTHER), result(tmp_path, quirk, "triton==3.6.0", off=OTHER),
         probe.run(quirk, "triton==3.5.0"),
-    ]
+    ]  # fmt: skip
     assert [r.verdict for r in said_nothing] == ["broken", "inconclusive", "unverified"]
     assert record(quirk, said_nothing) == 0
     assert Path(quirk.file).read_text() == before
