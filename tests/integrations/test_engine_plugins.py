@@ -111,15 +111,12 @@ def test_each_member_that_differs_is_named(interface: Interface, monkeypatch: py
 
 
 def test_another_order_and_a_failing_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise ValueError(f"no {name} today")
-
     plant(monkeypatch, VLLM)
     monkeypatch.setattr(sys.modules["vllm.v1.attention.ops.int4_per_token_head"], "single_rht", lambda inverse, x: None)
     monkeypatch.delattr(sys.modules["vllm.platforms"], "current_platform")
-    monkeypatch.setattr(sys.modules["vllm.platforms"], "__getattr__", refuse, raising=False)
+    monkeypatch.setattr(sys.modules["vllm.platforms"], "__getattr__", {}.__getitem__, raising=False)
     assert sorted(differences(VLLM)) == [
-        "current_platform of vllm.platforms cannot be read (ValueError: no current_platform today)",
+        "current_platform of vllm.platforms cannot be read (KeyError: 'current_platform')",
         "single_rht has its parameters in another order: inverse, x",
     ]
 

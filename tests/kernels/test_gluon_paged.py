@@ -81,10 +81,8 @@ def test_features(chip: Device, name: str, base: Problem, splits: int, monkeypat
     if splits:
         monkeypatch.setattr(variant, "split_count", lambda *_: splits)
     fields = FEATURES[name]
-    if base is PACKED and "layout" in fields:
-        pytest.skip("packed queries have one layout")
-    if base is CONTIGUOUS and "page_layout" in fields:
-        pytest.skip("a contiguous cache has no pages")
+    if (base is PACKED and "layout" in fields) or (base is CONTIGUOUS and "page_layout" in fields):
+        pytest.skip("packed queries have one layout, and a contiguous cache no pages")
     if base is PACKED and "tree_mask" in fields:
         fields = fields | {"total_q": 3 * fields["seq_q"]}
     for causal in CAUSAL[:1] if "window_right" in fields else CAUSAL:

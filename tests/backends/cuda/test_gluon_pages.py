@@ -65,17 +65,13 @@ DENSE = {"op": "decode_attention", "page_size": 0, "seq_k": 8190, "batch": 8, "s
 FEW = {"batch": 4, "seq_q": 4, "seq_k": 1024}
 
 
-@pytest.mark.parametrize(
-    ("fields", "splits"),
-    [
-        ({**DECODING, "window_left": 1023}, 1), ({**FEW, "seq_k": 4096}, 4), ({**FEW, "seq_k": 4096, "total_q": 16}, 4),
-        ({"batch": 1, "seq_q": 16, "seq_k": 32768, "sinks": True}, 16), ({"batch": 64, "seq_q": 4, "total_q": 256}, 1),
-        ({**DENSE, "seq_q": 5}, 2), ({**DENSE, "window_left": 4095}, 2), ({**DENSE, "tree_mask": True}, 2),
-        ({**DENSE, "head_dim": 256, "head_dim_v": 256}, 2),
-        ({"batch": 8, "seq_q": 16, "total_q": 128}, 2), ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "splits"), [
+    ({**DECODING, "window_left": 1023}, 1), ({**FEW, "seq_k": 4096}, 4), ({**FEW, "seq_k": 4096, "total_q": 16}, 4),
+    ({"batch": 1, "seq_q": 16, "seq_k": 32768, "sinks": True}, 16), ({"batch": 64, "seq_q": 4, "total_q": 256}, 1),
+    ({**DENSE, "seq_q": 5}, 2), ({**DENSE, "window_left": 4095}, 2), ({**DENSE, "tree_mask": True}, 2),
+    ({**DENSE, "head_dim": 256, "head_dim_v": 256}, 2), ({"batch": 8, "seq_q": 16, "total_q": 128}, 2),
+    ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2),
+], ids=str)  # fmt: skip
 def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
     made = plan(problem(**fields), SM_90)
     assert (made.path, made.schedule["splits"]) == (VARIANT.name, splits), made.explain()
