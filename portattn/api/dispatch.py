@@ -62,11 +62,11 @@ class Candidate(Protocol):
 
     def cached(
         self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str],
-        traced: ShapeClass | None,
+        known: ShapeClass | None,
     ) -> CachedLaunch:  # fmt: skip
         """Return its launches for calls with the same call key. On the call's device.
 
-        traced: the shape class that `traced` returned for such a call, if it is known"""
+        known: the shape class that `traced` returned for such a call, if it is known"""
         ...
 
 
@@ -101,10 +101,10 @@ class CoreCandidate:
 
     def cached(
         self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str],
-        traced: ShapeClass | None,
+        known: ShapeClass | None,
     ) -> CachedLaunch:  # fmt: skip
         return shape_polymorphism.cache_core(
-            recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device, traced
+            recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device, known
         )
 
 
@@ -144,11 +144,11 @@ class VariantCandidate:
 
     def cached(
         self, recipe: shape_polymorphism.CallRecipe, inputs: Sequence[int], given: Sequence[str],
-        traced: ShapeClass | None,
+        known: ShapeClass | None,
     ) -> CachedLaunch:  # fmt: skip
         tensors, launcher = self._described()
         return shape_polymorphism.cache_variant(
-            recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device, traced
+            recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device, known
         )
 
 
@@ -279,7 +279,7 @@ class LaunchRecorder(Protocol):
 
     def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> shape_polymorphism.CallRecipe: ...
 
-    def traced(self, recipe: shape_polymorphism.CallRecipe) -> ShapeClass | None: ...
+    def trace_for(self, recipe: shape_polymorphism.CallRecipe) -> ShapeClass | None: ...
 
     def keep(self, cached: CachedLaunch, seconds: float) -> None: ...
 
@@ -325,7 +325,7 @@ def prepare_call(call: Call, settings: Settings, caching: LaunchRecorder) -> tup
 def _cached(own: Candidate, call: Call, caching: LaunchRecorder, failed: Mapping[str, CompileRecord]) -> CachedLaunch:
     recipe = caching.recipe(_target(call), failed)
     with device_guard(call.q):
-        return own.cached(recipe, caching.inputs, caching.given, caching.traced(recipe))
+        return own.cached(recipe, caching.inputs, caching.given, caching.trace_for(recipe))
 
 
 def _target(call: Call) -> Target:

@@ -37,7 +37,7 @@ class Request:
     tensors: dict[str, Any]  # by the names of kernels' arguments; None: not given
     values: dict[str, Any]  # all other arguments that decide the plan, by the caller's names
     asked: tuple[Any, Any] = (None, None)  # `backend` and `validate` as the caller gave them
-    traced: tuple[CallRecipe, ShapeClass] | None = None  # of a call like it, traced before
+    known_trace: tuple[CallRecipe, ShapeClass] | None = None  # of a call like it
 
     def build(self) -> Call:
         """Validate, and return the Call. Raises ArgumentError."""
@@ -164,9 +164,9 @@ class CacheWriter:
             values=request.values, lengths=tuple(request.lengths), target=target, failed=failed,
         )  # fmt: skip
 
-    def traced(self, recipe: CallRecipe) -> ShapeClass | None:
+    def trace_for(self, recipe: CallRecipe) -> ShapeClass | None:
         """Return the request's shape class if it was traced before, for this recipe and these sizes."""
-        known, shape = self._request.traced or (None, None)
+        known, shape = self._request.known_trace or (None, None)
         return shape if shape is not None and known == recipe and shape.trace.inputs == self.inputs else None
 
     def keep(self, cached: CachedLaunch, seconds: float) -> None:

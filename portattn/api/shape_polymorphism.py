@@ -68,24 +68,24 @@ class CallRecipe:
 
 def trace_core(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, launches: Sequence[KernelCall],
-    out: torch.Tensor, lse: torch.Tensor | None, traced: ShapeClass | None = None,
+    out: torch.Tensor, lse: torch.Tensor | None, known: ShapeClass | None = None,
 ) -> tuple[list[Step], ShapeClass]:  # fmt: skip
     """Return a core plan's steps and their shape class. Nothing needs to be compiled.
 
-    traced: the shape class of such a call, which is taken if its launches are the same"""
+    known: the shape class of such a call, which is taken if its launches are the same"""
     steps, buffers = core_steps(launches, out, lse)
 
     def describe(call: Call, planned: Plan) -> tuple[list[Step], Buffers]:
         return core_steps(*kernel_calls(planned, call, recipe.target.arch.cores))
 
-    return steps, _sized(recipe, inputs, made, steps, buffers, describe, traced)
+    return steps, _sized(recipe, inputs, made, steps, buffers, describe, known)
 
 
 def cache_core(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
-    out: torch.Tensor, lse: torch.Tensor | None, device: torch.device, traced: ShapeClass | None = None,
+    out: torch.Tensor, lse: torch.Tensor | None, device: torch.device, known: ShapeClass | None = None,
 ) -> CachedLaunch:  # fmt: skip
-    steps, sized = trace_core(recipe, inputs, made, launches, out, lse, traced)
+    steps, sized = trace_core(recipe, inputs, made, launches, out, lse, known)
     descriptors = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
     return CachedLaunch(
         made, recipe.settings, given, device, Templates(steps), steps, sized, recipe.planner, descriptors
@@ -94,7 +94,7 @@ def cache_core(
 
 def trace_variant(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, variant: Variant, launch: Any, tensors: Mapping[str, Any],
-    traced: ShapeClass | None = None,
+    known: ShapeClass | None = None,
 ) -> tuple[list[Step], ShapeClass]:  # fmt: skip
     """Return a variant's steps and their shape class. Nothing needs to be compiled."""
     if not isinstance(launch, StepLauncher):
@@ -111,13 +111,13 @@ def trace_variant(
         named |= {name: call.q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in launcher.buffers.items()}
         return launcher.steps({**named, **{name: fresh[name] for name in launcher.each}}), launcher.buffers
 
-    return steps, _sized(recipe, inputs, made, steps, launch.buffers, describe, traced)
+    return steps, _sized(recipe, inputs, made, steps, launch.buffers, describe, known)
 
 
 def cache_variant(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
     launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
-    traced: ShapeClass | None = None,
+    known: ShapeClass | None = None,
 ) -> CachedLaunch:  # fmt: skip
     """Return a variant's cached launch: direct if its launcher is a StepLauncher, else by calling the launcher."""
     settings, problem = recipe.settings, made.problem
@@ -125,7 +125,7 @@ def cache_variant(
     def by_name(named: Mapping[str, Any]) -> None:
         launch(variant.views(problem, {**dict.fromkeys(TENSORS), **named}))
 
-    steps, sized = trace_variant(recipe, inputs, made, variant, launch, tensors, traced)
+    steps, sized = trace_variant(recipe, inputs, made, variant, launch, tensors, known)
     if not isinstance(launch, StepLauncher):
         return CachedLaunch(made, settings, given, device, by_name, [], sized, recipe.planner)
     # `by_name` has its own buffers, for the sizes of this call alone, and runs if no DriverLauncher could be made.
@@ -138,13 +138,13 @@ def cache_variant(
 
 def _sized(
     recipe: CallRecipe, inputs: Sequence[int], made: Plan, steps: Sequence[Step], buffers: Buffers,
-    describe: Callable[[Call, Plan], tuple[list[Step], Buffers]], traced: ShapeClass | None,
+    describe: Callable[[Call, Plan], tuple[list[Step], Buffers]], known: ShapeClass | None,
 ) -> ShapeClass:  # fmt: skip
     """Return the shape class of a trace, or of the call's own sizes alone."""
-    if traced is not None and not traced.why:
+    if known is not None and not known.why:
         with contextlib.suppress(Untraceable):
-            _compare(steps, traced.steps, buffers, traced.buffers)
-            return traced
+            _compare(steps, known.steps, buffers, known.buffers)
+            return known
     trace = Trace()
     try:
         call = recipe.call(trace.input(number) for number in inputs)

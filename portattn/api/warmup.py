@@ -361,7 +361,9 @@ class _Warming:
     @property
     def target(self) -> Target:
         device = next((one.device for one in self.spec.given.values() if isinstance(one, torch.Tensor)), self.device)
-        return dispatch.detect_target(device.type, _index(device))[0]
+        known = device.type == "cpu" or device.index is not None
+        index = device.index if known else int(getattr(torch, device.type).current_device())
+        return dispatch.detect_target(device.type, index)[0]
 
     def run(self) -> None:
         if self.failed:
@@ -369,7 +371,7 @@ class _Warming:
         begun = time.perf_counter()
         with self._failures():
             request = self.request()
-            request.traced = None if self.recipe is None or self.shape is None else (self.recipe, self.shape)
+            request.known_trace = None if self.recipe is None or self.shape is None else (self.recipe, self.shape)
             if ROWS[request.op].writes:
                 signatures.nowhere(request)
                 signatures.carry_out(request)
@@ -491,10 +493,6 @@ def _device(device: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
         limit = f"must be a device of torch's: {ensure_compiled.first_line(str(error))}"
         raise ArgumentError("warmup", "device", device, limit) from error
+    if found.type == "meta":
+        raise ArgumentError("warmup", "device", device, "must be a device that computes")
     return found
-
-
-def _index(device: torch.device) -> int | None:
-    if device.type in ("cpu", "meta") or device.index is not None:
-        return device.index
-    return int(getattr(torch, device.type).current_device())

@@ -221,6 +221,7 @@ def _frozen_objects() -> Iterator[None]:
     An engine that has frozen objects itself keeps them frozen."""
     frozen = gc.get_freeze_count() > 0
     if not frozen:
+        gc.collect()  # garbage that stays would keep its memory of the device
         gc.freeze()
     try:
         yield

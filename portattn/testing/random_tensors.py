@@ -301,6 +301,7 @@ def _in_some_tree(p: Problem, lengths: Lengths, words: torch.Tensor) -> torch.Te
         count, end = int(lengths.q[b]), int(lengths.first_k[b] * (not p.packed) + lengths.k[b])
         first = int(lengths.first_q[b])
         own = words[0, first : first + count] if p.packed else words[b, first : first + count]
-        for j in range(max(count - end, 0), count):
-            shown[b, end - count + j] = bool((own >> j & 1).any())
+        ahead = {"none": -count, "bottom_right": 0, "top_left": int(lengths.k[b]) - count}[p.causal]
+        for j in range(max(count - end, 0), count):  # which a causal mask shows to rows from j + ahead on
+            shown[b, end - count + j] = bool((own[max(j + ahead, 0) :] >> j & 1).any())
     return shown

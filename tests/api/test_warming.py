@@ -113,6 +113,7 @@ def test_a_spec_that_is_none_is_named_before_anything_runs(
         ({"jobs": 2.0}, "warmup: jobs is 2.0, but must be None or an integer from 1 on"),
         ({"device": "gpu"}, "warmup: device is 'gpu', but must be a device of torch's: "),
         ({"device": "cuda:99"}, "warmup: device is 'cuda:99', but must be a device of torch's: "),
+        ({"device": "meta"}, "warmup: device is 'meta', but must be a device that computes"),
         ({"device": 1.5}, "warmup: device is 1.5, but must be a device of torch's: "),
     ],
 )

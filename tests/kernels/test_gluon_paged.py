@@ -36,6 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "e4m3, everything": {"kv_format": "e4m3", "kv_scales": "head", "softcap": True, "window_left": 33},
     "bshd": {"layout": "bshd"}, "heads first": {"page_layout": "hpd"}, "tree": {"tree_mask": True, "seq_q": 60},
     "tree, e4m3": {"tree_mask": True, "seq_q": 17, "kv_format": "e4m3", "sinks": True},
+    "tree, whole": {"tree_mask": True, "seq_q": 33, "seqlens_k": False},
 }  # fmt: skip
 HEADS = ((4, 4), (10, 2), (12, 2), (64, 2), (64, 1))
 
@@ -81,8 +82,8 @@ def test_features(chip: Device, name: str, base: Problem, splits: int, monkeypat
     if splits:
         monkeypatch.setattr(variant, "split_count", lambda *_: splits)
     fields = FEATURES[name]
-    if (base is PACKED and "layout" in fields) or (base is CONTIGUOUS and "page_layout" in fields):
-        pytest.skip("packed queries have one layout, and a contiguous cache no pages")
+    if set(fields) & ({"page_layout"} if base is CONTIGUOUS else {"seqlens_k", *["layout"] * (base is PACKED)}):
+        pytest.skip("packed queries have one layout, pages lengths, and a contiguous cache no pages")
     if base is PACKED and "tree_mask" in fields:
         fields = fields | {"total_q": 3 * fields["seq_q"]}
     for causal in CAUSAL[:1] if "window_right" in fields else CAUSAL:

@@ -1,6 +1,6 @@
 """A consumer of the Hopper forward: one warp group, 64 query rows of each tile.
 
-Over pages rows are (query, head) pairs, as kernels/decode.py has them: of HEADS heads that share their keys.
+Over caches rows are (query, head) pairs, as kernels/decode.py has them: of HEADS heads that share their keys.
 """
 
 import math
@@ -90,6 +90,8 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     begin, clean, unclean, end = all_begin, all_begin, all_end, all_end
     if form.RIGHT or form.LEFT or form.PAGE:
         begin, clean, unclean, end = key_tiles(row, form.LINES, work, sizes, form)
+        if form.TREE:
+            unclean = gl.minimum(unclean, gl.maximum(work.k_length - work.q_length, 0) // form.KEYS)
         if form.PAGE:  # rows behind the last query: of a sequence of one new token most are
             end = gl.where(row < work.q_length, end, all_begin + 1)
         end = gl.minimum(gl.maximum(end, all_begin + 1), all_end)

@@ -151,9 +151,9 @@ def apply_softcap(s, scale, softcap, form):
 
 @aggregate
 class Limits:
-    """The keys that each of a warp group's rows sees: [start, end), and with TREE what its word shows from `first` on.
+    """The keys that each of a warp group's rows sees: [start, end), with TREE from `first` on the nodes of its word.
 
-    Without TREE the other fields are anything.
+    Without TREE the fields from `low` on hold no meaning.
     """
 
     start: gl.tensor  # [64]
@@ -161,7 +161,7 @@ class Limits:
     low: gl.tensor  # [64] bits 0 to 31 of each row's word
     high: gl.tensor  # [64]
     first: gl.tensor  # the key of bit 0
-    hidden: gl.tensor  # bits that no row of the sequence shows, int64
+    hidden: gl.tensor  # bits of the nodes that no row of the sequence sees, int64
 
     @gluon.constexpr_function
     def __init__(self, start, end, low, high, first, hidden):
@@ -175,7 +175,7 @@ def _or(a, b):
 
 @gluon.jit
 def row_limits(work, rows, seen, position, sizes, form):
-    """Return which keys a warp group's rows see, of which the sequence sees those before `seen`."""
+    """Return the keys that a warp group's rows see; the sequence sees none from `seen` on."""
     end = gl.full([_ROWS], 0, gl.int32, form.ROW) + seen
     start = end
     if form.RIGHT:
@@ -191,6 +191,10 @@ def row_limits(work, rows, seen, position, sizes, form):
         each: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
         node = gl.arange(0, 64, each)
         all_words = gl.load(words + node, mask=node < work.q_length, other=0)
+        if form.RIGHT:  # the bits up to the last node that a row's causal mask shows
+            last = (node + (position + sizes.right - first)).to(gl.int64)
+            bits = (gl.full([64], 2, gl.int64, each) << gl.minimum(gl.maximum(last, 0), 62)) - 1
+            all_words = all_words & gl.where(last < 0, 0, gl.where(last > 62, -1, bits))
         nodes = gl.where(node < work.q_length, gl.full([64], 1, gl.int64, each) << node.to(gl.int64), 0)
         hidden = gl.reduce(nodes, 0, _or) & ~gl.reduce(all_words, 0, _or)
     return Limits(start, end, low, high, first, hidden)

@@ -36,9 +36,9 @@ class Form:
     QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
     PARTS         parts of columns in which the output leaves, through the room of one part; with OWN_OUT
     REG_Q         Q is read from registers, so that score products read only keys from shared memory; with OWN_OUT
-    PAGE          tokens of a page of keys, a multiple of 16; of a contiguous cache anything; 0 for other keys
-    HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
-    PIECE, WIDE   keys and columns of one load: all of a tile's without pages
+    PAGE          tokens of a page of keys, a multiple of 16; of a contiguous cache a multiple of KEYS; 0 for other keys
+    HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; of a cache
+    PIECE, WIDE   keys and columns of one load: all of a tile's without a table
     FP8           q, k, v and probabilities are e4m3; V is transposed (../auxiliary_kernels.py). With OWN_OUT no pages
     SCALED        with FP8 or a FORMAT: there are scales
     COLUMNS       with FP8: columns of a product of values; fewer than DIM if sums of all do not fit (products.py)
@@ -52,7 +52,7 @@ class Form:
     SIDE          with INT8: scales of keys lie side by side
     LAZY          the accumulator is rescaled only if a row's maximum has grown much (fragments.py); not with FP8
     FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize
-    TREE          over pages, without LEFT: each query's word says which of its sequence's last keys it sees
+    TREE          of a cache, without LEFT: each query's word says which of its sequence's last keys it sees
     TABLE         a table names each sequence's pages; else with a PAGE the cache is contiguous
     """
 
@@ -209,7 +209,7 @@ class Work:
     slot: gl.tensor  # of the first axis of the tensors
     q_first: gl.tensor  # row of the tensors at which the sequence begins
     q_length: gl.tensor
-    k_first: gl.tensor  # as q_first; of pages the row of the page table
+    k_first: gl.tensor  # as q_first; of a cache the sequence
     k_length: gl.tensor  # -1 for rows of no sequence
     split: gl.tensor
 
@@ -399,8 +399,6 @@ def key_tiles(row, rows: gl.constexpr, work, sizes, form):
         end = gl.minimum(end, gl.cdiv(gl.maximum(position + rows + sizes.right, 0), keys))
         unclean = gl.minimum(unclean, gl.maximum(position + 1 + sizes.right, 0) // keys)
     end = gl.maximum(end, 1)
-    if form.TREE:
-        unclean = gl.minimum(unclean, gl.maximum(work.k_length - work.q_length, 0) // keys)
     unclean = gl.minimum(unclean, end)
     begin, clean = end - end, end - end
     if form.LEFT:

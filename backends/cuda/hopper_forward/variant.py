@@ -1,4 +1,4 @@
-"""The explicitly scheduled dense forward for Hopper as a path: what it takes, and how it is launched."""
+"""The explicitly scheduled forward for Hopper as a path: what it takes, and how it is launched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from portattn.schema.lowering import FUSED
 from portattn.schema.ops import BACKWARD
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.symbolic_int import least
+from portattn.schema.symbolic_int import least, most
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
 if TYPE_CHECKING:
@@ -84,13 +84,15 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 DEQUANTIZING_REGISTERS = (128, 208, 32, 64)  # of two consumers, and of the dequantizer
 DEQUANTIZED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave the consumers too few registers
-DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of pages that are dequantized in the kernel
+DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of caches that the kernel dequantizes
 
 MOST_SPLITS = 32
 # Few rows over few keys are faster on the core, whose blocks are smaller. Rows: of a sequence and key head; keys: of
 # all sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here
 # and there: 16 sequences of 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9.
-FEW_ROWS, FEW_KEYS = 64, 100_000
+# More rows than 16 and wider heads than 128 count as so many more keys: there the core is slower by more.
+# With a window of 128 and heads of 64 64 sequences of one query take 20 µs here and 9 there, with 1,024 78 and 125.
+FEW_ROWS, FEW_KEYS, FEW_SEEN = 64, 100_000, 512
 # Over a contiguous cache, without a window or a tree, the core is as fast with so few rows and heads up to 128 wide: 8
 # sequences of 8,192 keys and 4 queries 72 µs here and 69 there, e4m3 56 and 48; 64 of 4,096 and 16 queries 246 and 592.
 CORE_ROWS = 16
@@ -215,16 +217,22 @@ class ForwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """Return the reason: the tuning data's, or few rows."""
+        """Return the reason: few rows, or the tuning data's."""
         p, rows = problem, problem.features()["rows"]
-        said = tuning().left_to_core(self.entries, _timed_as(p).features(), self.toolchain)
-        if said or not page_of(p) or rows >= FEW_ROWS:
-            return said
-        if not p.page_size and rows <= CORE_ROWS and not (p.window or p.tree_mask) and width(p.head_dim) <= 128:
+        few = bool(page_of(p)) and rows < FEW_ROWS
+        if few and not p.page_size and rows <= CORE_ROWS and not (p.window or p.tree_mask) and width(p.head_dim) <= 128:
             return f"over a contiguous cache the core is as fast with up to {CORE_ROWS} rows of a sequence and key head"
-        if p.batch * p.heads_k * _seen(p, FEW_ROWS) >= FEW_KEYS:
+        said = tuning().left_to_core(self.entries, _timed_as(p).features(), self.toolchain)
+        if said or not few:
+            return said
+        if heads_of(p) < least(p.group, GROUP_ROWS):
+            return f"a tile has few rows: of {p.group} heads of a key head it takes {heads_of(p)} together"
+        seen = _seen(p, least(p.seq_q, ceil_div(FEW_ROWS, heads_of(p))))
+        work = p.batch * p.heads_k * seen * most(rows, CORE_ROWS) // CORE_ROWS * width(p.head_dim) // 128
+        if seen >= FEW_SEEN and work >= FEW_KEYS:
             return ""
-        return f"with few rows it is faster than the core from {FEW_KEYS:,} keys on, of all sequences and key heads"
+        limits = f"{FEW_SEEN} keys of a sequence, and {FEW_KEYS:,} of all sequences and key heads, on"
+        return f"with few rows it is faster than the core from {limits}, counted by a table's room"
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         chosen = choice(call.problem, self.toolchain, self.entries)
@@ -305,7 +313,7 @@ def choice(
 
 
 def _timed_as(p: Problem) -> Problem:
-    """Return the problem whose tuning data holds: of a contiguous cache that of pages."""
+    """Return the problem whose tuning data holds: a contiguous cache has the data of pages."""
     if p.op != "decode_attention":
         return p
     return msgspec.structs.replace(p, op="paged_attention", page_size=WHOLE_TILES)
@@ -328,14 +336,14 @@ def _splits(p: Problem, s: Schedule, cores: int) -> int:
     tiles = tiles_of(p, rows)
     if p.packed:
         tiles = occupied_tiles(p, rows, heads_of(p)) * (p.heads_q // heads_of(p))
-    return split_count(tiles, ceil_div(_seen(p, rows), s.keys), cores)
+    return split_count(tiles, ceil_div(_seen(p, rows // heads_of(p)), s.keys), cores)
 
 
-def _seen(p: Problem, rows: int) -> int:
-    """Return the most keys that so many neighbouring rows see."""
+def _seen(p: Problem, queries: int) -> int:
+    """Return the most keys that so many neighbouring queries see."""
     if p.window_left == UNLIMITED or not _limited_right(p):
         return p.seq_k
-    return least(p.seq_k, p.window_left + max(p.window_right, 0) + rows)
+    return least(p.seq_k, p.window_left + max(p.window_right, 0) + queries)
 
 
 def _together(p: Problem, s: Schedule) -> int:
@@ -471,7 +479,8 @@ class ForwardLauncher(StepLauncher):
             "GROUPS": s.groups, "KEYS": s.keys, "DIM": width(p.head_dim), "STAGES": s.stages,
             "RIGHT": _limited_right(p), "LEFT": p.window_left != UNLIMITED,
             "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
-            "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
+            "UNSEEN": lengths != "none" or p.causal == "top_left" or p.tree_mask,
+            "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(page_of(p)), "HEADS": heads_of(p),

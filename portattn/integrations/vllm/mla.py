@@ -25,8 +25,8 @@ from portattn.integrations.vllm import MLA_NAME, caches
 from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import StartUp
 
-KEYS = 64  # tokens of a tile of the Hopper kernel, which a page holds whole
-EACH = 16  # rows of each request, in verification: so many are attended as a batch that is not packed
+TILE_TOKENS = 64  # of the Hopper kernel, whose tiles a page holds whole
+MOST_UNIFORM_ROWS = 16  # of a request, in verification: batches of so many rows each are not packed
 
 
 @dataclass
@@ -133,8 +133,8 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
             causal = [{"causal": not both} for both in range(1 + engine.non_causal)]
             if self.num_splits is None:
                 found.append(shared | engine.uniform(rows))
-                each = range(2, min(engine.rows, EACH) + 1)
-                found += [shared | engine.uniform(rows, count) | mask for count in each for mask in causal]
+                counts = range(2, min(engine.rows, MOST_UNIFORM_ROWS) + 1)
+                found += [shared | engine.uniform(rows, count) | mask for count in counts for mask in causal]
             else:
                 found.append(shared | replace(engine, rows=1).packed(rows) | {"causal": False})
             found += [shared | engine.packed(rows, single=False) | mask for mask in causal]
@@ -196,10 +196,11 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         cache = kv_c_and_k_pe_cache
         shared = self._shared(cache, layer)
         causal = attn_metadata.causal and batch.max_query_len > 1
-        each = batch.seq_lens.shape[0], batch.max_query_len
-        if nope.shape[0] == math.prod(each) and each[1] <= EACH and self.num_splits is None:  # all have as many rows
+        shape = batch.seq_lens.shape[0], batch.max_query_len
+        uniform = nope.shape[0] == math.prod(shape) and shape[1] <= MOST_UNIFORM_ROWS
+        if uniform and self.num_splits is None:
             out, lse = ops.mla_attention(
-                nope.unflatten(0, each), rope.unflatten(0, each), cache, batch.block_table, batch.seq_lens,
+                nope.unflatten(0, shape), rope.unflatten(0, shape), cache, batch.block_table, batch.seq_lens,
                 causal=causal, layout="bshd", **shared,
             )  # fmt: skip
             return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
@@ -229,7 +230,7 @@ class PortattnMLABackend(Capabilities, MLACommonBackend):
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the default if it is a multiple of 64 tokens, a tile of the Hopper kernel, and 64 otherwise."""
-        return default_block_size if default_block_size % KEYS == 0 else KEYS
+        return default_block_size if default_block_size % TILE_TOKENS == 0 else TILE_TOKENS
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

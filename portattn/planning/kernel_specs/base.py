@@ -182,11 +182,12 @@ def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:
 
 
 def occupied_tiles(problem: Problem, rows: int, per_row: int) -> int:
-    """Return the most of a head's packed tiles, of `rows` rows, that hold any: fewer than packed_tiles makes room for.
+    """Return about the most of a head's packed tiles, of `rows` rows, that hold any; packed_tiles has room for more.
 
-    Sequences of a row each have all further rows among them, or all are as long as the longest."""
-    further = most((problem.total_q or 0) - problem.batch, 0)
-    return least(problem.batch + further * per_row // rows, problem.batch * ceil_div(problem.seq_q * per_row, rows))
+    Either every sequence has a row and some have all further ones, or all are as long as the longest."""
+    batch, further = problem.batch, most((problem.total_q or 0) - problem.batch, 0)
+    one_long = batch * ceil_div(per_row, rows) + ceil_div(further * per_row, rows)
+    return least(one_long, batch * ceil_div(problem.seq_q * per_row, rows))
 
 
 NEARLY = 85  # per cent of the best: fewer splits than the best are taken where they are nearly as good
