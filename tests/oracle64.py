@@ -113,11 +113,9 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor, call: Call) -> None
         call.q.detach() @ call.k.detach().repeat_interleave(p.group, dim=1).transpose(-1, -2) * call.scale, dim=-1
     )
     exact = torch.softmax(
-        call.q.detach().double()
-        @ call.k.detach().double().repeat_interleave(p.group, dim=1).transpose(-1, -2)
-        * call.scale,
-        dim=-1,
-    )
+        call.q.detach().double() @ call.k.detach().double().repeat_interleave(p.group, dim=1).transpose(-1, -2)
+        * call.scale, dim=-1,
+    )  # fmt: skip
     rounding = 0.0
     if plain.numel() and plain.isfinite().all():
         v = call.v.detach().repeat_interleave(p.group, dim=1)

@@ -176,15 +176,12 @@ BEHAVIOURS = {
     "error": 'say({"ok": False, "stage": "ttgir", "kind": "RuntimeError", "message": "PassManager::run failed\\nmore",'
     ' "log": "Traceback"})',
     "crash": 'sys.stderr.write("python: TypeConverter.cpp:42: Assertion `!repl` failed.\\n"); sys.stderr.flush(); '
-    "os.kill(os.getpid(), signal.SIGABRT)",
-    "crash once": "first() and os.kill(os.getpid(), signal.SIGABRT); "
+    "os.kill(os.getpid(), signal.SIGABRT)", "crash once": "first() and os.kill(os.getpid(), signal.SIGABRT); "
     'say({"ok": True, "facts": {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}})',
     "a program of its dies once": 'say({"ok": False, "stage": "ttadapter", "kind": "RuntimeError", "message": '
     '"triton-adapter-opt died of signal 6\\nAssertion", "log": "Traceback"} if first() else '
-    '{"ok": True, "facts": {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}})',
-    "exit": "os._exit(3)",
-    "hang": "time.sleep(60)",
-    "too large": 'say({"ok": True, "facts": {"scratchpad_bytes": 10**9, "num_warps": 4}})',
+    '{"ok": True, "facts": {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}})', "exit": "os._exit(3)",
+    "hang": "time.sleep(60)", "too large": 'say({"ok": True, "facts": {"scratchpad_bytes": 10**9, "num_warps": 4}})',
     "no json": 'print("Segmentation fault?", flush=True)',
     "full disk": 'say({"ok": False, "stage": "ttgir", "kind": "OSError", "message": '
     '"[Errno 28] No space left on device", "log": "Traceback"})',
@@ -196,10 +193,9 @@ BEHAVIOURS = {
     "a file too large": "signal.signal(signal.SIGXFSZ, signal.SIG_DFL); "
     "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)); "
     "[os.write(file, b'x' * 10) for file in [os.open(__file__ + '.x', 65)] * 2]",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "bus error": "os.kill(os.getpid(), signal.SIGBUS)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)", "bus error": "os.kill(os.getpid(), signal.SIGBUS)",
     "closes its answers": "os.close(1); time.sleep(60)",
-}
+}  # fmt: skip
 
 
 def fake_python(folder: Path, behaviour: str) -> tuple[Path, Path]:

@@ -266,12 +266,10 @@ def test_another_process_loads_it(tmp_path: Path) -> None:
     (tmp_path / "handle").write_bytes(pickle.dumps(handle))
     torch.save((q, handle.run(q, q, q, causal=True)), tmp_path / "tensors")
     program = (
-        "import pickle, sys, torch\n"
-        "handle = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "q, right = torch.load(sys.argv[2])\n"
-        "torch.testing.assert_close(handle.run(q, q, q, causal=True), right)\n"
+        "import pickle, sys, torch\n" "handle = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "q, right = torch.load(sys.argv[2])\n" "torch.testing.assert_close(handle.run(q, q, q, causal=True), right)\n"
         "print(handle.plan.path)\n"
-    )
+    )  # fmt: skip
     ended = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "handle"), str(tmp_path / "tensors")],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,

@@ -45,11 +45,9 @@ def test_every_command_has_help_and_json(portattn, command):
 
 def test_help_imports_neither_torch_nor_triton():
     code = (
-        "import sys; from portattn.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
+        "import sys; from portattn.cli import main\n" "try: main(['--help'])\n" "except SystemExit: pass\n"
         "print([m for m in ('torch', 'triton', 'numpy', 'msgspec') if m in sys.modules])"
-    )
+    )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -18,12 +18,8 @@ SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--c
 
 @pytest.mark.parametrize(
     ("target", "toolchain"),
-    [
-        ("ascend:ascend910b2", "triton-ascend==3.1.0"),
-        ("rocm:gfx942", "triton==3.6.0"),
-        ("cuda:sm_89", "triton==3.9.0"),
-    ],
-)
+    [("ascend:ascend910b2", "triton-ascend==3.1.0"), ("rocm:gfx942", "triton==3.6.0"), ("cuda:sm_89", "triton==3.9.0")],
+)  # fmt: skip
 def test_any_target_is_planned_from_anywhere(portattn, target, toolchain):
     line = ("plan", "attention", "--target", target, "--toolchain", toolchain, *SHAPES)
     called = portattn(*line, "--json")

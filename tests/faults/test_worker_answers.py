@@ -329,13 +329,11 @@ def test_whatever_is_raised_in_a_request_ends_the_child(
 def test_a_signal_whose_handler_returns_changes_nothing(tmp_path: Path) -> None:
     python = planted(tmp_path, "say(stage='ttgir')\ntime.sleep(1)\nanswer()")
     told = scenario(
-        "import signal\n"
-        "from portattn.worker.client import Worker\n"
-        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
+        "import signal\n" "from portattn.worker.client import Worker\n"
+        "signal.signal(signal.SIGALRM, lambda *_: None)\n" "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
         f"print(Worker(python={python!r}).request('compile', {SECONDS}).outcome)\n"
         "signal.setitimer(signal.ITIMER_REAL, 0)\n"
-    )
+    )  # fmt: skip
     assert told == "ok\n"
 
 

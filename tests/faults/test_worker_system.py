@@ -38,13 +38,11 @@ def is_unavailable(reply: Reply, kind: str, text: str) -> bool:
 def test_a_python_that_does_not_know_where_it_is(executable: str) -> None:
     """As where an application embeds Python: set before anything is imported, and not looked at before it is used."""
     told = scenario(
-        f"import sys\nsys.executable = {executable}\n"
-        "from portattn.compile.ensure_compiled import new_worker\n"
-        "from portattn.worker.client import Worker\n"
-        "for worker in (Worker(), new_worker()):\n"
+        f"import sys\nsys.executable = {executable}\n" "from portattn.compile.ensure_compiled import new_worker\n"
+        "from portattn.worker.client import Worker\n" "for worker in (Worker(), new_worker()):\n"
         "    reply = worker.request('hello', 60)\n"
         "    print(reply.outcome, reply.stage, reply.unavailable, reply.message, sep='|')\n"
-    )
+    )  # fmt: skip
     line = "crash|start|True|a worker cannot be started: sys.executable is empty, and Worker was given no `python`"
     assert told.splitlines() == [line, line]
 
@@ -69,23 +67,16 @@ def test_no_descriptors_are_left(tmp_path: Path) -> None:
     """The request is answered, nothing is kept open or on disk, and the next one finds descriptors again."""
     python = planted(tmp_path, "answer()")
     told = scenario(
-        "import os, resource\n"
-        "from portattn.worker.client import Worker\n"
-        f"worker = Worker(python={python!r})\n"
-        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "import tempfile; folder = tempfile.gettempdir()\n"
-        "opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]\n"
-        "for free in range(8):\n"
+        "import os, resource\n" "from portattn.worker.client import Worker\n" f"worker = Worker(python={python!r})\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n" "import tempfile; folder = tempfile.gettempdir()\n"
+        "opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]\n" "for free in range(8):\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1] + 1 + free, hard))\n"
-        "    reply = worker.request('hello', 60)\n"
-        "    if reply.outcome == 'ok':\n"
-        "        worker.close()\n"
+        "    reply = worker.request('hello', 60)\n" "    if reply.outcome == 'ok':\n" "        worker.close()\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "    print(reply.outcome, reply.unavailable, reply.kind, reply.message.rpartition(': ')[2],\n"
         "          sum(name.startswith('portattn-worker-') for name in os.listdir(folder)), sep='|')\n"
-        "print(worker.request('hello', 60).outcome)\n",
-        {"TMPDIR": str(tmp_path)},
-    )
+        "print(worker.request('hello', 60).outcome)\n", {"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
     *limited, last = told.splitlines()
     assert limited[:4] == ["crash|True|OSError|Too many open files|0"] * 4
     assert set(limited) <= {"crash|True|OSError|Too many open files|0", "ok|False|||0"}
@@ -183,14 +174,12 @@ def test_nothing_is_written_where_the_disk_is_full(tmp_path: Path, looked: str, 
     once, by writing a file."""
     python = planted(tmp_path, "say(stage='ttgir')\nos.write(2, b'Assertion `room` failed.\\n')\nos.abort()")
     told = scenario(
-        "import resource, tempfile\n"
-        "from portattn.worker.client import Worker\n"
-        f"{looked}\n"
+        "import resource, tempfile\n" "from portattn.worker.client import Worker\n" f"{looked}\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         f"reply = Worker(python={python!r}).request('compile', 60)\n"
         "message = reply.message.rpartition('started: ')[2].partition(' in [')[0]\n"
         "print(reply.outcome, reply.kind, reply.unavailable, message)\n"
-    )
+    )  # fmt: skip
     assert told == said
 
 
@@ -215,13 +204,10 @@ def test_an_application_with_signals_of_its_own(tmp_path: Path, handling: str) -
     dies = planted(tmp_path, "", before="os.close(0)\nos._exit(3)", name="dies")
     answers = planted(tmp_path, "answer()", name="answers")
     told = scenario(
-        "import signal\n"
-        "from portattn.worker.client import Worker\n"
-        f"signal.signal(signal.{handling})\n"
+        "import signal\n" "from portattn.worker.client import Worker\n" f"signal.signal(signal.{handling})\n"
         f"print(Worker(python={dies!r}).request('compile', 60, text='x' * 5_000_000).outcome)\n"
-        f"with Worker(python={answers!r}) as worker:\n"
-        "    print(worker.request('compile', 60).outcome)\n"
-    )
+        f"with Worker(python={answers!r}) as worker:\n" "    print(worker.request('compile', 60).outcome)\n"
+    )  # fmt: skip
     assert told.splitlines() == ["crash", "ok"]
 
 

@@ -63,11 +63,9 @@ def features(name: str) -> dict[str, dict[str, Any]]:
 
 
 CASES = [
-    (name, feature, seed)
-    for name in OPS
-    for feature in features(name)
+    (name, feature, seed) for name in OPS for feature in features(name)
     for seed in (SEEDS.get(feature, (1,)) if name not in ONCE else (1,))
-]
+]  # fmt: skip
 
 
 def splits(name: str, seed: int) -> int:

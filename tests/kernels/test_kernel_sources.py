@@ -37,11 +37,9 @@ def jitted(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 def long_conditions(source: str) -> list[str]:
     """`a and b and c` in a kernel: Triton 3.2, and so triton-ascend 3.2.0, takes two values at a time."""
     return [
-        f"line {node.lineno}: {ast.unparse(node)}"
-        for kernel in jitted(ast.parse(source))
-        for node in ast.walk(kernel)
+        f"line {node.lineno}: {ast.unparse(node)}" for kernel in jitted(ast.parse(source)) for node in ast.walk(kernel)
         if isinstance(node, ast.BoolOp) and len(node.values) > 2
-    ]
+    ]  # fmt: skip
 
 
 def test_what_is_found() -> None:

@@ -135,13 +135,11 @@ def check(device: Device, case: str, lowering: dict[str, str], seed: int = 0) ->
 def alone() -> list[tuple[str, str, str]]:
     """Each value that is no default, for each case whose kernel reads the choice, where nothing forbids it."""
     return [
-        (case, name, value)
-        for case, (op, fields) in CASES.items()
-        for name in CORES[op].choices
+        (case, name, value) for case, (op, fields) in CASES.items() for name in CORES[op].choices
         for value in (CUDA_PRECISIONS if name == "dot_precision" else CHOICES[name])
         if value not in (DEFAULTS[name], *NOT_HERE)
         and possible(op, problem(op=op, **fields), {name: value})[name] == value
-    ]
+    ]  # fmt: skip
 
 
 def test_every_value_that_a_kernel_reads_is_among_them() -> None:

@@ -67,14 +67,10 @@ def rows_of(call: Call, result: tuple[torch.Tensor, torch.Tensor], b: int) -> li
 
 
 LOADS = [
-    (name, load, features)
-    for name in OPS
-    if name != "varlen"
-    for load in ("pointer", "block_ptr", "descriptor")
-    if load == "pointer" or name in ("dense", "padded", "decode", "whole pages")
-    for features in ("plain", "more")
+    (name, load, features) for name in OPS if name != "varlen" for load in ("pointer", "block_ptr", "descriptor")
+    if load == "pointer" or name in ("dense", "padded", "decode", "whole pages") for features in ("plain", "more")
     if load == "pointer" or features == "plain"
-]
+]  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "sparse": {"magicpig": True, "alibi_slopes": True}, "sparse paged": {"log_weights": True, "alibi_slopes": True},
     "ragged": {"causal": "bottom_right", "window_left": 5, "alibi_slopes": True},
@@ -238,12 +234,9 @@ def lowerings_of(name: str) -> list[dict[str, str]]:
     """Every value but the default of every choice that the op's kernel reads, each alone."""
     default = Lowering()
     return [
-        {choice: value}
-        for choice in CORES[problem(name).op].choices
-        if choice != "dot_precision"
-        for value in CHOICES[choice]
-        if value != getattr(default, choice)
-    ]
+        {choice: value} for choice in CORES[problem(name).op].choices if choice != "dot_precision"
+        for value in CHOICES[choice] if value != getattr(default, choice)
+    ]  # fmt: skip
 
 
 def limits(p: Problem, lowering: dict[str, str]) -> dict[str, str]:
@@ -265,12 +258,10 @@ CASES = [(name, feature) for name in OPS for feature in features_of(name)]
 # The features under which rows that are not real would see what no other row does.
 SHARP = {True: ("window", "top-left"), False: ("bias", "bias by key", "causal window")}
 LOWERED = [
-    (name, feature, lowering)
-    for name in OPS
-    for lowering in lowerings_of(name)
+    (name, feature, lowering) for name in OPS for lowering in lowerings_of(name)
     for feature in (("lengths",) if "sparse" in name else SHARP[name in PACKED])
     if not limits(problem(name, **suited(name, lowering)), lowering).keys() & lowering.keys()
-]
+]  # fmt: skip
 
 
 def poisoned_call(device: Device, p: Problem, seed: int, poison: str, value: float) -> Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support import problem
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.launch.run import load_kernels
-from portattn.planning.kernel_specs import CORES, heads_together, of_gradients, packed_tiles
+from portattn.planning.kernel_specs import CORES, heads_together, occupied_tiles, of_gradients, packed_tiles
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import OF_ROWS, Launch, Lowering
@@ -167,6 +168,17 @@ def test_tiles_of_packed_rows(total: int, per_row: int, block_m: int, batch: int
     """The rows' own, a ragged one for each sequence, and one for what follows the last."""
     p = problem(op="varlen_attention", batch=batch, total_q=total, total_k=9)
     assert packed_tiles(p, Launch(block_m=block_m), per_row) == tiles
+
+
+def test_tiles_that_hold_rows_are_counted_for_any_lengths() -> None:
+    drawn = random.Random(3)
+    for _ in range(300):
+        lengths, per_row, rows = [drawn.randint(1, 40) for _ in range(drawn.randint(1, 6))], drawn.randint(1, 80), 16
+        p = of("paged_attention", batch=len(lengths), total_q=sum(lengths), seq_q=max(lengths))
+        real = sum(-(-length * per_row // rows) for length in lengths)
+        assert real <= occupied_tiles(p, rows, per_row) + len(lengths)
+        alike = msgspec.structs.replace(p, total_q=len(lengths) * max(lengths))
+        assert occupied_tiles(alike, rows, per_row) <= len(lengths) * -(-max(lengths) * per_row // rows)
 
 
 def test_heads_together_where_sequences_are_packed_or_not() -> None:

@@ -87,15 +87,15 @@ DEQUANTIZED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave th
 DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of caches that the kernel dequantizes
 
 MOST_SPLITS = 32
-# Few rows over few keys are faster on the core, whose blocks are smaller. Rows: of a sequence and key head; keys: of
-# all sequences and key heads, as far as a row sees. Measured on an H200, bf16, 32/8 heads of 128, 4 queries, µs here
-# and there: 16 sequences of 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9.
-# More rows than 16 and wider heads than 128 count as so many more keys: there the core is slower by more.
-# With a window of 128 and heads of 64 64 sequences of one query take 20 µs here and 9 there, with 1,024 78 and 125.
+# Few rows (of a sequence and key head) over few keys (of all sequences and key heads, as far as a row sees) are faster
+# on the core, whose blocks are smaller. An H200, bf16, 32/8 heads of 128, 4 queries, µs here and there: 16 sequences of
+# 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9; with a window of 128, D = 64,
+# 20 and 9. More rows than CORE_ROWS and wider heads count as so many more keys: there the core is slower by more.
 FEW_ROWS, FEW_KEYS, FEW_SEEN = 64, 100_000, 512
-# Over a contiguous cache, without a window or a tree, the core is as fast with so few rows and heads up to 128 wide: 8
-# sequences of 8,192 keys and 4 queries 72 µs here and 69 there, e4m3 56 and 48; 64 of 4,096 and 16 queries 246 and 592.
+# Over a contiguous cache, without a window or a tree, the core is as fast: 8 × 8,192 keys, 4 queries 72 µs here and 69
+# there, e4m3 56 and 48; but 64 × 4,096 keys and 16 queries 246 and 592.
 CORE_ROWS = 16
+FEW_TILES = 45  # tiles by cores, in per cent: with fewer the core, which splits keys, is faster than unsplit keys here
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,8 +217,11 @@ class ForwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """Return the reason: few rows, or the tuning data's."""
+        """Return the reason: few tiles or rows, or the tuning data's."""
         p, rows = problem, problem.features()["rows"]
+        whole = page_of(p) and p.head_dim_v not in WIDTHS
+        if whole and 100 * _with_rows(p, 2 * GROUP_ROWS) < FEW_TILES * _arch().cores:
+            return f"tiles for less than {FEW_TILES} % of the cores, and keys of {p.head_dim_v} columns are not split"
         few = bool(page_of(p)) and rows < FEW_ROWS
         if few and not p.page_size and rows <= CORE_ROWS and not (p.window or p.tree_mask) and width(p.head_dim) <= 128:
             return f"over a contiguous cache the core is as fast with up to {CORE_ROWS} rows of a sequence and key head"
@@ -329,18 +332,24 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
-    # Partial results have the kernel's width.
-    if (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:
+    if (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:  # partial results have the kernel's width
         return 1
     rows = GROUP_ROWS * s.groups
-    tiles = tiles_of(p, rows)
-    if p.packed:
-        tiles = occupied_tiles(p, rows, heads_of(p)) * (p.heads_q // heads_of(p))
+    tiles = _with_rows(p, rows)
     return split_count(tiles, ceil_div(_seen(p, rows // heads_of(p)), s.keys), cores)
+
+
+def _with_rows(p: Problem, rows: int) -> int:
+    """Return the tiles that hold rows, about the most that packed queries can fill."""
+    if not p.packed:
+        return tiles_of(p, rows)
+    return occupied_tiles(p, rows, heads_of(p)) * (p.heads_q // heads_of(p))
 
 
 def _seen(p: Problem, queries: int) -> int:
     """Return the most keys that so many neighbouring queries see."""
+    if p.causal == "top_left":
+        return least(p.seq_k, p.seq_q)
     if p.window_left == UNLIMITED or not _limited_right(p):
         return p.seq_k
     return least(p.seq_k, p.window_left + max(p.window_right, 0) + queries)

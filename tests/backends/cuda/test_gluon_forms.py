@@ -61,12 +61,9 @@ FEW = (
 )  # fmt: skip
 MOST_SPILLED = 256  # bytes a thread, with the release that the schedules were timed with
 ALL = [
-    (form, head_dim, causal)
-    for form, fields in FORMS.items()
-    for head_dim in (64, 128, 256)
-    for causal in CAUSAL
+    (form, head_dim, causal) for form, fields in FORMS.items() for head_dim in (64, 128, 256) for causal in CAUSAL
     if (causal == "none" or "window_right" not in fields) and not ("kv_format" in fields and head_dim == 256)
-]
+]  # fmt: skip
 
 
 def problem(form: str, head_dim: int, causal: str) -> Problem:

@@ -44,13 +44,9 @@ FEW = {
 }  # fmt: skip
 HEADS = {"e4m3": (64, 128, 192, 256), "int8": (64, 128)}
 ALL = [
-    (kind, form, head_dim, causal)
-    for kind, forms in FORMS.items()
-    for form, fields in forms.items()
-    for head_dim in HEADS[kind]
-    for causal in wide.CAUSAL
-    if causal == "none" or "window_right" not in fields
-]
+    (kind, form, head_dim, causal) for kind, forms in FORMS.items() for form, fields in forms.items()
+    for head_dim in HEADS[kind] for causal in wide.CAUSAL if causal == "none" or "window_right" not in fields
+]  # fmt: skip
 WIDE = {"head_dim": 256, "head_dim_v": 256}
 
 

@@ -70,7 +70,7 @@ FEW = {"batch": 4, "seq_q": 4, "seq_k": 1024}
     ({"batch": 1, "seq_q": 16, "seq_k": 32768, "sinks": True}, 16), ({"batch": 64, "seq_q": 4, "total_q": 256}, 1),
     ({**DENSE, "seq_q": 5}, 2), ({**DENSE, "window_left": 4095}, 2), ({**DENSE, "tree_mask": True}, 2),
     ({**DENSE, "head_dim": 256, "head_dim_v": 256}, 2), ({"batch": 8, "seq_q": 16, "total_q": 128}, 2),
-    ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2),
+    ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2), ({**DENSE, "seq_q": 33, "causal": "top_left"}, 1),
 ], ids=str)  # fmt: skip
 def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
     made = plan(problem(**fields), SM_90)
@@ -83,6 +83,7 @@ def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
     ({**DECODING, "window_left": 199, "batch": 256}, "from 512 keys of a sequence, and 100,000 of all"),
     (FEW, "and 100,000 of all sequences and key heads, on"),
     ({"batch": 64, "seq_q": 4, "heads_q": 24}, "a tile has few rows: of 3 heads of a key head it takes 1 together"),
+    ({"batch": 1, "seq_q": 128, "seq_k": 131072, "head_dim": 96, "head_dim_v": 96}, "keys of 96 columns are not split"),
     (DENSE, "over a contiguous cache the core is as fast with up to 16 rows"),
     ({**FEW, "total_q": 16, "window_left": 99, "seq_k": 8192}, "from 512 keys of a sequence"),
 ])  # fmt: skip
@@ -98,6 +99,7 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: s
     ("fields", "reason"),
     [
         ({"page_size": 8}, "takes pages of a multiple of 16 tokens, not 8"),
+        ({"tree_mask": True, "seq_q": 16, "window_left": 9}, "takes no tree mask with a window"),
         ({"page_size": 24, "seq_k": 240}, "takes pages of a multiple of 16 tokens, not 24"),
         ({"page_size": 1}, "takes pages of a multiple of 16 tokens, not 1"),
         ({"kv_format": "int8", "kv_scales": "head"}, "takes caches of e4m3 or e5m2 numbers, not int8"),

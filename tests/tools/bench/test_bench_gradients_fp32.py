@@ -94,13 +94,9 @@ def test_a_product_in_tf32_is_far_over_it(low: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "wrong"),
-    [
-        ({"hidden": 1}, "out"),
-        ({"scale": CASE.head_dim**-0.5 * (1 + 1e-4)}, "dq"),
-    ],
+    ("change", "wrong"), [({"hidden": 1}, "out"), ({"scale": CASE.head_dim**-0.5 * (1 + 1e-4)}, "dq")],
     ids=["mask off by one", "scale off by a ten-thousandth"],
-)
+)  # fmt: skip
 def test_planted_faults_are_over_it(change: dict, wrong: str) -> None:
     error = judge().error(simulated(terms=64, **change))
     assert error > 3.0

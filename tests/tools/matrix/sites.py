@@ -42,10 +42,8 @@ def run_of_every_kind(cell: Callable[..., Cell], run_of: Callable[..., tuple[Run
     }  # fmt: skip
     problems = (dense(dtype="fp16", head_dim=64), decode("GQA", dtype="bf16", head_dim=128))
     cells = [
-        cell(target=target, named=named, **changes.get(target, {}))
-        for target in (*TARGETS, *NARROW)
-        for named in problems
-        if (target, named) != ("cuda:sm_86", problems[1])
-    ]
+        cell(target=target, named=named, **changes.get(target, {})) for target in (*TARGETS, *NARROW)
+        for named in problems if (target, named) != ("cuda:sm_86", problems[1])
+    ]  # fmt: skip
     command = "portattn matrix run " + " ".join(f"--targets {target}" for target in (*TARGETS, *NARROW))
     return run_of(cells, host="made <b>by hand</b>", command=command)

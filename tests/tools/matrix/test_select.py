@@ -29,11 +29,9 @@ def test_problems_have_names_of_their_own(which):
 def test_the_full_set_covers_what_it_says():
     dense = [n.problem for n in full() if n.problem.op == "attention"]
     assert {(p.dtype, p.head_dim, p.causal) for p in dense} >= {
-        (dtype, dim, causal)
-        for dtype in ("fp16", "bf16", "fp32")
-        for dim in (32, 64, 80, 96, 128, 192, 256)
+        (dtype, dim, causal) for dtype in ("fp16", "bf16", "fp32") for dim in (32, 64, 80, 96, 128, 192, 256)
         for causal in ("none", "bottom_right", "top_left")
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("which", SETS)

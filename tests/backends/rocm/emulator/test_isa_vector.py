@@ -54,11 +54,9 @@ def definition(arch: str, name: str, ieee: bool = True) -> isa_vector.Entry | No
 
 
 CASES = isa_run.checked(
-    (arch, name)
-    for arch, names in USED.items()
-    for name in dict.fromkeys([*names, *UNUSED[arch]])
+    (arch, name) for arch, names in USED.items() for name in dict.fromkeys([*names, *UNUSED[arch]])
     if name.startswith("v_") and definition(arch, name)
-)
+)  # fmt: skip
 
 
 def constants(kind: str) -> list[tuple[str, int]]:

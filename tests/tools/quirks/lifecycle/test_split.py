@@ -120,12 +120,9 @@ FRONT_END = "triton.compiler.errors.CompilationError: at 12:8:\nE       acc = 1\
 
 def test_a_tests_heading_belongs_to_its_own_failure(registry) -> None:
     text = (
-        "=== FAILURES ===\n"
-        + reported("test_attn[gfx942]", DOMINATES)
-        + reported("test_attn[gfx1100]", MATRIX)
-        + reported("test_other[gfx950]", "3 is not 4", "AssertionError: 3 != 4")
-        + "=== 3 failed in 12.01s ===\n"
-    )
+        "=== FAILURES ===\n" + reported("test_attn[gfx942]", DOMINATES) + reported("test_attn[gfx1100]", MATRIX)
+        + reported("test_other[gfx950]", "3 is not 4", "AssertionError: 3 != 4") + "=== 3 failed in 12.01s ===\n"
+    )  # fmt: skip
     first, second = found(text)
     assert first.text.splitlines()[0] == "__ test_attn[gfx942] __"
     assert first.text.splitlines()[first.at - 1] == DOMINATES

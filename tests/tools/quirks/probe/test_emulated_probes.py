@@ -60,11 +60,8 @@ def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ())
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("off", "unchecked", "told"),
-    [
-        ((8, 0), (), "BugFound: OutOfBounds: line"),
-        ((8, 1), ("memory",), "BugFound: 2.0 for 1.0"),
-    ],
-)
+    [((8, 0), (), "BugFound: OutOfBounds: line"), ((8, 1), ("memory",), "BugFound: 2.0 for 1.0")],
+)  # fmt: skip
 def test_wrong_numbers_and_findings_are_seen(
     tmp_path: Path, off: tuple[int, int], unchecked: tuple[str, ...], told: str
 ) -> None:
