@@ -89,8 +89,8 @@ DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of caches that the kernel dequ
 MOST_SPLITS = 32
 # Few rows (of a sequence and key head) over few keys (of all sequences and key heads, as far as a row sees) are faster
 # on the core, whose blocks are smaller. An H200, bf16, 32/8 heads of 128, 4 queries, µs here and there: 16 sequences of
-# 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9; with a window of 128, D = 64,
-# 20 and 9. More rows than CORE_ROWS and wider heads count as so many more keys: there the core is slower by more.
+# 1,024 keys 25 and 26, 4 of 1,024 14.4 and 14.2, 1 of 4,096 17 and 15, 16 of 256 11 and 9; a window of 128, D = 64, 20
+# and 9. More rows than CORE_ROWS and wider heads count as so many more keys: there the core is slower by more.
 FEW_ROWS, FEW_KEYS, FEW_SEEN = 64, 100_000, 512
 # Over a contiguous cache, without a window or a tree, the core is as fast: 8 × 8,192 keys, 4 queries 72 µs here and 69
 # there, e4m3 56 and 48; but 64 × 4,096 keys and 16 queries 246 and 592.

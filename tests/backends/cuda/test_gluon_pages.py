@@ -77,6 +77,14 @@ def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
     assert (made.path, made.schedule["splits"]) == (VARIANT.name, splits), made.explain()
 
 
+@pytest.mark.parametrize(("fields", "rows"), [({}, (4, 32, 4)), ({"total_q": 16}, (1, 32, 16))])
+def test_partial_results_have_a_place_for_each_row(fields: dict[str, Any], rows: tuple[int, ...]) -> None:
+    made = VARIANT.described(meta_call(problem(**FEW | {"seq_k": 4096}, **fields)))
+    assert {name: shape for name, (shape, _) in made.buffers.items()} == {
+        "partial": (4, *rows, 128), "partial_lse": (4, *rows),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("fields", "why"), [
     (DECODING, "64 sequences 489 for 490"), ({**DECODING, "total_q": 64}, "64 sequences 489 for 490"),
     ({**DECODING, "window_left": 1023, "kv_format": "e4m3"}, "with a window of 1,024 65 for 71"),
