@@ -224,7 +224,7 @@ def _flaws(owner: Any, kind: str, *names: str) -> Iterator[str]:
     found, known = inspect.signature(owner).parameters, {"self", "cls", *(name.rstrip("=") for name in names)}
     yield from (f"has no parameter {name!r}" for name in names if name not in found and not name.endswith("="))
     placed = [name for name, one in found.items() if one.kind is one.POSITIONAL_OR_KEYWORD and name in names]
-    if placed != [name for name in names if name in placed]:
+    if kind == "takes" and placed != [name for name in names if name in placed]:  # called by position
         yield f"has its parameters in another order: {', '.join(placed)}"
     for name, one in found.items():
         open_ended = one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)

@@ -112,12 +112,13 @@ def test_each_member_that_differs_is_named(interface: Interface, monkeypatch: py
 
 def test_another_order_and_a_failing_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, VLLM)
-    monkeypatch.setattr(sys.modules["vllm.v1.attention.ops.int4_per_token_head"], "single_rht", lambda inverse, x: None)
+    impl = sys.modules["vllm.model_executor.layers.attention.mla_attention"].MLACommonImpl
+    monkeypatch.setattr(impl, "forward_mqa", lambda self, layer, q, kv_c_and_k_pe_cache, attn_metadata: None)
     monkeypatch.delattr(sys.modules["vllm.platforms"], "current_platform")
     monkeypatch.setattr(sys.modules["vllm.platforms"], "__getattr__", {}.__getitem__, raising=False)
     assert sorted(differences(VLLM)) == [
+        "MLACommonImpl.forward_mqa has its parameters in another order: layer, q, kv_c_and_k_pe_cache, attn_metadata",
         "current_platform of vllm.platforms cannot be read (KeyError: 'current_platform')",
-        "single_rht has its parameters in another order: inverse, x",
     ]
 
 
