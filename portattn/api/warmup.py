@@ -277,6 +277,8 @@ def warmup(
     begun, say = time.perf_counter(), say or (lambda text: None)
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         raise ArgumentError("warmup", "jobs", jobs, "must be None or an integer from 1 on")
+    if not isinstance(specs, Sequence) or isinstance(specs, str):
+        raise ArgumentError("warmup", "specs", specs, "must be a list of mappings")
     where = current_accelerator() if device is None else _device(device)
     read = [Spec(place, spec) for place, spec in enumerate(specs)]
     made, loading = list[_Warming](), False
@@ -410,12 +412,11 @@ class _Warming:
 
     def report(self) -> WarmupResult:
         cached = self._cached
-        direct = None if cached is None else cached.direct
+        direct, key = None if cached is None else cached.direct, self.made.key if self.made else ""
         return WarmupResult(
-            spec=self.spec.place, call=self.call, path=self.made.path if self.made else "",
-            key=self.made.key if self.made else "",
+            spec=self.spec.place, call=self.call, path=self.made.path if self.made else "", key=key,
             way="" if cached is None else "triton" if direct is None else direct.way,
-            why="" if direct is None else direct.reason, compiled=self.compiled, loaded=self.loaded,
+            why="" if direct is None else direct.reason, compiled=self.compiled and bool(key), loaded=self.loaded,
             seconds=round(self.seconds, 3), cached=self.cached, failed=self.failed,
             sizes=self.why or ("" if cached is None else cached.why_fixed),
         )  # fmt: skip

@@ -110,6 +110,8 @@ def test_a_spec_that_is_none_is_named_before_anything_runs(
     [
         ({"jobs": 0}, "warmup: jobs is 0, but must be None or an integer from 1 on"),
         ({"jobs": -1}, "warmup: jobs is -1, but must be None or an integer from 1 on"),
+        ({"specs": None}, "warmup: specs is None, but must be a list of mappings"),
+        ({"specs": "[]"}, "warmup: specs is '[]', but must be a list of mappings"),
         ({"jobs": 2.0}, "warmup: jobs is 2.0, but must be None or an integer from 1 on"),
         ({"device": "gpu"}, "warmup: device is 'gpu', but must be a device of torch's: "),
         ({"device": "cuda:99"}, "warmup: device is 'cuda:99', but must be a device of torch's: "),
@@ -119,7 +121,7 @@ def test_a_spec_that_is_none_is_named_before_anything_runs(
 )
 def test_what_is_no_device_or_no_count_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(portattn.ArgumentError, match=re.escape(said)):
-        portattn.warmup([SMALL], **given)
+        portattn.warmup(**{"specs": [SMALL]} | given)
 
 
 def test_sizes_that_vary_are_one_call_where_nothing_is_kept() -> None:
