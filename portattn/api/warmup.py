@@ -196,7 +196,7 @@ class WarmupResult(msgspec.Struct, frozen=True, kw_only=True):
         way: how it is launched from now on: "native" (C), "driver" (Python, through ctypes), "compiled" (Triton's
             launcher of the cached kernel), "triton" (Triton's own way); empty where no kernel of portattn's runs
         why: why it is not "native"
-        compiled: whether a child process compiled something for it now
+        compiled: whether a child process compiled a kernel now that it runs
         loaded: kernels that this process compiled or loaded from Triton's cache for it
         seconds: that it took here, after its compile in a child process
         cached: whether the launch cache holds the next call like it
