@@ -289,7 +289,8 @@ def warmup(
                 for one in _classes(list(made), spec, where, say):
                     made.append(one)
                     if one.launches and not loading:
-                        loading = beside.enter_context(preload.meanwhile(one.target.backend, current().cache_dir))
+                        beside.enter_context(preload.meanwhile(one.target.backend, current().cache_dir))
+                        loading = True
         compile_seconds = _compile(made, jobs, say)
         loaded = monitor.specialisations()
         for place, one in enumerate(made):

@@ -63,7 +63,7 @@ def load(compiled: Any, cache_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[bool]:
+def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[None]:
     """Prepare loading and launching `kernels` (module, function) in threads beside the block, and wait at its end."""
     ready: list[list[Callable[[], object]]] = [[_triton_driver, _triton_key]]
     ready[0] += [functools.partial(_kernel_key, *names) for names in kernels]
@@ -76,7 +76,7 @@ def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] =
         for thread in threads:
             thread.start()
     try:
-        yield True
+        yield
     except Exception:
         _wait(threads)
         raise

@@ -311,7 +311,7 @@ def scheduled_forward(
     out, stride_h, stride_s  the output again, and its strides in steps of 8 elements, for the last rows of packed
           sequences
     splits  blocks that share a tile's keys; with SPLIT `out` is (splits, B, Hq, Sq, DIM) float32 partial results, and
-          `lse`, which must be there, (splits, B, Hq, Sq); packed queries, over pages alone, are one batch
+          `lse`, which must be there, (splits, B, Hq, Sq); packed queries, of a cache alone, are one batch
     lse   (B, Hq, Sq) float32, or None; sinks (Hq,) or None
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
     page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without a table. What a length does
