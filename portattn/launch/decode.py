@@ -148,7 +148,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         **strides("q", call.q, "bhsd"), **strides("rope", call.q_rope, "bhsd"),
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **scale_strides(call), **scale_strides(call, BLOCK_SCALES), **outputs.strides("pbhs"),
-        "table_stride_b": 0 if table is None else table.stride(0), **alibi_stride(call),
+        "table_stride_b": 0 if table is None else table.stride(-2), **alibi_stride(call),
         **score_strides(call), **tree_stride(call),
         "heads_k": problem.heads_k, "seq_q": problem.query_rows[1], "seq_k": problem.seq_k, "pages": call.k.shape[0],
         "row_tiles": kernel.row_tiles(problem, launch), "splits": launch.splits, "tiles": tiles,

@@ -12,6 +12,7 @@ from portattn.schema.ops import EVERY_SCORE, FEATURES, ROWS, Flags
 from portattn.schema.problem_limits import (
     ANY_LENGTH,
     ASKED,
+    BY_POSITION,
     DEMAND_NAMES,
     DS_GROUP,
     DTYPES,
@@ -76,7 +77,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         page_size, page_layout: tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
         pages_in_line: each page follows the page before it at the distance of two rows: a head's rows of all pages are
             one matrix
-        tokens: places for chosen tokens of each head (Lmax of sparse_attention)
+        tokens: places for chosen tokens of each head (Lmax of sparse_attention), or of each query (mla_attention's
+            indices; seq_k is the same number)
         block_q, block_k: queries and keys of a block of block_mask
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
@@ -196,6 +198,12 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         if self.block_mask and (self.leftpad_q or self.leftpad_k):
             name = "leftpad_q" if self.leftpad_q else "leftpad_k"
             raise ArgumentError(self.op, name, True, "goes without block_mask, whose blocks count from the first row")
+        if self.listed:
+            ordered = sorted(BY_POSITION & {*self.demands()})
+            if ordered or self.seq_k not in (0, self.tokens):
+                argument, value = (ordered[0], True) if ordered else ("seq_k", self.seq_k)
+                limit = "goes without tokens, which have no order" if ordered else f"must be tokens, {self.tokens}"
+                raise ArgumentError(self.op, argument, value, limit)
         self._check_cache()
         if row.writes:
             self._check_written()
@@ -287,6 +295,11 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         return self.total_q is not None
 
     @property
+    def listed(self) -> bool:
+        """Return whether each query has a list of the slots of its keys, which all heads share."""
+        return self.tokens > 0 and ROWS[self.op].latent
+
+    @property
     def window(self) -> bool:
         return self.window_left != UNLIMITED or self.window_right != UNLIMITED
 
@@ -343,7 +356,9 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         seq_k = self.seq_k
         if self.num_splits and self.op != "decode_attention":
             seq_k = ANY_LENGTH  # a table has room for the longest sequence of the batch, or places for the most tokens
-        if self.packed and self.num_splits:
+        if self.listed:  # a query's list is a sequence
+            rows = 1
+        elif self.packed and self.num_splits:
             # A demanded number of splits promises results that do not depend on the other sequences of the batch:
             # nothing may be chosen by how many or how long they are.
             seq_q = rows = ANY_LENGTH

@@ -55,6 +55,9 @@ CAUSAL: Fields = WIDE | {"causal": "bottom_right"}
 LATENT: Fields = {"dtype": "bf16", "head_dim": 576, "head_dim_v": 512}
 
 
+LISTED: Fields = {"seq_k": 2048, "tokens": 2048}  # slots of each query's keys, of latent rows
+
+
 class NamedProblem(msgspec.Struct, frozen=True):
     name: str
     problem: Problem
@@ -278,6 +281,10 @@ def _mla() -> Iterator[NamedProblem]:
     yield mla("one split", **LATENT, num_splits=1)
     yield mla("ragged", **LATENT, **RAGGED)
     yield mla("tree of 16", **LATENT, **TREE)
+    for words, fields in (("", {}), ("16 heads, ", {"heads_q": 16}), ("D=512, ", {"head_dim": 512})):
+        yield mla(f"{words}listed", **LATENT | LISTED | fields)
+    yield mla("prompt, listed", **LATENT | LISTED, batch=1, seq_q=4096)
+    yield mla("fp8_ds_mla cache, listed", **LATENT | LISTED, kv_format="fp8_ds_mla")
     yield from (mla(words, **LATENT | fields) for words, fields in _quantised("mla_attention"))
     for name in (name for name, row in formats_of("mla_attention").items() if row.latent):
         for words, fields in (("", {}), ("page 16, ", {"page_size": 16}), ("2 queries, causal, ", two)):
