@@ -75,10 +75,12 @@ def given(call: Call) -> dict[str, Any]:
     if p.num_splits:
         found["num_splits"] = p.num_splits
     if p.page_size:
-        found["page_table"] = call.page_table
+        found |= {} if p.listed else {"page_table": call.page_table}
         if p.op != "mla_attention":
             found["page_layout"] = p.page_layout
-    if p.packed:
+    if p.listed:
+        found |= {"indices": call.indices, "topk_length": call.counts}
+    elif p.packed:
         found["cu_seqlens_q"] = call.cu_seqlens_q
         if call.tree_mask is not None:
             found |= {"tree_mask": call.tree_mask[0], "max_seqlen_q": p.seq_q}
@@ -91,7 +93,8 @@ def given(call: Call) -> dict[str, Any]:
         if p.kv_format != "as_q":
             found |= _latent_scale(call)
             call = replace(call, k=call.k.view(CACHE_DTYPE[p.kv_format]))
-        return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
+        q_rope = None if call.q_rope is None else _queries(p, call.q_rope)
+        return found | {"q_nope": _queries(p, call.q), "q_rope": q_rope, "kv_pages": call.k[:, 0]}
     if p.q_format != "as_q":
         found |= _operand_scales(call, lambda scale: _queries(p, scale[..., None])[..., 0])
         if p.window or p.chunk or p.mask or p.bias or p.causal != "none":

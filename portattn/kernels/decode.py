@@ -44,7 +44,7 @@ from portattn.kernels.tiles import (
 )  # fmt: skip
 def decode_split(
     q, q_rope, k, v, k_scale, v_scale, k_block_scale, v_block_scale, out, lse,
-    seqlens_k, leftpad_k, cu_seqlens_q, page_table,
+    seqlens_k, leftpad_k, cu_seqlens_q, page_table, indices, counts,
     alibi_slopes, sinks, bias, mask, tree_mask,
     scale, softcap,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
@@ -77,7 +77,8 @@ def decode_split(
     cu_seqlens_q packed: seq_q is then the rows of the packed tensor, seqlens_k is given, and leftpad_k is not.
     PAGE_SIZE: k and v are caches of `pages` pages, k_stride_b the distance between two, seq_k a sequence's capacity.
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
-    PAGE_LOOP "slots": page_table and seqlens_k have a row for each query: the slots of its keys (tiles.is_key).
+    indices: None, or with PAGE_LOOP "slots" a row for each query, the slots of its keys (tiles.is_key); counts has how
+    many of its places count, or is None. The table's stride is that of indices.
     HEADS_FIRST: programs that are neighbours attend the same keys of neighbouring heads, which lie side by side.
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
@@ -99,7 +100,7 @@ def decode_split(
     else:
         rounds: tl.constexpr = 1
     NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
-    LISTED: tl.constexpr = PAGE_LOOP == "slots"
+    LISTED: tl.constexpr = indices is not None
     PARTS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
@@ -137,7 +138,7 @@ def decode_split(
             q_first = row_tile // PARTS
             q_end = q_first + 1
             row_tile = row_tile % PARTS
-            k_first, k_end = sequence_bounds(seqlens_k, None, batch * seq_q + q_first, seq_k)
+            k_first, k_end = sequence_bounds(counts, None, batch * seq_q + q_first, seq_k)
         else:
             sequence = batch
             q_first, q_end = seq_q - seq_q, seq_q
@@ -202,10 +203,10 @@ def decode_split(
             v_base += slot_0 * v_stride_b
             source_rows = far
         else:
-            listed = sequence
             if LISTED:
-                listed = sequence * seq_q + q_first
-            table = page_table + listed.to(tl.int64) * table_stride_b
+                table = indices + (sequence * seq_q + q_first).to(tl.int64) * table_stride_b
+            else:
+                table = page_table + sequence.to(tl.int64) * table_stride_b
             source_rows = pages * PAGE_SIZE
         k_token_scales = None  # one by one, as below
         v_token_scales = None

@@ -110,11 +110,11 @@ def widened_groups(tile, like, rows: Rows, pages: Pages, start, end,
     scales = rows.source.to(tl.pointer_type(tl.float32)) + rows.COLS // 4
     base, offsets = tile_place(scales, pages.table, start, end, pages.total, rows.stride_page // 4,
                                rows.stride_row // 4, BLOCK_N, pages.SIZE, pages.LOOP, pages.READS)  # fmt: skip
+    there = is_key(pages.table, start + tl.arange(0, BLOCK_N), end, pages.LOOP, pages.READS)
     columns = tl.arange(0, rows.BLOCK_COLS)
     factors = tl.full([BLOCK_N, rows.BLOCK_COLS], 0.0, tl.float32)
     for group in tl.static_range(rows.COLS // DS_GROUP):
         if BOUNDED:
-            there = is_key(pages.table, start, end, BLOCK_N, pages.LOOP, pages.READS)
             scale = tl.load(base + offsets + group, mask=there, other=0.0)
         else:
             scale = tl.load(base + offsets + group)
@@ -134,7 +134,7 @@ def token_scales(scales: Scales, pages: Pages, start, end, BLOCK_N: tl.constexpr
     base, offsets = tile_place(scales.source, pages.table, start, end, pages.total, scales.stride_page,
                                scales.stride_row, BLOCK_N, pages.SIZE, pages.LOOP, pages.READS)  # fmt: skip
     if BOUNDED:
-        there = is_key(pages.table, start, end, BLOCK_N, pages.LOOP, pages.READS)
+        there = is_key(pages.table, start + tl.arange(0, BLOCK_N), end, pages.LOOP, pages.READS)
         found = tl.load(base + offsets, mask=there, other=0.0)
     else:
         found = tl.load(base + offsets)

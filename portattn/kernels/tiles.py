@@ -104,9 +104,8 @@ def row_source(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.conste
 
 
 @triton.jit
-def load_slots(table, start, end, BLOCK_ROWS: tl.constexpr, READS: tl.constexpr):
-    """Load the slots (page · page size + row) of the keys from `start` on [BLOCK_ROWS]; below 0 is a hole."""
-    at = start + tl.arange(0, BLOCK_ROWS)
+def load_slots(table, at, end, READS: tl.constexpr):
+    """Load the slots (page · page size + row) of a list's places `at` [BLOCK_ROWS]; below 0 is a hole."""
     if READS == "inside":
         slots = tl.load(table + tl.minimum(at, end - 1))
     else:
@@ -115,11 +114,11 @@ def load_slots(table, start, end, BLOCK_ROWS: tl.constexpr, READS: tl.constexpr)
 
 
 @triton.jit
-def is_key(table, start, end, BLOCK_ROWS: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):
-    """Return whether each place from `start` on holds a key [BLOCK_ROWS]: it lies before `end` and is no hole."""
-    there = start + tl.arange(0, BLOCK_ROWS) < end
+def is_key(table, at, end, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):
+    """Return whether each place `at` [BLOCK_ROWS] holds a key: it lies before `end` and is no hole."""
+    there = at < end
     if PAGE_LOOP == "slots":
-        there = there & (load_slots(table, start, end, BLOCK_ROWS, READS) >= 0)
+        there = there & (load_slots(table, at, end, READS) >= 0)
     return there
 
 
@@ -144,11 +143,12 @@ def tile_place(source, table, start, end, pages, stride_page, stride_row,
         base = source + page.to(tl.int64) * stride_page + (start % PAGE_SIZE).to(tl.int64) * stride_row
         offsets = r * stride_row
     elif PAGE_LOOP == "slots":
-        slot = tl.maximum(load_slots(table, start, end, BLOCK_ROWS, READS), 0)
+        slot = tl.maximum(load_slots(table, start + r, end, READS), 0)
         base = source
-        offsets = tl.minimum(slot // PAGE_SIZE, pages - 1).to(tl.int64) * stride_page + (slot % PAGE_SIZE).to(
-            tl.int64
-        ) * stride_row
+        offsets = (
+            tl.minimum(slot // PAGE_SIZE, pages - 1).to(tl.int64) * stride_page
+            + (slot % PAGE_SIZE).to(tl.int64) * stride_row
+        )
     else:
         at = start + r
         if READS == "inside":
@@ -180,14 +180,14 @@ def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_
     else:
         base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
                                    PAGE_LOOP, READS)  # fmt: skip
+        r = tl.arange(0, BLOCK_ROWS)
         c = tl.arange(0, BLOCK_COLS)
         pointers = base + offsets[:, None] + c[None, :] * stride_col
-        if BOUNDED:
-            there = is_key(table, start, end, BLOCK_ROWS, PAGE_LOOP, READS)[:, None]
         if BOUNDED and COLS != BLOCK_COLS:
-            tile = tl.load(pointers, mask=there & (c < COLS)[None, :], other=0.0)
+            there = is_key(table, start + r, end, PAGE_LOOP, READS)
+            tile = tl.load(pointers, mask=there[:, None] & (c < COLS)[None, :], other=0.0)
         elif BOUNDED:
-            tile = tl.load(pointers, mask=there, other=0.0)
+            tile = tl.load(pointers, mask=is_key(table, start + r, end, PAGE_LOOP, READS)[:, None], other=0.0)
         elif COLS != BLOCK_COLS:
             tile = tl.load(pointers, mask=(c < COLS)[None, :], other=0.0)
         else:
@@ -216,14 +216,15 @@ def read_columns(rows: Rows, pages: Pages, start, end, C: LoopShape, BOUNDED: tl
     else:
         base, offsets = tile_place(rows.source, pages.table, start, end, pages.total, rows.stride_page,
                                    rows.stride_row, C.BLOCK_N, pages.SIZE, pages.LOOP, pages.READS)  # fmt: skip
+        r = tl.arange(0, C.BLOCK_N)
         c = tl.arange(0, rows.BLOCK_COLS)
         pointers = base + c[:, None] * rows.stride_col + offsets[None, :]
-        if BOUNDED:
-            there = is_key(pages.table, start, end, C.BLOCK_N, pages.LOOP, pages.READS)[None, :]
         if BOUNDED and rows.COLS != rows.BLOCK_COLS:
-            tile = tl.load(pointers, mask=(c < rows.COLS)[:, None] & there, other=0.0)
-        elif BOUNDED:
+            there = (c < rows.COLS)[:, None] & is_key(pages.table, start + r, end, pages.LOOP, pages.READS)[None, :]
             tile = tl.load(pointers, mask=there, other=0.0)
+        elif BOUNDED:
+            there = is_key(pages.table, start + r, end, pages.LOOP, pages.READS)
+            tile = tl.load(pointers, mask=there[None, :], other=0.0)
         elif rows.COLS != rows.BLOCK_COLS:
             tile = tl.load(pointers, mask=(c < rows.COLS)[:, None], other=0.0)
         else:
@@ -399,7 +400,7 @@ def softmax_step(raw, start, end, row_max, row_sum, scores: ScoreTerms, BLOCK_N:
         if LIMITED and scores.tree_low is not None:
             keep = keep & in_tree(keys - scores.tree_first, scores.tree_low, scores.tree_high)
         if LIMITED and scores.slots is not None:
-            keep = keep & is_key(scores.slots, start, end, BLOCK_N, "slots", scores.READS)[None, :]
+            keep = keep & is_key(scores.slots, keys, end, "slots", scores.READS)[None, :]
         if scores.mask is not None:
             shown = load_scores(scores.mask, scores.mask_stride, keys, end, scores.row_valid, 0, scores.MASK_BY_KEY,
                                 LIMITED and scores.CLAMPED)  # fmt: skip

@@ -221,9 +221,11 @@ def meta_call(problem: Problem) -> Call:
             device="meta",
         )
         for name, feature in FEATURES.items()
-        if feature.axes and getattr(p, name)
+        if feature.axes and getattr(p, name) and not (p.listed and name == "seqlens_k")
     }
     latent, kind = p.op == "mla_attention", p.cache_format
+    paged, by_head = p.page_size > 0 and not p.writes and not p.listed, p.op == "sparse_attention"
+    lists = (p.batch, p.heads_q) if by_head else (batch_q, rows_q)[p.packed :]
     rope = p.head_dim - p.head_dim_v if latent else 0
     k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if kind.latent else p.head_dim // kind.per_byte)
     if kind.block:
@@ -250,9 +252,9 @@ def meta_call(problem: Problem) -> Call:
         softcap=CAP if p.softcap else 0.0,
         cu_seqlens_q=integers(p.packed and not p.listed, p.batch + 1),
         cu_seqlens_k=integers(p.total_k is not None, p.batch + 1),
-        page_table=integers(p.page_size > 0 and not p.writes, p.batch, p.tokens or -(-p.seq_k // max(p.page_size, 1))),
-        indices=integers(p.op == "sparse_attention", p.batch, p.heads_q, p.tokens),
-        counts=integers(p.op == "sparse_attention", p.batch, p.heads_q),
+        page_table=integers(paged, p.batch, p.seq_k // p.page_size if p.page_size else 0),
+        indices=integers(by_head or p.listed, *lists, p.tokens),
+        counts=integers(by_head or (p.listed and p.seqlens_k), *lists),
         magicpig_bits=integers(p.magicpig, p.heads_q),
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,

@@ -51,11 +51,11 @@ class Call(FeatureTensors):
     # (B + 1,) int32: first row of each packed sequence, then the end of the last
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
-    # (B, pages a sequence) int32: page ids of each sequence, in its order. With Problem.listed (B, Sq, tokens) or packed
-    # (Tq, tokens): slots of each query's keys, page·page_size + row, below 0 for none. seqlens_k is then (B, Sq) or (Tq,)
-    page_table: torch.Tensor | None = None
-    indices: torch.Tensor | None = None  # (B, Hq, Lmax) int32: tokens that each head attends
-    counts: torch.Tensor | None = None  # (B, Hq) int32: how many places of `indices` hold a token
+    page_table: torch.Tensor | None = None  # (B, pages a sequence) int32: page ids of each sequence, in its order
+    # (B, Hq, Lmax) int32: tokens that each head attends. With Problem.listed (B, Sq, tokens) or packed (Tq, tokens):
+    # slots of each query's keys, page·page_size + row, below 0 for none
+    indices: torch.Tensor | None = None
+    counts: torch.Tensor | None = None  # (B, Hq), (B, Sq) or (Tq,) int32: how many places of `indices` count
     magicpig_bits: torch.Tensor | None = None  # (Hq,) int32: bits a hash table (MagicPIG's K)
     magicpig_tables: torch.Tensor | None = None  # (Hq,) int32: number of tables (its L)
     magicpig: tuple[int, int] = (0, 0)  # both as numbers, for all heads; (0, 0): tensors, or not given
@@ -122,7 +122,7 @@ class Call(FeatureTensors):
         def by_row(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.transpose(1, 2).flatten(0, 1)[:, :, None]
 
-        assert self.page_table is not None
+        assert self.indices is not None
         scales = {
             name: scale[:1].expand(batch * rows, 1)
             for name in ("k_scale", "v_scale")
@@ -133,8 +133,10 @@ class Call(FeatureTensors):
             problem=msgspec.structs.replace(self.problem, batch=batch * rows, seq_q=1, total_q=None),
             q=by_row(self.q),  # type: ignore[arg-type]
             q_rope=by_row(self.q_rope),
-            page_table=self.page_table.reshape(batch * rows, -1),
-            seqlens_k=None if self.seqlens_k is None else self.seqlens_k.flatten(),
+            page_table=self.indices.reshape(batch * rows, -1),
+            seqlens_k=None if self.counts is None else self.counts.flatten(),
+            indices=None,
+            counts=None,
             **scales,
         )
 

@@ -78,7 +78,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         pages_in_line: each page follows the page before it at the distance of two rows: a head's rows of all pages are
             one matrix
         tokens: places for chosen tokens of each head (Lmax of sparse_attention), or of each query (mla_attention's
-            indices; seq_k is the same number)
+            indices: seq_k is always the same number)
         block_q, block_k: queries and keys of a block of block_mask
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
@@ -172,6 +172,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
                 raise ArgumentError(str(self.op), name, value, limit)
         if not self.head_dim_v:
             msgspec.structs.force_setattr(self, "head_dim_v", self.head_dim)
+        if self.op in OPS and self.listed:  # a query's list is all that it can attend
+            msgspec.structs.force_setattr(self, "seq_k", self.tokens)
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is None and name.startswith("total_"):
@@ -198,12 +200,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         if self.block_mask and (self.leftpad_q or self.leftpad_k):
             name = "leftpad_q" if self.leftpad_q else "leftpad_k"
             raise ArgumentError(self.op, name, True, "goes without block_mask, whose blocks count from the first row")
-        if self.listed:
-            ordered = sorted(BY_POSITION & {*self.demands()})
-            if ordered or self.seq_k not in (0, self.tokens):
-                argument, value = (ordered[0], True) if ordered else ("seq_k", self.seq_k)
-                limit = "goes without tokens, which have no order" if ordered else f"must be tokens, {self.tokens}"
-                raise ArgumentError(self.op, argument, value, limit)
+        if self.listed and (ordered := sorted(BY_POSITION & {*self.demands()})):
+            raise ArgumentError(self.op, ordered[0], True, "goes without tokens, which have no order")
         self._check_cache()
         if row.writes:
             self._check_written()
@@ -356,8 +354,9 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         seq_k = self.seq_k
         if self.num_splits and self.op != "decode_attention":
             seq_k = ANY_LENGTH  # a table has room for the longest sequence of the batch, or places for the most tokens
+        batch = 1 if self.num_splits else self.batch
         if self.listed:  # a query's list is a sequence
-            rows = 1
+            batch, seq_q, rows = batch if self.num_splits else batch * seq_q, 1, 1
         elif self.packed and self.num_splits:
             # A demanded number of splits promises results that do not depend on the other sequences of the batch:
             # nothing may be chosen by how many or how long they are.
@@ -381,7 +380,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "large": self.large,
             "dropout": self.dropout,
             "deterministic": self.deterministic,
-            "batch": 1 if self.num_splits else self.batch,
+            "batch": batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,
             "group": self.group,
@@ -394,7 +393,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "tokens": ANY_LENGTH if self.tokens and self.num_splits else self.tokens,
             "rows": rows * self.group if ROWS[self.op].packs_heads else rows,
             # Tiles of 128 query rows of all heads and sequences: how much there is for a chip's cores to share.
-            "query_tiles": (1 if self.num_splits else self.batch) * self.heads_q * -(-rows // QUERY_TILE),
+            "query_tiles": batch * self.heads_q * -(-rows // QUERY_TILE),
             "dtype": self.dtype,
             "layout": self.layout,
             "page_layout": self.page_layout,

@@ -217,7 +217,7 @@ def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
 
 
 def _listed_rows(call: Call, rows: torch.Tensor) -> dict[str, Any]:
-    names = {"q": 2, "q_rope": 2, "page_table": -2, "seqlens_k": -1}
+    names = {"q": 2, "q_rope": 2, "indices": -2, "counts": -1}
     given = {name: getattr(call, name) for name in names}
     found = {n: t.index_select(names[n], rows) for n, t in given.items() if t is not None}
     packed = {"total_q": len(rows)} if call.problem.packed else {}

@@ -268,8 +268,9 @@ def random_call(
     sizes = lengths.given(by_query)
     if p.listed and table is not None:
         shape = p.query_rows if not p.packed else p.query_rows[1:]
-        table = table.view(*shape, p.tokens)
-        sizes["seqlens_k"] = None if sizes["seqlens_k"] is None else sizes["seqlens_k"].view(shape)
+        counts = sizes.pop("seqlens_k")
+        features |= {"indices": table.view(*shape, p.tokens), "counts": None if counts is None else counts.view(shape)}
+        table = None
     for name, value in (sizes | {"page_table": table} | features).items():
         setattr(call, name, None if value is None else _moved(value, device))
     if p.dropout:

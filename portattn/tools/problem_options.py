@@ -158,7 +158,7 @@ def problem_from(
         (latent and (dv or 0) > head_dim, "--dv", dv, f"must be at most {head_dim}, a latent row with its rotary part"),
         (op == "sparse_attention" and seq_q != 1, "--q's S", seq_q,
          "must be 1: tokens are chosen for one query a sequence"),
-        (page_size and seq_k % page_size and not given["tokens"], "--kv's S", seq_k, f"must be a multiple of --page-size, {page_size}"),
+        (page_size and seq_k % page_size, "--kv's S", seq_k, f"must be a multiple of --page-size, {page_size}"),
         (layout != _DEFAULTS["page_layout"] and not page_size, "--page-layout", layout, pages),
         (pages_apart and not page_size, "--pages-apart", True, pages),
         (unaligned_words and given["kv_format"] == _DEFAULTS["kv_format"], "--unaligned-words", True,

@@ -64,9 +64,9 @@ def mla_call(
             raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
     else:
         shape = q_nope.shape[:1] if packed else (queries.batch, queries.rows)
-        places = _check_lists(indices, topk_length, tuple(shape), q_nope.device)
-        capacity = places if kv_pages.shape[0] else 0  # without a page there is nothing to read
-        page_table, seqlens_k = indices, topk_length
+        capacity = places = _check_lists(indices, topk_length, tuple(shape), q_nope.device)
+        if not kv_pages.shape[0]:  # to which an index could be clamped
+            raise ArgumentError(OP, "kv_pages's pages", 0, "must be at least 1 with indices")
     found = Features(OP, q_nope.device, q_nope.dtype, asked)
     found.check_numbers()
     found.check_scored(queries.scores(capacity))
@@ -96,14 +96,21 @@ def mla_call(
             "seq_k": capacity,
             "head_dim": rank + rope,
             "head_dim_v": rank,
-            "seqlens_k": seqlens_k is not None,
+            "seqlens_k": indices is None or topk_length is not None,
             "page_size": page_size,
             "tokens": places,
             "kv_format": stored,
             "kv_scales": kv_scales,
             **queries.problem,
         },
-        call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **queries.call},
+        call={
+            "seqlens_k": seqlens_k,
+            "page_table": page_table,
+            "indices": indices,
+            "counts": topk_length,
+            **scales,
+            **queries.call,
+        },
         differentiable=differentiable,
     )
 
@@ -111,10 +118,12 @@ def mla_call(
 # Arguments of keys in the order of a sequence, which a list of slots does not have.
 _BY_POSITION = ("causal", "window", "chunk", "alibi_slopes", "bias", "mask", "tree_mask")
 
+_NOTHING = (None, False, (None, None), (-1, -1))
+
 
 def _check_alone(given: dict[str, Any]) -> None:
     for name, value in given.items():
-        if value is not None and value is not False:
+        if isinstance(value, torch.Tensor) or value not in _NOTHING:
             shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             raise ArgumentError(OP, name, shown, "must be absent with indices, which list the keys of each query")
 

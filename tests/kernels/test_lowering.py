@@ -102,6 +102,7 @@ MLA = {
         "batch": 3, "seq_q": 7, "total_q": 12, "page_size": 6, "seq_k": 42, "dtype": "bf16", "sinks": True,
         "window_left": 9,
     },
+    "listed_bf16": {"batch": 3, "seq_q": 2, "tokens": 40, "page_size": 6, "dtype": "bf16", "sinks": True},
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{op.removesuffix('_attention')}-{name}": (op, BASE[op] | ({"heads_q": 4} if op != "attention" else {}) | fields)

@@ -281,7 +281,7 @@ def _mla() -> Iterator[NamedProblem]:
     yield mla("one split", **LATENT, num_splits=1)
     yield mla("ragged", **LATENT, **RAGGED)
     yield mla("tree of 16", **LATENT, **TREE)
-    for words, fields in (("", {}), ("16 heads, ", {"heads_q": 16}), ("D=512, ", {"head_dim": 512})):
+    for words, fields in (("", {}), ("16 heads, ", {"heads_q": 16}), ("", {"head_dim": 512})):
         yield mla(f"{words}listed", **LATENT | LISTED | fields)
     yield mla("prompt, listed", **LATENT | LISTED, batch=1, seq_q=4096)
     yield mla("fp8_ds_mla cache, listed", **LATENT | LISTED, kv_format="fp8_ds_mla")
