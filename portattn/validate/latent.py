@@ -155,9 +155,11 @@ def check_latent(
         _check_ds_rows(op, kind, kv_pages, kv_scale, q, rank, rope)
         return as_stored(kv_pages, kind), kind
     StoredCache(op, ("kv_pages", "kv_pages"), (kv_pages, kv_pages), kind).check_like("q_nope", q)
+    if kv_pages.shape[2] > rank and not rope:
+        limit = f"must be a torch.Tensor: kv_pages have {kv_pages.shape[2]} columns, and q_nope {rank}"
+        raise ArgumentError(op, "q_rope", type(None).__name__, limit)
     if kv_pages.shape[2] != rank + rope:
         limit = f"must be q_nope's and q_rope's head_dim together, {rank} + {rope}"
-        limit = limit if rope else f"must be q_nope's head_dim, {rank}, without q_rope"
         raise ArgumentError(op, "kv_pages's head_dim", kv_pages.shape[2], limit)
     return as_stored(kv_pages, kind), kind
 

@@ -186,7 +186,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "alone": ({"indices": None}, r"topk_length is \(2, 2\), but goes with indices"),
     "no_pages": ({"kv_pages": torch.zeros(0, 4, 48)}, "kv_pages's pages is 0, but must be at least 1 with indices"),
-    "whole": ({"q_rope": None}, "kv_pages's head_dim is 48, but must be q_nope's head_dim, 32, without q_rope"),
+    "whole": ({"q_rope": None}, "q_rope is 'NoneType', but must be a torch.Tensor: kv_pages have 48 columns, and"),
     "dtypes": ({"q_rope": torch.zeros(2, 2, 3, 16).half()}, "q_rope.dtype is torch.float16, but must be"),
 }
 
