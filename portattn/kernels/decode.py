@@ -22,7 +22,7 @@ from portattn.kernels.arguments import (
 from portattn.kernels.attend import attend, in_chunk, kv_tile_range
 from portattn.kernels.attend_packed16 import attend_packed16
 from portattn.kernels.attend_packed16_swap_ab import attend_packed16_swap_ab
-from portattn.kernels.combine import store_rows
+from portattn.kernels.combine import store_rows, with_sink
 from portattn.kernels.dequantize import DS_GROUP, head_scale
 from portattn.kernels.optional_constructs import let_next_kernel_begin
 from portattn.kernels.tiles import (
@@ -33,7 +33,6 @@ from portattn.kernels.tiles import (
     row_source,
     sequence_bounds,
     tree_bits,
-    with_sink,
 )
 
 

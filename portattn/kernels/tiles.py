@@ -129,9 +129,8 @@ def tile_place(source, table, start, end, pages, stride_page, stride_row,
     """Return the base pointer of the tile's rows, and their offsets [BLOCK_ROWS] from it.
 
     PAGE_SIZE 0: `source` is one sequence's matrix. Otherwise it is a cache of pages, and `table` the sequence's page
-    ids. A tile that lies in one page (`per_page`) needs one id; else (`flat_masked`) each row looks up its own, or the
-    table holds a slot for each row (`slots`, see is_key). Ids are clamped: those that were never validated still read
-    inside the cache.
+    ids. A tile that lies in one page (`per_page`) needs one id; else (`flat_masked`) each row looks up its own. With
+    `slots` the table holds a slot for each row. Ids are clamped: those that were never validated read inside the cache.
     """
     r = tl.arange(0, BLOCK_ROWS)
     if PAGE_SIZE == 0:
@@ -273,23 +272,6 @@ def init_softmax(sinks, heads, counted,
         row_max = tl.where(sink == float("-inf"), row_max, sink)
         row_sum += tl.where(sink == float("-inf"), 0.0, 1.0)
     return row_max, row_sum
-
-
-@triton.jit
-def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """Count the sink in acc [BLOCK_M, BLOCK_DV], maxima and sums of rows that have none yet.
-
-    For probabilities in float16: against a sink that is far above all scores they would be its smallest numbers, or 0.
-
-    sinks, heads, counted  as in init_softmax
-    """
-    sink = sink_score(tl.load(sinks + heads).to(tl.float32), EXP, NATURAL)
-    some = row_sum != 0.0
-    largest = tl.where(counted, tl.where(some, tl.maximum(row_max, sink), sink), row_max)
-    kept = tl.where(some & counted, exponential(row_max - largest, EXP, NATURAL), 1.0)
-    # As exp(inf - inf) is NaN, what equals the largest is not subtracted from it.
-    added = tl.where(some & (sink != largest), exponential(sink - largest, EXP, NATURAL), 1.0)
-    return acc * kept[:, None], largest, row_sum * kept + tl.where(counted, added, 0.0)
 
 
 @triton.jit
