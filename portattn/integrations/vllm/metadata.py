@@ -259,9 +259,12 @@ def engine_of(config: Any, spec: Any, device: torch.device) -> Engine:
     """Return the limits of a layer group's batches."""
     scheduler, model = config.scheduler_config, config.model_config
     length = getattr(scheduler if model is None else model, "max_model_len", scheduler.max_num_batched_tokens)
-    blocks = -(-length // spec.block_size)
+    most = length  # of a table's row: in an encoder-decoder model every group's has room for the encoder's tokens
+    if getattr(model, "is_encoder_decoder", False):
+        most = max(length, scheduler.max_num_encoder_input_tokens)
+    blocks = -(-most // spec.block_size)
     if hasattr(spec, "max_num_blocks_per_req"):
-        blocks = spec.max_num_blocks_per_req(config, length)
+        blocks = spec.max_num_blocks_per_req(config, most)
     step = ALIGNED_TOKENS // math.gcd(ALIGNED_TOKENS, spec.block_size)
     tokens = max(scheduler.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0]))
     return Engine(

@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import nvfp4_split_data_scale
 from vllm.v1.attention.ops.int4_per_token_head import single_rht
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm_batches import BLOCK, DECODE, DIM, KERNELS, KV_HEADS, MIXED, Batch, Layer, check
+from vllm_batches import BLOCK, DECODE, DIM, KERNELS, KV_HEADS, MIXED, ON_GPU, Batch, Layer, check
 
 import portattn
 from portattn.errors import ArgumentError
@@ -56,7 +56,8 @@ def read_back(layer: Layer, batch: Batch) -> None:
                 numbers = torch.stack([numbers % 16, numbers // 16], -1).flatten(-2) - (word & 15)
                 factor = step = (word & ~15).view(torch.float32).double()
             stored = numbers * factor
-            rounded = largest * 2.0**-8 if int4 else 2e-2  # rotated rows are rounded to the batch's dtype, sum by sum
+            # Rotated rows are rounded to the batch's dtype, sum by sum; on a GPU inside vLLM's function too.
+            rounded = largest * 2.0 ** (-6 if ON_GPU else -8) if int4 else 2e-2
             assert ((stored - asked).abs() <= step / 2 * 1.01 + rounded).all()
             values[b] = stored @ turn.inverse()
 
