@@ -307,6 +307,8 @@ class StartUp:
             bind = getattr(layer, "bind_kv_cache", None)  # without it, a dummy batch is the first to come
             if bind is not None:
                 layer.bind_kv_cache = functools.partial(self._bind, layer, bind)
+        if not any(layer.impl.has_cache for layer in self.layers):  # nothing is bound, and vLLM runs no dummy batch
+            self.compile()
 
     def specs(self) -> list[dict[str, Any]]:
         return [spec for layer in self.layers for spec in layer.impl.specs(layer, self.engine)]

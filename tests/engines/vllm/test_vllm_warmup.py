@@ -41,6 +41,15 @@ def test_all_groups_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {spec["op"] for spec in specs} == {"paged_attention", "write_pages"}
 
 
+def test_an_encoder_is_warmed_up_before_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[dict[str, Any]]] = []
+    monkeypatch.setattr(metadata, "needs_warmup", lambda device: True)
+    monkeypatch.setattr(metadata, "compile_calls", lambda specs, *rest: calls.append(specs()))
+    Layer(arguments={"attn_type": "encoder_only"})
+    (specs,) = calls
+    assert {spec["op"] for spec in specs} == {"varlen_attention"}
+
+
 def test_tables_of_an_encoder_decoder_model() -> None:
     """In every group a row of a table has room for the encoder's tokens: it is as wide as the runner's."""
     layer = Layer()
