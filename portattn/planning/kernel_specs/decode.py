@@ -72,9 +72,13 @@ class DecodeSplit(CoreKernel):
         if found["BLOCK_TAIL"]:
             found["BLOCK_TAIL"] = max(found["BLOCK_TAIL"], narrowest)
         found.pop("WARPS", None)
+        pipeline = lowering.pipeline if "pipeline" in self.choices else "plain"
+        # Any tile of a list may have holes. Of packed rows a tile's place decides which keys all its rows attend, and a
+        # score that is not masked is scaled in the exponential: where a prompt is cut would change a row's last bit.
+        if problem.listed or (problem.packed and problem.num_splits):
+            pipeline = "masked"
         found |= {
-            # Any tile may have holes.
-            "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "masked" if problem.listed else "plain",
+            "PIPELINE": pipeline,
             "GROUP": problem.group,
             "SPLIT": launch.splits > 1,
             "LATENT": problem.op == "mla_attention",
