@@ -6,7 +6,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from portattn.integrations import VLLM, check_release
+from portattn.integrations import VLLM, VLLM_SPARSE, check_release
 
 NAME = "PORTATTN"
 MLA_NAME = "PORTATTN_MLA"
@@ -47,7 +47,8 @@ def __getattr__(name: str) -> Any:
     modules = {backend: module for module, backend in _CLASSES.values()}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_release(VLLM, import_module("vllm").__version__)
+    for interface in (VLLM, VLLM_SPARSE)[: 1 + (modules[name] == "mla_sparse")]:
+        check_release(interface, import_module("vllm").__version__)
     return getattr(import_module(f"{__name__}.{modules[name]}"), name)
 
 

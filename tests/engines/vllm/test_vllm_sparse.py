@@ -6,16 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 from test_vllm_latent import BLOCKS, HEADS, RANK, ROPE, Latent, inputs
+from test_vllm_selection import reasons
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.v1.attention.backends.mla import index_group
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_batches import BLOCK, DEVICE, ON_GPU, Batch
 
 import portattn
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, PortattnError
+from portattn.integrations import VLLM_SPARSE, differences
 from portattn.integrations.engine_warmup import Engine
-from portattn.integrations.vllm.mla_sparse import PortattnSparseMLABackend, PortattnSparseMLAImpl
 from portattn.testing.tolerance import budget, largest
+
+if Version(vllm.__version__) < Version("0.33"):
+    pytest.skip("vLLM shares the classes of its sparse backends from 0.33 on", allow_module_level=True)
+
+from portattn.integrations.vllm.mla_sparse import PortattnSparseMLABackend, PortattnSparseMLAImpl
 
 works = pytest.mark.engine_feature
 TOPK = 128  # vLLM turns as many tokens at a time into slots
@@ -118,3 +127,15 @@ def test_what_latent_attention_lacks_is_refused(name: str, value: Any) -> None:
     arguments = dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap")) | {name: value}
     with pytest.raises(ArgumentError, match=f"{name} is .*, but is not supported with latent attention"):
         PortattnSparseMLAImpl(HEADS, RANK + ROPE, 1.0, 1, kv_cache_dtype="auto", **arguments)
+
+
+@works("sparse latent attention (DSA): decode, verification and long prompts")
+def test_releases_and_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(differences(VLLM_SPARSE)) == []
+    asked = {"one": PortattnSparseMLABackend, "head_size": 576, "use_mla": True, "use_sparse": True}
+    assert reasons(**asked) == reasons(**asked, kv_cache_dtype="fp8_ds_mla") == []
+    assert reasons(**asked, kv_cache_dtype="fp8") == ["kv_cache_dtype not supported"]
+    assert reasons(**asked | {"use_sparse": False}) == ["non-sparse not supported"]
+    monkeypatch.setattr(vllm, "__version__", "0.32.1")
+    with pytest.raises(PortattnError, match=r"vLLM 0\.32\.1 is not supported: it is older than 0\.33"):
+        AttentionBackendEnum["PORTATTN_MLA_SPARSE"].get_class()
