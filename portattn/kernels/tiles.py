@@ -104,25 +104,6 @@ def row_source(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.conste
 
 
 @triton.jit
-def load_slots(table, at, end, READS: tl.constexpr):
-    """Load the slots (page · page size + row) of a list's places `at` [BLOCK_ROWS]; below 0 is a hole."""
-    if READS == "inside":
-        slots = tl.load(table + tl.minimum(at, end - 1))
-    else:
-        slots = tl.load(table + at, mask=at < end, other=-1)
-    return slots
-
-
-@triton.jit
-def is_key(table, at, end, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):
-    """Return whether each place `at` [BLOCK_ROWS] holds a key: it lies before `end` and is no hole."""
-    there = at < end
-    if PAGE_LOOP == "slots":
-        there = there & (load_slots(table, at, end, READS) >= 0)
-    return there
-
-
-@triton.jit
 def tile_place(source, table, start, end, pages, stride_page, stride_row,
                BLOCK_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
                READS: tl.constexpr):  # fmt: skip
@@ -303,6 +284,25 @@ def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr,
             keys = tl.minimum(keys, end - 1)
         tile = tl.load(rows[:, None] + keys[None, :] * stride, mask=there, other=other)
     return tile
+
+
+@triton.jit
+def load_slots(table, at, end, READS: tl.constexpr):
+    """Load the slots (page · page size + row) of a list's places `at` [BLOCK_ROWS]; below 0 is a hole."""
+    if READS == "inside":
+        slots = tl.load(table + tl.minimum(at, end - 1))
+    else:
+        slots = tl.load(table + at, mask=at < end, other=-1)
+    return slots
+
+
+@triton.jit
+def is_key(table, at, end, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):
+    """Return whether each place `at` [BLOCK_ROWS] holds a key: it lies before `end` and is no hole."""
+    there = at < end
+    if PAGE_LOOP == "slots":
+        there = there & (load_slots(table, at, end, READS) >= 0)
+    return there
 
 
 @triton.jit

@@ -21,13 +21,13 @@ from portattn.launch import cache
 from portattn.planning.kernel_specs import CORES
 from portattn.reference import blockwise
 from portattn.schema.call import Call
-from portattn.schema.tensors import spans
 
 LISTED: dict[str, Any] = {
     "op": "mla_attention", "batch": 3, "heads_q": 5, "heads_k": 1, "seq_q": 2, "seq_k": 40, "tokens": 40,
     "head_dim": 48, "head_dim_v": 32, "page_size": 16, "dtype": "fp32", "seqlens_k": True, "return_lse": True,
 }  # fmt: skip
 PACKED = {"batch": 1, "seq_q": 5, "total_q": 5}
+BACKENDS = "reference", "interpreter"
 CASES: dict[str, dict[str, Any]] = {
     "queries": {},
     "no_lengths_apart": {"seqlens_k": False, "pages_in_line": False, "dtype": "fp16"},
@@ -57,18 +57,16 @@ def test_the_kernel_gives_the_oracles_results(device: Device, name: str, seed: i
     assert_right(call, *run_core(device, call, launch={"splits": splits}))
 
 
-@pytest.mark.parametrize("elements", [None, 1500])
+@pytest.mark.parametrize("elements", [0, 1500])
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_gives_them_some_queries_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, name: str, elements: int | None
-) -> None:
+def test_the_reference_takes_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch, name: str, elements: int) -> None:
     if elements:
         monkeypatch.setattr(blockwise, "CPU_SCORE_ELEMENTS", elements)
     call = call_of(name, seed=1)
     assert_right(call, *blockwise.run(call))
 
 
-@pytest.mark.parametrize("backend", ["reference", "interpreter"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_public_calls(monkeypatch: pytest.MonkeyPatch, device: Device, name: str, backend: str) -> None:
     if device.path != "interpreter":
@@ -80,9 +78,9 @@ def test_public_calls(monkeypatch: pytest.MonkeyPatch, device: Device, name: str
     assert portattn.last_plan().path == backend
 
 
-def latents(heads: int = 3, pages: int = 6, page: int = 4, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((2, 2, heads, 32), (2, 2, heads, 16), (pages, page, 48))
+def latents(pages: int = 6) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 2, 3, 32), (2, 2, 3, 16), (pages, 4, 48))
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)
 
 
@@ -91,13 +89,11 @@ def int32(*rows: Any) -> torch.Tensor:
 
 
 ATTEND = {"scale": 0.2, "layout": "bshd", "return_lse": True}
-BACKENDS = ("reference", "interpreter")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_list_of_a_sequences_slots_is_that_sequence(backend: str) -> None:
-    """By pages, and key by key by attention; holes among them change nothing, and a slot that is listed twice counts
-    twice."""
+    """Holes among them change nothing, and a slot that is listed twice counts twice."""
     q_nope, q_rope, pages = latents()
     table, lengths = int32([3, 1, 5], [0, 4, 2]), int32(10, 7)
     slots = (table[:, :, None] * 4 + torch.arange(4, dtype=torch.int32)).flatten(1)
@@ -122,9 +118,8 @@ def test_queries_without_a_key_give_0_and_minus_infinity(backend: str) -> None:
     pages.fill_(float("nan"))
     slots, lengths = torch.full((2, 2, 9), -1, dtype=torch.int32), int32([9, 0], [3, 9])
     slots[0, 1], slots[1, 0, 3:] = 5, 5
-    out, lse = portattn.mla_attention(
-        q_nope, q_rope, pages, indices=slots, topk_length=lengths, backend=backend, **ATTEND
-    )
+    named: dict[str, Any] = {"indices": slots, "topk_length": lengths, "backend": backend, **ATTEND}
+    out, lse = portattn.mla_attention(q_nope, q_rope, pages, **named)
     assert not out.any()
     assert lse.eq(float("-inf")).all()
 
@@ -206,15 +201,13 @@ def test_a_kept_call_serves_other_sizes(device: Device, monkeypatch: pytest.Monk
     if device.path != "interpreter":
         pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
-    cache.forget()
     first = call_of(name, seed=1)
     assert_right_to_caller(first, *perform("mla_attention", given(first)))
     more = {"total_q": 9} if first.problem.packed else {"batch": 5}
     other = call_of(name, seed=3, seq_q=9 if first.problem.packed else 2, tokens=56, **more)
     assert_right_to_caller(other, *perform("mla_attention", given(other)))
     classes = [cached for kind in cache.every_kind() for cached in kind.classes]
-    assert [cached.why_fixed for cached in classes] == [""] * len(classes)
-    assert classes
+    assert {cached.why_fixed for cached in classes} == {""}
     cache.forget()
 
 
@@ -255,5 +248,3 @@ def test_plans_split_few_queries_and_other_paths_say_why_not() -> None:
     assert plan(Problem(**wide | {"heads_q": 128, "batch": 1, "seq_q": 4096}), target).specialised[1].splits == 1
     with pytest.raises(portattn.ArgumentError, match="causal is True, but goes without tokens"):
         Problem(**LISTED | {"causal": "bottom_right"})
-    apart = call_of("no_lengths_apart").k
-    assert spans(apart) > apart.numel() * apart.element_size()
