@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from portattn.planning.kernel_specs.base import (
+    MIN_NARROW_DEPTH,
     MIN_DOT,
     SCORED,
     TAKES,
@@ -29,7 +30,6 @@ from portattn.schema.problem import Problem
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
-MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 
 
 class DenseForward(CoreKernel):
