@@ -31,16 +31,16 @@ def key_range(row, place, sequence, row_starts, row_ends, seqlens_k, seq_q, seq_
 
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "pages", "row_tiles", "key_tiles", "tiles"])
 def index_scores(
-    q, k, weights, k_scale, row_starts, row_ends, seqlens_k, page_table, out,
+    q, k, weights, k_scale, row_starts, row_ends, seqlens_k, page_table, result,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_s, k_stride_d,
     k_scale_stride_b, k_scale_stride_s, weights_stride_b, weights_stride_s, weights_stride_h,
-    out_stride_b, out_stride_s, table_stride_b,
+    result_stride_b, result_stride_s, table_stride_b,
     seq_q, seq_k, pages, row_tiles, key_tiles, tiles,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_FORMAT: tl.constexpr, DOT_PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """Write out (B, Sq, Sk), float32: BLOCK_M rows of BLOCK_N keys a program, one key tile for all of them.
+    """Write result (B, Sq, Sk), float32: BLOCK_M rows of BLOCK_N keys a program, one key tile for all of them.
 
     q (B, H, Sq, D), weights (B, Sq, H). k (1, Sk, D) for all rows, or with PAGE_SIZE pages (P, page, D). A key's scale
     is that of its ReLU, so it multiplies the sum. The heads are the columns of a product: their sum crosses no rows.
@@ -62,7 +62,7 @@ def index_scores(
         keys = start + tl.arange(0, BLOCK_N)
         heads, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
         count = tl.minimum(BLOCK_M, seq_q - first_row)
-        to = out + sequence.to(tl.int64) * out_stride_b
+        to = result + sequence.to(tl.int64) * result_stride_b
         if (tl.min(firsts, axis=0) < start + BLOCK_N) & (tl.max(ends, axis=0) > start):
             # Every key is read where there is one: no row sees the others, whatever is read for them.
             at = tl.minimum(keys, seq_k - 1)
@@ -109,11 +109,11 @@ def index_scores(
                 first, end = key_range(sequence * seq_q + row, row, sequence, row_starts, row_ends, seqlens_k, seq_q,
                                        seq_k, row < seq_q, PAGE_SIZE)  # fmt: skip
                 logits = tl.where((keys >= first) & (keys < end), logits, float("-inf"))
-                tl.store(to + row.to(tl.int64) * out_stride_s + keys, logits, mask=keys < seq_k)
+                tl.store(to + row.to(tl.int64) * result_stride_s + keys, logits, mask=keys < seq_k)
         else:
             hidden = tl.full([BLOCK_N], float("-inf"), tl.float32)
             for step in range(count):
-                tl.store(to + (first_row + step).to(tl.int64) * out_stride_s + keys, hidden, mask=keys < seq_k)
+                tl.store(to + (first_row + step).to(tl.int64) * result_stride_s + keys, hidden, mask=keys < seq_k)
 
 
 @triton.jit
@@ -164,12 +164,12 @@ def next_digit(source, begin, first, end, seq_k, stride, least, wanted, SHIFT: t
 
 @triton.jit(do_not_specialize=["seq_q", "rows"])
 def topk_rows(
-    q, row_starts, row_ends, out,
-    q_stride_b, q_stride_s, q_stride_d, out_stride_b, out_stride_s,
+    q, row_starts, row_ends, result,
+    q_stride_b, q_stride_s, q_stride_d, result_stride_b, result_stride_s,
     seq_q, seq_k, tokens, rows,
     BLOCK_N: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """Write out (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1.
+    """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1.
 
     q (B, 1, Sq, Sk). The `tokens`-th largest number is found by its bytes, the highest first: a histogram counts those
     numbers that begin with the bytes found so far. Of numbers equal to it the first are taken.
@@ -182,7 +182,7 @@ def topk_rows(
         row = tl.program_id(0) + turn * tl.num_programs(0)
         sequence, place = (row // seq_q).to(tl.int64), (row % seq_q).to(tl.int64)
         source = q + sequence * q_stride_b + place * q_stride_s
-        to = out + sequence * out_stride_b + place * out_stride_s
+        to = result + sequence * result_stride_b + place * result_stride_s
         first, end = key_range(row, place, sequence, row_starts, row_ends, None, seq_q, seq_k, row < rows, 0)
         columns = tl.arange(0, BLOCK_N)
         begin = first // BLOCK_N * BLOCK_N

@@ -261,7 +261,7 @@ def meta_call(problem: Problem) -> Call:
 
 
 def _filling(p: Problem) -> Call:
-    """Return the call of an operation that fills `out`, with ranges of rows unless it reads pages."""
+    """Return the call of an operation that fills `result`, with ranges of rows unless it reads pages."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32, pad: int = 0) -> torch.Tensor:
         return torch.empty(*shape[:-1], shape[-1] + pad, dtype=dtype, device="meta")[..., : shape[-1]]
@@ -270,7 +270,7 @@ def _filling(p: Problem) -> Call:
     ranges = {} if p.page_size else {name: empty(p.batch * p.seq_q) for name in ("row_starts", "row_ends")}
     if p.op == "topk_indices":
         q = empty(p.batch, 1, p.seq_q, p.seq_k, dtype=numbers, pad=pad)
-        return Call(problem=p, q=q, k=q, v=q, scale=1.0, out=empty(p.batch, p.seq_q, p.tokens), **ranges)
+        return Call(problem=p, q=q, k=q, v=q, scale=1.0, result=empty(p.batch, p.seq_q, p.tokens), **ranges)
     pages = (PAGES, p.page_size) if p.page_size else (1, p.seq_k)
     k = empty(*pages, p.head_dim, dtype=numbers, pad=pad)[:, None]
     return Call(
@@ -283,7 +283,7 @@ def _filling(p: Problem) -> Call:
         k_scale=empty(*pages, dtype=torch.float32)[:, None] if p.kv_scales == "token" else None,
         page_table=empty(p.batch, p.seq_k // p.page_size) if p.page_size else None,
         seqlens_k=empty(p.batch) if p.page_size else None,
-        out=empty(p.batch, p.seq_q, p.seq_k, dtype=torch.float32),
+        result=empty(p.batch, p.seq_q, p.seq_k, dtype=torch.float32),
         **ranges,
     )
 

@@ -1,4 +1,4 @@
-"""Launches of write_cache, into contiguous caches and pages, and of the kernels that fill a call's `out`."""
+"""Launches of write_cache, into contiguous caches and pages, and of the kernels that fill a call's `result`."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ TOPK_UNSPECIALISED = frozenset({"seq_q", "rows"})
 
 
 def logits_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, None]:
-    """Return the launch of index_scores, and a tensor without elements for the result: `out` is filled in place."""
+    """Return the launch of index_scores, and a tensor without elements for the result: `result` is filled in place."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
     lowering, launch = plan.specialised
     tiles = kernel.tiles(problem, launch)
     scale_b, _, scale_s = scale_strides(call, ("k_scale",)).values()
     arguments = {
         "q": call.q, "k": call.k, "weights": call.weights, "k_scale": call.k_scale, "row_starts": call.row_starts,
-        "row_ends": call.row_ends, "seqlens_k": call.seqlens_k, "page_table": call.page_table, "out": call.out,
+        "row_ends": call.row_ends, "seqlens_k": call.seqlens_k, "page_table": call.page_table, "result": call.result,
         **strides("q", call.q, "bhsd"), **strides("k", call.k[:, 0], "bsd"),
         "k_scale_stride_b": scale_b, "k_scale_stride_s": scale_s,
-        **strides("weights", call.weights, "bsh"), **outer_strides("out", call.out, "bs"),
+        **strides("weights", call.weights, "bsh"), **outer_strides("result", call.result, "bs"),
         "table_stride_b": 0 if call.page_table is None else call.page_table.stride(0),
         "seq_q": problem.seq_q, "seq_k": problem.seq_k, "pages": call.k.shape[0],
         "row_tiles": ceil_div(problem.seq_q, launch.block_m), "key_tiles": ceil_div(problem.seq_k, launch.block_n),
@@ -83,8 +83,8 @@ def topk_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], to
     lowering, launch = plan.specialised
     rows = kernel.tiles(problem, launch)
     arguments = {
-        "q": call.q, "row_starts": call.row_starts, "row_ends": call.row_ends, "out": call.out,
-        **strides("q", call.q[:, 0], "bsd"), **outer_strides("out", call.out, "bs"),
+        "q": call.q, "row_starts": call.row_starts, "row_ends": call.row_ends, "result": call.result,
+        **strides("q", call.q[:, 0], "bsd"), **outer_strides("result", call.result, "bs"),
         "seq_q": problem.seq_q, "seq_k": problem.seq_k, "tokens": problem.tokens, "rows": rows,
     }  # fmt: skip
     grid = (least(rows, cores) if lowering.grid == "persistent" else rows,)

@@ -16,11 +16,11 @@ MOST = 2**INT4.bits - 1  # the largest of int4's sixteen numbers
 
 
 def run(call: Call) -> tuple[torch.Tensor, None]:
-    """Fill the call's cache, and its scales of tokens and blocks, or its `out`; return (no elements, None)."""
+    """Fill the call's cache, and its scales of tokens and blocks, or its `result`; return (no elements, None)."""
     p = call.problem
-    if call.out is not None:
+    if call.result is not None:
         fill = _fill_logits if p.op == "indexer_logits" else _fill_indices
-        fill(call, call.out)
+        fill(call, call.result)
         return call.new_out(), None
     block, at, there = _places(call)
     keys, values = call.q, call.new_v

@@ -115,7 +115,7 @@ _NO_OPTION = frozenset({
     "q", "k", "v", "q_scale", "q_rope", "counts", "magicpig_tables", "scale", "out_dtype", "return_lse", "dropout_p",
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
-    "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "out", "sorted",
+    "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
@@ -441,7 +441,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="indexer_logits",
                 title="Logits of an indexer",
-                tensors=_tensors("q k weights k_scale row_starts row_ends page_table seqlens_k out"),
+                tensors=_tensors("q k weights k_scale row_starts row_ends page_table seqlens_k result", result="out"),
                 values=(),
                 expansions=(_pages("indexer_table"),),
                 validate="portattn.validate.indexer:logits_call",
@@ -457,7 +457,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="topk_indices",
                 title="Largest logits",
-                tensors=_tensors("q row_starts row_ends out", q="logits"),
+                tensors=_tensors("q row_starts row_ends result", q="logits", result="out"),
                 values=("k", "sorted"),
                 validate="portattn.validate.indexer:topk_call",
                 launches="portattn.launch.write:topk_calls",

@@ -146,7 +146,7 @@ def _random_logits(p: Problem, generator: torch.Generator, device: str, spare: b
     return Call(
         problem=p, q=_spread(q, device, spare).transpose(1, 2), k=k, v=k, scale=1.0, weights=weights.to(device),
         k_scale=_spread(scale, device, spare)[:, None] if p.kv_scales == "token" else None,
-        out=_out((p.batch, p.seq_q, p.seq_k), torch.float32, device, spare),
+        result=_out((p.batch, p.seq_q, p.seq_k), torch.float32, device, spare),
         **{name: tensor.to(device) for name, tensor in given.items()},
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def _random_choice(p: Problem, generator: torch.Generator, device: str, spare: b
     logits = _spread(logits.to(TORCH_DTYPE[p.dtype]), device, spare)[:, None]
     ranges = {name: tensor.to(device) for name, tensor in _ranges(p, generator).items()}
     out = _out((p.batch, p.seq_q, p.tokens), torch.int32, device, spare)
-    return Call(problem=p, q=logits, k=logits, v=logits, scale=1.0, out=out, **ranges)
+    return Call(problem=p, q=logits, k=logits, v=logits, scale=1.0, result=out, **ranges)
 
 
 def _row_range(call: Call, b: int, i: int) -> range:
@@ -176,14 +176,14 @@ def _row_range(call: Call, b: int, i: int) -> range:
 
 def _judge_choice(call: Call) -> dict[str, int | float]:
     p, wrong = call.problem, 0
-    assert call.out is not None
+    assert call.result is not None
     for b in range(p.batch):
         for i in range(p.seq_q):
             numbers = call.q[b, 0, i].detach().cpu().double().tolist()
             order = sorted((-numbers[j], j) for j in _row_range(call, b, i) if numbers[j] > -float("inf"))
             chosen = sorted(j for _, j in order[: p.tokens])
             chosen += [-1] * (p.tokens - len(chosen))
-            wrong += int((call.out[b, i].cpu() != torch.tensor(chosen)).sum())
+            wrong += int((call.result[b, i].cpu() != torch.tensor(chosen)).sum())
     return {"error": 0.0, "budget": 0.0, "wrong": wrong}
 
 
@@ -194,9 +194,9 @@ _IMPRECISE = {"tf32": 2.0**-10, "hf32": 2.0**-10, "tf32x3": 2.0**-20, "bf16x6": 
 def _judge_logits(call: Call, precision: str) -> dict[str, int | float]:
     """Return the largest error as a share of the sum of all terms' magnitudes, which sums in float32 bound."""
     p, wrong, error = call.problem, 0, 0.0
-    assert call.out is not None
+    assert call.result is not None
     assert call.weights is not None
-    q, k, weights, out = (tensor.detach().cpu() for tensor in (call.q, call.k, call.weights, call.out))
+    q, k, weights, out = (tensor.detach().cpu() for tensor in (call.q, call.k, call.weights, call.result))
     if p.kv_format != "as_q":
         q, k = (tensor.contiguous().view(KV_DTYPE[p.kv_format]) for tensor in (q, k))
     for b in range(p.batch):
@@ -222,7 +222,7 @@ def _judge_logits(call: Call, precision: str) -> dict[str, int | float]:
 
 def judge_writing(call: Call, precision: str = "ieee") -> dict[str, int | float]:
     """Return {error, budget, wrong}: the largest difference, 0, and places wrongly NaN, infinite or changed."""
-    if call.out is not None:
+    if call.result is not None:
         return _judge_choice(call) if call.problem.op == "topk_indices" else _judge_logits(call, precision)
     error, wrong = 0.0, 0
     for name, expected in expected_cache(call).items():

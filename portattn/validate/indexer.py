@@ -121,7 +121,7 @@ def logits_call(
         problem=problem, q=queries, k=columns, v=columns, scale=1.0, weights=weights if paged else weights[None],
         k_scale=None if k_scale is None else k_scale[:, None] if paged else k_scale[None, None],
         row_starts=row_starts, row_ends=row_ends, page_table=page_table, seqlens_k=seqlens_k,
-        out=out if paged else out[None],
+        result=out if paged else out[None],
     )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def topk_call(
     )  # fmt: skip
     return Call(
         problem=problem, q=found, k=found, v=found, scale=1.0, row_starts=row_starts, row_ends=row_ends,
-        out=out if len(rows) == 2 else out[None],
+        result=out if len(rows) == 2 else out[None],
     )  # fmt: skip
 
 
