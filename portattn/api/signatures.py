@@ -50,7 +50,12 @@ def carry_out(request: Request) -> None:
 
 
 def nowhere(request: Request) -> None:
-    """Take a request's slots away, so that the same launches write nothing."""
+    """Take a request's slots or its memory for the result away, so that the same launches write nothing."""
+    result = request.tensors.get("result")
+    if isinstance(result, torch.Tensor):
+        request.tensors["result"] = torch.empty_strided(
+            result.shape, result.stride(), dtype=result.dtype, device=result.device
+        )
     for name in ("slots", "seqlens_k"):
         tensor = request.tensors.get(name)
         if isinstance(tensor, torch.Tensor):

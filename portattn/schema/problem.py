@@ -199,6 +199,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         self._check_cache()
         if "new_v" in row.tensors:
             self._check_written()
+        if row.allocates and self.heads_k != 1:
+            raise ArgumentError(self.op, "heads_k", self.heads_k, "must be 1: all heads of a row share the keys")
         if row.latent and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
             raise ArgumentError(
                 self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"
