@@ -140,7 +140,6 @@ def next_digit(source, begin, first, end, seq_k, stride, least, wanted, SHIFT: t
     least   its bits above these; of the numbers that begin so, `wanted` are taken"""
     columns, digits = tl.arange(0, BLOCK_N), tl.arange(0, RADIX)
     counts = tl.full([RADIX], 0, tl.int32)
-    others = 0
     for start in range(begin, end, BLOCK_N):
         numbers, counted = row_tile(source, start + columns, first, end, seq_k, stride)
         digit = (numbers >> SHIFT) & (RADIX - 1)
@@ -148,10 +147,8 @@ def next_digit(source, begin, first, end, seq_k, stride, least, wanted, SHIFT: t
             digit = digit ^ 128  # the sign
         else:
             counted = counted & (((numbers ^ least) >> (SHIFT + 8)) == 0)
-        # Others count as 0 and are subtracted: Triton 3.2's histogram has no mask.
+        # Others count as 0, since Triton 3.2's histogram has no mask: digit 0 is what remains if no other one is found.
         counts += tl.histogram(tl.where(counted, digit, 0), RADIX)
-        others += tl.sum(1 - counted.to(tl.int32), axis=0)
-    counts = counts - tl.where(digits == 0, others, 0)
     from_here = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # numbers with this digit or a higher one
     digit = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), axis=0) - 1, 0)
     wanted = wanted - tl.sum(tl.where(digits > digit, counts, 0), axis=0)

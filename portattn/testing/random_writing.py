@@ -135,7 +135,7 @@ def _random_logits(p: Problem, generator: torch.Generator, device: str, spare: b
         table[torch.arange(table.shape[1]) * p.page_size >= lengths[:, None]] = BEYOND[0]
         given = {"seqlens_k": lengths, "page_table": table}
     else:
-        used = torch.arange(rows) < given["row_ends"].max()
+        used = torch.arange(rows) < max(given["row_ends"].tolist(), default=0)
     k[~used], scale[~used] = float("nan"), float("nan")
     dtype = TORCH_DTYPE[p.dtype] if p.kv_format == "as_q" else KV_DTYPE[p.kv_format]
     q, k = q.to(dtype), k.to(dtype).view(pages, -1, p.head_dim)
