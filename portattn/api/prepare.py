@@ -39,7 +39,8 @@ def _filled(row: OpRow, parts: Parts) -> torch.Tensor | None:
     """Return the result of an operation that filled its `out`, None if it filled a cache."""
     if not row.returns:
         return parts[0][row.parameters.index("out")] if row.allocates else None
-    function, named = row.load("returns"), dict(zip((*row.parameters, *row.fixed), (*parts[0], *parts[1]), strict=False))
+    named = dict(zip((*row.parameters, *row.fixed), (*parts[0], *parts[1]), strict=False))
+    function = row.load("returns")
     found: torch.Tensor = function(**{name: named[name] for name in inspect.signature(function).parameters})
     return found
 

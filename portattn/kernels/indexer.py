@@ -15,9 +15,8 @@ RADIX: tl.constexpr = tl.constexpr(256)
 
 @triton.jit
 def key_range(row, place, sequence, row_starts, row_ends, seqlens_k, seq_q, seq_k, inside, PAGE_SIZE: tl.constexpr):
-    """Return the first key that a row sees and the end of its keys, inside 0..seq_k; rows not `inside` see none.
-
-    Over pages a sequence's last row sees all of its seqlens_k keys, and each row before it one less."""
+    """Return the first key that a row sees and the end of its keys, inside 0..seq_k; rows not `inside` see none."""
+    # Over pages a sequence's last row sees all of its seqlens_k keys, and each row before it one less.
     first = tl.where(inside, 0, seq_k)
     end = tl.where(inside, seq_k, 0)
     if PAGE_SIZE != 0:
@@ -42,9 +41,9 @@ def index_scores(
 ):  # fmt: skip
     """Write result (B, Sq, Sk), float32: BLOCK_M rows of BLOCK_N keys a program, one key tile for all of them.
 
-    q (B, H, Sq, D), weights (B, Sq, H). k (1, Sk, D) for all rows, or with PAGE_SIZE pages (P, page, D). A key's scale
-    is that of its ReLU, so it multiplies the sum. The heads are the columns of a product: their sum crosses no rows.
-    """
+    q (B, H, Sq, D), weights (B, Sq, H). k (1, Sk, D) for all rows, or with PAGE_SIZE pages (P, page, D)."""
+    # A key's scale is positive: it multiplies the sum. The heads are the columns of a product, so that few threads add
+    # them up.
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
@@ -125,9 +124,8 @@ def sortable(numbers):
 
 @triton.jit
 def row_tile(source, keys, first, end, seq_k, stride):
-    """Return a tile of a row as sortable integers, and which of them count: in the row's range, above -inf, not NaN.
-
-    What is masked follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide."""
+    """Return a tile of a row as sortable integers, and which of them count: in the row's range, above -inf, not NaN."""
+    # What is masked follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
     numbers = tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k, other=float("-inf")).to(tl.float32)
     valid = (numbers > float("-inf")) & ((keys >= first) & (keys < end))
     return sortable(numbers), valid
@@ -135,9 +133,7 @@ def row_tile(source, keys, first, end, seq_k, stride):
 
 @triton.jit
 def next_digit(source, begin, first, end, seq_k, stride, least, wanted, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (least, wanted) with 8 more bits, those from SHIFT on, of the `wanted`-th largest number.
-
-    least   its bits above these; of the numbers that begin so, `wanted` are taken"""
+    """Return the `wanted`-th largest number's bits from SHIFT on, and how many numbers that begin so are taken."""
     columns, digits = tl.arange(0, BLOCK_N), tl.arange(0, RADIX)
     counts = tl.full([RADIX], 0, tl.int32)
     for start in range(begin, end, BLOCK_N):
@@ -166,11 +162,9 @@ def topk_rows(
     seq_q, seq_k, tokens, rows,
     BLOCK_N: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1.
-
-    q (B, 1, Sq, Sk). The `tokens`-th largest number is found by its bytes, the highest first: a histogram counts those
-    numbers that begin with the bytes found so far. Of numbers equal to it the first are taken.
-    """
+    """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1."""
+    # The `tokens`-th largest of a row's numbers (q, (B, 1, Sq, Sk)) is found by its bytes, the highest first: a
+    # histogram counts the numbers that begin with the bytes found so far. Of numbers equal to it the first are taken.
     if GRID == "persistent":
         rounds = tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))
     else:

@@ -267,7 +267,8 @@ def _filling(p: Problem) -> Call:
         return torch.empty(*shape[:-1], shape[-1] + pad, dtype=dtype, device="meta")[..., : shape[-1]]
 
     numbers, pad = KV_STORED if p.kv_format != "as_q" else TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
-    ranges = {} if p.page_size else {name: empty(p.batch * p.seq_q) for name in ("row_starts", "row_ends")}
+    names = () if p.page_size else ("row_starts", "row_ends")
+    ranges: dict[str, Any] = {name: empty(p.batch * p.seq_q) for name in names}
     if p.op == "topk_indices":
         q = empty(p.batch, 1, p.seq_q, p.seq_k, dtype=numbers, pad=pad)
         return Call(problem=p, q=q, k=q, v=q, scale=1.0, result=empty(p.batch, p.seq_q, p.tokens), **ranges)

@@ -55,7 +55,6 @@ TOPK_UNSPECIALISED = frozenset({"seq_q", "rows"})
 
 
 def logits_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, None]:
-    """Return the launch of index_scores, and a tensor without elements for the result: `result` is filled in place."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
     lowering, launch = plan.specialised
     tiles = kernel.tiles(problem, launch)
@@ -78,7 +77,6 @@ def logits_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], 
 
 
 def topk_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, None]:
-    """Like logits_calls, of topk_rows."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
     lowering, launch = plan.specialised
     rows = kernel.tiles(problem, launch)

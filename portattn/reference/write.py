@@ -101,7 +101,7 @@ def _floats(numbers: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _fill_indices(call: Call, out: torch.Tensor) -> None:
-    """Write each row's chosen keys in their order, then -1: a stable sort puts equal logits in the order of keys."""
+    # A stable sort puts equal logits in the order of their keys.
     p, logits, seen = call.problem, call.q[:, 0], seen_keys(call)
     out.fill_(-1)
     kept = min(p.tokens, p.seq_k)

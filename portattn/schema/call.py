@@ -69,7 +69,7 @@ class Call(FeatureTensors):
     # (B·Sq,) int32: the first key that each row sees, and the end of its keys; None: all
     row_starts: torch.Tensor | None = None
     row_ends: torch.Tensor | None = None
-    # Memory for the result: logits (B, Sq, Sk) float32, or indices (B, Sq, tokens) int32. topk_indices has logits (B, Sq, Sk) as q.
+    # Memory for the result: logits (B, Sq, Sk) float32, or indices (B, Sq, tokens) int32, of logits (B, 1, Sq, Sk) as q
     result: torch.Tensor | None = None
     grad_slopes: torch.Tensor | None = None  # memory for each row's part of the slopes' gradient, (B, Hq, Sq) float32
 

@@ -181,7 +181,8 @@ class OpRow:
     @property
     def always_lengths(self) -> bool:
         """Return whether every call has its sequences' key lengths: over pages, and to append after them."""
-        return "seqlens_k" in self.tensors and ("page_size" in self.needs or (self.writes and "page_size" not in self.takes))
+        paged_or_appended = "page_size" in self.needs or (self.writes and "page_size" not in self.takes)
+        return "seqlens_k" in self.tensors and paged_or_appended
 
     @functools.cached_property
     def fixed(self) -> tuple[str, ...]:

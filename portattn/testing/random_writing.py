@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -122,7 +123,7 @@ def _random_logits(p: Problem, generator: torch.Generator, device: str, spare: b
     k = torch.randn(rows, p.head_dim, generator=generator)
     weights = torch.randn(p.batch, p.seq_q, p.heads_q, generator=generator)
     scale = 0.01 + torch.rand(rows, generator=generator)
-    given: dict[str, torch.Tensor] = {} if paged else _ranges(p, generator)
+    given: dict[str, Any] = {} if paged else _ranges(p, generator)
     if paged:
         lengths = torch.randint(0, p.seq_k + 1, (p.batch,), generator=generator, dtype=torch.int32)
         lengths[:1] = p.seq_k
@@ -141,13 +142,13 @@ def _random_logits(p: Problem, generator: torch.Generator, device: str, spare: b
     q, k = q.to(dtype), k.to(dtype).view(pages, -1, p.head_dim)
     if p.kv_format != "as_q":
         q, k = q.view(KV_STORED), k.view(KV_STORED)
-    scale = scale.view(pages, -1)
+    scale, given = scale.view(pages, -1), {name: tensor.to(device) for name, tensor in given.items()}
     k = _spread(k, device, spare)[:, None]
     return Call(
         problem=p, q=_spread(q, device, spare).transpose(1, 2), k=k, v=k, scale=1.0, weights=weights.to(device),
         k_scale=_spread(scale, device, spare)[:, None] if p.kv_scales == "token" else None,
         result=_out((p.batch, p.seq_q, p.seq_k), torch.float32, device, spare),
-        **{name: tensor.to(device) for name, tensor in given.items()},
+        **given,
     )  # fmt: skip
 
 
@@ -161,13 +162,12 @@ def _random_choice(p: Problem, generator: torch.Generator, device: str, spare: b
     logits = torch.where(torch.rand(logits.shape, generator=generator) < 0.2, drawn, logits)
     logits[:, 2:3] = -float("inf")
     logits = _spread(logits.to(TORCH_DTYPE[p.dtype]), device, spare)[:, None]
-    ranges = {name: tensor.to(device) for name, tensor in _ranges(p, generator).items()}
+    ranges: dict[str, Any] = {name: tensor.to(device) for name, tensor in _ranges(p, generator).items()}
     out = _out((p.batch, p.seq_q, p.tokens), torch.int32, device, spare)
     return Call(problem=p, q=logits, k=logits, v=logits, scale=1.0, result=out, **ranges)
 
 
 def _row_range(call: Call, b: int, i: int) -> range:
-    """Return the keys that a row sees."""
     p, row = call.problem, b * call.problem.seq_q + i
     end = p.seq_k if call.seqlens_k is None else int(call.seqlens_k[b]) - (p.seq_q - 1 - i)
     end = end if call.row_ends is None else min(end, int(call.row_ends.flatten()[row]))
@@ -187,7 +187,7 @@ def _judge_choice(call: Call) -> dict[str, int | float]:
     return {"error": 0.0, "budget": 0.0, "wrong": wrong}
 
 
-# Relative errors of products, beside those of float32's sums. A chip's sums of 8-bit products may have 14 bits.
+# Relative errors of products, beside the errors of sums in float32. A chip's sums of 8-bit products may have 14 bits.
 _IMPRECISE = {"tf32": 2.0**-10, "hf32": 2.0**-10, "tf32x3": 2.0**-20, "bf16x6": 2.0**-20}
 
 
@@ -209,7 +209,8 @@ def _judge_logits(call: Call, precision: str) -> dict[str, int | float]:
             keys = k[places[0], 0, places[1]].double()
             factor = 1.0 if call.k_scale is None else call.k_scale.cpu()[places[0], 0, places[1]].double()
             terms = weights[b, i].double()[:, None] * (q[b, :, i].double() @ keys.t()).clamp(min=0.0)
-            most = (weights[b, i].double().abs()[:, None] * (q[b, :, i].double().abs() @ keys.abs().t())).sum(0) * factor
+            sizes = q[b, :, i].double().abs() @ keys.abs().t()
+            most = (weights[b, i].double().abs()[:, None] * sizes).sum(0) * factor
             ours = out[b, i].double()
             inside = torch.zeros(p.seq_k, dtype=torch.bool)
             inside[seen.start : seen.stop] = True

@@ -10,7 +10,7 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import MAX_LENGTH
+from portattn.schema.problem_limits import MAX_LENGTH, Op
 from portattn.schema.symbolic_int import is_size
 from portattn.validate import values
 from portattn.validate.checks import (
@@ -31,16 +31,17 @@ from portattn.validate.checks import (
 from portattn.validate.paged import check_table
 from portattn.validate.quantized import as_stored, check_scale, dtypes_of, format_of
 
-LOGITS, TOPK = "indexer_logits", "topk_indices"
+LOGITS: Op = "indexer_logits"
+TOPK: Op = "topk_indices"
 ROW_AXES = {False: ("rows", "heads", "head_dim"), True: ("batch", "seq", "heads", "head_dim")}  # whether k has pages
 KEY_AXES = {False: ("keys", "head_dim"), True: ("pages", "page_size", "head_dim")}
 
 
 def new_logits(q: Any, k: Any, page_table: Any) -> torch.Tensor | None:
     """Return memory for the logits; None for arguments that validation refuses."""
-    given = [(q, ROW_AXES), (k, KEY_AXES), *([] if page_table is None else [(page_table, {True: ("batch", "pages")})])]
     paged = page_table is not None
-    if any(not isinstance(tensor, torch.Tensor) or tensor.ndim != len(axes[paged]) for tensor, axes in given):
+    given = [(q, len(ROW_AXES[paged])), (k, len(KEY_AXES[paged])), *([(page_table, 2)] if paged else [])]
+    if any(not isinstance(tensor, torch.Tensor) or tensor.ndim != axes for tensor, axes in given):
         return None
     keys = page_table.shape[1] * k.shape[1] if paged else k.shape[0]
     made: torch.Tensor = q.new_empty((*q.shape[:-2], keys), dtype=torch.float32)

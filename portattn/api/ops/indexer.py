@@ -9,7 +9,7 @@ from portattn.api.signatures import operation
 
 
 @operation
-def indexer_logits(  # type: ignore[empty-body]
+def indexer_logits(
     q: torch.Tensor,
     k: torch.Tensor,
     weights: torch.Tensor,
@@ -49,8 +49,7 @@ def indexer_logits(  # type: ignore[empty-body]
     `topk_indices` after each.
 
     Raises:
-        ArgumentError: An argument is malformed: the error has the argument, its value and the limit; or a tensor
-            requires a gradient, which this operation has not. Nothing is written.
+        ArgumentError: An argument is malformed, or a tensor requires a gradient. Nothing is written.
         UnknownArgument: A keyword is unknown. For another library's name the error has portattn's.
         PathUnavailable: A named path cannot run the call, or falling back is forbidden. Nothing is written.
 
@@ -67,7 +66,7 @@ def indexer_logits(  # type: ignore[empty-body]
 
 
 @operation
-def topk_indices(  # type: ignore[empty-body]
+def topk_indices(
     logits: torch.Tensor,
     k: int,
     *,
@@ -99,8 +98,7 @@ def topk_indices(  # type: ignore[empty-body]
     Memory beyond the inputs: the result; with `sorted` a few copies of it, and on the reference path of the logits.
 
     Raises:
-        ArgumentError: An argument is malformed: the error has the argument, its value and the limit; or a tensor
-            requires a gradient, which this operation has not. Nothing is written.
+        ArgumentError: An argument is malformed, or a tensor requires a gradient. Nothing is written.
         UnknownArgument: A keyword is unknown. For another library's name the error has portattn's.
         PathUnavailable: A named path cannot run the call, or falling back is forbidden. Nothing is written.
 

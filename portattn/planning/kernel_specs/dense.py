@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from portattn.planning.kernel_specs.base import (
-    MIN_NARROW_DEPTH,
     MIN_DOT,
+    MIN_NARROW_DEPTH,
     SCORED,
     TAKES,
     WARPS_APART,
@@ -29,7 +29,6 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
-
 
 
 class DenseForward(CoreKernel):

@@ -102,8 +102,7 @@ class PagedWrite(CacheWrite):
 
 
 class IndexScores(CoreKernel):
-    """An indexer's logits by index_scores: a tile is block_m rows of queries and block_n keys."""
-
+    # A tile is block_m rows of queries and block_n keys.
     name = "index_scores"
     function = "index_scores"
     op = "indexer_logits"
