@@ -28,6 +28,8 @@ _PUBLIC = {
     "mla_attention": "portattn.api.ops",
     "append_kv": "portattn.api.ops",
     "write_pages": "portattn.api.ops",
+    "indexer_logits": "portattn.api.ops",
+    "topk_indices": "portattn.api.ops",
     "merge_states": "portattn.api.merge_states",
     "dropout_mask": "portattn.api.masks",
     "quantize": "portattn.api.quantize",
@@ -85,11 +87,13 @@ if TYPE_CHECKING:
     from portattn.api.ops import attention as attention
     from portattn.api.ops import decode_attention as decode_attention
     from portattn.api.ops import explain as explain
+    from portattn.api.ops import indexer_logits as indexer_logits
     from portattn.api.ops import mla_attention as mla_attention
     from portattn.api.ops import paged_attention as paged_attention
     from portattn.api.ops import plan as plan
     from portattn.api.ops import prepare as prepare
     from portattn.api.ops import sparse_attention as sparse_attention
+    from portattn.api.ops import topk_indices as topk_indices
     from portattn.api.ops import varlen_attention as varlen_attention
     from portattn.api.ops import write_pages as write_pages
     from portattn.api.page_table import PageTable as PageTable

@@ -353,12 +353,10 @@ def _hint(op: str, name: str, more: tuple[str, ...]) -> str:
 
 
 def _other_operations(op: str, name: str) -> str:
-    having = [other for other in _known() if name in _signatures[other]]
-    if having:
-        return f"it is an argument of {', '.join(having)}"
-    if name in ("out", "lse"):
+    if name in ("out", "lse"):  # of every operation's handle
         return f"a handle's run takes it: portattn.prepare({op!r}, ...).run(..., {name}={name})"
-    return ""
+    having = [other for other in _known() if name in _signatures[other]]
+    return f"it is an argument of {', '.join(having)}" if having else ""
 
 
 def _known() -> list[str]:

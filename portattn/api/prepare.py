@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from portattn.launch.native import reader
 from portattn.launch.run import DescriptorMemory, device_guard
 from portattn.planning.planner import plan as plan_problem
 from portattn.planning.registry import parse_target
-from portattn.schema.ops import PUBLIC, ROWS
+from portattn.schema.ops import PUBLIC, ROWS, OpRow
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -32,6 +33,16 @@ from portattn.schema.tensors import POINTER_ALIGNMENT
 from portattn.schema.toolchain import Toolchain
 from portattn.validate import wants_gradients
 from portattn.validate.checks import check_dense
+
+
+def _filled(row: OpRow, parts: Parts) -> torch.Tensor | None:
+    """Return the result of an operation that filled its `out`, None if it filled a cache."""
+    if not row.returns:
+        return parts[0][row.parameters.index("out")] if row.allocates else None
+    named = dict(zip((*row.parameters, *row.fixed), (*parts[0], *parts[1]), strict=False))
+    function = row.load("returns")
+    found: torch.Tensor = function(**{name: named[name] for name in inspect.signature(function).parameters})
+    return found
 
 
 class Prepared:
@@ -157,6 +168,8 @@ class Prepared:
         """
         if torch.compiler.is_dynamo_compiling():
             return left_out["run"](self, args, kwargs)
+        if self._row.allocates and out is not None:  # an argument of the operation
+            kwargs["out"], out = out, None
         try:
             parts = self._parts(*args, **kwargs)
             kind = self._in_c
@@ -176,7 +189,7 @@ class Prepared:
             raise ArgumentError(self._name, name, type(tensor).__name__, limit)
         with short_traceback:
             found = self._run(parts, out, lse)
-        return None if self._row.writes else found
+        return _filled(self._row, parts) if self._row.writes else found
 
     def _run(self, parts: Parts, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
         found = self._try_cached(parts, out, lse)

@@ -29,7 +29,7 @@ from portattn.validate.values import reads
 
 
 def write(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-    """Run a call that fills a cache: from the launch cache, or by planning it. Arguments as of `call.try_cached`."""
+    """Run a call that fills tensors: from the launch cache, or by planning it. Arguments as of `call.try_cached`."""
     if torch.compiler.is_dynamo_compiling():
         by_operator(op, tensors, values)
         return
@@ -50,7 +50,12 @@ def carry_out(request: Request) -> None:
 
 
 def nowhere(request: Request) -> None:
-    """Take a request's slots away, so that the same launches write nothing."""
+    """Take a request's slots or its memory for the result away, so that the same launches write nothing."""
+    result = request.tensors.get("result")
+    if isinstance(result, torch.Tensor):
+        request.tensors["result"] = torch.empty_strided(
+            result.shape, result.stride(), dtype=result.dtype, device=result.device
+        )
     for name in ("slots", "seqlens_k"):
         tensor = request.tensors.get(name)
         if isinstance(tensor, torch.Tensor):
@@ -86,7 +91,10 @@ def operation(function: F) -> F:
     row = ROWS.get(function.__name__)
     if row is not None:
         line = function.__code__.co_firstlineno + 1  # after the decorator's
-        made: Any = _made(function, line, _WRITE if row.writes else _CALL)
+        end = _WRITE if row.writes else _CALL
+        if row.allocates:
+            end += "\nreturn " + (f"returns({_names(load_function(row.returns))})" if row.returns else "out")
+        made: Any = _made(function, line, end)
         made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
         made.__module__ = function.__module__
         OPERATIONS[function.__name__] = function = made
@@ -122,7 +130,12 @@ def _made(function: Any, line: int, end: str) -> Any:
         given, results = expansion.parameter, ", ".join(expansion.results)
         test = f"{given} is not None" + f" and not isinstance({given}, Tensor)" * expansion.or_tensor
         lines += [f"{name} = None" for name in expansion.results if name not in parameters]
-        lines += [f"if {test}: {results} = expand_{i}({', '.join(inspect.signature(expand).parameters)})"]
+        lines += [f"if {test}: {results} = expand_{i}({_names(expand)})"]
+    if row.allocates:
+        names["allocate"] = allocate = load_function(row.allocates)
+        lines += [f"if out is None: out = allocate({_names(allocate)})"]
+    if row.returns:
+        names["returns"] = load_function(row.returns)
     groups = {"tensors": row.parameters, "values": (*row.fixed, "backend", "validate"), "lengths": row.lengths}
     lines += [f"{group} = ({''.join(f'{name}, ' for name in listed)})" for group, listed in groups.items()]
     lines += end.format(op=op).splitlines()
@@ -140,6 +153,10 @@ def _made(function: Any, line: int, end: str) -> Any:
     return made
 
 
+def _names(function: Callable[..., Any]) -> str:
+    return ", ".join(inspect.signature(function).parameters)
+
+
 Table = tuple[Any, torch.Tensor | None]  # page ids, lengths
 
 
@@ -149,6 +166,10 @@ def paged_table(page_table: Any, seqlens_k: Any, k_pages: Any, page_layout: Any,
 
 def latent_table(page_table: Any, seqlens_k: Any, kv_pages: Any, backend: Any, validate: Any) -> Table:
     return _table_tensors("mla_attention", page_table, seqlens_k, kv_pages, "phd", backend, validate)
+
+
+def indexer_table(page_table: Any, seqlens_k: Any, k: Any, backend: Any, validate: Any) -> Table:
+    return _table_tensors("indexer_logits", page_table, seqlens_k, k, "phd", backend, validate)
 
 
 def sparse_table(page_table: Any, seqlens_k: Any, k_cache: Any, page_layout: Any, backend: Any, validate: Any) -> Table:

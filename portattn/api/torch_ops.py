@@ -20,16 +20,16 @@ _TYPES = {
     "out_dtype": "ScalarType?",
     "return_lse": "bool", "layout": "str", "page_layout": "str", "num_splits": "int?", "magicpig": "int[]?",
     "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "backend": "str?", "validate": "bool?",
-    "rotary": "str", "block_size": "int[]?",
+    "rotary": "str", "block_size": "int[]?", "k": "SymInt", "sorted": "bool",
 }  # fmt: skip
 # Parameters that every call of an operation that has them gives.
 _GIVEN = frozenset({
     "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "indices", "counts",
-    "cu_seqlens_q", "cu_seqlens_k", "slot_mapping",
+    "cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "logits", "weights", "out",
 })  # fmt: skip
 # Of an operation over pages or latent rows, packed queries are an option.
 _OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q", "q_rope", "indices"}}
-# Tensors that an operation which fills a cache may write to.
+# Tensors that an operation which fills a cache may write to; others write `out`.
 _WRITTEN = ("k_cache", "v_cache", "k_pages", "v_pages", "k_scale", "v_scale", "k_block_scale", "v_block_scale")
 _NO_LIMIT = -1
 
@@ -90,13 +90,15 @@ class OperatorSignature:
 
     @property
     def written(self) -> tuple[str, ...]:
+        if self.row.allocates:
+            return ("out",)
         return tuple(name for name in self.tensors if self.row.writes and name in _WRITTEN)
 
     def _tensor(self, name: str) -> str:
         """Return a tensor's type in the schema: a written tensor has an alias letter of its own."""
         if name not in self.written:
             return "Tensor"
-        return f"Tensor({'abcdefgh'[_WRITTEN.index(name)]}!)"
+        return f"Tensor({'abcdefgh'[self.written.index(name)]}!)"
 
     def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """Split an operator's arguments into a Request's tensors, fixed values and sizes."""

@@ -18,7 +18,7 @@ import torch
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.kernel_step import Step
 from portattn.schema.lowering import FUSED, Launch
-from portattn.schema.ops import FEATURES
+from portattn.schema.ops import FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import WORD_ALIGNMENT, ds_row_bytes
 from portattn.schema.tensors import INT32_MAX, KV_STORED, POINTER_ALIGNMENT, TORCH_DTYPE, TRITON_DTYPE, TWO_GIB, spans
@@ -180,6 +180,8 @@ DROPPED = 0.1
 def meta_call(problem: Problem) -> Call:
     """Return a call of this problem on the meta device; an unaligned one gets rows an element or word longer."""
     p = problem
+    if ROWS[p.op].allocates:
+        return _filling(p)
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
     pad_k = WORD_ALIGNMENT if pad and p.word_aligned and p.kv_format != "as_q" else pad
     stored, queries, values = (dtype if f == "as_q" else KV_STORED for f in (p.kv_format, p.q_format, p.v_format))
@@ -258,6 +260,35 @@ def meta_call(problem: Problem) -> Call:
         magicpig_bits=integers(p.magicpig, p.heads_q),
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,
+    )
+
+
+def _filling(p: Problem) -> Call:
+    """Return the call of an operation that fills `result`, with ranges of rows unless it reads pages."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32, pad: int = 0) -> torch.Tensor:
+        return torch.empty(*shape[:-1], shape[-1] + pad, dtype=dtype, device="meta")[..., : shape[-1]]
+
+    numbers, pad = KV_STORED if p.kv_format != "as_q" else TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
+    names = () if p.page_size else ("row_starts", "row_ends")
+    ranges: dict[str, Any] = {name: empty(p.batch * p.seq_q) for name in names}
+    if p.op == "topk_indices":
+        q = empty(p.batch, 1, p.seq_q, p.seq_k, dtype=numbers, pad=pad)
+        return Call(problem=p, q=q, k=q, v=q, scale=1.0, result=empty(p.batch, p.seq_q, p.tokens), **ranges)
+    pages = (PAGES, p.page_size) if p.page_size else (1, p.seq_k)
+    k = empty(*pages, p.head_dim, dtype=numbers, pad=pad)[:, None]
+    return Call(
+        problem=p,
+        q=empty(p.batch, p.seq_q, p.heads_q, p.head_dim, dtype=numbers, pad=pad).transpose(1, 2),
+        k=k,
+        v=k,
+        scale=1.0,
+        weights=empty(p.batch, p.seq_q, p.heads_q, dtype=torch.float32),
+        k_scale=empty(*pages, dtype=torch.float32)[:, None] if p.kv_scales == "token" else None,
+        page_table=empty(p.batch, p.seq_k // p.page_size) if p.page_size else None,
+        seqlens_k=empty(p.batch) if p.page_size else None,
+        result=empty(p.batch, p.seq_q, p.seq_k, dtype=torch.float32),
+        **ranges,
     )
 
 

@@ -1,13 +1,13 @@
-"""The launch of write_cache, into contiguous caches and pages."""
+"""Launches of write_cache, into contiguous caches and pages, and of the kernels that fill a call's `result`."""
 
 from __future__ import annotations
 
 import msgspec
 import torch
 
-from portattn.launch.arguments import BLOCK_SCALES, scale_strides, strides
+from portattn.launch.arguments import BLOCK_SCALES, outer_strides, scale_strides, strides
 from portattn.launch.kernelcall import KernelCall
-from portattn.planning.kernel_specs import CORES, CacheWrite
+from portattn.planning.kernel_specs import CORES, CacheWrite, ceil_div
 from portattn.schema.call import Call
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Plan
@@ -46,4 +46,46 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     constexprs = kernel.constexprs(problem, lowering, launch)
     first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, launch, UNSPECIALISED)
+    return [first], call.new_out(), None
+
+
+INDEXER = "portattn.kernels.indexer"
+LOGITS_UNSPECIALISED = frozenset({"seq_q", "seq_k", "pages", "row_tiles", "key_tiles", "tiles"})
+TOPK_UNSPECIALISED = frozenset({"seq_q", "rows"})
+
+
+def logits_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, None]:
+    problem, kernel = plan.problem, CORES[plan.problem.op]
+    lowering, launch = plan.specialised
+    tiles = kernel.tiles(problem, launch)
+    scale_b, _, scale_s = scale_strides(call, ("k_scale",)).values()
+    arguments = {
+        "q": call.q, "k": call.k, "weights": call.weights, "k_scale": call.k_scale, "row_starts": call.row_starts,
+        "row_ends": call.row_ends, "seqlens_k": call.seqlens_k, "page_table": call.page_table, "result": call.result,
+        **strides("q", call.q, "bhsd"), **strides("k", call.k[:, 0], "bsd"),
+        "k_scale_stride_b": scale_b, "k_scale_stride_s": scale_s,
+        **strides("weights", call.weights, "bsh"), **outer_strides("result", call.result, "bs"),
+        "table_stride_b": 0 if call.page_table is None else call.page_table.stride(0),
+        "seq_q": problem.seq_q, "seq_k": problem.seq_k, "pages": call.k.shape[0],
+        "row_tiles": ceil_div(problem.seq_q, launch.block_m), "key_tiles": ceil_div(problem.seq_k, launch.block_n),
+        "tiles": tiles,
+    }  # fmt: skip
+    grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
+    constexprs = kernel.constexprs(problem, lowering, launch)
+    first = KernelCall(INDEXER, kernel.function, grid, arguments, constexprs, launch, LOGITS_UNSPECIALISED)
+    return [first], call.new_out(), None
+
+
+def topk_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, None]:
+    problem, kernel = plan.problem, CORES[plan.problem.op]
+    lowering, launch = plan.specialised
+    rows = kernel.tiles(problem, launch)
+    arguments = {
+        "q": call.q, "row_starts": call.row_starts, "row_ends": call.row_ends, "result": call.result,
+        **strides("q", call.q[:, 0], "bsd"), **outer_strides("result", call.result, "bs"),
+        "seq_q": problem.seq_q, "seq_k": problem.seq_k, "tokens": problem.tokens, "rows": rows,
+    }  # fmt: skip
+    grid = (least(rows, cores) if lowering.grid == "persistent" else rows,)
+    constexprs = kernel.constexprs(problem, lowering, launch)
+    first = KernelCall(INDEXER, kernel.function, grid, arguments, constexprs, launch, TOPK_UNSPECIALISED)
     return [first], call.new_out(), None

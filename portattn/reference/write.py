@@ -16,8 +16,12 @@ MOST = 2**INT4.bits - 1  # the largest of int4's sixteen numbers
 
 
 def run(call: Call) -> tuple[torch.Tensor, None]:
-    """Fill the call's cache, and its scales of tokens and blocks; return (a tensor without elements, None)."""
+    """Fill the call's cache, and its scales of tokens and blocks, or its `result`; return (no elements, None)."""
     p = call.problem
+    if call.result is not None:
+        fill = _fill_logits if p.op == "indexer_logits" else _fill_indices
+        fill(call, call.result)
+        return call.new_out(), None
     block, at, there = _places(call)
     keys, values = call.q, call.new_v
     assert values is not None
@@ -47,6 +51,70 @@ def run(call: Call) -> tuple[torch.Tensor, None]:
             numbers = eight_bits(numbers, p.kv_format)
         _put(cache, numbers, block, at, there)
     return call.new_out(), None
+
+
+AT_ONCE = 2**24  # numbers of one step of the reference's loops over rows
+
+
+def seen_keys(call: Call) -> torch.Tensor:
+    """Return whether each row sees each key, (B, Sq, Sk) bool, by ranges of rows or lengths of sequences."""
+    p, at = call.problem, torch.arange(call.problem.seq_k, device=call.q.device)
+    shape = (p.batch, p.seq_q, 1)
+    seen = torch.ones(*shape[:2], p.seq_k, dtype=torch.bool, device=call.q.device)
+    if call.seqlens_k is not None:
+        behind = torch.arange(p.seq_q - 1, -1, -1, device=at.device)  # rows after each
+        seen &= at < (call.seqlens_k[:, None] - behind)[..., None]
+    if call.row_starts is not None:
+        seen &= at >= call.row_starts.view(shape)
+    if call.row_ends is not None:
+        seen &= at < call.row_ends.view(shape)
+    return seen
+
+
+def _fill_logits(call: Call, out: torch.Tensor) -> None:
+    p, seen = call.problem, seen_keys(call)
+    assert call.weights is not None
+    out.fill_(-torch.inf)
+    if not p.seq_k:
+        return
+    at = torch.arange(p.seq_k, device=out.device)
+    for b in range(p.batch):
+        k, k_scale = call.k[0, 0], call.k_scale
+        if call.page_table is not None:
+            page = call.page_table[b, at // p.page_size].long().clamp(0, call.k.shape[0] - 1)
+            k = call.k[page, 0, at % p.page_size]
+            k_scale = None if k_scale is None else k_scale[page, 0, at % p.page_size]
+        elif k_scale is not None:
+            k_scale = k_scale[0, 0]
+        keys = _floats(k, p.kv_format)
+        step = max(AT_ONCE // (p.heads_q * p.seq_k), 1)
+        for first in range(0, p.seq_q, step):
+            rows = slice(first, first + step)
+            scores = torch.einsum("hsd,kd->shk", _floats(call.q[b, :, rows], p.kv_format), keys).relu()
+            logits = torch.einsum("shk,sh->sk", scores, call.weights[b, rows])
+            logits = logits if k_scale is None else logits * k_scale
+            out[b, rows] = torch.where(seen[b, rows], logits, -torch.inf)
+
+
+def _floats(numbers: torch.Tensor, kind: str) -> torch.Tensor:
+    return (numbers if kind == "as_q" else numbers.contiguous().view(KV_DTYPE[kind])).float()
+
+
+def _fill_indices(call: Call, out: torch.Tensor) -> None:
+    # A stable sort puts equal logits in the order of their keys.
+    p, logits, seen = call.problem, call.q[:, 0], seen_keys(call)
+    out.fill_(-1)
+    kept = min(p.tokens, p.seq_k)
+    step = max(AT_ONCE // max(p.seq_k, 1), 1)
+    for b in range(p.batch):
+        for first in range(0, p.seq_q, step):
+            rows = slice(first, first + step)
+            numbers = logits[b, rows].float()
+            counts = seen[b, rows] & (numbers > -torch.inf)  # NaN is not
+            numbers = numbers.masked_fill(~counts, -torch.inf)
+            keys = numbers.sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+            keys = keys.masked_fill(~counts.gather(-1, keys), p.seq_k).sort(dim=-1).values
+            out[b, rows, :kept] = keys.masked_fill(keys == p.seq_k, -1).to(out.dtype)
 
 
 def _four_bits(

@@ -67,6 +67,12 @@ class Call(FeatureTensors):
     grad_k: torch.Tensor | None = None
     grad_v: torch.Tensor | None = None
     grad_bias: torch.Tensor | None = None  # memory for dBias, float32; each axis is as long as the bias's, or 1
+    weights: torch.Tensor | None = None  # indexer_logits: (B, Sq, Hq) float32, each head's factor; k is (P, 1, page, D)
+    # (B·Sq,) int32: the first key that each row sees, and the end of its keys; None: all
+    row_starts: torch.Tensor | None = None
+    row_ends: torch.Tensor | None = None
+    # Memory for the result: logits (B, Sq, Sk) float32, or indices (B, Sq, tokens) int32, of logits (B, 1, Sq, Sk) as q
+    result: torch.Tensor | None = None
     grad_slopes: torch.Tensor | None = None  # memory for each row's part of the slopes' gradient, (B, Hq, Sq) float32
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

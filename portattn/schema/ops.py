@@ -115,7 +115,7 @@ _NO_OPTION = frozenset({
     "q", "k", "v", "q_scale", "q_rope", "counts", "magicpig_tables", "scale", "out_dtype", "return_lse", "dropout_p",
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
-    "deterministic", "new_v", "positions", "block_size",
+    "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
@@ -155,14 +155,18 @@ class OpRow:
     packs_heads: bool = False  # its kernel packs the query heads of one key/value head into a tile's rows
     latent: bool = False  # one latent row is key and value
     trained_by: str = ""  # for the error about gradients that it lacks: an operation that has them
-    # fills a cache (k, v) with new rows (q, new_v) in place and returns nothing; heads_q is heads_k
+    # fills tensors in place and returns nothing: a cache (k, v) with new rows (q, new_v), heads_q is heads_k; or `out`
     writes: bool = False
+    # functions of the public function's parameters, of rows that fill `out`: memory for it, and the function's result
+    allocates: str = ""
+    returns: str = ""
     canaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)  # fields of the canaries' Problems
 
     @functools.cached_property
     def options(self) -> tuple[str, ...]:
         """Return the Problem's fields that its parameters decide; `window` stands for window_left and window_right."""
         found = dict.fromkeys(_FIELD_OF.get(name, name) for name in (*self.values, *self.tensors))
+        found |= dict.fromkeys(self.needs)
         return tuple(name for name in found if name not in _NO_OPTION and name not in self.lengths)
 
     @functools.cached_property
@@ -177,7 +181,8 @@ class OpRow:
     @property
     def always_lengths(self) -> bool:
         """Return whether every call has its sequences' key lengths: over pages, and to append after them."""
-        return "seqlens_k" in self.tensors and ("page_size" in self.needs or self.writes)
+        paged_or_appended = "page_size" in self.needs or (self.writes and "page_size" not in self.takes)
+        return "seqlens_k" in self.tensors and paged_or_appended
 
     @functools.cached_property
     def fixed(self) -> tuple[str, ...]:
@@ -232,6 +237,9 @@ _LATENT: dict[str, Any] = _COMMON | _PAGES | {
 _NEW: dict[str, Any] = {"batch": 1, "heads_q": 3, "heads_k": 3, "head_dim": 80, "dtype": "bf16", "seq_q": 77}
 _ROTATED: dict[str, Any] = {"rotary": "neox", "rotary_dim": 64}
 _PLACES: dict[str, Any] = {"seq_k": 240, "page_size": 16}
+
+_INDEXER: dict[str, Any] = {"heads_q": 5, "heads_k": 1, "head_dim": 40, "dtype": "bf16"}
+_ONE_HEAD: dict[str, Any] = {"heads_q": 1, "heads_k": 1, "head_dim": 1}
 
 _SCORES = ("scale", "causal", "window", "chunk", "softcap")
 # Inputs of the gradients, and memory for dQ, dK and dV (schema/call.py).
@@ -434,6 +442,39 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 takes=("page_size",),
                 writes=True,
                 canaries=(_NEW | _PLACES | {"dtype": "fp16"}, _NEW | _PLACES | _ROTATED),
+            ),
+            OpRow(
+                name="indexer_logits",
+                title="Logits of an indexer",
+                tensors=_tensors("q k weights k_scale row_starts row_ends page_table seqlens_k result", result="out"),
+                values=(),
+                expansions=(_pages("indexer_table"),),
+                validate="portattn.validate.indexer:logits_call",
+                launches="portattn.launch.write:logits_calls",
+                takes=("page_size",),
+                writes=True,
+                allocates="portattn.validate.indexer:new_logits",
+                canaries=(
+                    _INDEXER | {"batch": 1, "seq_q": 37, "seq_k": 301},
+                    _INDEXER | {"batch": 3, "seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True},
+                ),
+            ),
+            OpRow(
+                name="topk_indices",
+                title="Largest logits",
+                tensors=_tensors("q row_starts row_ends result", q="logits", result="out"),
+                values=("k", "sorted"),
+                validate="portattn.validate.indexer:topk_call",
+                launches="portattn.launch.write:topk_calls",
+                needs=("tokens",),
+                takes=("tokens",),
+                writes=True,
+                allocates="portattn.validate.indexer:new_indices",
+                returns="portattn.validate.indexer:in_order",
+                canaries=(
+                    {"batch": 2, "seq_q": 5, "seq_k": 3001, "tokens": 64, "dtype": "fp32"} | _ONE_HEAD,
+                    {"batch": 1, "seq_q": 3, "seq_k": 70, "tokens": 100, "dtype": "fp32"} | _ONE_HEAD,
+                ),
             ),
         )
     }

@@ -203,8 +203,10 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         if self.listed and (ordered := sorted(BY_POSITION & {*self.demands()})):
             raise ArgumentError(self.op, ordered[0], True, "goes without tokens, which have no order")
         self._check_cache()
-        if row.writes:
+        if "new_v" in row.tensors:
             self._check_written()
+        if row.allocates and self.heads_k != 1:
+            raise ArgumentError(self.op, "heads_k", self.heads_k, "must be 1: all heads of a row share the keys")
         if row.latent and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
             raise ArgumentError(
                 self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"
@@ -406,7 +408,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         """Return the floating-point operations: 2·D a score and 2·Dv a value; of gradients 2.5 times as many.
 
         A causal mask's hidden pairs do not count; windows, chunks and other masks count as if they hid nothing."""
-        if self.writes:
+        if self.writes and self.op != "indexer_logits":
             return 0
         pairs = self.seq_q * (self.tokens or self.seq_k)
         if self.causal != "none":
@@ -416,12 +418,13 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             low, high = max(first, 0), min(last, self.seq_k)
             pairs = (low + high) * (high - low + 1) // 2 if high >= low else 0
             pairs += max(last - max(self.seq_k, first - 1), 0) * self.seq_k
-        forward = 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+        width = self.head_dim if self.writes else self.head_dim + self.head_dim_v
+        forward = 2 * self.batch * self.heads_q * pairs * width
         return forward * 5 // 2 if self.backward else forward
 
     def __str__(self) -> str:
         rows, keys = self.query_rows, f"({self.batch},{self.heads_k},{self.seq_k},{self.head_dim})"
-        if self.writes:
+        if "new_v" in ROWS[self.op].tensors:
             return self._written(keys)
         shape = f"q ({rows[0]},{self.heads_q},{rows[1]},{self.head_dim})"
         if self.packed:

@@ -13,6 +13,7 @@ from portattn.schema.symbolic_int import is_size
 Op = Literal[
     "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",
     "paged_attention", "sparse_attention", "mla_attention", "append_kv", "write_pages",
+    "indexer_logits", "topk_indices",
 ]  # fmt: skip
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
@@ -76,7 +77,7 @@ _ALL = (*_CHOSEN, "mla_attention", "attention", "varlen_attention")
 # The formats of caches in the order in which errors and tables list them. docs/adding-an-op.md names the places of one.
 FORMATS: Mapping[str, CacheFormat] = MappingProxyType(
     {
-        "e4m3": CacheFormat("float8_e4m3fn", 448.0, _ALL, canary="token"),
+        "e4m3": CacheFormat("float8_e4m3fn", 448.0, (*_ALL, "indexer_logits"), canary="token"),
         "e5m2": CacheFormat("float8_e5m2", 57344.0, _ALL),
         "e4m3fnuz": CacheFormat("float8_e4m3fnuz", 240.0, _ALL, canary="head"),
         "int8": CacheFormat("int8", 127.0, _ALL, ("head", "token"), "token"),

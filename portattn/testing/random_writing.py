@@ -1,14 +1,16 @@
-"""Random calls that fill a cache with a pattern before, and a check by the definition of its formats."""
+"""Random calls that fill a cache or a result with a pattern before, and checks by definition."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from portattn.schema.call import Call
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
+from portattn.schema.tensors import KV_DTYPE, KV_STORED, TORCH_DTYPE
 
 BEFORE = 42.0  # what caches and scales of tokens hold before
 BEYOND = (2**31 - 1, -(2**31), -1)  # what says that a token has no place, beside a place behind the last one
@@ -22,6 +24,8 @@ _TINY = 2.0**-126  # a scale for a token is no smaller
 def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: bool = False) -> Call:
     """Return a call that writes rows which are hard to store: ties, too large and too small numbers, NaN, infinity."""
     generator = torch.Generator().manual_seed(seed)
+    if ROWS[p.op].allocates:
+        return (_random_choice if p.op == "topk_indices" else _random_logits)(p, generator, device, spare)
     dtype, kind = TORCH_DTYPE[p.dtype], p.cache_format
     stored = dtype if p.kv_format == "as_q" else KV_STORED
     pages = max(p.seq_k // p.page_size, 1) if p.page_size else p.batch
@@ -90,8 +94,137 @@ def _numbers(shape: tuple[int, ...], p: Problem, generator: torch.Generator) -> 
     return found
 
 
-def judge_writing(call: Call) -> dict[str, int | float]:
+def _out(shape: tuple[int, ...], dtype: torch.dtype, device: str, spare: bool) -> torch.Tensor:
+    fill = float("nan") if dtype.is_floating_point else int(BEFORE)
+    return torch.full((*shape[:-1], shape[-1] + spare), fill, dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def _ranges(p: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return ranges of rows inside the first 7/8 of the keys; the first row's is empty, and the second's too long."""
+    rows, most = p.batch * p.seq_q, p.seq_k * 7 // 8
+    starts, ends = torch.randint(0, most + 1, (2, rows), generator=generator, dtype=torch.int32).sort(dim=0).values
+    starts[:1], ends[:1] = most, most // 2
+    starts[1:2], ends[1:2] = -3, most
+    return {"row_starts": starts, "row_ends": ends}
+
+
+def _spread(tensor: torch.Tensor, device: str, spare: bool) -> torch.Tensor:
+    """Return a copy on the device; with `spare` its rows are one element longer."""
+    memory = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + spare)).to(device)
+    view = memory[..., : tensor.shape[-1]]
+    return view.copy_(tensor)
+
+
+def _random_logits(p: Problem, generator: torch.Generator, device: str, spare: bool) -> Call:
+    """Return a call of indexer_logits. Keys that no row sees are NaN, with wild scales and page ids."""
+    paged, pages = p.page_size > 0, p.batch * (p.seq_k // p.page_size) + 2 if p.page_size else 1
+    rows = pages * (p.page_size or p.seq_k)
+    q = torch.randn(p.batch, p.seq_q, p.heads_q, p.head_dim, generator=generator)
+    k = torch.randn(rows, p.head_dim, generator=generator)
+    weights = torch.randn(p.batch, p.seq_q, p.heads_q, generator=generator)
+    scale = 0.01 + torch.rand(rows, generator=generator)
+    given: dict[str, Any] = {} if paged else _ranges(p, generator)
+    if paged:
+        lengths = torch.randint(0, p.seq_k + 1, (p.batch,), generator=generator, dtype=torch.int32)
+        lengths[:1] = p.seq_k
+        table = torch.randperm(pages, generator=generator)[: p.batch * (p.seq_k // p.page_size)]
+        table = table.view(p.batch, -1).int()
+        at = torch.arange(p.seq_k)
+        seen = at < lengths[:, None]
+        used = torch.zeros(rows, dtype=torch.bool)
+        used[(table[:, at // p.page_size] * p.page_size + at % p.page_size)[seen].long()] = True
+        table[torch.arange(table.shape[1]) * p.page_size >= lengths[:, None]] = BEYOND[0]
+        given = {"seqlens_k": lengths, "page_table": table}
+    else:
+        used = torch.arange(rows) < max(given["row_ends"].tolist(), default=0)
+    k[~used], scale[~used] = float("nan"), float("nan")
+    dtype = TORCH_DTYPE[p.dtype] if p.kv_format == "as_q" else KV_DTYPE[p.kv_format]
+    q, k = q.to(dtype), k.to(dtype).view(pages, -1, p.head_dim)
+    if p.kv_format != "as_q":
+        q, k = q.view(KV_STORED), k.view(KV_STORED)
+    scale, given = scale.view(pages, -1), {name: tensor.to(device) for name, tensor in given.items()}
+    k = _spread(k, device, spare)[:, None]
+    return Call(
+        problem=p, q=_spread(q, device, spare).transpose(1, 2), k=k, v=k, scale=1.0, weights=weights.to(device),
+        k_scale=_spread(scale, device, spare)[:, None] if p.kv_scales == "token" else None,
+        result=_out((p.batch, p.seq_q, p.seq_k), torch.float32, device, spare),
+        **given,
+    )  # fmt: skip
+
+
+def _random_choice(p: Problem, generator: torch.Generator, device: str, spare: bool) -> Call:
+    """Return a call of topk_indices with many equal logits, NaN and infinities, and a row of -inf alone."""
+    logits = torch.randn(p.batch, p.seq_q, p.seq_k, generator=generator)
+    coarse = torch.rand(p.batch, p.seq_q, 1, generator=generator) < 0.6
+    logits = torch.where(coarse, (logits * 3).round() / 3, logits)
+    wild = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0])
+    drawn = wild[torch.randint(len(wild), logits.shape, generator=generator)]
+    logits = torch.where(torch.rand(logits.shape, generator=generator) < 0.2, drawn, logits)
+    logits[:, 2:3] = -float("inf")
+    logits = _spread(logits.to(TORCH_DTYPE[p.dtype]), device, spare)[:, None]
+    ranges: dict[str, Any] = {name: tensor.to(device) for name, tensor in _ranges(p, generator).items()}
+    out = _out((p.batch, p.seq_q, p.tokens), torch.int32, device, spare)
+    return Call(problem=p, q=logits, k=logits, v=logits, scale=1.0, result=out, **ranges)
+
+
+def _row_range(call: Call, b: int, i: int) -> range:
+    p, row = call.problem, b * call.problem.seq_q + i
+    end = p.seq_k if call.seqlens_k is None else int(call.seqlens_k[b]) - (p.seq_q - 1 - i)
+    end = end if call.row_ends is None else min(end, int(call.row_ends.flatten()[row]))
+    return range(max(0 if call.row_starts is None else int(call.row_starts.flatten()[row]), 0), max(end, 0))
+
+
+def _judge_choice(call: Call) -> dict[str, int | float]:
+    p, wrong = call.problem, 0
+    assert call.result is not None
+    for b in range(p.batch):
+        for i in range(p.seq_q):
+            numbers = call.q[b, 0, i].detach().cpu().double().tolist()
+            order = sorted((-numbers[j], j) for j in _row_range(call, b, i) if numbers[j] > -float("inf"))
+            chosen = sorted(j for _, j in order[: p.tokens])
+            chosen += [-1] * (p.tokens - len(chosen))
+            wrong += int((call.result[b, i].cpu() != torch.tensor(chosen)).sum())
+    return {"error": 0.0, "budget": 0.0, "wrong": wrong}
+
+
+# Relative errors of products, beside the errors of sums in float32. A chip's sums of 8-bit products may have 14 bits.
+_IMPRECISE = {"tf32": 2.0**-10, "hf32": 2.0**-10, "tf32x3": 2.0**-20, "bf16x6": 2.0**-20}
+
+
+def _judge_logits(call: Call, precision: str) -> dict[str, int | float]:
+    """Return the largest error as a share of the sum of all terms' magnitudes, which sums in float32 bound."""
+    p, wrong, error = call.problem, 0, 0.0
+    assert call.result is not None
+    assert call.weights is not None
+    q, k, weights, out = (tensor.detach().cpu() for tensor in (call.q, call.k, call.weights, call.result))
+    if p.kv_format != "as_q":
+        q, k = (tensor.contiguous().view(KV_DTYPE[p.kv_format]) for tensor in (q, k))
+    for b in range(p.batch):
+        at = torch.arange(p.seq_k)
+        page = at * 0 if call.page_table is None else call.page_table.cpu()[b, at // p.page_size]
+        at = at % p.page_size if p.page_size else at
+        for i in range(p.seq_q):
+            seen = _row_range(call, b, i)
+            places = page[seen.start : seen.stop].long(), at[seen.start : seen.stop]
+            keys = k[places[0], 0, places[1]].double()
+            factor = 1.0 if call.k_scale is None else call.k_scale.cpu()[places[0], 0, places[1]].double()
+            terms = weights[b, i].double()[:, None] * (q[b, :, i].double() @ keys.t()).clamp(min=0.0)
+            sizes = q[b, :, i].double().abs() @ keys.abs().t()
+            most = (weights[b, i].double().abs()[:, None] * sizes).sum(0) * factor
+            ours = out[b, i].double()
+            inside = torch.zeros(p.seq_k, dtype=torch.bool)
+            inside[seen.start : seen.stop] = True
+            wrong += int((ours[~inside] != -torch.inf).sum() + (~ours[inside].isfinite()).sum())
+            off = (ours[inside] - terms.sum(0) * factor).abs() / most
+            error = max(error, float(off.nan_to_num(0.0).max()) if off.numel() else 0.0)
+    budget = (p.head_dim + p.heads_q + 2) * 2.0**-24 + _IMPRECISE.get(precision, 0.0)
+    return {"error": error, "budget": budget + (2.0**-13 if p.kv_format != "as_q" else 0.0), "wrong": wrong}
+
+
+def judge_writing(call: Call, precision: str = "ieee") -> dict[str, int | float]:
     """Return {error, budget, wrong}: the largest difference, 0, and places wrongly NaN, infinite or changed."""
+    if call.result is not None:
+        return _judge_choice(call) if call.problem.op == "topk_indices" else _judge_logits(call, precision)
     error, wrong = 0.0, 0
     for name, expected in expected_cache(call).items():
         ours = getattr(call, name).detach().cpu().double()

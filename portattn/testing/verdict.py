@@ -288,7 +288,7 @@ def judge(
 ) -> dict[str, int | float]:
     """Judge any call like `tolerance.judge`; for gradients `out` is delta, for append and write the cache is judged."""
     if call.problem.writes:
-        return judge_writing(call)
+        return judge_writing(call, precision)
     if call.problem.backward:
         return judge_backward(call, out, precision)
     return tolerance.judge(call, out, lse, precision, probabilities)

@@ -38,6 +38,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "sparse_attention": ("tokens",),
     "mla_attention": ("page_size", "dv"),
     "write_pages": ("page_size",),
+    "topk_indices": ("tokens",),
 }
 # Of options that are no flag and not None by default.
 _DEFAULTS = {"layout": "bhsd", "page_layout": "phd", "kv_format": "as_q", "rotary": "none"}
@@ -179,7 +180,8 @@ def problem_from(
     unpacked = "goes with queries that are not packed (--total-q)"
     _check(op, [(packed and given[name], _option(name), True, unpacked) for name in ("bias", "mask")])
     given["kv_scales"] = given["kv_scales"] or cache_format(given["kv_format"]).default_scales
-    given["seqlens_k"] = given["seqlens_k"] or (row.always_lengths and not given["tokens"])
+    lengths = (row.always_lengths and not given["tokens"]) or (row.writes and page_size > 0)
+    given["seqlens_k"] = given["seqlens_k"] or lengths
     if given["rotary"] != _DEFAULTS["rotary"] and given["rotary_dim"] is None:
         given["rotary_dim"] = head_dim
     given |= {name: given[name] or 0 for name in ("rotary_dim", "page_size", "tokens", "num_splits")}

@@ -76,6 +76,8 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
         given |= {"magicpig": (3, 4)}
     if "block_mask" in parameters:  # of lists it makes one tensor
         given |= {"block_mask": None}
+    if "sorted" in parameters:  # sorts what was made
+        given |= {"sorted": False}
     if "page_table" in parameters:
         given |= {"page_table": torch.zeros(1)}
     getattr(portattn, op)(**given)

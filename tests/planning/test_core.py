@@ -37,6 +37,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "write_pages": {
         "batch": 1, "page_size": 48, "seq_k": 96, "kv_format": "e4m3", "kv_scales": "token", "return_lse": False,
     },
+    "indexer_logits": {"heads_k": 1, "kv_format": "e4m3", "kv_scales": "token", "return_lse": False} | PAGES,
+    "topk_indices": {"heads_q": 1, "heads_k": 1, "head_dim": 1, "tokens": 20, "return_lse": False},
 }  # fmt: skip
 
 

@@ -45,6 +45,8 @@ NEEDS = {
     "mla_attention": {"seq_q": 2, "heads_k": 1, "head_dim": 576, "head_dim_v": 512} | PAGES,
     "append_kv": {"heads_k": 16, "seqlens_k": True, "return_lse": False},
     "write_pages": {"heads_k": 16, "page_size": 64, "batch": 1, "return_lse": False, "kv_format": "e4m3"},
+    "indexer_logits": {"heads_k": 1, "return_lse": False, "kv_format": "e4m3"},
+    "topk_indices": {"heads_q": 1, "heads_k": 1, "head_dim": 1, "tokens": 512, "return_lse": False},
 }  # fmt: skip
 PROBLEMS = [
     *(problem(**BIG | {"op": op} | NEEDS[op]) for op in CORES),

@@ -327,6 +327,8 @@ def outputs_of(call: Call) -> tuple[str, ...]:
     """Return the arguments that kernels may write to: an operation that fills a cache writes it and its scales."""
     if not call.problem.writes:
         return OUTPUTS
+    if call.result is not None:
+        return ("result",)
     return ("k", "v", "k_scale", "v_scale") if call.problem.kv_scales == "token" else ("k", "v")
 
 

@@ -2,6 +2,7 @@
 
 from portattn.api.ops.decode import decode_attention, mla_attention, paged_attention, sparse_attention
 from portattn.api.ops.dense import attention, varlen_attention
+from portattn.api.ops.indexer import indexer_logits, topk_indices
 from portattn.api.ops.write import append_kv, write_pages
 from portattn.api.prepare import explain, make_request, plan, prepare
 
@@ -10,12 +11,14 @@ __all__ = [
     "attention",
     "decode_attention",
     "explain",
+    "indexer_logits",
     "make_request",
     "mla_attention",
     "paged_attention",
     "plan",
     "prepare",
     "sparse_attention",
+    "topk_indices",
     "varlen_attention",
     "write_pages",
 ]

@@ -6,6 +6,8 @@ from typing import Literal, overload
 import torch
 
 from portattn.api.masks import BlockMask as BlockMask
+from portattn.api.ops.indexer import indexer_logits as indexer_logits
+from portattn.api.ops.indexer import topk_indices as topk_indices
 from portattn.api.ops.write import append_kv as append_kv
 from portattn.api.ops.write import write_pages as write_pages
 from portattn.api.page_table import PageTable as PageTable
@@ -184,5 +186,5 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: Number = 0.0,
     dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, return_lse: bool = False,
     backend: str | None = None, validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-__all__ = ['append_kv', 'attention', 'decode_attention', 'explain', 'make_request', 'mla_attention', 'paged_attention',
-    'plan', 'prepare', 'sparse_attention', 'varlen_attention', 'write_pages']
+__all__ = ['append_kv', 'attention', 'decode_attention', 'explain', 'indexer_logits', 'make_request', 'mla_attention',
+    'paged_attention', 'plan', 'prepare', 'sparse_attention', 'topk_indices', 'varlen_attention', 'write_pages']

@@ -62,8 +62,7 @@ def append_kv(
     Memory beyond the inputs: none in the kernels; on the reference path a few copies of the new rows.
 
     Raises:
-        ArgumentError: An argument is malformed: the error has the argument, its value and the limit; or a tensor
-            requires a gradient, which this operation has not. Nothing is written.
+        ArgumentError: An argument is malformed, or a tensor requires a gradient. Nothing is written.
         UnknownArgument: A keyword is unknown. For another library's name the error has portattn's.
         PathUnavailable: A named path cannot run the call, or falling back is forbidden. Nothing is written.
 
@@ -136,8 +135,7 @@ def write_pages(
     Memory beyond the inputs: none in the kernels; on the reference path a few copies of the new rows.
 
     Raises:
-        ArgumentError: An argument is malformed: the error has the argument, its value and the limit; or a tensor
-            requires a gradient, which this operation has not. Nothing is written.
+        ArgumentError: An argument is malformed, or a tensor requires a gradient. Nothing is written.
         UnknownArgument: A keyword is unknown. For another library's name the error has portattn's.
         PathUnavailable: A named path cannot run the call, or falling back is forbidden. Nothing is written.
 

@@ -17,7 +17,7 @@ from portattn.planning.kernel_specs.base import (
 )
 from portattn.planning.kernel_specs.decode import DecodeSplit, MlaSplit, PagedSplit, SparseSplit
 from portattn.planning.kernel_specs.dense import DenseForward, VarlenForward
-from portattn.planning.kernel_specs.write import CacheWrite, PagedWrite
+from portattn.planning.kernel_specs.write import CacheWrite, IndexScores, PagedWrite, TopkRows
 
 __all__ = [
     "CORES",
@@ -50,6 +50,8 @@ CORES: dict[str, CoreKernel] = {
         MlaSplit(),
         CacheWrite(),
         PagedWrite(),
+        IndexScores(),
+        TopkRows(),
     )
 }
 KERNEL_NAMES = tuple(k.name for k in CORES.values())

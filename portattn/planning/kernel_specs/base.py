@@ -18,6 +18,7 @@ from portattn.schema.tuning import SPLIT_THRESHOLD
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
 MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
+MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from portattn.planning.kernel_specs.base import (
     MIN_DOT,
+    MIN_NARROW_DEPTH,
     SCORED,
     TAKES,
     WARPS_APART,
@@ -28,8 +29,6 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
-
-MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 
 
 class DenseForward(CoreKernel):

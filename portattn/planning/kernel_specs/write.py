@@ -1,4 +1,4 @@
-"""The kernel that writes new keys and values into contiguous caches and pages."""
+"""The kernels that fill tensors: new keys and values into caches and pages, an indexer's logits, the largest logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.planning.kernel_specs.base import CoreKernel, ceil_div
+from portattn.planning.kernel_specs.base import MIN_NARROW_DEPTH, CoreKernel, ceil_div, tile_width
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import least, most, next_power_of_two
@@ -16,6 +16,9 @@ from portattn.schema.tuning import SPLIT_THRESHOLD
 
 INT32_MAX = 2**31 - 1
 NARROW = 8  # columns of a tile that has no 16 numbers beside each other
+SCORES_AT_ONCE = 16384  # of a tile of keys and all heads of a row: 64 a thread of eight warps
+MOST_HEADS = 512
+LEAST_READ = 1024  # numbers of a row that a step of its selection reads: less is all latency
 WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a thread of four warps
 
 
@@ -96,3 +99,92 @@ class PagedWrite(CacheWrite):
     name = "paged_write"
     op = "write_pages"
     takes = frozenset({"kv_format", "rotary", "head_dim_v"})
+
+
+class IndexScores(CoreKernel):
+    # A tile is block_m rows of queries and block_n keys.
+    name = "index_scores"
+    function = "index_scores"
+    op = "indexer_logits"
+    takes = frozenset({"seqlens_k", "kv_format", "gqa", "paged"})
+    choices: tuple[str, ...] = ("dot_precision", "operands", "grid")
+    max_head_dim = max_head_dim_v = 256
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.heads_q > MOST_HEADS:
+            return f"there are {problem.heads_q} heads, and a tile has up to {MOST_HEADS}", "backend='reference'"
+        return super().cannot(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        if lowering.operands == "stored" and problem.kv_format == "as_q":
+            return (("operands", "widened", "queries and keys are not quantised"),)
+        if lowering.operands == "stored" and tile_width(problem.head_dim, False) < MIN_NARROW_DEPTH:
+            return (("operands", "widened", f"8-bit operands are at least {MIN_NARROW_DEPTH} columns wide"),)
+        return ()
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        rows, keys = ceil_div(problem.seq_q, launch.block_m), ceil_div(problem.seq_k, launch.block_n)
+        return problem.batch * rows * keys
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        if "block_m" not in pinned:
+            launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, next_power_of_two(problem.seq_q)))
+        if "block_n" not in pinned:
+            room = SCORES_AT_ONCE // tile_width(problem.heads_q, False)
+            launch = msgspec.structs.replace(launch, block_n=min(launch.block_n, room))
+        return msgspec.structs.replace(launch, splits=1)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return {name.upper(): getattr(lowering, name) for name in self.choices} | {
+            "HEADS": problem.heads_q,
+            "HEAD_DIM": problem.head_dim,
+            "BLOCK_H": tile_width(problem.heads_q, False),
+            "BLOCK_D": tile_width(problem.head_dim, False),
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "PAGE_SIZE": problem.page_size,
+            "KV_FORMAT": problem.kv_format,
+        }
+
+
+class TopkRows(CoreKernel):
+    """The places of each row's largest logits by topk_rows: a program a row, read block_n logits at a time."""
+
+    name = "topk_rows"
+    function = "topk_rows"
+    op = "topk_indices"
+    choices: tuple[str, ...] = ("grid",)
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if self.tiles(problem, Launch()) > INT32_MAX:
+            return f"there are more than {INT32_MAX} rows, and so many are counted", "split the call"
+        return super().cannot(problem)
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.batch * problem.seq_q
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        if "block_n" not in pinned:
+            launch = msgspec.structs.replace(launch, block_n=max(launch.block_n, LEAST_READ))
+        return msgspec.structs.replace(launch, splits=1)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return {"BLOCK_N": launch.block_n, "GRID": lowering.grid}

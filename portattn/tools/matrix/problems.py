@@ -27,6 +27,8 @@ _VARLEN: Fields = _DENSE | {"batch": 8, "total_q": 8192, "total_k": 8192}
 _FEWER: Fields = {"heads_q": 8, "heads_k": 8}
 _DECODE: Fields = {"batch": 16, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True}
 _PAGED: Fields = _DECODE | {"pages_in_line": True}
+# A chunk of a prompt of DeepSeek V3.2.
+_INDEXER: Fields = {"batch": 1, "heads_q": 64, "heads_k": 1, "seq_q": 1024, "seq_k": 16384}
 # op -> its word in names, and its sizes
 SIZES: dict[str, tuple[str, Fields]] = {
     "attention": ("dense", _DENSE),
@@ -39,6 +41,8 @@ SIZES: dict[str, tuple[str, Fields]] = {
     "mla_attention": ("MLA", _PAGED | {"heads_q": 128, "heads_k": 1, "seq_k": 4096, "page_size": 64}),
     "append_kv": ("append", _DECODE | _FEWER),
     "write_pages": ("write", _FEWER | {"batch": 1, "seq_q": 64, "seq_k": 131072, "page_size": 16}),
+    "indexer_logits": ("indexer", _INDEXER),
+    "topk_indices": ("top-k", _INDEXER | {"heads_q": 1, "seq_k": 65536, "head_dim": 1, "tokens": 2048}),
 }
 PADDED: Fields = {"seqlens_q": True, "seqlens_k": True}
 LEFT_PADDED: Fields = PADDED | {"leftpad_q": True, "leftpad_k": True}
@@ -65,7 +69,7 @@ def named_problem(op: str, words: str = "", kind: str = "", **changes: Any) -> N
     word, sizes = SIZES[op]
     size = changes.get("page_size") or sizes.get("page_size") or 1
     p = Problem(**({"op": op, **sizes, "seq_k": -(-sizes["seq_k"] // size) * size} | changes))
-    mask = MASK_WORDS[p.causal] if sizes["seq_q"] > 1 and op != "write_pages" else ""
+    mask = MASK_WORDS[p.causal] if sizes["seq_q"] > 1 and not ROWS[op].writes else ""
     width = f"D={p.head_dim}" + (f"/{p.head_dim_v}" if p.head_dim_v != p.head_dim else "")
     page = f"page {p.page_size}" if p.page_size and op != "mla_attention" else ""
     return NamedProblem(" ".join(filter(None, (word, kind, mask, p.dtype, width, page, words))), p)
@@ -80,6 +84,8 @@ sparse = partial(named_problem, "sparse_attention")
 mla = partial(named_problem, "mla_attention")
 append = partial(named_problem, "append_kv")
 write = partial(named_problem, "write_pages")
+indexer = partial(named_problem, "indexer_logits")
+topk = partial(named_problem, "topk_indices")
 
 
 def paged(kind: str, words: str = "", **changes: Any) -> NamedProblem:
@@ -102,13 +108,15 @@ def quick() -> list[NamedProblem]:
         mla(**LATENT),
         append(**WIDE),
         write("rotary, e4m3 cache, scales token", **WIDE, **E4M3, **ROTARY),
+        indexer("e4m3, scales token", **WIDE, **E4M3),
+        topk(dtype="fp32"),
     ]
 
 
 def full() -> list[NamedProblem]:
     """Return for each op every supported dtype × head_dim × mask or page size, and each feature once or more."""
     parts = (_dense(), _varlen(), _gradients(), _decode(), _paged(), _sparse(), _mla(), _append(), _write())
-    return list(itertools.chain(*parts))
+    return list(itertools.chain(*parts, _indexer()))
 
 
 def _each_feature(op: str) -> list[tuple[str, Fields]]:
@@ -295,6 +303,20 @@ def _write() -> Iterator[NamedProblem]:
     yield write("hpd", **WIDE, page_layout="hpd")
     yield write("a prompt", **WIDE, seq_q=8192)
     yield write("rotary, a prompt, e4m3 cache", **WIDE, seq_q=8192, **E4M3 | {"kv_scales": "head"}, **ROTARY)
+
+
+def _indexer() -> Iterator[NamedProblem]:
+    decode: Fields = {"batch": 64, "seq_q": 1, "seq_k": 32768, "page_size": 64, "seqlens_k": True}
+    for words, fields in (("", {}), ("decode", decode), ("decode of 2 rows", decode | {"seq_q": 2})):
+        yield from (indexer(words, **fields, dtype=dtype, head_dim=128) for dtype in DTYPES)
+        yield indexer(f"{words} e4m3, scales token".strip(), **WIDE, **E4M3, **fields)
+    yield indexer("e4m3, no scales", **WIDE, **E4M3 | {"kv_scales": "none"})
+    yield indexer("32 heads", **WIDE, heads_q=32)
+    yield indexer("unaligned", **WIDE, aligned=False)
+    yield from (topk(dtype=dtype) for dtype in DTYPES)
+    yield topk("decode, of 131072", dtype="fp32", batch=64, seq_q=1, seq_k=131072)
+    yield topk("512 of 8192", dtype="fp32", seq_k=8192, tokens=512)
+    yield topk("unaligned", dtype="fp32", aligned=False)
 
 
 def _new_rows(op: str, make: Callable[..., NamedProblem]) -> Iterator[NamedProblem]:
