@@ -100,7 +100,6 @@ def decode_split(
         rounds: tl.constexpr = 1
     NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
     LISTED: tl.constexpr = indices is not None
-    PARTS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     # Words of at most 8 rows and nothing but lengths: keys are the rows of products
@@ -134,9 +133,9 @@ def decode_split(
             k_end = tl.minimum(tl.maximum(k_end, 0), seq_k)
         elif LISTED:  # a tile's rows are heads of one query, whose list is a sequence
             sequence = batch
-            q_first = row_tile // PARTS
+            q_first = row_tile // tl.cdiv(GROUP, BLOCK_M)
             q_end = q_first + 1
-            row_tile = row_tile % PARTS
+            row_tile = row_tile % tl.cdiv(GROUP, BLOCK_M)
             k_first, k_end = sequence_bounds(counts, None, batch * seq_q + q_first, seq_k)
         else:
             sequence = batch

@@ -141,9 +141,10 @@ def _slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each sequence's list of slots (B, tokens) int32, and the same with -1 for slots that do not count.
 
-    One place in eight is a hole, a second list has nothing else, lists repeat slots, and any number follows a list."""
+    One place in eight is a hole, a second list has nothing else, lists repeat slots, and any number follows a list.
+    Slot 0, to which kernels clamp a hole, is in no list."""
     shape = p.batch, p.tokens
-    slots = torch.randint(storage.batch * storage.rows * 3 // 4, shape, generator=generator)
+    slots = torch.randint(1, storage.batch * storage.rows * 3 // 4, shape, generator=generator)
     holes = torch.rand(shape, generator=generator) < 0.125
     holes[1:2] = p.batch > 2
     slots[holes] = torch.tensor(GARBAGE_IDS)[[0, 2]].repeat(slots.numel())[: int(holes.sum())]
