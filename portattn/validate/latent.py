@@ -11,7 +11,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem_limits import DS_GROUP, MAX_LENGTH, Op, cache_format, ds_row_bytes
 from portattn.validate import values
-from portattn.validate.checks import check_int32, check_tensor, check_width
+from portattn.validate.checks import check_int32, check_tensor, check_width, starts_aligned
 from portattn.validate.features import Features, build
 from portattn.validate.paged import Queries, check_table
 from portattn.validate.quantized import StoredCache, as_stored, check_scale, dtypes_of, format_of
@@ -188,7 +188,7 @@ def _check_ds_rows(
         strides[2] != 1
         or strides[0] % _SCALE_BYTES
         or strides[1] % _SCALE_BYTES
-        or rows.storage_offset() % _SCALE_BYTES
+        or not starts_aligned(rows, _SCALE_BYTES)
     ):
         limit = (
             f"must be 1 along a row, the others and the offset ({rows.storage_offset()}) multiples of {_SCALE_BYTES}"

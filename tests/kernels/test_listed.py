@@ -196,7 +196,7 @@ def test_an_error_names_argument_value_and_limit(name: str) -> None:
         portattn.mla_attention(**(named | ATTEND | changes))
 
 
-@pytest.mark.parametrize("name", ["queries", "packed", "whole_rows", "e4m3_tokens"])
+@pytest.mark.parametrize("name", ["queries", "packed", "whole_rows", "ds_mla"])
 def test_a_kept_call_serves_other_sizes(device: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if device.path != "interpreter":
         pytest.skip("kernels are interpreted here only")
