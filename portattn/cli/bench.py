@@ -145,7 +145,7 @@ bench.add_command(benchreport.join)
 
 
 def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
-    from portattn.tools.bench.sets import SETS
+    from portattn.tools.bench.cases import SETS
 
     names = list(SETS) if "all" in sets else list(dict.fromkeys(sets))
     for name in names:

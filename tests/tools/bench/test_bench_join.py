@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from portattn.cli import main
 from portattn.tools.bench import results
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.sets import SETS
 
 PAGED, DECODE = SETS["paged"], SETS["decode"]
 

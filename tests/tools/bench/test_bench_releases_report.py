@@ -15,8 +15,8 @@ from test_bench_cli import bench
 
 from portattn.cli import benchreport
 from portattn.tools.bench import comparison, plots
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.sets import SETS
 
 CALL = FirstCall(case="first decode", run=0, empty_s=3.0, kept_s=0.5, path="triton")
 

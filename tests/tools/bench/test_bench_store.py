@@ -10,9 +10,9 @@ from places import DOCS
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.tools.bench import comparison, results, workloads
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.report import document
-from portattn.tools.bench.sets import SETS
 
 CASE = SETS["paged"][0]
 ROW = made("paged", CASE, figures("portattn", 0.5, 0.6, host_us=host(4.0), graph_ms=(0.4,)), figures("fa3/vllm", 0.5))
