@@ -14,8 +14,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from portattn.cli import bench_workloads, benchreport
-from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli import INTERRUPTED, RED, bench_workloads, benchreport
 from portattn.cli.output import emit_json, json_option
 from portattn.cli.progress import BenchProgress, ProgressCounter
 from portattn.errors import ArgumentError, PortattnError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from portattn.cli.errors import RED
+from portattn.cli import RED
 from portattn.cli.output import emit_json, table
 from portattn.errors import ArgumentError, PortattnError
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import matrix_compare, matrix_output
-from portattn.cli.errors import INTERRUPTED
+from portattn.cli import INTERRUPTED, matrix_compare, matrix_output
 from portattn.cli.matrix_output import PAGE, SHOWN, TARGETS, tell_cells, write_page
 from portattn.cli.output import emit_json, json_option, plural, tell_unknown
 from portattn.tools import param_types

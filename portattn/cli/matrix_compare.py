@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from portattn.cli import matrix_output
-from portattn.cli.errors import INTERRUPTED, RED, require_some
+from portattn.cli import INTERRUPTED, RED, matrix_output, require_some
 from portattn.cli.matrix_output import PAGE, tell_cells, tell_conflicts, write_run
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.errors import ArgumentError, DataError
