@@ -15,8 +15,7 @@ import msgspec
 from click.core import ParameterSource
 
 from portattn.cli import INTERRUPTED, RED, bench_workloads, benchreport
-from portattn.cli.output import emit_json, json_option
-from portattn.cli.progress import BenchProgress, ProgressCounter
+from portattn.cli.output import BenchProgress, ProgressCounter, emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
 from portattn.files import write_whole
 from portattn.tools.param_types import SECONDS

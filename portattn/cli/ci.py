@@ -251,7 +251,7 @@ def _compared(
 
 
 def _make(runs: dict[str, SideRun], options: Options, compiled: bool, out: Path | None) -> None:
-    from portattn.cli.progress import ProgressCounter
+    from portattn.cli.output import ProgressCounter
 
     if not compiled:
         for name, made in runs.items():
