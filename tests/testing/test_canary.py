@@ -16,7 +16,7 @@ from opcalls import pretend_accelerator
 import portattn
 from portattn import Problem, Target
 from portattn.api import dispatch
-from portattn.backends.cuda.canaries import FORWARD
+from portattn.backends.cuda.schedules import FORWARD
 from portattn.compile.record_store import CompileStore
 from portattn.config import Settings
 from portattn.planning import core_path
