@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from threads import run_threads
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
@@ -185,14 +186,6 @@ def test_many_threads_at_once() -> None:
     run_threads(*[many] * 4)
     assert wrong == []
     assert functional.scaled_dot_product_attention is imported_before
-
-
-def run_threads(*functions: Any) -> None:
-    threads = [threading.Thread(target=one) for one in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @pytest.mark.interpreter  # a real accelerator's kernels would be planned for CPU tensors
