@@ -198,6 +198,19 @@ BEHAVIOURS = {
 }  # fmt: skip
 
 
+class PlantedWorker:
+    """In the place of a Worker: a context whose requests a subclass answers."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> PlantedWorker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 def fake_python(folder: Path, behaviour: str) -> tuple[Path, Path]:
     """A program that stands in for the Python of a worker, and the file in which it notes each request."""
     script, requests = folder / f"compiler-{behaviour.replace(' ', '-')}", folder / "requests.jsonl"

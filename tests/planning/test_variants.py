@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from quirk_files import planned, plant, registry
+from support import PlantedWorker
 
 import portattn
 from portattn import CompileRecord, Problem, Target
@@ -397,19 +398,10 @@ def test_every_variant_has_canaries_that_it_takes(name: str) -> None:
     assert canary.key_of(name, SM_90) != canary.key_of("dense_forward", SM_90)
 
 
-class Child:
+class Child(PlantedWorker):
     """In the place of the child that runs canaries: a variant's numbers are wrong, the core's are right."""
 
     asked: list[dict[str, Any]]
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         Child.asked.append(fields)
