@@ -1,9 +1,7 @@
 """Schedules of the Gluon variants, and the compilers that take them: community Triton from 3.6 on (quirk cuda-0016).
 
 Schedules are entries of tuning/sm_90.toml; the first match counts, so an entry for a range stands before general ones.
-Releases outside verified.toml are tried: if a compile or a canary fails, the core runs, with an Incident. The problems
-of the canaries take each form of the kernels' loops once, by lengths and Triton's release;
-tests/backends/cuda/test_canary_forms.py compares the forms with the tuning data's, per release."""
+Releases outside verified.toml are tried: if a compile or a canary fails, the core runs, with an Incident."""
 
 from __future__ import annotations
 
@@ -44,6 +42,8 @@ def find_schedule(variant: str, problem: Problem, toolchain: Toolchain) -> tuple
     return None if entry is None else (dict(entry.flags), tuning().timed_with(entry))
 
 
+# Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.
+# tests/backends/cuda/test_canary_forms.py compares the forms with the tuning data's, per release.
 _COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
 _LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
 _PACKED: dict[str, Any] = {"op": "varlen_attention", "seq_q": 177, "seq_k": 341, "total_q": 350, "total_k": 680}

@@ -1,9 +1,4 @@
-"""Torch's own functions that calls and cached launches use, by the shortest way that this torch has.
-
-Many are private: each has a fallback. Guards (as in torch.compile) compare tensors in all but data and sizes, 0.1 µs
-each, 0.7 µs in Python; they are tested once before use. A strided nested tensor ends the process (torch 2.13): callers
-read sizes first, at which it raises.
-"""
+"""Torch's own functions that calls and cached launches use; private ones have a fallback."""
 
 from __future__ import annotations
 
@@ -84,6 +79,9 @@ def current_accelerator() -> torch.device:
     return torch.device("cpu")
 
 
+# Torch's guards (as in torch.compile) compare tensors in all but data and sizes, 0.1 µs each, 0.7 µs in Python. The
+# interface is private, so it is tested once before use. A strided nested tensor ends the process (torch 2.13): callers
+# read sizes first, at which it raises.
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Return a function that tells whether as many values are tensors like these, of any sizes and strides."""
     make = _made if _usable() else _plain

@@ -1,7 +1,4 @@
-"""Sets of calls that are no `Case`, such as an engine's step: functions in scripts/bench_sets/ that yield rows.
-
-Measure checks their contenders, times them in turns, captures graphs and takes host times. Rows have medians of rounds:
-`ms`, `graph_ms`, `cold_ms` (L2 overwritten), `host_us`; `of_peer`: peer's over row's."""
+"""Sets of calls that are no `Case`, such as an engine's step: functions in scripts/bench_sets/ that yield rows."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from portattn.tools.bench.results import provenance
 from portattn.tools.bench.rounds import DeviceClock, interleaved, ratio
 from portattn.worker.own_kernels import load
 
+# Rows have medians of rounds: `ms`, `graph_ms`, `cold_ms` (L2 overwritten), `host_us`; `of_peer`: peer's over row's.
 ROUNDS = 7
 Runs = dict[str, Callable[[], Any]]
 Row = dict[str, Any]
