@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 
 import msgspec
+import planted_records
 import pytest
 from lifecycle_logs import facts_of, read
 
-from portattn.schema.compile_record import Incident
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Retirement
@@ -128,15 +128,13 @@ def test_amounts_are_told_apart_by_conditions_only(registry) -> None:
 
 
 def incident(registry, num_stages: int, **changed) -> failure_facts.Facts:
-    log = read("triton-3.6-gfx950-stages")
-    made = Incident(
-        id="i", key="k", kernel="dense_forward", target="rocm:gfx950", toolchain="triton==3.6.0",
-        symptom="compile-error", stage="ttgir", message="RuntimeError at ttgir: PassManager::run failed", command="",
-        environment={}, log=log, date=datetime.datetime(2026, 11, 22),
-        problem=Problem(batch=2, heads_q=8, heads_k=8, seq_q=64, seq_k=64, head_dim=64),
-        lowering=Lowering(), launch=Launch(num_stages=num_stages),
-    )  # fmt: skip
-    return failure_facts.from_incident(msgspec.structs.replace(made, **changed), [], registry)
+    fields = {
+        "target": "rocm:gfx950", "symptom": "compile-error",
+        "message": "RuntimeError at ttgir: PassManager::run failed",
+        "log": read("triton-3.6-gfx950-stages"), "lowering": Lowering(), "launch": Launch(num_stages=num_stages),
+        "problem": Problem(batch=2, heads_q=8, heads_k=8, seq_q=64, seq_k=64, head_dim=64),
+    }  # fmt: skip
+    return failure_facts.from_incident(planted_records.incident(**(fields | changed)), [], registry)
 
 
 def test_an_incident_knows_its_conditions(registry) -> None:

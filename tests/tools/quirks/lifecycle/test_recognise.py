@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_logs import CASES, FOLDER, NAMES, read, told
+from planted_records import incident
 
 from portattn.errors import ArgumentError
-from portattn.schema.compile_record import Incident
 from portattn.tools.quirks import failure_facts
 from portattn.tools.quirks.drafts import find_known_failures
 from portattn.tools.quirks.failure_facts import failure_of
@@ -83,13 +82,12 @@ def test_no_revision_of_llvm_is_in_a_signature() -> None:
 
 def test_an_incident_has_the_assemblers_own_words() -> None:
     said = f"ptxas-blackwell {PTXAS['ptxas-code']}"
-    incident = Incident(
-        id="i", key="k", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.9.0", stage="cubin",
-        symptom="compile-error", message="PTXASError at cubin: PTXAS error: Internal Triton PTX codegen error",
-        command="", environment={}, log=f"Internal Triton PTX codegen error\n`ptxas` stderr:\n{said}\n",
-        date=datetime.datetime(2026, 11, 22),
+    made = incident(
+        toolchain="triton==3.9.0", stage="cubin", symptom="compile-error",
+        message="PTXASError at cubin: PTXAS error: Internal Triton PTX codegen error",
+        log=f"Internal Triton PTX codegen error\n`ptxas` stderr:\n{said}\n",
     )  # fmt: skip
-    failure = failure_of(incident)
+    failure = failure_of(made)
     assert failure.kind == "ptxas-code"
     assert failure.cause.startswith("(C7602) Insufficient registers")
 
