@@ -164,6 +164,11 @@ def environment_settings() -> Settings:
     return from_environment(os.environ)
 
 
+def available_cores() -> int:
+    """Return the cores that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+
+
 def current() -> Settings:
     """Return the settings of the innermost `settings(...)` block, or else the environment's."""
     return BLOCK.get() or environment_settings()

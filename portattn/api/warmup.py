@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from portattn.api.page_table import PageTable
 from portattn.api.request import CacheWriter, Request, inputs_of
 from portattn.api.shape_polymorphism import CallRecipe
 from portattn.compile import ensure_compiled
-from portattn.config import Settings, current
+from portattn.config import Settings, available_cores, current
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature, preload
 from portattn.launch.cache import MAX_CLASSES
@@ -430,7 +429,7 @@ def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
             wanted.setdefault(one.code, []).append(one)
     if not wanted:
         return 0.0
-    count = min(jobs or min(max((os.cpu_count() or 2) // 2, 1), MOST_JOBS), len(wanted))
+    count = min(jobs or min(max(available_cores() // 2, 1), MOST_JOBS), len(wanted))
     say(f"compiling {len(wanted)} in {count} child processes")
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(ensure_compiled.new_worker()) for _ in range(count)]

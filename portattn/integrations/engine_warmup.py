@@ -7,7 +7,6 @@ import functools
 import gc
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portattn.api.warmup import MOST_JOBS, Warmup, warmup
+from portattn.config import available_cores
 from portattn.schema.tensors import POINTER_ALIGNMENT, TensorSpec
 
 SAY_SECONDS = 5.0  # between two lines about progress
@@ -180,7 +180,7 @@ def compile_calls(
         ranks: processes of this host that warm up at the same time
     """
     try:
-        return _compile(specs(), device, log, max(1, min(MOST_JOBS, (os.cpu_count() or 2) // 2) // ranks))
+        return _compile(specs(), device, log, max(1, min(MOST_JOBS, available_cores() // 2) // ranks))
     except Exception as error:  # an engine starts without what it was to be spared
         log.warning("portattn: nothing was compiled before the first request: %s", error, exc_info=True)
         return None

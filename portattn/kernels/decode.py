@@ -172,6 +172,8 @@ def decode_split(
         last_step = tl.minimum(first_step + share, last_step)
         full_begin = tl.minimum(tl.maximum(full_begin, first_step), last_step)
         full_end = tl.minimum(tl.maximum(full_end, full_begin), last_step)
+        if PIPELINE == "masked":
+            full_end = full_begin  # every tile is one of the edges
 
         slot_0 = slot.to(tl.int64)
         q_row = (q_first + query).to(tl.int64)  # [BLOCK_M]

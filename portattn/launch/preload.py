@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from portattn.config import available_cores
 from portattn.launch import cudadriver, native
 from portattn.worker.installed_packages import digest
 
@@ -69,7 +70,7 @@ def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] =
     ready[0] += [functools.partial(_kernel_key, *names) for names in kernels]
     if backend == cudadriver.KIND:
         ready.insert(0, [functools.partial(native.load, cache_dir)])
-    if (os.cpu_count() or 1) < FEW_CORES:  # a core stays free for the child process
+    if available_cores() < FEW_CORES:  # a core stays free for the child process
         ready = [[make for chain in ready for make in chain]]
     threads = [threading.Thread(target=_make, args=(one,), name="portattn-ready", daemon=True) for one in ready]
     with contextlib.suppress(RuntimeError):  # no thread available: all is made on demand

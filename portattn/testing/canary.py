@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import hashlib
 import itertools
-import os
 import re
 import threading
 from collections import deque
@@ -24,7 +23,7 @@ from portattn.compile import record_store
 from portattn.compile.ensure_compiled import incident_of
 from portattn.compile.record_store import CompileStore, store
 from portattn.compile.variants import variant_of
-from portattn.config import Settings
+from portattn.config import Settings, available_cores
 from portattn.errors import PathUnavailable, PortattnError, warn_caller
 from portattn.planning.core_path import canaries_wanted, kernel_source_digest
 from portattn.planning.planner import plan, source_digest
@@ -154,7 +153,7 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
     worst, ran, kernel, silent = 0.0, 0, family(made), "the path takes none of them here"
     stored = stored_as(made)
     asked = _asked(made, target, settings)
-    count = min(max(_cores() // 2, 1), MOST_AT_ONCE, len(asked))
+    count = min(max(available_cores() // 2, 1), MOST_AT_ONCE, len(asked))
     # What says nothing is asked again, alone: several contexts may be more than the device has room for.
     for at_once in dict.fromkeys((count, 1)):
         unclear: list[tuple[Problem, Plan]] = []
@@ -228,10 +227,6 @@ def _answers(
             yield (*one, answers.popleft().result())
             if place + count < len(asked):
                 answers.append(pool.submit(ask, asked[place + count]))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 def plan_case(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:

@@ -286,7 +286,7 @@ def test_several_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fa
     """All answers count; and where the first is wrong, the ones that have not ended are ended, not waited for."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     monkeypatch.setattr(canary, "Worker", Meeting)
-    monkeypatch.setattr(canary, "_cores", lambda: 64)
+    monkeypatch.setattr(canary, "available_cores", lambda: 64)
     made = made_for("attention")
     number = min(canary.MOST_AT_ONCE, len(canary.CASES["attention"]))
     assert number > 1
@@ -307,7 +307,7 @@ def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path: Path, mo
     """The device may have room for one context and not for several."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     monkeypatch.setattr(canary, "Worker", Meeting)
-    monkeypatch.setattr(canary, "_cores", lambda: 64)
+    monkeypatch.setattr(canary, "available_cores", lambda: 64)
     made, number = made_for("attention"), len(canary.CASES["attention"])
     Meeting.met, Meeting.asked, Meeting.closed = threading.Barrier(min(canary.MOST_AT_ONCE, number)), [], 0
     Meeting.answers = {0: Reply(outcome="error", kind="OutOfMemoryError", message="CUDA out of memory")}
@@ -323,7 +323,7 @@ def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest
     made = portattn.plan(FORWARD[0], newer)
     assert made.path == "gluon_forward"
     monkeypatch.setattr(canary, "Worker", Meeting)
-    monkeypatch.setattr(canary, "_cores", lambda: 64)
+    monkeypatch.setattr(canary, "available_cores", lambda: 64)
     Meeting.met, Meeting.asked, Meeting.closed, Meeting.answers = threading.Barrier(canary.MOST_AT_ONCE), [], 0, {}
     assert canary.check(made, newer, settings, torch.device("cuda", 0)) is None
     assert len(Meeting.asked) == len(set(Meeting.asked)) == len(FORWARD)

@@ -17,7 +17,6 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 from portattn.api import ops
 from portattn.api.masks import tree_mask
 from portattn.integrations.sglang.capabilities import FLOAT8, refuse
-from portattn.schema.symbolic_int import next_power_of_two
 
 
 class Pools:
@@ -29,13 +28,9 @@ class Pools:
         self.has_window_pool = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
 
     @property
-    def all_columns(self) -> int:
+    def columns(self) -> int:
+        """Columns of every page table: tables of several widths would be as many shape classes to warm up."""
         return -(-self.context // self.page_size)
-
-    def columns(self, tokens: int) -> int:
-        """Return the columns of a table for so many tokens: powers of two, since a width of its own is a kernel's."""
-        needed = -(-max(tokens, 1) // self.page_size)
-        return min(next_power_of_two(needed), self.all_columns)
 
     def in_window_pool(self, layer_id: int) -> bool:
         return self.has_window_pool and bool(self.kv.layers_mapping[layer_id][1])
@@ -134,18 +129,13 @@ class Batches:
         )
 
     def eager(self, batch: Any) -> Metadata:
-        """Return new tensors, no wider than the batch's longest sequence if the host knows it."""
+        """Return new tensors."""
         queries = self.queries_of(batch, in_graph=False)
-        count, known = batch.req_pool_indices.shape[0], batch.seq_lens_cpu
-        longest = self.pools.context
-        if known is not None and known.numel():
-            longest = int(known.max()) + (queries if batch.forward_mode.is_target_verify() else 0)
+        count = batch.req_pool_indices.shape[0]
         tokens = batch.out_cache_loc.shape[0] if batch.out_cache_loc is not None else 0
-        made = self._empty(count, self.pools.columns(longest), tokens, queries, self._has_tree(batch))
+        made = self._empty(count, tokens, queries, self._has_tree(batch))
         if batch.encoder_lens is not None:
-            rows = {"dtype": torch.int32, "device": self.device}
-            made.cross_table = torch.empty(count, self.pools.columns(self._longest_encoder(batch)), **rows)
-            made.cross_lengths = torch.empty(count, **rows)
+            made.cross_table, made.cross_lengths = torch.empty_like(made.table), torch.empty_like(made.lengths)
         self.fill(made, batch)
         if queries == 0:
             made.cu_seqlens_q = torch.zeros(count + 1, dtype=torch.int32, device=self.device)
@@ -155,7 +145,7 @@ class Batches:
         return made
 
     def allocate(self, most_sequences: int, most_tokens: int) -> None:
-        columns, whole = self.pools.all_columns, {"dtype": torch.int32, "device": self.device}
+        columns, whole = self.pools.columns, {"dtype": torch.int32, "device": self.device}
         made = {"table": torch.zeros(most_sequences, columns, **whole), "lengths": torch.zeros(most_sequences, **whole)}
         if self.pools.has_window_pool:
             made["window_table"] = torch.zeros(most_sequences, columns, **whole)
@@ -181,6 +171,8 @@ class Batches:
         }
         tree = views.pop("tree", None)
         made = Metadata(queries, **views)
+        if made.window_slots is not None:  # rows that pad a replay write to slot 0, not where an earlier one wrote
+            self._static["window_slots"][tokens:].zero_()
         if tree is not None and mode.is_target_verify():
             made.tree = tree.view(-1)[: count * queries].view(count, queries)
         if in_capture and not self._has_tree(batch):
@@ -226,14 +218,10 @@ class Batches:
         verifying = batch.forward_mode.is_target_verify() and batch.spec_info is not None
         return verifying and batch.spec_info.custom_mask is not None
 
-    def _longest_encoder(self, batch: Any) -> int:
-        known = batch.encoder_lens_cpu
-        return max(known, default=0) if known is not None else self.pools.context
-
-    def _empty(self, count: int, columns: int, tokens: int, queries: int, tree: bool) -> Metadata:
+    def _empty(self, count: int, tokens: int, queries: int, tree: bool) -> Metadata:
         whole = {"dtype": torch.int32, "device": self.device}
         long = {"dtype": torch.int64, "device": self.device}
-        made = Metadata(queries, torch.empty(count, columns, **whole), torch.empty(count, **whole))
+        made = Metadata(queries, torch.empty(count, self.pools.columns, **whole), torch.empty(count, **whole))
         if self.pools.has_window_pool:
             made.window_table, made.window_slots = torch.empty_like(made.table), torch.empty(tokens, **long)
         if tree:
@@ -329,10 +317,9 @@ class PagedBackend(AttentionBackend):
         if mode.is_dllm_extend():
             refuse("forward_mode", mode.name)
         for name in ("cross_attention_custom_mask", "multi_item_delimiter_indices"):
-            if getattr(batch, name) is not None:
-                refuse(
-                    name, type(getattr(batch, name)).__name__, "must be None: --attention-backend flashinfer takes it"
-                )
+            given = getattr(batch, name, None)  # the view of a batch that replays a graph has neither
+            if given is not None:
+                refuse(name, type(given).__name__, "must be None: --attention-backend flashinfer takes it")
         if spec is not None and getattr(spec, "ragged_verify_layout", None) is not None:
             refuse("spec_info.ragged_verify_layout", spec.ragged_verify_layout, "must be None")
 

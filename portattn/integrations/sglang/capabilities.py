@@ -164,8 +164,7 @@ def engine_of(backend: Any, runner: Any, device: torch.device) -> Engine:
     # Without chunks the first prompt may be longer than a batch's limit. Requests that decode may be mixed in.
     longest = chunk or runner.model_config.context_len
     tokens = max(longest, schedule.max_prefill_tokens or 0) + requests
-    most = backend.pools.all_columns
-    columns = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    columns = [backend.pools.columns]
     return Engine(requests, tokens, tokens, runner.model_config.context_len, columns, runner.dtype, device)
 
 

@@ -259,9 +259,12 @@ def engine_of(config: Any, spec: Any, device: torch.device) -> Engine:
     """Return the limits of a layer group's batches."""
     scheduler, model = config.scheduler_config, config.model_config
     length = getattr(scheduler if model is None else model, "max_model_len", scheduler.max_num_batched_tokens)
-    blocks = -(-length // spec.block_size)
+    most = length  # of a table's row: in an encoder-decoder model every group's has room for the encoder's tokens
+    if getattr(model, "is_encoder_decoder", False):
+        most = max(length, scheduler.max_num_encoder_input_tokens)
+    blocks = -(-most // spec.block_size)
     if hasattr(spec, "max_num_blocks_per_req"):
-        blocks = spec.max_num_blocks_per_req(config, length)
+        blocks = spec.max_num_blocks_per_req(config, most)
     step = ALIGNED_TOKENS // math.gcd(ALIGNED_TOKENS, spec.block_size)
     tokens = max(scheduler.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0]))
     return Engine(
@@ -304,6 +307,8 @@ class StartUp:
             bind = getattr(layer, "bind_kv_cache", None)  # without it, a dummy batch is the first to come
             if bind is not None:
                 layer.bind_kv_cache = functools.partial(self._bind, layer, bind)
+        if not any(layer.impl.has_cache for layer in self.layers):  # nothing is bound, and vLLM runs no dummy batch
+            self.compile()
 
     def specs(self) -> list[dict[str, Any]]:
         return [spec for layer in self.layers for spec in layer.impl.specs(layer, self.engine)]

@@ -72,8 +72,13 @@ class DecodeSplit(CoreKernel):
         if found["BLOCK_TAIL"]:
             found["BLOCK_TAIL"] = max(found["BLOCK_TAIL"], narrowest)
         found.pop("WARPS", None)
+        pipeline = lowering.pipeline if "pipeline" in self.choices else "plain"
+        if problem.packed and problem.num_splits:
+            # A tile's place decides which keys all its rows attend, and a score that is not masked is scaled in the
+            # exponential: where a prompt is cut would change the last bit of a row.
+            pipeline = "masked"
         found |= {
-            "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
+            "PIPELINE": pipeline,
             "GROUP": problem.group,
             "SPLIT": launch.splits > 1,
             "LATENT": problem.op == "mla_attention",

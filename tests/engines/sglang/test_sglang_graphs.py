@@ -5,6 +5,7 @@ with the metadata object of the capture, whose tensors must be the same memory a
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from served import Served, forward, random_tree, verify_input
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 
@@ -36,13 +38,19 @@ def addresses(metadata: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
     return {name: (t.data_ptr(), tuple(t.shape)) for name, t in tensors if isinstance(t, torch.Tensor)}
 
 
-def padded(batch: ForwardBatch, count: int, each: int, fill: int) -> ForwardBatch:
-    """The view of a batch that is replayed with a larger graph: rows 0, slots 0, lengths of the fill value."""
+def padded(batch: ForwardBatch, count: int, each: int, fill: int) -> tuple[Any, ForwardBatch]:
+    """Return the runner's view of a batch that replays a larger graph, and the batch whose buffers the graph reads."""
     lacks = count - batch.batch_size
-    more = {"seq_lens": fill, "req_pool_indices": 0}
-    changed = {k: torch.cat([getattr(batch, k), torch.full((lacks,), v)]) for k, v in more.items()}
-    changed["out_cache_loc"] = torch.cat([batch.out_cache_loc, torch.zeros(lacks * each, dtype=torch.int64)])
-    return dataclasses.replace(batch, batch_size=count, seq_lens_cpu=None, **changed)
+    rows = torch.zeros(count * each, dtype=torch.int64)
+    more = {"seq_lens": (lacks, fill), "req_pool_indices": (lacks, 0), "out_cache_loc": (lacks * each, 0)}
+    buffers = {k: torch.cat([getattr(batch, k), torch.full((n,), v)]) for k, (n, v) in more.items()}
+    view = build_replay_fb_view(
+        batch, types.SimpleNamespace(  # type: ignore[arg-type]
+            **buffers, input_ids=rows, positions=rows, seq_lens_cpu=buffers["seq_lens"], mamba_track_indices=None
+        ), bs=count, raw_bs=batch.batch_size, num_tokens=count * each, global_num_tokens_cpu=None,
+        seq_len_fill_value=fill, capture_forward_mode=batch.forward_mode, is_encoder_decoder=False,
+    )  # fmt: skip
+    return view, dataclasses.replace(batch, batch_size=count, seq_lens_cpu=None, **buffers)
 
 
 def replay(
@@ -56,15 +64,17 @@ def replay(
     for row, a in zip(rows, before, strict=True):
         served.store(layer, row, 0, a)
     q, k, v = served.new_tokens(batch, before, new)
-    view = padded(batch, count, each, backend.get_cuda_graph_seq_len_fill_value())
+    view, wide = padded(batch, count, each, backend.get_cuda_graph_seq_len_fill_value())
     known = addresses(captured)
     backend.init_forward_metadata_out_graph(view)
     assert addresses(captured) == known
+    if captured.window_slots is not None:
+        assert not captured.window_slots[sum(new) :].any(), "rows that pad write where another batch wrote"
     backend.forward_metadata = captured  # what the graph's kernels read
     backend.init_forward_metadata_in_graph(view)
     lacks = (count - len(before)) * each
     q, k, v = (torch.cat([t, torch.zeros(lacks, t.shape[1], dtype=t.dtype)]) for t in (q, k, v))
-    out = forward(backend, layer, (q, k, v), view)
+    out = forward(backend, layer, (q, k, v), wide)
     live = sum(new)
     assert out.shape[0] == count * each
     served.check(out[:live], q[:live], batch, before, new, layer, tree)
@@ -111,6 +121,7 @@ def test_window_pool(page: int) -> None:
         layer = served.layer(number, sliding_window_size=window)
         replay(served, backend, captured, layer, DECODE, [30, 60, 2], 1, 4)
         replay(served, backend, captured, layer, DECODE, [36, 64, 19], 1, 4)
+        replay(served, backend, captured, layer, DECODE, [5], 1, 4, rows=[2])
 
 
 @pytest.mark.engine_feature("CUDA graphs: what decode and speculation read keeps its addresses")

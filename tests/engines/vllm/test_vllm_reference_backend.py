@@ -11,7 +11,7 @@ import torch
 import vllm.triton_utils
 from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadataBuilder
-from vllm_batches import DIM, HEADS, KV_HEADS, Batch, Layer, check
+from vllm_batches import DIM, HEADS, KV_HEADS, ON_GPU, Batch, Layer, check
 
 from portattn.integrations.vllm.backend import PortattnBackend
 from portattn.testing.tolerance import largest
@@ -56,9 +56,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 REQUESTS = [(1, 20), (9, 30), (3, 3)]  # few: interpreted, a row costs milliseconds
 
 
-def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def compare(ours: torch.Tensor, theirs: torch.Tensor, unit: float = 0) -> None:
     assert ours.shape == theirs.shape
-    unit = torch.finfo(ours.dtype).eps
+    unit = unit or torch.finfo(ours.dtype).eps
     assert largest(ours.double() - theirs.double()) <= UNITS * unit * max(1.0, largest(theirs.double()))
 
 
@@ -79,8 +79,8 @@ def test_decode() -> None:
 @pytest.mark.parametrize("causal", [False, torch.tensor([0, 1, 0], dtype=torch.int32)], ids=["none", "each"])
 def test_both_directions(causal: Any) -> None:
     """Without a window: of one in both directions their kernel loses values that later rows of its tile see."""
-    batch = Batch(REQUESTS, torch.float32)
-    mine, reference = (Layer(one, torch.float32) for one in (PortattnBackend, Theirs))
+    batch = Batch(REQUESTS, torch.float16)
+    mine, reference = (Layer(one, torch.float16) for one in (PortattnBackend, Theirs))
     theirs = reference.run(batch, causal=causal)
     compare(mine.run(batch, causal=causal), theirs)
     check(theirs, batch, causal=causal if causal is False else [False, True, False])
@@ -104,4 +104,5 @@ def test_quantised_caches(cache_dtype: str) -> None:
     theirs = reference.run(batch)
     mine.layer.kv_cache.view(torch.uint8).copy_(reference.layer.kv_cache.view(torch.uint8))
     mine.layer.impl.do_kv_cache_update = lambda *_: None  # its own rows are there, as the other wrote them
-    compare(mine.run(batch, write=False), theirs)
+    rotated_in_bf16 = ON_GPU and cache_dtype.startswith("int4")
+    compare(mine.run(batch, write=False), theirs, 2.0**-7 if rotated_in_bf16 else 0)

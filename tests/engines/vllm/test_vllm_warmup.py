@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fakedriver import run, triton_folders
 from vllm_batches import DECODE, Batch, Layer, check
 
@@ -37,3 +39,30 @@ def test_all_groups_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (specs,) = calls
     assert {spec["window"] for spec in specs if spec["op"] == "paged_attention"} == {None, (6, 0)}
     assert {spec["op"] for spec in specs} == {"paged_attention", "write_pages"}
+
+
+def test_an_encoder_is_warmed_up_before_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[dict[str, Any]]] = []
+    monkeypatch.setattr(metadata, "needs_warmup", lambda device: True)
+    monkeypatch.setattr(metadata, "compile_calls", lambda specs, *rest: calls.append(specs()))
+    Layer(arguments={"attn_type": "encoder_only"})
+    (specs,) = calls
+    assert {spec["op"] for spec in specs} == {"varlen_attention"}
+
+
+def test_tables_of_an_encoder_decoder_model() -> None:
+    """In every group a row of a table has room for the encoder's tokens: it is as wide as the runner's."""
+    layer = Layer()
+    scheduler = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, max_num_encoder_input_tokens=1500)
+    model = SimpleNamespace(max_model_len=100, dtype=torch.bfloat16, is_encoder_decoder=True)
+    graphs = SimpleNamespace(cudagraph_capture_sizes=None)
+    config = SimpleNamespace(
+        scheduler_config=scheduler,
+        model_config=model,
+        compilation_config=graphs,
+        parallel_config=layer.config.parallel_config,
+    )
+    blocks = -(-1500 // layer.spec.block_size)
+    assert min(metadata.engine_of(config, layer.spec, torch.device("cpu")).columns) == blocks
+    model.is_encoder_decoder = False
+    assert min(metadata.engine_of(config, layer.spec, torch.device("cpu")).columns) < blocks
