@@ -28,6 +28,19 @@ def key_range(row, place, sequence, row_starts, row_ends, seqlens_k, seq_q, seq_
     return first, end
 
 
+@triton.jit
+def left_operand(places, columns, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KV_FORMAT: tl.constexpr,
+                 OPERANDS: tl.constexpr):  # fmt: skip
+    """Load a tile of keys by pointers as the left operand of products."""
+    if HEAD_DIM == BLOCK_D:
+        tile = tl.load(places)
+    else:
+        tile = tl.load(places, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+    if KV_FORMAT != "as_q":
+        tile = operand(tile, KV_FORMAT, OPERANDS)
+    return tile
+
+
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "pages", "row_tiles", "key_tiles", "tiles"])
 def index_scores(
     q, k, weights, k_scale, row_starts, row_ends, seqlens_k, page_table, result,
@@ -37,7 +50,7 @@ def index_scores(
     seq_q, seq_k, pages, row_tiles, key_tiles, tiles,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_FORMAT: tl.constexpr, DOT_PRECISION: tl.constexpr,
-    OPERANDS: tl.constexpr, GRID: tl.constexpr,
+    OPERANDS: tl.constexpr, Q_OPERAND: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """Write result (B, Sq, Sk), float32: BLOCK_M rows of BLOCK_N keys a program, one key tile for all of them.
 
@@ -73,14 +86,9 @@ def index_scores(
                 at = at % PAGE_SIZE
             k_rows = k + block * k_stride_b + at.to(tl.int64) * k_stride_s
             k_places = k_rows[:, None] + columns[None, :] * k_stride_d
-            if HEAD_DIM == BLOCK_D:
-                key_rows = tl.load(k_places)
-            else:
-                key_rows = tl.load(k_places, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+            key_rows = left_operand(k_places, columns, HEAD_DIM, BLOCK_D, KV_FORMAT, OPERANDS)
             if k_scale is not None:
                 scales = tl.load(k_scale + block * k_scale_stride_b + at.to(tl.int64) * k_scale_stride_s)
-            if KV_FORMAT != "as_q":
-                key_rows = operand(key_rows, KV_FORMAT, OPERANDS)
             there = (heads < HEADS)[:, None] & (columns < HEAD_DIM)[None, :]
             q_base = q + sequence.to(tl.int64) * q_stride_b
             q_places = tl.minimum(heads, HEADS - 1)[:, None].to(tl.int64) * q_stride_h + columns[None, :] * q_stride_d
@@ -94,6 +102,8 @@ def index_scores(
                     queries = tl.load(q_rows, mask=there, other=0.0)
                 w = tl.load(w_base + row.to(tl.int64) * weights_stride_s + heads * weights_stride_h,
                             mask=heads < HEADS, other=0.0)  # fmt: skip
+                if Q_OPERAND == "reload":
+                    key_rows = left_operand(k_places, columns, HEAD_DIM, BLOCK_D, KV_FORMAT, OPERANDS)
                 if KV_FORMAT == "as_q":
                     scores = dot(key_rows, tl.trans(queries), DOT_PRECISION)
                 elif OPERANDS == "widened":

@@ -29,7 +29,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         page_loop: `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
             up its own page, for pages smaller than a tile and compilers that cannot loop over pages; `by_page`: words
             and warps apart alone: a tile is two or four pages, whose ids are read once each, a step ahead
-        q_operand: `reload` reads Q again before each product, for compilers that overwrite a product's left operand
+        q_operand: `reload` reads the left operand (Q; of an indexer K) again before each product, for compilers that
+            overwrite it
         drops: dropout's random numbers: one draw for four scores, in `tiles` that begin at multiples of 16; a draw for
             each of the `scores`, for compilers that spread numbers over registers through shared memory; the same from
             products of 16-bit `halves`, for compilers that compute the signed high half

@@ -64,8 +64,8 @@ def test_choice(device: Device, fields: dict[str, Any], spare: bool) -> None:
 
 
 @pytest.mark.parametrize("form", [LOGITS, PAGES | E4M3, TOPK], ids=["logits", "pages", "topk"])
-def test_a_persistent_grid_gives_the_same(device: Device, form: dict[str, Any]) -> None:
-    check(device, 3, lowering={"grid": "persistent"}, **form)
+def test_other_lowerings_give_the_same(device: Device, form: dict[str, Any]) -> None:
+    check(device, 3, lowering={"grid": "persistent", "q_operand": "reload"}, **form)
 
 
 @pytest.mark.parametrize("form", [LOGITS, PAGES, TOPK], ids=["logits", "pages", "topk"])

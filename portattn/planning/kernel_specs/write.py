@@ -107,7 +107,7 @@ class IndexScores(CoreKernel):
     function = "index_scores"
     op = "indexer_logits"
     takes = frozenset({"seqlens_k", "kv_format", "gqa", "paged"})
-    choices: tuple[str, ...] = ("dot_precision", "operands", "grid")
+    choices: tuple[str, ...] = ("dot_precision", "operands", "q_operand", "grid")
     max_head_dim = max_head_dim_v = 256
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
