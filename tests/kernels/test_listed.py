@@ -27,7 +27,7 @@ LISTED: dict[str, Any] = {
     "head_dim": 48, "head_dim_v": 32, "page_size": 16, "dtype": "fp32", "seqlens_k": True, "return_lse": True,
 }  # fmt: skip
 PACKED = {"batch": 1, "seq_q": 5, "total_q": 5}
-BACKENDS = "reference", "interpreter"
+BACKENDS = "reference", pytest.param("interpreter", marks=pytest.mark.interpreter)
 CASES: dict[str, dict[str, Any]] = {
     "queries": {},
     "no_lengths_apart": {"seqlens_k": False, "pages_in_line": False, "dtype": "fp16"},
@@ -41,11 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def call_of(name: str = "queries", seed: int = 0, **fields: Any) -> Call:
+def call_of(name: str = "queries", seed: int = 0, place: str = "cpu", **fields: Any) -> Call:
     scale = -0.2 if name == "negative" else None
     strides = "spare" if name == "no_lengths_apart" else "plain"
     p = Problem(**(LISTED | CASES[name] | fields))
-    return random_call(p, seed, extremes=bool(seed % 2), scale=scale, strides=strides)
+    return random_call(p, seed, device=place, extremes=bool(seed % 2), scale=scale, strides=strides)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -53,7 +53,7 @@ def call_of(name: str = "queries", seed: int = 0, **fields: Any) -> Call:
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_gives_the_oracles_results(device: Device, name: str, seed: int, splits: int) -> None:
     """NaN lies in rows that no list names, in holes' and in places behind topk_length."""
-    call = call_of(name, seed)
+    call = call_of(name, seed, device.name)
     assert_right(call, *run_core(device, call, launch={"splits": splits}))
 
 
@@ -125,7 +125,7 @@ def test_queries_without_a_key_give_0_and_minus_infinity(backend: str) -> None:
 
 
 def test_one_split_gives_the_same_bits_in_every_batch(device: Device) -> None:
-    call = call_of(heads_q=20, num_splits=1, layout="bshd", seqlens_k=False, dtype="bf16")
+    call = call_of(place=device.name, heads_q=20, num_splits=1, layout="bshd", seqlens_k=False, dtype="bf16")
     whole, _ = run_core(device, call)
     assert call.indices is not None
     for b, row in itertools.product(range(3), range(2)):
