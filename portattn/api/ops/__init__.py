@@ -2,8 +2,7 @@
 
 from portattn.api.ops.decode import decode_attention, mla_attention, paged_attention, sparse_attention
 from portattn.api.ops.dense import attention, varlen_attention
-from portattn.api.ops.indexer import indexer_logits, topk_indices
-from portattn.api.ops.write import append_kv, write_pages
+from portattn.api.ops.write import append_kv, indexer_logits, topk_indices, write_pages
 from portattn.api.prepare import explain, make_request, plan, prepare
 
 __all__ = [

@@ -6,9 +6,9 @@ from typing import Literal, overload
 import torch
 
 from portattn.api.masks import BlockMask as BlockMask
-from portattn.api.ops.indexer import indexer_logits as indexer_logits
-from portattn.api.ops.indexer import topk_indices as topk_indices
 from portattn.api.ops.write import append_kv as append_kv
+from portattn.api.ops.write import indexer_logits as indexer_logits
+from portattn.api.ops.write import topk_indices as topk_indices
 from portattn.api.ops.write import write_pages as write_pages
 from portattn.api.page_table import PageTable as PageTable
 from portattn.api.prepare import explain as explain
