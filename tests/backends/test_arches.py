@@ -1,7 +1,5 @@
 """Arch tables of every backend, on a machine with no accelerator."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import re

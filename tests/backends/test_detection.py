@@ -1,7 +1,5 @@
 """Which arch a device is, by every backend, on a machine with no accelerator."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """SDPA as a vendor path, on the CPU or on the GPU where there is one: numbers, gradients, and every refusal."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import warnings

@@ -1,7 +1,5 @@
 """`portattn ci`: what another compiler breaks is red with its cause, and what it does not is green and short."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tab completion, asked for as a shell asks: of `python -m portattn`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

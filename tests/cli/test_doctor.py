@@ -1,7 +1,5 @@
 """`portattn doctor`: the report always prints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

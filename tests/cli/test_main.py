@@ -1,7 +1,5 @@
 """The root command: quick help, and one line for every error."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """`portattn matrix`: what it writes, what it says, and that nothing is lost."""
 
-from __future__ import annotations
-
 import pytest
 
 from portattn.cli import output

@@ -1,8 +1,6 @@
 """What a baseline must be, and what of it a run is compared with: a comparison of nothing is an error, and not green.
 Runs are made by hand: nothing is compiled."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from handmade import make_cell, make_run

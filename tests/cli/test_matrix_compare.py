@@ -1,7 +1,5 @@
 """`portattn matrix diff`, `merge`, `baseline`, `check`, `log`: what was lost makes the exit status 1."""
 
-from __future__ import annotations
-
 import errno
 import os
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """`portattn matrix site`: what it writes, what it refuses, and what it says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Options that are numbers: what is none, and what no clock takes, is refused before anything is touched."""
 
-from __future__ import annotations
-
 import click
 import pytest
 from handmade import make_cell, make_run

@@ -1,7 +1,5 @@
 """`portattn plan`."""
 
-from __future__ import annotations
-
 import inspect
 
 import msgspec

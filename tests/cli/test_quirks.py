@@ -1,7 +1,5 @@
 """`portattn quirks`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

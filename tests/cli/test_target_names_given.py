@@ -1,7 +1,5 @@
 """Targets as people write them, given to commands: drivers' names, chips that are not supported, and no chips."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

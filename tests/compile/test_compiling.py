@@ -1,7 +1,5 @@
 """From a planned kernel to one that is known to compile: in a child, once, with failures classified and cached."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How long each kind of failure counts: a compiler's own lasts, a time-out counts for a day, the rest passes."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil

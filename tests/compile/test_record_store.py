@@ -1,7 +1,5 @@
 """CompileRecords on disk: whole or absent, among any number of processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What takes two processes to see: one compile for both, and nothing that outlives a compiler that is killed."""
 
-from __future__ import annotations
-
 import ast
 import fcntl
 import json

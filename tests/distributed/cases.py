@@ -1,7 +1,5 @@
 """Calls over several ranks: their sizes, their features and how they are cut."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from typing import Any

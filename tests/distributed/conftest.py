@@ -1,7 +1,5 @@
 """Modules beside the tests, which ranks import too, and processes that are ranks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

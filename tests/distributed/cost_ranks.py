@@ -1,7 +1,5 @@
 """What the ranks of the tests of costs run: calls whose messages are counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

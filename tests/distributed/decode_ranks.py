@@ -1,8 +1,6 @@
 """What the ranks of the tests of sharded caches run: each makes the whole call by the same seed, keeps its own part of
 the cache, and judges the merged result against the float64 oracle of the whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import opcalls

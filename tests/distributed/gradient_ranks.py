@@ -1,7 +1,5 @@
 """What the ranks of the tests of gradients run: losses that are not the same on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What the ranks of the tests of models run: a small Llama of random weights over shards, and the whole one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

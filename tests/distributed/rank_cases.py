@@ -1,7 +1,5 @@
 """What runs in each rank: the cases, compared with one process in float64."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Processes that are the ranks of a gloo group, kept for many tests: `Pools().of(4).run(function, *arguments)`. They
 are forks of one server (rank_server.py), which has imported what they need: a rank costs no import."""
 
-from __future__ import annotations
-
 import datetime
 import subprocess
 import sys

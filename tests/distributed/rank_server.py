@@ -6,8 +6,6 @@ It connects to ADDRESS and gets (world size, path of a file store). Each fork co
 serves: it gets (function, arguments) and answers (whether it returned, its value or a traceback).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -7,8 +7,6 @@ FUNCTION(rank, ranks, folder) runs in each rank, with gloo and the time-out that
 returns is written to FOLDER/FUNCTION/rank.json. Several functions run side by side, each in processes of its own.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib
 import json

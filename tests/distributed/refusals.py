@@ -1,7 +1,5 @@
 """What runs in each rank: calls that must be one error on every rank, and ranks that are gone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

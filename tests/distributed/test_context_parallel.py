@@ -1,7 +1,5 @@
 """2, 4 and 8 processes with gloo against one process in float64: forward and gradients, under the error budget."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The set context-parallel: what it judges, draws and prints, and a run over processes of a CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

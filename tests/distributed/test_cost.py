@@ -1,7 +1,5 @@
 """Costs of calls over several ranks: what is said to be sent is what is sent, and times follow the rates."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Caches whose sequences are shared by ranks, against one process under the error budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of transformers whose sequences gloo processes share: loss and gradients are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

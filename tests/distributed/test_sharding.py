@@ -1,7 +1,5 @@
 """Which pairs of a row and a key the calls of all ranks attend: each pair of the whole mask once, and no other."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

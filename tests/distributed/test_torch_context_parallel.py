@@ -1,7 +1,5 @@
 """torch's own context_parallel with portattn inside, on gloo processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What the ranks of the tests of torch's context_parallel run."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What runs in each rank: calls as users make them, with DTensors, autocast and torch.compile."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

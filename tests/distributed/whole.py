@@ -1,7 +1,5 @@
 """Attention by its definition, of whole sequences on one process: what calls over several ranks are compared with."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Work in a forked child: under limits, as another user, or to be killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -1,7 +1,5 @@
 """Variables of a compile in this process: processes forked or started by other threads meanwhile do not have them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whatever CC is and does, native.load gives the functions or one reason; nothing half done is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A library in the cache folder that is not whole, or may be somebody else's, does not run, and nothing dies of it."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

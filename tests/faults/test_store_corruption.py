@@ -1,7 +1,5 @@
 """Files of records and incidents that were changed on the disk: absent, never an error, never something else."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import grp

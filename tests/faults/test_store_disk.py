@@ -1,7 +1,5 @@
 """Disks that are full, folders that take no files, and file systems without locks: nothing is raised out of a call."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

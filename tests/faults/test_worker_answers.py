@@ -1,7 +1,5 @@
 """Children that send what is no answer, too much, too little or too late: each is a Reply, within the time limit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the system does not give: a Python, descriptors, processes, folders, room. Each is a Reply that says so."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

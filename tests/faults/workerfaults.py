@@ -1,7 +1,5 @@
 """Planted children for workers, and scenarios that need a process of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The command line: `PYTHONPATH=tests python -m fuzz values|shapes`, or `make fuzz ARGS="values --seconds 600"`."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

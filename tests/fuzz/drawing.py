@@ -1,7 +1,5 @@
 """Random cases of `values`: any op, feature, layout and size, drawn from a seed and a case number."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kinds of calls, and shapes in which each is made: lengths, batches, strides, alignment, page tables, splits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

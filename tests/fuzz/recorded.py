@@ -2,8 +2,6 @@
 with empty bodies (fakechip.py). For a process that was started with `environment`. What of portattn and Triton has to
 be replaced for it is here alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A failing case made smaller: whatever it fails without is left out."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

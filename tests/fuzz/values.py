@@ -1,7 +1,5 @@
 """One random call against the float64 oracle: what no query may attend holds poison, in K and V apart."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

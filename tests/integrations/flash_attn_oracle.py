@@ -1,8 +1,6 @@
 """Attention of one sequence by its definition, in float64 or in the inputs' own dtype: what the flash_attn tests
 compare with. Nothing of the library is used but the error budget."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the SDPA tests share: the definition of torch's SDPA in float64, torch's samples of it, and the error budget."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Two processes train a padded Llama under DistributedDataParallel and FSDP2 as they do with `eager` attention."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DTensors: two processes compute and differentiate a call as one does, sharded by sequences and by heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

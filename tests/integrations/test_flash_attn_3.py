@@ -1,7 +1,5 @@
 """portattn.integrations.flash_attn_interface: FlashAttention-3's functions, against the definition in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

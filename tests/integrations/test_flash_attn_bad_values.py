@@ -1,7 +1,5 @@
 """Values that flash_attn's functions must refuse by name, with nothing written: found by trying every argument."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """portattn.integrations.flash_attn: the functions of dense tensors, against the definition in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Forms of calls that flash_attn takes, one by one: each against the definition in float64. Its own tests call it so
 (scripts/flash_attn_suite.py runs those)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

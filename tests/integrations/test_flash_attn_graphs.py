@@ -1,7 +1,5 @@
 """flash_attn's functions under torch.compile (whole graphs) and autocast."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """portattn.integrations.flash_attn.flash_attn_with_kvcache: results against the definition in float64, the cache bit
 for bit. What lies beyond a sequence's rows is NaN in keys or in values, so that a read of it would show."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

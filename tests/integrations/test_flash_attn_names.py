@@ -1,8 +1,6 @@
 """The flash_attn-shaped modules have the names, argument orders and defaults of flash_attn 2.8 and FlashAttention-3,
 and bert_padding does what its names say."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

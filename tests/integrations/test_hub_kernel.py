@@ -1,8 +1,6 @@
 """scripts/hub_kernel.py: what it writes is whole and loads where no portattn is installed, and transformers' paths
 through it give what eager gives."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """The sets of a whole model (scripts/bench_sets/models.py), in small sizes on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 from typing import Any

@@ -1,8 +1,6 @@
 """portattn in torch's registry of flash attention: activating, restoring, and each of the aten operators. The
 operators' CPU kernels stand for CUDA's: torch has none of its own there but those of `_for_cpu`."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

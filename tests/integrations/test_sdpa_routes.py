@@ -1,7 +1,5 @@
 """Which way a call takes is told; the block serves torch's name, and restores it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Shapes, masks, lengths of zero, autocast and errors of the SDPA drop-in: what torch's own does."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

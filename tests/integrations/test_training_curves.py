@@ -4,8 +4,6 @@ place. AdamW takes no notice of a gradient's scale, so the norms of the projecti
 Both are held to float32's rounding: transformers' attention with weights that are one unit in the last place apart
 differs by up to 5e-7 in losses and 2e-6 in norms over these steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

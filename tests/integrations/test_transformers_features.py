@@ -1,8 +1,6 @@
 """What models ask for beyond a padded causal mask: windows, caps, sinks, holes, masks of one's own, both directions,
 position biases, packed rows. Each against `eager`, and each shown to matter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """torch.compile without graph breaks, generate() with a static cache and a compiled forward, and torch.export: each
 equal to the eager model, bit for bit where the same operations run."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

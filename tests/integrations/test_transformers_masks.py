@@ -1,7 +1,5 @@
 """Masks in few numbers: what they say, when they are read back, and what raises because it cannot be said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

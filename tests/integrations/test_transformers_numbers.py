@@ -3,8 +3,6 @@
 `validate="always"` reads masks back, as is done on a CPU; "never" takes the way that decoding on an accelerator takes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Registering, removing, importing, and the guide."""
 
-from __future__ import annotations
-
 import importlib.util
 import linecache
 import re

@@ -1,7 +1,5 @@
 """Tiny random-weight models, batches with padding, and how far two sets of logits differ."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

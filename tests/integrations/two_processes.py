@@ -1,7 +1,5 @@
 """Two processes of torch.distributed with gloo on this CPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

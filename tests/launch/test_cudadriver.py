@@ -1,7 +1,5 @@
 """Blocks of launch parameters, by Python and by native.c: what the driver is given, read as CUDA lays it out."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Cached launches against Triton's own: what reaches the driver is the same, byte for byte, with every Triton here. A
 process with a libcuda that records launches (fakedriver.py) compiles small kernels and launches them by all ways."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a kind of call is: everything about a call but its sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

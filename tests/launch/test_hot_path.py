@@ -1,7 +1,5 @@
 """The whole of a cached call by native.c, against the same call by Python: every operation, launches recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What native.c is told of memory is checked where its objects are made, and they take memory by what is in them."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 from collections.abc import Iterator

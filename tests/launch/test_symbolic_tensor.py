@@ -1,7 +1,5 @@
 """Tensors that are only shapes answer as torch's do, and refuse what they cannot; what is asked of torch's devices."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

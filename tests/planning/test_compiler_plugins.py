@@ -1,7 +1,5 @@
 """Packages that bring compilers: what is refused, who is named, and that nobody else notices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the planner computes of core kernels: numbers of tiles and splits, keys in a window, constants of the launch."""
 
-from __future__ import annotations
-
 import datetime
 import inspect
 import random

@@ -1,7 +1,5 @@
 """Features are denied by default: a path runs what it declares, and a flag that is new to it rejects it by name."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """plan(): pure, defined for every target and toolchain, and always able to say why not."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A backend package that is broken: it is left out, once with a warning, and nobody else's plans and calls notice."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

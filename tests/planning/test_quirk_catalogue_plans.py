@@ -2,8 +2,6 @@
 The cases are derived from the entries (portattn.tools.quirks.examples), one inside each entry's range and one beyond
 each of its conditions; the other quirks are switched off, so that a case says something about its own entry."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from quirk_files import DECODE, PROBLEM, active, without_variants

@@ -1,7 +1,5 @@
 """Quirk files that break the schema: each gives a DataError with the file, the line and the key."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When a quirk applies: version ranges, what is not known, patterns, chains, conflicts and overrides."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

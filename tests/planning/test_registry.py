@@ -1,7 +1,5 @@
 """The registry's own errors: targets that nobody knows, broken files of arches and quirks, backend packages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

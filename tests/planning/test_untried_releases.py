@@ -1,8 +1,6 @@
 """A variant under a release of Triton that nobody has run it with: it is planned with a caution, its canaries decide,
 and what the release lacks leads to the core."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Variants are candidates like any other: quirks and records reject them, a first compile is isolated, canaries run,
 plans and cells say how they are scheduled. Where one does not apply the core runs, which is no fall-back."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

@@ -1,7 +1,5 @@
 """The example backend and its compiler, installed as packages, and the command line in a process that finds them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

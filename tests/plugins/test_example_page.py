@@ -1,7 +1,5 @@
 """docs/backends.md, "Bringing your own compiler": its quotations are in the example's files, what it shows happens."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Problem: its limits, its features, and what it counts."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

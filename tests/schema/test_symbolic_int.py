@@ -1,7 +1,5 @@
 """Traced sizes: a program gives what the code it was traced from gives, or None; in Python and in C."""
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Data files: every complaint names the file, the line and the key."""
 
-from __future__ import annotations
-
 import datetime
 import fnmatch
 import re

@@ -1,7 +1,5 @@
 """Toolchain: reading a named one, and telling an installed one by the distribution that owns `triton/`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

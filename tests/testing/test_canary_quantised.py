@@ -1,7 +1,5 @@
 """Canaries of quantised caches: they read such caches, and find a kernel that widens their numbers wrongly."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The oracle: against numbers worked out by hand, against plain Python floats, and against itself through other ops."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

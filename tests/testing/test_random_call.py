@@ -1,7 +1,5 @@
 """What the other tests rest on: random calls are legal, and hold NaN where nothing may look; what is wrong is seen."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """scripts/chip_suite.py: what it runs on a chip, on which GPU, and that an interrupted run goes on where it ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """scripts/engine_env.py: environments of engines are made whole or not at all. Packages are a few lines here."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

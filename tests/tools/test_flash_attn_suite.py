@@ -1,7 +1,5 @@
 """scripts/flash_attn_suite.py: the cases that it draws, that they see portattn's modules, and what it says."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import types

@@ -1,7 +1,5 @@
 """What is said of names in schedules and tables, below what prints them."""
 
-from __future__ import annotations
-
 import click.testing
 import msgspec
 import pytest

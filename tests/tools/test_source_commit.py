@@ -1,7 +1,5 @@
 """Which commit a run says it came from."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

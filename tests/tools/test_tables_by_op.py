@@ -1,7 +1,5 @@
 """Tables by operation in the tools have every operation of schema/ops.py: an op that is left out is never looked at."""
 
-from __future__ import annotations
-
 from portattn.schema.ops import ROWS, WRITERS
 from portattn.schema.problem_limits import OPS
 from portattn.tools.matrix import problems

@@ -1,7 +1,5 @@
 """What the outcomes of several means together say."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Workers: what is said between them and a child, how it is started, and every way in which it can end."""
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 import io
 import json

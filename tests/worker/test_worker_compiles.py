@@ -1,7 +1,5 @@
 """Workers: real cross-compiles in a child process, and modules that are planted to fail in one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The child that a worker has now, for tests of workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from portattn.worker.client import Worker

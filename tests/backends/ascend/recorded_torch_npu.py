@@ -2,8 +2,6 @@
 Ascend/op-plugin, op_plugin/config/op_plugin_functions.yaml. Constraints: the documents that backends/ascend/__init__.py
 names. What is documented as undefined comes back as NaN, so that nothing can lean on it."""
 
-from __future__ import annotations
-
 import math
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """torch_npu's attention functions as vendor paths, against a stand-in that checks every argument."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -1,7 +1,5 @@
 """SDPA on the CPU, for the tests beside this file: the calls that it takes, and how one is run."""
 
-from __future__ import annotations
-
 import torch
 from reference_cases import CASES
 from support import poisoned

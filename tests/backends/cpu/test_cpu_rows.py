@@ -1,7 +1,5 @@
 """Rows of SDPA on the CPU whose scores are not finite, or that attend nothing, against the float64 oracle."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cpu_calls import CPU, INF, NAN, TAKEN, run

@@ -1,7 +1,5 @@
 """SDPA on the CPU against the float64 oracle: every op and feature that it takes, and what its plans say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """The releases of Triton whose code for sm_90 is tested: the installed one, and those of this machine's lab."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

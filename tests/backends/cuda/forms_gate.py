@@ -10,8 +10,6 @@ Exit status 1 where a form spills more bytes than the file says, does not compil
 not fit; 2 for bad input; 130 after Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """What the scheduled kernels rely on in the PTX that a release of Triton makes of them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Canaries of the Gluon variants run every form of their loops that the tuning data has, whatever the release."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Sequence

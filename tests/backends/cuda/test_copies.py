@@ -1,7 +1,5 @@
 """What a variant's launcher is given where its kernel cannot read the caller's tensors, or the scale is 0."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

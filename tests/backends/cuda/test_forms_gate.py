@@ -1,7 +1,5 @@
 """The gate of the Hopper variants' forms: what it judges by, what it writes, and its exit status."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

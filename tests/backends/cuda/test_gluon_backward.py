@@ -1,7 +1,5 @@
 """The scheduled backward of sm_90: when it is planned, that it compiles clean, and its gradients on such a chip."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

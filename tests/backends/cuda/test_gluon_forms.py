@@ -1,8 +1,6 @@
 """Every form of the scheduled forward, compiled for sm_90, which need not be here: registers, spills, ptxas's warnings.
 A handful each time, all of them with `--forms` (`make forms`): each takes some seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """The scheduled latent kernel of sm_90: when it is planned, that it compiles clean, and its numbers on such a chip."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """The Hopper forwards of e4m3 tensors, and of int8 queries and keys: what they take, their launches, and every form of
 them compiled for sm_90."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

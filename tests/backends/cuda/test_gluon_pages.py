@@ -1,7 +1,5 @@
 """`gluon_forward` over pages, without a chip: when it is planned, what it refuses, and what its launches are."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import re

@@ -1,8 +1,6 @@
 """The scheduled kernels under each release of Triton that this machine has: their names, their code, their launches.
 The installed release, and those of the lab: `portattn lab create triton==3.9.0`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gluon_ptx

@@ -1,7 +1,5 @@
 """warps_apart for sm_90 as each release of Triton that this machine has compiles it, and how it is launched."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Runs of pytest inside a test, with the plug-in loaded as pyproject.toml's entry point says."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

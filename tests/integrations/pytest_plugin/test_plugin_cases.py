@@ -1,7 +1,5 @@
 """Conformance cases: cells of the matrix as tests, with a compiler that fails as it is told (tests/planted.py)."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """The marker `portattn_quirk`: a test must fail where a quirk applies, for the quirk's reason, and nowhere else."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A clock that needs no device, results made of known figures, and a run of the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

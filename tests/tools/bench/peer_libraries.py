@@ -1,7 +1,5 @@
 """Peers' op libraries, in torch on the CPU: their schemas, and by definition what their ops compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

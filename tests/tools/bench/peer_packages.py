@@ -1,7 +1,5 @@
 """Peers' Python packages as they document themselves, on the CPU: signatures, layouts, conventions."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Backward cases: what is timed of them, and the gate of their gradients, on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Backward cases: peers' gradients, rows, tables and goals, on the CPU."""
 
-from __future__ import annotations
-
 import types
 
 import peer_packages

@@ -1,7 +1,5 @@
 """Cases: their FLOPs and bytes against numbers worked out by hand, and what the sets hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec

@@ -1,7 +1,5 @@
 """`portattn bench` on a device that is the CPU, with a clock that needs none; its reports from files."""
 
-from __future__ import annotations
-
 import json
 import math
 import types

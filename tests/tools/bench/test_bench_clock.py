@@ -1,7 +1,5 @@
 """The device's clock: what it asks of torch.cuda, with stand-ins for its events; and on a device, what it measures."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """First calls, in processes of their own; on the CPU they time the reference."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

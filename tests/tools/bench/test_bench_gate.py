@@ -1,7 +1,5 @@
 """Tensors of every kind of case, portattn's calls of them, and the gate, on the CPU."""
 
-from __future__ import annotations
-
 import functools
 
 import msgspec

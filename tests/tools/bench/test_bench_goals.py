@@ -1,7 +1,5 @@
 """Verdicts on the goals, sets' summaries, and what changed between two results: figures worked out by hand."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from benchfakes import a_result, figures, host, made

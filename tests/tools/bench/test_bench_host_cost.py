@@ -1,7 +1,5 @@
 """The set host-cost: what is called, how it is timed, and a run on the CPU, where the reference is called."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import warnings

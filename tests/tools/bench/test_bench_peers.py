@@ -1,7 +1,5 @@
 """Peers: found at run time, called as their libraries ask, and silent where they are not."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plots: what a panel holds, that every set with lengths has its files, and the error where matplotlib is not here."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

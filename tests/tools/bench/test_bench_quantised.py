@@ -1,7 +1,5 @@
 """Quantised caches in the benchmark: what a case's tensors hold, who takes part, and what a row says of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

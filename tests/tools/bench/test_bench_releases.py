@@ -1,7 +1,5 @@
 """`portattn bench --release …` on a device that is the CPU: real processes, of one Triton where the machine has one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

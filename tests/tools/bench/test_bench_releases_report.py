@@ -1,7 +1,5 @@
 """`portattn bench report` of a releases.json: what the run showed, its files, and errors of files that are none."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """Rows and what follows from their figures; cells that are run with a clock that needs no device."""
 
-from __future__ import annotations
-
 import itertools
 
 import msgspec

@@ -1,7 +1,5 @@
 """Files of results: a line a row while a run goes on, whole documents at its end, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

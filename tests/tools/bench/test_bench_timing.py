@@ -1,7 +1,5 @@
 """Turns: their order, what counts, what a ratio is, and the limits of a turn."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

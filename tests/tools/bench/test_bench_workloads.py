@@ -1,7 +1,5 @@
 """Sets of scripts/bench_sets/ in small sizes on the CPU: right, wrong, failing and absent contenders; their files."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

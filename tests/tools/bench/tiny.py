@@ -1,7 +1,5 @@
 """The benchmark's cases scaled down to what a CPU computes at once, and their wrong contenders."""
 
-from __future__ import annotations
-
 import msgspec
 
 from portattn.tools.bench.cases import SETS, Case

@@ -1,8 +1,6 @@
 """What of a baseline counts in `portattn ci`, which red cells a change of compiler has lost, the summary in Markdown,
 and what GitHub's runners read."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 
 `WRITE_GOLDEN=1` writes the files anew; the change is then reviewed as any other."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Upgrading: which entries fall away, stay or newly apply between two compilers, and which plans change."""
 
-from __future__ import annotations
-
 import pytest
 import quirk_files
 

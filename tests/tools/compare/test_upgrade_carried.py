@@ -1,7 +1,5 @@
 """What of variants, schedules and figures carries over from one compiler to another."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

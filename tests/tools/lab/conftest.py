@@ -1,7 +1,5 @@
 """A package index of one wheel, which holds as much of a Triton as a worker imports."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

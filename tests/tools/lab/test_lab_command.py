@@ -1,7 +1,5 @@
 """`portattn lab`: what it prints, its exit statuses, and that it takes back what it gave."""
 
-from __future__ import annotations
-
 import pytest
 from cli.conftest import portattn as portattn
 

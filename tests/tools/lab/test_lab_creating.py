@@ -1,7 +1,5 @@
 """Making environments, with an index of planted wheels: whole or not at all."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The environments of this machine's own lab, as far as they are made: each compiles, and is what the registry says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

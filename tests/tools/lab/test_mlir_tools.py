@@ -1,7 +1,5 @@
 """The MLIR tools: the machine's, or Debian's packages unpacked into the environment. apt is planted."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

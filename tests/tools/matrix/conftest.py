@@ -1,7 +1,5 @@
 """Fixtures of the matrix's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

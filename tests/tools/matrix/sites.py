@@ -1,7 +1,5 @@
 """A run made by hand that has every kind of cell, for the tests of its site."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A baseline is small, sorted text: it comes back as it was, one cell is one line, and damage is named."""
 
-from __future__ import annotations
-
 import difflib
 
 import msgspec

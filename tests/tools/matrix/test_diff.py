@@ -1,7 +1,5 @@
 """Two runs compared: what is lost is said, is red, and has its cause; what is only different is neither."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """An expected failure must fail for its reason, until its day: anything else is red."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

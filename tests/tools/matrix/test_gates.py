@@ -1,7 +1,5 @@
 """Compiled code against the chip."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

@@ -1,7 +1,5 @@
 """What a cell depends on: everything that can change its result changes its key, and nothing else does."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

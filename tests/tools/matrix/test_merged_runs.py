@@ -1,7 +1,5 @@
 """Runs of several machines made one: nothing is lost, nothing counts twice, and what contradicts is said."""
 
-from __future__ import annotations
-
 import datetime
 
 import msgspec

@@ -1,7 +1,5 @@
 """Numbers beside a cell: what is kept when a problem is scaled down, what is right and what is not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The page: complete, footnoted, self-contained, and safe whatever a compiler printed."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """results.jsonl: whole lines only, whatever interrupts; strict about its schema; nothing of an earlier run is lost."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import os

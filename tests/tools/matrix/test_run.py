@@ -1,7 +1,5 @@
 """A run: real compiles, and compilers that fail in every way, which end in their cells and nowhere else."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

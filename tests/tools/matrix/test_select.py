@@ -1,7 +1,5 @@
 """Which cells a run has."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

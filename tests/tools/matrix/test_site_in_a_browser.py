@@ -1,7 +1,5 @@
 """The site in a real browser: filters, deep links, sizes of screens, and what is left without JavaScript."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import threading

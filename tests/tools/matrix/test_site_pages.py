@@ -1,7 +1,5 @@
 """The site as files: complete, linked, safe whatever results hold, and written whole."""
 
-from __future__ import annotations
-
 import html.parser
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whether a run is all right: what is red by itself, what --fail-on adds, and what is excused."""
 
-from __future__ import annotations
-
 import datetime
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """The audit: green on the registry that ships, red on each thing it is there to find."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from pathlib import Path

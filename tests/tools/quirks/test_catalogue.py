@@ -1,7 +1,5 @@
 """The catalogue of quirks says what the registry says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

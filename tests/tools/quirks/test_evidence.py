@@ -1,7 +1,5 @@
 """An entry that says more than anybody has seen is an error of the audit: its signature, its range, its tracker."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Witnesses of planted entries: every name of the vocabulary can be met, and nothing meets what no call can have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Classes of the fake kernel, and searching them on the CPU."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`portattn tune`: what it says, what it writes, and its exit status."""
 
-from __future__ import annotations
-
 import json
 
 import click.testing

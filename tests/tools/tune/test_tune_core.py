@@ -1,7 +1,5 @@
 """The core kernels as tunables: planned as their entry would be, compiled in a child, run and checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from faketunable import SMALL, choice

@@ -1,7 +1,5 @@
 """What is written into a tuning file, and what of it stays."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 

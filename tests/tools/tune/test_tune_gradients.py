@@ -1,7 +1,5 @@
 """Searching the gradients' kernels: what is tried, how it is judged, and how two sweeps are joined."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from faketunable import TIMED, Made, Timed

@@ -1,7 +1,5 @@
 """The log: whole lines, resumption, and the table for people."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from faketunable import choice

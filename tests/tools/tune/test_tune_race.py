@@ -1,7 +1,5 @@
 """The clock of a search, and when a challenger is faster: without a device."""
 
-from __future__ import annotations
-
 import pytest
 
 from portattn.tools.tune.race import TRIMMED, DeviceSampleClock, Times, against, replaces

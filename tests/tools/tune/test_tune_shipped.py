@@ -1,7 +1,5 @@
 """Shipped tuning says of every entry whether it was timed, and where and with what."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from faketunable import TIMED

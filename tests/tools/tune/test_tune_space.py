@@ -1,7 +1,5 @@
 """The table of axes, and what the rules leave out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

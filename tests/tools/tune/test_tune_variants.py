@@ -1,7 +1,5 @@
 """The Hopper variants' schedules as candidates."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import torch

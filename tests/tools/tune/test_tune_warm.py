@@ -1,8 +1,6 @@
 """Work in child processes: errors, hanging children, children that die, and time; and candidates that are compiled by
 running them in such children."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

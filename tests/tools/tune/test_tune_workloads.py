@@ -1,7 +1,5 @@
 """Problems from a line of text, and the problem that a case is without its data."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import torch

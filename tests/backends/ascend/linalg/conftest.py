@@ -1,7 +1,5 @@
 """What executing lowered code needs, and children to do it in: the code may crash, and its guards catch signals."""
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

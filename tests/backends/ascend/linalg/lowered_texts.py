@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501 - lines of MLIR
 
-from __future__ import annotations
-
 BEFORE = "%arg0: memref<?xi8>, %arg1: memref<?xi8>"
 ATTRIBUTES = '{SyncBlockLockArgIdx = 0 : i64, WorkspaceArgIdx = 1 : i64, mix_mode = "aiv", parallel_mode = "simd"}'
 

@@ -1,7 +1,5 @@
 """Every core kernel as triton-ascend lowers it, executed on this CPU: what plans choose, and what they avoid."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Ascend's cells of the matrix: what execution and lints make of their status, level and footnotes."""
 
-from __future__ import annotations
-
 import pytest
 
 from portattn.backends.ascend.linalg.executor import LinalgExecutor

@@ -1,7 +1,5 @@
 """LinalgExecutor: lowered code that is wrong, refused, crashes or does not end. Without triton-ascend."""
 
-from __future__ import annotations
-
 import re
 
 import lowered_texts as texts

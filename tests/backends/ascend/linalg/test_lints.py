@@ -1,8 +1,6 @@
 """Reading a lowered kernel's text, and making upstream's of it. Each lint on texts written by hand: where it fires, and
 where its neighbour lets it be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lowered_texts as texts

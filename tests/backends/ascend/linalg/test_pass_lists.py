@@ -1,7 +1,5 @@
 """Lowering with another list of the adapter's passes: the crashes of older releases, on the binary of a newer one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

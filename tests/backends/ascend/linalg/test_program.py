@@ -1,7 +1,5 @@
 """Lowered kernels executed: small ones written by hand, right, wrong, and reaching where they must not."""
 
-from __future__ import annotations
-
 import tempfile
 
 import lowered_texts as texts

@@ -1,7 +1,5 @@
 """A stand-in for libcuda: C functions made of Python ones, so that arguments are really marshalled."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """PtxExecutor: which targets it takes, what it makes of answers; and how cells, `verify` and command lines show it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

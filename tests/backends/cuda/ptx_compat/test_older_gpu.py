@@ -1,7 +1,5 @@
 """On a newer NVIDIA GPU: every kernel family as code of sm_80, sm_86 and sm_89, against the oracle."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

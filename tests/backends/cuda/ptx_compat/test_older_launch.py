@@ -1,7 +1,5 @@
 """PTX texts read, arguments built, and launches through a stand-in for the CUDA driver."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import json

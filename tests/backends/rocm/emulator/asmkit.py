@@ -1,8 +1,6 @@
 """Hand-written kernels for the tests: a body of instructions becomes a whole assembly text, and registers are set and
 read directly."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

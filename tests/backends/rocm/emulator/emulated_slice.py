@@ -5,8 +5,6 @@ NaN where nothing is attended), and what they leave out. The matrix's quick set 
 `make demo DEMO='*'`.
 """
 
-from __future__ import annotations
-
 from portattn import Problem
 from portattn.testing import canary
 

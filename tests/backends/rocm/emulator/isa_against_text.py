@@ -8,8 +8,6 @@ a text is computed beside it on the same operands; those without one are named. 
 than in DEPARTS.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Maxima and minima of floats as AMD's documents define them, each chip with its order of questions about NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from isa_numbers import Format, is_nan, is_signalling, is_zero, negative, order

@@ -1,8 +1,6 @@
 """What AMD's ISA documents say of vector instructions that read or write a bit a lane, or depend on a modifier:
 comparisons, selects, carries, divisions, mixed precision, truth tables, packed pairs. Written like isa_vector.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import isa_numbers as number

@@ -1,8 +1,6 @@
 """What the pseudocode of AMD's ISA documents says of loads and stores: which bytes, at which offset from the address,
 go to or from which register. How the address is made is prose: base + offset (+ the lane's offset in the buffer)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@ Numbers are Python integers (the bits) and fractions; nothing here uses numpy. E
 even, keeps denormals and overflows to infinity. What NaN an operation gives, the documents do not say: it is NAN here,
 which stands for every quiet NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Context, Decimal

@@ -13,8 +13,6 @@ wider operand. The text's own conventions:
     +0.0, −0.0                        zeros of one sign; 0.0 equals both
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

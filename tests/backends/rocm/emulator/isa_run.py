@@ -1,7 +1,5 @@
 """Operands for the ISA tests, and instructions run on them in the model."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What AMD's ISA documents say of scalar instructions: the result and scc. Written like isa_vector.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
 """Values of the pseudocode that isa_pseudocode.py interprets: bits with a width and a kind, and the functions that
 texts call by name."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable

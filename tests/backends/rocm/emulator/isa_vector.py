@@ -2,8 +2,6 @@
 pseudocode of the CDNA, RDNA3 and RDNA4 ISA references, and from nothing of the model. Kinds of operands: u16, u32, u64
 integers (signed ones too: bits are bits); f16, f32 floats; f16x2, bf16x2 two, low first."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

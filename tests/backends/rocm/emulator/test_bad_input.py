@@ -1,7 +1,5 @@
 """Bad text and bad launches: one clear error each, with the line where there is one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

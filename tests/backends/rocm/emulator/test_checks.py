@@ -1,7 +1,5 @@
 """Each check with a planted bug: found, as the right error, at its line; and the kernel without the bug passes."""
 
-from __future__ import annotations
-
 import contextlib
 
 import asmkit

@@ -2,8 +2,6 @@
 instruction that our kernels use is compared with a definition of AMD's documents, or stands in isa_outside.py with the
 reason and the tests that it has instead."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

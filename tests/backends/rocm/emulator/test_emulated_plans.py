@@ -1,7 +1,5 @@
 """portattn's own kernels, as planned and compiled for AMD chips, run in the model: right numbers, and bugs are seen."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -2,8 +2,6 @@
 included: V_READLANE, V_READFIRSTLANE, V_WRITELANE, V_PERMLANEX16, V_PERMLANE16_SWAP and 32, DS_BPERMUTE, V_MOV_B32 with
 DPP. DS_SWIZZLE has prose and tables in the documents: test_vector.py."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

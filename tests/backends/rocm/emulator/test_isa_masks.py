@@ -2,8 +2,6 @@
 division that our kernels use, bit for bit as AMD's documents define them (isa_masks.py, which says where they cannot be
 meant), on every arch whose code has them."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

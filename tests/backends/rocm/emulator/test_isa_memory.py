@@ -1,8 +1,6 @@
 """Loads and stores that our kernels use, byte for byte as AMD's documents define them (isa_memory.py), with lanes off,
 unequal offsets, and buffers that end anywhere within an access."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interpreter of AMD's pseudocode on programs of our own, and the comparison of definitions with texts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import isa_against_text

@@ -1,8 +1,6 @@
 """Scalar instructions that our kernels use, bit for bit as AMD's documents define them (isa_scalar.py): the result and
 scc, on every arch whose code has them. Each wave has operands of its own."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """Vector instructions that our kernels use, bit for bit as AMD's documents define them (isa_vector.py): on every arch
 whose code has them, with edge cases and random bits, every kind of source, source modifiers, DPP, SDWA, lanes off."""
 
-from __future__ import annotations
-
 import random
 import re
 import struct

@@ -4,8 +4,6 @@ start of a SHA-256 of each matrix's layout: a line an element, in order of rows,
 with a space between places where an element lies twice. gfx950 is not in it. test_matrix_instructions.py shows that the
 model has the layout that is written there, and this that it is AMD's."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ The layout is written here as AMD's matrix instruction calculator describes it, 
 model's arrays: A·B with A = e_m e_kᵀ and B = e_k e_nᵀ is one 1 at (m, n), which must come out in one lane and register.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import asmkit

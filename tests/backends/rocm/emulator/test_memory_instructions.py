@@ -1,7 +1,5 @@
 """Atomics, and the loads and stores that test_isa_memory.py has no definition of, against bytes moved by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Mutations of passing kernels: an instruction is deleted, and the model must notice, by its checks or by wrong
 numbers. The rates are printed (pytest -s) and held to a floor; docs/emulation.md states what was measured."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from test_memory_instructions import launch

@@ -1,8 +1,6 @@
 """Programs in Triton's language, compiled by the installed Triton for each arch and executed in the model; the Triton
 driver around a launch, with each Triton of the lab that this Python can load. test_emulated_plans.py runs attention."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Vector instructions that the ISA tests have no definition of, or that our kernels do not use: modifiers, other
 widths, halves of registers, and moves between lanes; against integers and numpy's scalars, lane by lane."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The compile adapter: compiles for Example One, in portattn's child, with the standard library and the compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

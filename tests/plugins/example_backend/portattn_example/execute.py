@@ -1,7 +1,5 @@
 """The model of Example One. Runs in a child of portattn's own Python, under Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What runs Example One's code where the chip is not: the parent's side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from portattn.launch import KernelCall

@@ -3,8 +3,6 @@
 Triton does the work down to the IR that has the chip's layouts; what is left is to check that, and to write it out.
 """
 
-from __future__ import annotations
-
 import re
 
 MAX_STAGES = 2  # of a pipelined loop

@@ -1,7 +1,5 @@
 """What the tests of this folder share: the command line, a store of incidents, and a compiler with a planted bug."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -7,8 +7,6 @@ refused  the option that `quirks new` asks for without them; then only what is r
 failure  each failure, as far as it is told: what must be recognised, and the entries that it `is` or `looks like`
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

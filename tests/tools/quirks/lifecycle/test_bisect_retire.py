@@ -1,7 +1,5 @@
 """Bisecting: both ends by few probes, honest about what could not be run, and about bugs that come and go."""
 
-from __future__ import annotations
-
 import datetime
 
 import msgspec

@@ -1,7 +1,5 @@
 """A compile that fails, and what becomes of it: incident, draft, entry, plans round it on every chip, probe."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

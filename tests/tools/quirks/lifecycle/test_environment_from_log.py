@@ -1,7 +1,5 @@
 """What a log says of chip, compiler and kernel is read from it; what it does not say stays unknown."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A failure is an entry's where everything agrees; where anything differs, or is not known, it only looks like one."""
 
-from __future__ import annotations
-
 import datetime
 
 import msgspec

@@ -1,7 +1,5 @@
 """Drafts: three files or none, nothing overwritten, the next free number, and nothing that was not told."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

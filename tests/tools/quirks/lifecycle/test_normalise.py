@@ -1,7 +1,5 @@
 """What launchers, loggers, collectors and terminals added is taken away; what the compiler wrote is not."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

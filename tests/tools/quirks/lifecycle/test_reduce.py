@@ -1,7 +1,5 @@
 """Reducing: to the smallest specialisation that fails in the same way, by few compiles, never to another failure."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from typing import Any

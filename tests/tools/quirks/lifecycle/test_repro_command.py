@@ -1,7 +1,5 @@
 """A specialisation as a line of options: what the line says is what it was made of, or there is no line."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Retiring: a tombstone that the loader knows, comments kept, ids never free again, and no living bug buried."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import resource

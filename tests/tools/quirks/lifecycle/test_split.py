@@ -1,7 +1,5 @@
 """Several failures of one log: each once, in order, with the lines that tell of it and whose they are."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

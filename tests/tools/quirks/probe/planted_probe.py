@@ -1,7 +1,5 @@
 """Quirks with a planted probe, and a child that ends each of its arms as it is told."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

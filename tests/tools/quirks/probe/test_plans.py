@@ -1,7 +1,5 @@
 """Planned probes: what they state, what their arms plan, and one that is really compiled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

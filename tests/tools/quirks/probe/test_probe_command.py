@@ -1,7 +1,5 @@
 """`portattn quirks probe` and what `audit` says afterwards: exit statuses, the table, recording."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verdicts with planted compilers that fail, crash and hang; the range that one asks for, and [[verified]] tables."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

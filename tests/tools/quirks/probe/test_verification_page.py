@@ -1,7 +1,5 @@
 """The verification page says what the [[verified]] tables say, and enough of the registry has them."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
