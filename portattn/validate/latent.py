@@ -42,7 +42,7 @@ def mla_call(
         table = {"page_table": page_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
         _check_alone(table | {"max_seqlen_q": max_seqlen_q} | {name: asked.get(name) for name in _BY_POSITION})
     elif topk_length is not None:
-        raise ArgumentError(OP, "topk_length", tuple(topk_length.shape), "goes with indices, which are not given")
+        _check_alone({"topk_length": topk_length}, "goes with indices, which are not given")
     named = {"q_nope": q_nope} | ({} if q_rope is None else {"q_rope": q_rope})
     packed = indices is not None and getattr(q_nope, "ndim", 4) == 3
     queries = Queries(OP, named, layout, cu_seqlens_q, max_seqlen_q, settings, packed)
@@ -121,11 +121,13 @@ _BY_POSITION = ("causal", "window", "chunk", "alibi_slopes", "bias", "mask", "tr
 _NOTHING = (None, False, (None, None), (-1, -1))
 
 
-def _check_alone(given: dict[str, Any]) -> None:
+def _check_alone(
+    given: dict[str, Any], limit: str = "must be absent with indices, which list each query's keys"
+) -> None:
     for name, value in given.items():
         if isinstance(value, torch.Tensor) or value not in _NOTHING:
             shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            raise ArgumentError(OP, name, shown, "must be absent with indices, which list the keys of each query")
+            raise ArgumentError(OP, name, shown, limit)
 
 
 def _check_lists(indices: Any, lengths: Any, shape: tuple[int, ...], device: torch.device) -> int:
