@@ -7,7 +7,7 @@ import sys
 from portattn.source_tree import install_extra
 
 PACKAGES = ("click", "rich", "jinja2", "tomlkit")  # of the extra `tools`
-BAD_INPUT = 2  # as cli/errors.py, which needs click
+BAD_INPUT = 2  # as in cli/__init__.py, which needs click
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ import functools
 import json
 import os
 import sys
-import threading
 
 import fakedriver
 import torch
+from threads import run_threads
 
 fake = fakedriver.install()
 import triton
@@ -199,11 +199,7 @@ def work(number: int) -> None:
 
 
 sys.setswitchinterval(1e-5)
-threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+run_threads(*(functools.partial(work, number) for number in range(1, 4)))
 pairs = [
     (launch.stream, *(int.from_bytes(launch.parameters[i : i + 8], "little") for i in (0, 8)))
     for launch in fake.launches()

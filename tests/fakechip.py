@@ -14,7 +14,7 @@ import torch
 import portattn.launch.cached_launch
 from portattn.api import backward, dispatch
 from portattn.backends.cuda import launch_parts
-from portattn.launch import device_api, triton_compat
+from portattn.launch import torch_compat, triton_compat
 from portattn.planning import core_path
 from portattn.planning.registry import parse_target
 
@@ -44,8 +44,8 @@ def pretend(
     dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
     backward.own_path = lambda backend, device_type: core_path.own_path(backend, "cuda")  # type: ignore[assignment]
     fakedriver.keep_everywhere()
-    runtime = device_api.Runtime(current=current, stream=stream, empty=empty)
-    device_api.runtime = portattn.launch.cached_launch.runtime = lambda device_type: runtime  # type: ignore[assignment]
+    runtime = torch_compat.Runtime(current=current, stream=stream, empty=empty)
+    torch_compat.runtime = portattn.launch.cached_launch.runtime = lambda device_type: runtime  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
     launch_parts._of_device[None] = launch_parts.Counters(zeros)  # type: ignore[index]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from typing import Any
 import fakedriver
 import msgspec
 import torch
+from threads import run_threads
 
 fake = fakedriver.install()
 import opcalls
@@ -235,11 +236,7 @@ def concurrent() -> None:
     settings = portattn.config.current()
     fake.launches()
     sys.setswitchinterval(1e-5)
-    threads = [threading.Thread(target=_with(settings, work), args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*(functools.partial(_with(settings, work), n) for n in range(3)))
     launches = fake.launches()
     firsts = [launch for launch in launches if len(launch.parameters) == max(len(x.parameters) for x in launches)]
     for launch in firsts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from support import Device
 import portattn
 from portattn.api import call as call_module
 from portattn.api import dispatch
+from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.planning import core_path
 from portattn.planning.kernel_specs import DecodeSplit
 from portattn.planning.registry import Registry, parse_target
@@ -24,6 +26,7 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import COMMON, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import UNLIMITED
+from portattn.schema.symbolic_int import Trace
 from portattn.schema.tensors import BLOCK_SCALES, CACHE_DTYPE, spans
 from portattn.testing import tolerance
 
@@ -75,10 +78,12 @@ def given(call: Call) -> dict[str, Any]:
     if p.num_splits:
         found["num_splits"] = p.num_splits
     if p.page_size:
-        found["page_table"] = call.page_table
+        found |= {} if p.listed else {"page_table": call.page_table}
         if p.op != "mla_attention":
             found["page_layout"] = p.page_layout
-    if p.packed:
+    if p.listed:
+        found |= {"indices": call.indices, "topk_length": call.counts}
+    elif p.packed:
         found["cu_seqlens_q"] = call.cu_seqlens_q
         if call.tree_mask is not None:
             found |= {"tree_mask": call.tree_mask[0], "max_seqlen_q": p.seq_q}
@@ -91,7 +96,8 @@ def given(call: Call) -> dict[str, Any]:
         if p.kv_format != "as_q":
             found |= _latent_scale(call)
             call = replace(call, k=call.k.view(CACHE_DTYPE[p.kv_format]))
-        return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
+        q_rope = None if call.q_rope is None else _queries(p, call.q_rope)
+        return found | {"q_nope": _queries(p, call.q), "q_rope": q_rope, "kv_pages": call.k[:, 0]}
     if p.q_format != "as_q":
         found |= _operand_scales(call, lambda scale: _queries(p, scale[..., None])[..., 0])
         if p.window or p.chunk or p.mask or p.bias or p.causal != "none":
@@ -154,6 +160,10 @@ def _keys(p: Problem, k: torch.Tensor) -> torch.Tensor:
     return k.transpose(1, 2) if swapped else k
 
 
+def int32(device: Device, *values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device.name)
+
+
 def carry_out_by(function: Callable[..., Any]) -> None:
     """Every public operation hands a request that no cached launch answers to `function`."""
     call_module.perform = function
@@ -180,6 +190,28 @@ def changed(arguments: dict[str, Any]) -> dict[str, Any]:
                 t = t.floor_divide_(2)
         found[n] = t
     return found
+
+
+def one_sequence(arguments: dict[str, Any], b: int) -> dict[str, Any]:
+    """The arguments of sequence b alone, over the same caches."""
+    found = dict(arguments)
+    of_sequences = ["page_table", "seqlens_k", "leftpad_k", "indices", "counts", "log_weights"]
+    of_rows = ["q", "q_nope", "q_rope"]
+    if "cu_seqlens_q" in found:
+        first, end = found["cu_seqlens_q"][b : b + 2].tolist()
+        found |= {n: found[n][first:end] for n in of_rows if n in found}
+        found["cu_seqlens_q"] = (found["cu_seqlens_q"][b : b + 2] - first).contiguous()
+    else:
+        of_sequences += of_rows
+    if "page_table" not in found:
+        of_sequences += ["k_cache", "v_cache"]
+    return found | {n: found[n][b : b + 1] for n in of_sequences if n in found}
+
+
+def symbolic(trace: Trace, dtype: torch.dtype, *sizes: int) -> SymbolicTensor:
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    kind = TensorKind(dtype, torch.device("cuda", 0), len(sizes), 0, False)
+    return SymbolicTensor.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
 
 
 def as_call(p: Problem, out: torch.Tensor) -> torch.Tensor:

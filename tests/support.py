@@ -17,6 +17,8 @@ import pytest
 import torch
 from packaging.version import Version
 
+from portattn import config
+from portattn.launch import native
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
@@ -65,6 +67,14 @@ def compiler_of(release: str) -> Iterator[Worker]:
         pytest.skip(f"the lab has no {release}: `portattn lab create {release}` makes it")
     with Worker() if own else lab.worker(release) as worker:
         yield worker
+
+
+def native_module() -> Any:
+    """native.c's functions. Skips the test where they cannot be built."""
+    module, why = native.load(config.current().cache_dir)
+    if module is None:
+        pytest.skip(why)
+    return module
 
 
 @contextmanager
@@ -123,7 +133,7 @@ def core_plan(
     the tiles, or must be: nothing else stops a tile that reaches beyond its page. A test that asks for loads that this
     Triton does not have is skipped."""
     small = Launch().changed({"block_m": TILE, "block_n": key_tile(device, p), "num_stages": 1} | (launch or {}))
-    fitting = "flat_masked" if p.page_size % small.block_n else "per_page"
+    fitting = "flat_masked" if p.listed or p.page_size % small.block_n else "per_page"
     chosen = Lowering(**({"page_loop": fitting} | (lowering or {})))
     if chosen.load in lacking():
         pytest.skip(f"this Triton has no {chosen.load} loads")
@@ -196,6 +206,19 @@ BEHAVIOURS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)", "bus error": "os.kill(os.getpid(), signal.SIGBUS)",
     "closes its answers": "os.close(1); time.sleep(60)",
 }  # fmt: skip
+
+
+class PlantedWorker:
+    """In the place of a Worker: a context whose requests a subclass answers."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> PlantedWorker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 def fake_python(folder: Path, behaviour: str) -> tuple[Path, Path]:

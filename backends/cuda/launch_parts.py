@@ -117,10 +117,10 @@ class Counters:
     def __init__(
         self, zeros: Callable[[int], torch.Tensor], in_graph: Callable[[], torch.Tensor] | None = None
     ) -> None:
-        from portattn.launch import device_api  # torch: not where backends are only imported
+        from portattn.launch import torch_compat  # torch: not where backends are only imported
 
         self._zeros, self._in_graph, self._lock = zeros, in_graph, threading.Lock()
-        self.stream = device_api.runtime("cuda").stream
+        self.stream = torch_compat.runtime("cuda").stream
         self._of_stream: dict[int, Iterator[torch.Tensor]] = {}
         self._captured = zeros(CAPTURED * APART)  # never freed: graphs hold addresses in it
         self._left = list(self._captured.split(APART))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from portattn.schema.problem import Problem
 from portattn.schema.toolchain import Toolchain
 
 if TYPE_CHECKING:
-    from portattn.schema.problem import Problem
     from portattn.schema.tuning import Tuning
 
 NEEDS = "Triton 3.6 or newer"
@@ -40,3 +40,106 @@ def find_schedule(variant: str, problem: Problem, toolchain: Toolchain) -> tuple
     """Return a variant's first matching flags and the compiler (NAME==VERSION, or "") that they were timed with."""
     entry = tuning().find(variant, problem.features(), toolchain, variant=True)
     return None if entry is None else (dict(entry.flags), tuning().timed_with(entry))
+
+
+# Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.
+# tests/backends/cuda/test_canary_forms.py compares the forms with the tuning data's, per release.
+_COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
+_LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+_PACKED: dict[str, Any] = {"op": "varlen_attention", "seq_q": 177, "seq_k": 341, "total_q": 350, "total_k": 680}
+_LATENT: dict[str, Any] = {
+    "op": "mla_attention", "batch": 3, "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "page_size": 64,
+    "pages_in_line": True, "seqlens_k": True, "return_lse": True, "seq_k": 448,
+}  # fmt: skip
+
+_NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
+_WHOLE: dict[str, Any] = {"kv_format": "int8", "kv_scales": "token"}
+_PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": True}
+
+# Lengths (queries, keys) that take the forms which the problems before them do not.
+_FULL: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((77, 341), (77, 2541), (277, 341), (277, 541)),
+    128: ((77, 341), (177, 2541), (177, 8705)),
+    256: ((77, 341),),
+}
+_CAUSAL: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((77, 341), (177, 8705), (541, 341)),
+    128: ((77, 341), (77, 541), (77, 1541)),
+    256: ((77, 341), (541, 8705)),
+}
+# Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks; over
+# pages a load for each of several, and one for a whole tile; trees over a contiguous cache.
+FORWARD = (
+    Problem(**_COMMON, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_COMMON, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", sinks=True, window_left=70),
+    Problem(**_COMMON, seq_q=77, seq_k=1541, head_dim=256, dtype="bf16", softcap=True),
+    Problem(**_COMMON, **_PACKED, head_dim=64, dtype="bf16", window_left=70, sinks=True),
+    Problem(**_COMMON, **_PACKED, head_dim=128, dtype="fp16", causal="bottom_right"),
+    Problem(
+        **_COMMON, **_PAGED, page_size=16, seq_k=528, total_q=350, head_dim=128, dtype="bf16", causal="bottom_right"
+    ),
+    Problem(**_COMMON, **_PAGED, page_size=256, seq_k=768, head_dim=64, dtype="fp16", sinks=True),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=4160, head_dim=128, dtype="bf16", causal="bottom_right"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=128, dtype="bf16", causal="bottom_right"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=128, dtype="bf16"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=256, dtype="bf16"),
+    Problem(**_COMMON, **_PAGED, page_size=64, seq_k=576, head_dim=64, dtype="bf16"),
+    Problem(op="decode_attention", **_COMMON, seqlens_k=True, seq_q=17, seq_k=2541, head_dim=128, dtype="bf16",
+            tree_mask=True),
+    Problem(**_COMMON, seq_q=177, seq_k=2541, head_dim=128, dtype="bf16", softcap=True),
+    *(
+        Problem(**_COMMON, seq_q=rows, seq_k=keys, head_dim=dim, dtype="bf16")
+        for dim, lengths in _FULL.items()
+        for rows, keys in lengths
+    ),
+    *(
+        Problem(**_COMMON, seq_q=rows, seq_k=keys, head_dim=dim, dtype="bf16", causal="bottom_right")
+        for dim, lengths in _CAUSAL.items()
+        for rows, keys in lengths
+    ),
+    Problem(**_COMMON, **_PACKED | {"seq_q": 77, "seq_k": 2541, "total_q": 150, "total_k": 5080}, head_dim=64,
+            dtype="bf16"),
+)  # fmt: skip
+# The forms that differ with e4m3 operands: each width, scales of a batch and of packed sequences, values out of sight.
+FP8_FORWARD = (
+    Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
+    Problem(**_COMMON, **_NARROW, seq_q=77, seq_k=1541, head_dim=128, dtype="bf16", softcap=True),
+    Problem(**_COMMON, **_NARROW, **_PACKED, head_dim=128, dtype="bf16", causal="bottom_right", sinks=True),
+    Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=256, dtype="bf16", causal="bottom_right"),
+    Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=192, dtype="bf16", window_left=70),
+)
+# The forms that differ with int8 queries and keys: scales of each row and key, of a batch and of packed sequences.
+INT8_FORWARD = (
+    Problem(**_COMMON, **_WHOLE, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_COMMON, **_WHOLE, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
+    Problem(**_COMMON, **_WHOLE, seq_q=77, seq_k=1541, head_dim=128, dtype="bf16"),
+    Problem(**_COMMON, **_WHOLE, **_PACKED, head_dim=128, dtype="bf16", causal="bottom_right", sinks=True),
+)
+LATENT = (
+    Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),
+    Problem(**_LATENT, seq_q=3, dtype="fp16", causal="bottom_right", num_splits=1),
+)
+# Every width and the three ways to dQ (added, added in turns, a kernel of its own); whole, causal, windowed, padded and
+# packed.
+_PACKED_GRADIENTS: dict[str, Any] = _PACKED | {"op": "varlen_attention_backward"}
+_GRADIENTS: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2}
+_DENSE_GRADIENTS: dict[str, Any] = {"op": "attention_backward", "seq_q": 277, "seq_k": 541}
+_UNGROUPED: dict[str, Any] = {"op": "attention_backward", "batch": 3, "heads_q": 4, "heads_k": 4, "seq_q": 77}
+_REPEATABLE: dict[str, Any] = _GRADIENTS | {"op": "attention_backward", "deterministic": True}
+BACKWARD = (
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, **_LENGTHS, head_dim=128, dtype="bf16", window_left=70),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=256, dtype="bf16", grad_lse=True),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="fp16", deterministic=True),
+    Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=64, dtype="bf16", window_left=70),
+    Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=128, dtype="fp16", causal="bottom_right"),
+    Problem(**_REPEATABLE, seq_q=77, seq_k=341, head_dim=64, dtype="bf16"),
+    Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=64, dtype="bf16"),
+    Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=128, dtype="bf16"),
+    *(
+        Problem(**_UNGROUPED, seq_k=keys, head_dim=dim, dtype="bf16")
+        for dim, keys in ((64, 541), (64, 8705), (128, 541), (128, 2541), (128, 8705))
+    ),
+    Problem(**_UNGROUPED, seq_k=2541, head_dim=128, dtype="bf16", causal="bottom_right"),
+)

@@ -26,7 +26,7 @@ from portattn.api.transform_checks import (
     shapes_alone,
 )
 from portattn.launch import cache
-from portattn.launch.guards import in_mode
+from portattn.launch.torch_compat import in_mode
 from portattn.planning.planner import plan
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan

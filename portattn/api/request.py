@@ -17,7 +17,7 @@ from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.launch import cache
 from portattn.launch.cached_launch import CachedLaunch, ShapeClass
-from portattn.launch.guards import in_mode
+from portattn.launch.torch_compat import in_mode
 from portattn.schema.call import Call
 from portattn.schema.compile_record import CompileRecord
 from portattn.schema.ops import ROWS

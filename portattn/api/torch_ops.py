@@ -28,7 +28,7 @@ _GIVEN = frozenset({
     "cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "logits", "weights", "out",
 })  # fmt: skip
 # Of an operation over pages or latent rows, packed queries are an option.
-_OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q"}}
+_OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q", "q_rope", "indices"}}
 # Tensors that an operation which fills a cache may write to; others write `out`.
 _WRITTEN = ("k_cache", "v_cache", "k_pages", "v_pages", "k_scale", "v_scale", "k_block_scale", "v_block_scale")
 _NO_LIMIT = -1

@@ -17,7 +17,7 @@ from portattn.compile.variants import variant_of
 from portattn.config import current, using
 from portattn.errors import PathUnavailable
 from portattn.launch.cache import identical
-from portattn.launch.guards import in_mode
+from portattn.launch.torch_compat import in_mode
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.call import Call
 from portattn.schema.ops import BACKWARD, ROWS

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from portattn.errors import ArgumentError, TracingError
-from portattn.launch.guards import in_mode
+from portattn.launch.torch_compat import in_mode
 
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PYTHON, _FUNCTIONAL = torch._C.DispatchKey.Python, torch._C.DispatchKey.Functionalize

@@ -26,7 +26,7 @@ from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn
 from portattn.launch import Signature, preload
 from portattn.launch.cache import MAX_CLASSES
 from portattn.launch.cached_launch import ShapeClass
-from portattn.launch.device_api import current_accelerator, synchronize
+from portattn.launch.torch_compat import current_accelerator, synchronize
 from portattn.schema.ops import PUBLIC, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem_limits import MAX_SIZE

@@ -14,10 +14,8 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from portattn.cli import bench_workloads, benchreport
-from portattn.cli.errors import INTERRUPTED, RED
-from portattn.cli.output import emit_json, json_option
-from portattn.cli.progress import BenchProgress, ProgressCounter
+from portattn.cli import INTERRUPTED, RED, bench_workloads, benchreport
+from portattn.cli.output import BenchProgress, ProgressCounter, emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
 from portattn.files import write_whole
 from portattn.tools.param_types import SECONDS
@@ -145,7 +143,7 @@ bench.add_command(benchreport.join)
 
 
 def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
-    from portattn.tools.bench.sets import SETS
+    from portattn.tools.bench.cases import SETS
 
     names = list(SETS) if "all" in sets else list(dict.fromkeys(sets))
     for name in names:

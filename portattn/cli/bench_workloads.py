@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from portattn.cli.errors import RED
+from portattn.cli import RED
 from portattn.cli.output import emit_json, table
 from portattn.errors import ArgumentError, PortattnError
 
@@ -48,7 +48,6 @@ def run(
     import torch
 
     from portattn.tools.bench import workloads
-    from portattn.tools.bench.measure import Measure
     from portattn.tools.bench.peers.packages import load
 
     forked = any(workloads.WORKLOADS[name].forks for name in sets)
@@ -64,7 +63,7 @@ def run(
     end = math.inf if budget is None else time.monotonic() + budget
     for name in sorted(dict.fromkeys(sets), key=lambda name: not workloads.WORKLOADS[name].forks):
         loaded = {} if workloads.WORKLOADS[name].forks else load(libraries)
-        measure = Measure(device, only, end=end, **how)
+        measure = workloads.Measure(device, only, end=end, **how)
         one = workloads.run(name, measure, loaded, commit, out, lambda row: click.echo(workloads.line(row), err=True))
         found.append(one)
         if not as_json:

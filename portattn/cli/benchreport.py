@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import bench_workloads
-from portattn.cli.errors import RED, require_some
+from portattn.cli import RED, bench_workloads, require_some
 from portattn.cli.output import emit_json, heading, json_option, table, write_texts
 from portattn.errors import ArgumentError
 from portattn.files import write_whole

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from portattn.cli import matrix_output
-from portattn.cli.errors import INTERRUPTED, RED, require_some
+from portattn.cli import INTERRUPTED, RED, matrix_output, require_some
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural
 from portattn.errors import ArgumentError, DataError
 from portattn.tools import param_types
@@ -252,7 +251,7 @@ def _compared(
 
 
 def _make(runs: dict[str, SideRun], options: Options, compiled: bool, out: Path | None) -> None:
-    from portattn.cli.progress import ProgressCounter
+    from portattn.cli.output import ProgressCounter
 
     if not compiled:
         for name, made in runs.items():

@@ -14,7 +14,7 @@ from typing import Literal
 import click
 import msgspec
 
-from portattn.cli.errors import RED
+from portattn.cli import RED
 from portattn.cli.output import emit_json, heading, json_option, pairs
 from portattn.compile.record_store import store
 from portattn.config import ENVIRONMENT, IGNORED, current, from_environment, unknown_variables

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from portattn.cli import RED
 from portattn.cli.ci import entry_line, show_carried, tell_outcomes
-from portattn.cli.errors import RED
 from portattn.cli.output import (
     emit_json,
     heading,

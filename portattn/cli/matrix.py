@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import matrix_compare, matrix_output
-from portattn.cli.errors import INTERRUPTED
+from portattn.cli import INTERRUPTED, matrix_compare, matrix_output
 from portattn.cli.matrix_output import PAGE, SHOWN, TARGETS, tell_cells, write_page
 from portattn.cli.output import emit_json, json_option, plural, tell_unknown
 from portattn.tools import param_types
@@ -69,7 +68,7 @@ def run(
     Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT) and --expected does not say so, an expected failure did
     not come as expected, --baseline has what was lost, or what --fail-on names is there. 3: no cell could be run."""
     from portattn.cli.lab import create_or_fail
-    from portattn.cli.progress import ProgressCounter
+    from portattn.cli.output import ProgressCounter
     from portattn.errors import ArgumentError
     from portattn.files import takes_no_file
     from portattn.planning.registry import devices

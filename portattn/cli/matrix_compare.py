@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from portattn.cli import matrix_output
-from portattn.cli.errors import INTERRUPTED, RED, require_some
+from portattn.cli import INTERRUPTED, RED, matrix_output, require_some
 from portattn.cli.matrix_output import PAGE, tell_cells, tell_conflicts, write_run
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.errors import ArgumentError, DataError
@@ -231,7 +230,7 @@ def site(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
     Exit status 0 whatever the cells say. 1: two runs differ in a cell though all that it depends on is the same; the
     site is written. 2: a run cannot be read, runs cannot be merged, or DIR holds what is not a site's."""
-    from portattn.cli.progress import ProgressCounter
+    from portattn.cli.output import ProgressCounter
     from portattn.tools.matrix import results
     from portattn.tools.matrix import site as pages
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from portattn.cli.errors import RED, require_some
+from portattn.cli import RED, require_some
 from portattn.cli.output import plural
 from portattn.errors import ArgumentError
 from portattn.files import write_named

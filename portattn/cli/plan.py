@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from portattn.cli.errors import RED, require_some
+from portattn.cli import RED, require_some
 from portattn.cli.output import (
     emit_json,
     json_option,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import lifecycle
-from portattn.cli.errors import INTERRUPTED, RED, require_some
+from portattn.cli import INTERRUPTED, RED, lifecycle, require_some
 from portattn.cli.output import (
     emit_json,
     heading,

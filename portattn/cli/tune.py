@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option, table, target_option, toolchain_option
 from portattn.errors import ArgumentError
 from portattn.schema.tuning import TIMED_SPILLS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from portattn.cli.errors import RED, require_some
+from portattn.cli import RED, require_some
 from portattn.cli.output import emit_json, json_option, plural, table, target_option, toolchain_option
 from portattn.schema.plan import kernel_text
 from portattn.tools import param_types

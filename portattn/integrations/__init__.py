@@ -92,6 +92,22 @@ VLLM = Interface("vLLM", "0.31", "0.33", {
         "QueryLenSupport": "has VARLEN",
     },
 })  # fmt: skip
+# Sparse latent attention, whose classes vLLM shares from 0.33 on.
+VLLM_SPARSE = Interface("vLLM", "0.33", "0.33", {
+    "vllm.model_executor.layers.attention.sparse_mla_attention": {
+        "SparseMLACommonImpl": "has __init__ forward_mqa topk_indices_buffer",
+        "SparseMLACommonImpl._forward_mqa_kernel": "takes q kv_cache topk_indices valid_counts layer block_size"
+        " is_decode",
+        "SparseMLACommonMetadata": "has",
+        "SparseMLACommonMetadataBuilder.__init__": "takes kv_cache_spec layer_names vllm_config device",
+        "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold": "given self reorder_batch_threshold"
+        " supports_spec_as_decode",
+    },
+    "vllm.v1.attention.backends.mla.sparse_utils": {
+        "align_blocks_to_rows": "given spec",
+        "flat_kv_row_view": "given kv_cache block_size",
+    },
+})  # fmt: skip
 _FORWARD = "takes q k v layer forward_batch save_kv_cache"
 SGLANG = Interface("SGLang", "0.5.20", "0.5.23", {
     "sglang.srt.layers.attention.base_attn_backend": {

@@ -11,6 +11,7 @@ from portattn.schema.ops import FEATURES
 
 # Axes of tensors that are no features, by letters of Feature.axes. For q, k and v: see _axes.
 _LETTERS = {"page_table": "bk", "indices": "bht", "counts": "bh", "magicpig_bits": "h", "magicpig_tables": "h"}
+_LISTS = {"indices": "bqt", "topk_length": "bq"}  # of mla_attention
 _LETTERS |= {name: feature.axes for name, feature in FEATURES.items() if feature.axes}
 _QUERIES = frozenset({"q", "q_nope", "q_rope"})
 _PAGES = frozenset({"k_pages", "v_pages"})
@@ -102,9 +103,10 @@ def _placements(signature: OperatorSignature, named: dict[str, Any], axis: int |
 
 
 def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
-    if name in _LETTERS:
-        first = len(_LETTERS[name]) - tensor.ndim  # leading axes that it lacks
-        places = (_LETTERS[name].replace("s", "b").find(letter) - first for letter in "bh")
+    letters = {**_LETTERS, **_LISTS} if "topk_length" in named else _LETTERS
+    if name in letters:
+        first = len(letters[name]) - tensor.ndim  # leading axes that it lacks
+        places = (letters[name].replace("s", "b").find(letter) - first for letter in "bh")
         batch, head = (place if place >= 0 and tensor.shape[place] > 1 else None for place in places)
         return batch, head
     if name in ("q_scale", "k_scale", "v_scale"):

@@ -45,27 +45,30 @@ def sizes(signature: OperatorSignature, arguments: Any) -> tuple[int, int, int]:
     op, q = signature.op, arguments[0]
     bshd = given.get("layout") == "bshd"
     if op == "mla_attention":
-        width, width_v = q.shape[-1] + given["q_rope"].shape[-1], q.shape[-1]
+        rope = given["q_rope"]
+        width, width_v = q.shape[-1] + (0 if rope is None else rope.shape[-1]), q.shape[-1]
     else:
         k, v = arguments[1], arguments[2]
         width, width_v = q.shape[-1], value_width(op, q, k, v)
-    if q.ndim == 3:
+    if q.ndim == 3 and given.get("cu_seqlens_q") is None:  # a list of keys for each query
+        heads, batch, rows = q.shape[1], 1, [q.shape[0]]
+    elif q.ndim == 3:
         heads, batch = q.shape[1], given["cu_seqlens_q"].shape[0] - 1
         rows = _lengths(given["cu_seqlens_q"])
         rows = rows or [given["max_seqlen_q"] or q.shape[0]] * batch
     else:
         heads, batch = q.shape[2 if bshd else 1], q.shape[0]
         rows = [q.shape[1 if bshd else 2]] * batch
-    keys = _keys(given, op, batch, bshd, heads)
+    keys = _keys(given, op, batch, bshd)
     return round(heads * sum(r * k for r, k in zip(rows, keys, strict=True))), width, width_v
 
 
-def _keys(given: dict[str, Any], op: str, batch: int, bshd: bool, heads: int) -> list[Any]:
-    """Return the keys of each sequence; with chosen tokens, the mean over heads."""
-    if op == "sparse_attention":
-        counts = given["counts"]
+def _keys(given: dict[str, Any], op: str, batch: int, bshd: bool) -> list[Any]:
+    """Return the keys of each sequence; with chosen tokens, the mean over heads or queries."""
+    if given.get("indices") is not None:
+        counts = given["counts" if op == "sparse_attention" else "topk_length"]
         room = [given["indices"].shape[-1]] * batch
-        return room if _no_data(counts) else [n / heads for n in counts.sum(1).tolist()]
+        return room if counts is None or _no_data(counts) else counts.reshape(batch, -1).double().mean(1).tolist()
     if op == "varlen_attention":
         return _lengths(given["cu_seqlens_k"]) or [given["max_seqlen_k"]] * batch
     if given.get("page_table") is not None:

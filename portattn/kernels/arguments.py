@@ -53,7 +53,7 @@ class KeyRows(NamedTuple):
 class Pages(NamedTuple):
     """The pages that hold a sequence.
 
-    table  ids of the sequence's pages; None without pages
+    table  ids of the sequence's pages, or with LOOP "slots" its keys' slots (tiles.is_key); None without pages
     total  pages of the cache: ids are clamped to them
     SIZE   keys of a page; 0 without pages
     LOOP, READS  Lowering's page_loop and reads
@@ -113,6 +113,7 @@ class ScoreTerms(NamedTuple):
     bias, mask          a pointer for each row, or with BIAS_BY_KEY and MASK_BY_KEY one for all
     tree_low, tree_high, tree_first  each row's tree mask and the key of its first bit (tiles.in_tree)
     CLAMPED             masked loads may read all the same, so they read at a key that exists
+    slots, READS        a row's list of slots, whose holes are hidden (tiles.is_key), and Lowering's reads
     """
 
     row_valid: Any
@@ -136,6 +137,8 @@ class ScoreTerms(NamedTuple):
     EXP: constexpr
     MASK_VALUE: constexpr
     CLAMPED: constexpr
+    slots: Any = None
+    READS: constexpr = "masked"  # type: ignore[assignment]
 
 
 class Dropout(NamedTuple):

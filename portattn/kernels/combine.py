@@ -9,7 +9,7 @@ import triton.language as tl
 from portattn.kernels import records
 from portattn.kernels.arguments import Output
 from portattn.kernels.optional_constructs import wait_for_kernel_before
-from portattn.kernels.tiles import exponential, finalize, lowest, natural_lse, store_state
+from portattn.kernels.tiles import exponential, finalize, lowest, natural_lse, sink_score, store_state
 
 
 @records.jit
@@ -37,6 +37,23 @@ def store_rows(
             store_state(to.lse, lse_rows, row_max, row_sum, row_valid)
         else:
             tl.store(to.lse + lse_rows, natural_lse(row_max, row_sum, sinks, head, EXP, NATURAL), mask=row_valid)
+
+
+@triton.jit
+def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """Count the sink in acc [BLOCK_M, BLOCK_DV], maxima and sums of rows that have none yet.
+
+    For probabilities in float16: against a sink that is far above all scores they would be its smallest numbers, or 0.
+
+    sinks, heads, counted  as in init_softmax
+    """
+    sink = sink_score(tl.load(sinks + heads).to(tl.float32), EXP, NATURAL)
+    some = row_sum != 0.0
+    largest = tl.where(counted, tl.where(some, tl.maximum(row_max, sink), sink), row_max)
+    kept = tl.where(some & counted, exponential(row_max - largest, EXP, NATURAL), 1.0)
+    # As exp(inf - inf) is NaN, what equals the largest is not subtracted from it.
+    added = tl.where(some & (sink != largest), exponential(sink - largest, EXP, NATURAL), 1.0)
+    return acc * kept[:, None], largest, row_sum * kept + tl.where(counted, added, 0.0)
 
 
 @triton.jit(do_not_specialize=["heads_q", "seq_q", "rows", "splits"])

@@ -22,7 +22,7 @@ from portattn.kernels.arguments import (
 from portattn.kernels.attend import attend, in_chunk, kv_tile_range
 from portattn.kernels.attend_packed16 import attend_packed16
 from portattn.kernels.attend_packed16_swap_ab import attend_packed16_swap_ab
-from portattn.kernels.combine import store_rows
+from portattn.kernels.combine import store_rows, with_sink
 from portattn.kernels.dequantize import DS_GROUP, head_scale
 from portattn.kernels.optional_constructs import let_next_kernel_begin
 from portattn.kernels.tiles import (
@@ -33,7 +33,6 @@ from portattn.kernels.tiles import (
     row_source,
     sequence_bounds,
     tree_bits,
-    with_sink,
 )
 
 
@@ -44,7 +43,7 @@ from portattn.kernels.tiles import (
 )  # fmt: skip
 def decode_split(
     q, q_rope, k, v, k_scale, v_scale, k_block_scale, v_block_scale, out, lse,
-    seqlens_k, leftpad_k, cu_seqlens_q, page_table,
+    seqlens_k, leftpad_k, cu_seqlens_q, page_table, indices, counts,
     alibi_slopes, sinks, bias, mask, tree_mask,
     scale, softcap,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
@@ -77,6 +76,8 @@ def decode_split(
     cu_seqlens_q packed: seq_q is then the rows of the packed tensor, seqlens_k is given, and leftpad_k is not.
     PAGE_SIZE: k and v are caches of `pages` pages, k_stride_b the distance between two, seq_k a sequence's capacity.
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
+    indices: None, or with PAGE_LOOP "slots" a row for each query, the slots of its keys (tiles.is_key); counts has how
+    many of its places count, or is None. The table's stride is that of indices.
     HEADS_FIRST: programs that are neighbours attend the same keys of neighbouring heads, which lie side by side.
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
@@ -98,6 +99,7 @@ def decode_split(
     else:
         rounds: tl.constexpr = 1
     NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
+    LISTED: tl.constexpr = indices is not None
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     # Words of at most 8 rows and nothing but lengths: keys are the rows of products
@@ -129,6 +131,12 @@ def decode_split(
             k_first = seq_k - seq_k
             k_end = tl.load(seqlens_k + tl.minimum(sequence, batches - 1), mask=sequence < batches, other=0)
             k_end = tl.minimum(tl.maximum(k_end, 0), seq_k)
+        elif LISTED:  # a tile's rows are heads of one query, whose list is a sequence
+            sequence = batch
+            q_first = row_tile // tl.cdiv(GROUP, BLOCK_M)
+            q_end = q_first + 1
+            row_tile = row_tile % tl.cdiv(GROUP, BLOCK_M)
+            k_first, k_end = sequence_bounds(counts, None, batch * seq_q + q_first, seq_k)
         else:
             sequence = batch
             q_first, q_end = seq_q - seq_q, seq_q
@@ -182,7 +190,7 @@ def decode_split(
             read_query = tl.minimum(query, tl.maximum(queries, 1) - 1)
             read_row = tl.minimum(q_first + query, seq_q - 1).to(tl.int64)
         q_pointers = q + slot_0 * q_stride_b + head.to(tl.int64) * q_stride_h + read_row * q_stride_s
-        if LATENT:
+        if LATENT and q_rope is not None:
             rope_rows = head.to(tl.int64) * rope_stride_h + read_row * rope_stride_s
             tail_pointers = q_rope + slot_0 * rope_stride_b + rope_rows
         else:
@@ -195,7 +203,10 @@ def decode_split(
             v_base += slot_0 * v_stride_b
             source_rows = far
         else:
-            table = page_table + sequence.to(tl.int64) * table_stride_b
+            if LISTED:
+                table = indices + (sequence * seq_q + q_first).to(tl.int64) * table_stride_b
+            else:
+                table = page_table + sequence.to(tl.int64) * table_stride_b
             source_rows = pages * PAGE_SIZE
         k_token_scales = None  # one by one, as below
         v_token_scales = None
@@ -270,10 +281,13 @@ def decode_split(
                       Scales(v_token_scales, v_scale_page, v_scale_row))  # fmt: skip
         cache = Pages(table, pages, PAGE_SIZE, PAGE_LOOP, READS)
         steps = TileRange(k_first, first_step, full_begin, full_end, last_step, far)
+        slots = None
+        if LISTED:
+            slots = table
         scores = ScoreTerms(
             row_valid, row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
             score_scale, softcap, tree_low, tree_high, tree_first,
-            WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
+            WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, slots, READS,
         )  # fmt: skip
         if UNPACK == "bytes":
             acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
@@ -302,11 +316,11 @@ def decode_split(
             owner = tl.minimum(sequence, batches - 1)
             keys_there = (sequence < batches) & (k_end > k_first)  # a sequence without keys may have any scale
             acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, keys_there)
-        slots = batches
+        sequences = batches
         if cu_seqlens_q is not None:
-            slots = 1
+            sequences = 1
         store_rows(
             acc, row_max, row_sum,
             Output(out, lse, o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT),
-            sinks, split, slot, slots, head, heads_q, q_row, seq_q, row_valid, EXP, NATURAL,
+            sinks, split, slot, sequences, head, heads_q, q_row, seq_q, row_valid, EXP, NATURAL,
         )  # fmt: skip

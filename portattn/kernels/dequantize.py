@@ -13,7 +13,7 @@ import triton.language as tl
 from portattn.kernels import records
 from portattn.kernels.arguments import KeyRows, LoopShape, Pages, Query, Rows, Scales
 from portattn.kernels.split_bf16 import add_dot, dot, split_product
-from portattn.kernels.tiles import load_rows, read_columns, read_rows, tile_place
+from portattn.kernels.tiles import is_key, load_rows, read_columns, read_rows, tile_place
 
 ZERO_BITS: tl.constexpr = tl.constexpr(15)  # of a token's scale of int4 numbers, the lowest: which number stands for 0
 MIDDLE: tl.constexpr = tl.constexpr(8)  # the int4 number that stands for 0 where a scale is not a token's
@@ -110,7 +110,7 @@ def widened_groups(tile, like, rows: Rows, pages: Pages, start, end,
     scales = rows.source.to(tl.pointer_type(tl.float32)) + rows.COLS // 4
     base, offsets = tile_place(scales, pages.table, start, end, pages.total, rows.stride_page // 4,
                                rows.stride_row // 4, BLOCK_N, pages.SIZE, pages.LOOP, pages.READS)  # fmt: skip
-    there = start + tl.arange(0, BLOCK_N) < end
+    there = is_key(pages.table, start + tl.arange(0, BLOCK_N), end, pages.LOOP, pages.READS)
     columns = tl.arange(0, rows.BLOCK_COLS)
     factors = tl.full([BLOCK_N, rows.BLOCK_COLS], 0.0, tl.float32)
     for group in tl.static_range(rows.COLS // DS_GROUP):
@@ -134,7 +134,8 @@ def token_scales(scales: Scales, pages: Pages, start, end, BLOCK_N: tl.constexpr
     base, offsets = tile_place(scales.source, pages.table, start, end, pages.total, scales.stride_page,
                                scales.stride_row, BLOCK_N, pages.SIZE, pages.LOOP, pages.READS)  # fmt: skip
     if BOUNDED:
-        found = tl.load(base + offsets, mask=start + tl.arange(0, BLOCK_N) < end, other=0.0)
+        there = is_key(pages.table, start + tl.arange(0, BLOCK_N), end, pages.LOOP, pages.READS)
+        found = tl.load(base + offsets, mask=there, other=0.0)
     else:
         found = tl.load(base + offsets)
     return found

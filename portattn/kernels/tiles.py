@@ -110,8 +110,8 @@ def tile_place(source, table, start, end, pages, stride_page, stride_row,
     """Return the base pointer of the tile's rows, and their offsets [BLOCK_ROWS] from it.
 
     PAGE_SIZE 0: `source` is one sequence's matrix. Otherwise it is a cache of pages, and `table` the sequence's page
-    ids. A tile that lies in one page (`per_page`) needs one id; else (`flat_masked`) each row looks up its own. Ids are
-    clamped: those that were never validated still read inside the cache.
+    ids. A tile that lies in one page (`per_page`) needs one id; else (`flat_masked`) each row looks up its own. With
+    `slots` the table holds a slot for each row. Ids are clamped: those that were never validated read inside the cache.
     """
     r = tl.arange(0, BLOCK_ROWS)
     if PAGE_SIZE == 0:
@@ -122,6 +122,13 @@ def tile_place(source, table, start, end, pages, stride_page, stride_row,
         page = tl.minimum(tl.maximum(tl.load(table + start // PAGE_SIZE), 0), pages - 1)
         base = source + page.to(tl.int64) * stride_page + (start % PAGE_SIZE).to(tl.int64) * stride_row
         offsets = r * stride_row
+    elif PAGE_LOOP == "slots":
+        slot = tl.maximum(load_slots(table, start + r, end, READS), 0)
+        base = source
+        offsets = (
+            tl.minimum(slot // PAGE_SIZE, pages - 1).to(tl.int64) * stride_page
+            + (slot % PAGE_SIZE).to(tl.int64) * stride_row
+        )
     else:
         at = start + r
         if READS == "inside":
@@ -157,9 +164,10 @@ def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_
         c = tl.arange(0, BLOCK_COLS)
         pointers = base + offsets[:, None] + c[None, :] * stride_col
         if BOUNDED and COLS != BLOCK_COLS:
-            tile = tl.load(pointers, mask=(start + r < end)[:, None] & (c < COLS)[None, :], other=0.0)
+            there = is_key(table, start + r, end, PAGE_LOOP, READS)
+            tile = tl.load(pointers, mask=there[:, None] & (c < COLS)[None, :], other=0.0)
         elif BOUNDED:
-            tile = tl.load(pointers, mask=(start + r < end)[:, None], other=0.0)
+            tile = tl.load(pointers, mask=is_key(table, start + r, end, PAGE_LOOP, READS)[:, None], other=0.0)
         elif COLS != BLOCK_COLS:
             tile = tl.load(pointers, mask=(c < COLS)[None, :], other=0.0)
         else:
@@ -192,9 +200,11 @@ def read_columns(rows: Rows, pages: Pages, start, end, C: LoopShape, BOUNDED: tl
         c = tl.arange(0, rows.BLOCK_COLS)
         pointers = base + c[:, None] * rows.stride_col + offsets[None, :]
         if BOUNDED and rows.COLS != rows.BLOCK_COLS:
-            tile = tl.load(pointers, mask=(c < rows.COLS)[:, None] & (start + r < end)[None, :], other=0.0)
+            there = (c < rows.COLS)[:, None] & is_key(pages.table, start + r, end, pages.LOOP, pages.READS)[None, :]
+            tile = tl.load(pointers, mask=there, other=0.0)
         elif BOUNDED:
-            tile = tl.load(pointers, mask=(start + r < end)[None, :], other=0.0)
+            there = is_key(pages.table, start + r, end, pages.LOOP, pages.READS)
+            tile = tl.load(pointers, mask=there[None, :], other=0.0)
         elif rows.COLS != rows.BLOCK_COLS:
             tile = tl.load(pointers, mask=(c < rows.COLS)[:, None], other=0.0)
         else:
@@ -246,23 +256,6 @@ def init_softmax(sinks, heads, counted,
 
 
 @triton.jit
-def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """Count the sink in acc [BLOCK_M, BLOCK_DV], maxima and sums of rows that have none yet.
-
-    For probabilities in float16: against a sink that is far above all scores they would be its smallest numbers, or 0.
-
-    sinks, heads, counted  as in init_softmax
-    """
-    sink = sink_score(tl.load(sinks + heads).to(tl.float32), EXP, NATURAL)
-    some = row_sum != 0.0
-    largest = tl.where(counted, tl.where(some, tl.maximum(row_max, sink), sink), row_max)
-    kept = tl.where(some & counted, exponential(row_max - largest, EXP, NATURAL), 1.0)
-    # As exp(inf - inf) is NaN, what equals the largest is not subtracted from it.
-    added = tl.where(some & (sink != largest), exponential(sink - largest, EXP, NATURAL), 1.0)
-    return acc * kept[:, None], largest, row_sum * kept + tl.where(counted, added, 0.0)
-
-
-@triton.jit
 def apply_softcap(x, softcap):
     """Return softcap·tanh(x / softcap) by common operations; below 1/4 a series to x⁹ (relative error 1e-8)."""
     t = x / softcap
@@ -291,6 +284,25 @@ def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr,
             keys = tl.minimum(keys, end - 1)
         tile = tl.load(rows[:, None] + keys[None, :] * stride, mask=there, other=other)
     return tile
+
+
+@triton.jit
+def load_slots(table, at, end, READS: tl.constexpr):
+    """Load the slots (page · page size + row) of a list's places `at` [BLOCK_ROWS]; below 0 is a hole."""
+    if READS == "inside":
+        slots = tl.load(table + tl.minimum(at, end - 1))
+    else:
+        slots = tl.load(table + at, mask=at < end, other=-1)
+    return slots
+
+
+@triton.jit
+def is_key(table, at, end, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):
+    """Return whether each place `at` [BLOCK_ROWS] holds a key: it lies before `end` and is no hole."""
+    there = at < end
+    if PAGE_LOOP == "slots":
+        there = there & (load_slots(table, at, end, READS) >= 0)
+    return there
 
 
 @triton.jit
@@ -369,6 +381,8 @@ def softmax_step(raw, start, end, row_max, row_sum, scores: ScoreTerms, BLOCK_N:
             keep = keep & (keys[None, :] >= scores.row_start[:, None])
         if LIMITED and scores.tree_low is not None:
             keep = keep & in_tree(keys - scores.tree_first, scores.tree_low, scores.tree_high)
+        if LIMITED and scores.slots is not None:
+            keep = keep & is_key(scores.slots, keys, end, "slots", scores.READS)[None, :]
         if scores.mask is not None:
             shown = load_scores(scores.mask, scores.mask_stride, keys, end, scores.row_valid, 0, scores.MASK_BY_KEY,
                                 LIMITED and scores.CLAMPED)  # fmt: skip

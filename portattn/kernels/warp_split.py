@@ -16,7 +16,7 @@ import triton.language as tl
 
 from portattn.kernels import records
 from portattn.kernels.arguments import Output
-from portattn.kernels.combine import store_rows
+from portattn.kernels.combine import store_rows, with_sink
 from portattn.kernels.optional_constructs import let_next_kernel_begin
 from portattn.kernels.paged_addressing import key_places, key_pointers, page_from, pages_from
 from portattn.kernels.split_bf16 import add_dot, dot
@@ -28,7 +28,6 @@ from portattn.kernels.tiles import (
     packed_tile,
     sequence_bounds,
     softmax_scale,
-    with_sink,
 )
 
 

@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from portattn.config import BLOCK, Settings, environment_settings
 from portattn.launch import cudadriver
 from portattn.launch.cached_launch import CachedLaunch
-from portattn.launch.guards import guard, in_mode, mode_depth
 from portattn.launch.native import reader
 from portattn.launch.symbolic_tensor import TensorKind
+from portattn.launch.torch_compat import guard, in_mode, mode_depth
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 MAX_KINDS = 1024  # kept; past that the oldest is forgotten

@@ -13,10 +13,10 @@ import torch
 
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels, native
-from portattn.launch.device_api import contiguous, runtime
 from portattn.launch.driver_launch import SCRATCH, DriverLauncher
 from portattn.launch.native import dtype_codes
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
+from portattn.launch.torch_compat import contiguous, runtime
 from portattn.launch.triton_compat import UnsupportedLaunch
 from portattn.schema.call import TENSORS
 from portattn.schema.kernel_step import Buffers, Step

@@ -136,19 +136,19 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     lowering, launch = plan.specialised
     outputs = Outputs.of(plan, call)
     tiles = kernel.tiles(problem, launch)
-    table = call.page_table
+    table = call.indices if problem.listed else call.page_table
     arguments = {
         "q": call.q, "q_rope": call.q_rope, "k": call.k, "v": call.v,
         "k_scale": call.k_scale, "v_scale": call.v_scale,
         "k_block_scale": call.k_block_scale, "v_block_scale": call.v_block_scale,
         "out": outputs.partial, "lse": outputs.partial_state,
         "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q,
-        "page_table": table,
+        "page_table": call.page_table, "indices": call.indices, "counts": call.counts,
         **features(call), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("rope", call.q_rope, "bhsd"),
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **scale_strides(call), **scale_strides(call, BLOCK_SCALES), **outputs.strides("pbhs"),
-        "table_stride_b": 0 if table is None else table.stride(0), **alibi_stride(call),
+        "table_stride_b": 0 if table is None else table.stride(-2), **alibi_stride(call),
         **score_strides(call), **tree_stride(call),
         "heads_k": problem.heads_k, "seq_q": problem.query_rows[1], "seq_k": problem.seq_k, "pages": call.k.shape[0],
         "row_tiles": kernel.row_tiles(problem, launch), "splits": launch.splits, "tiles": tiles,

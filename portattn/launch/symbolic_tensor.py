@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from portattn.launch.device_api import contiguous
+from portattn.launch.torch_compat import contiguous
 from portattn.schema.symbolic_int import Untraceable
 from portattn.schema.tensors import POINTER_ALIGNMENT
 

@@ -150,7 +150,7 @@ def reach(call: Call, queries: Extent, keys: Extent, start: int, stop: int, most
     """Return the reach of rows [start, stop); if lengths lie on an accelerator, all `most` keys may be seen."""
     p = call.problem
     q_numbers, k_numbers = queries.numbers(), keys.numbers()
-    if q_numbers is None or k_numbers is None or call.indices is not None:
+    if q_numbers is None or k_numbers is None or call.indices is not None or p.listed:
         return Reach(0, most, most, 0)
     count = max(len(q_numbers), len(k_numbers))
     right = 0 if p.causal != "none" else p.window_right
@@ -378,9 +378,9 @@ def _positions(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
     j = torch.arange(start, stop, device=call.q.device)
     valid = (j >= extent.first[:, None]) & (j < extent.end[:, None])  # (B, n)
     if call.page_table is not None:
-        page = call.problem.page_size
-        pages = call.page_table[:, j // page].long().clamp(0, call.k.shape[0] - 1)  # (B, n)
-        offsets = (j % page).expand_as(pages)
+        if call.problem.listed:
+            valid = valid & (call.page_table[:, start:stop] >= 0)
+        pages, offsets = _on_pages(call, j)
         k, v = _both(call, lambda storage: storage[pages, :, offsets].transpose(1, 2))
     elif call.cu_seqlens_k is not None:
         rows = (extent.origin[:, None] + j).clamp(max=call.k.shape[2] - 1)  # (B, n)
@@ -423,10 +423,22 @@ def _of_tokens(call: Call, scale: torch.Tensor, extent: Extent, start: int, stop
     elif call.page_table is None:
         scale = scale[:, :, start:stop]
     else:
-        j, page = torch.arange(start, stop, device=scale.device), call.problem.page_size
-        pages = call.page_table[:, j // page].long().clamp(0, scale.shape[0] - 1)
-        scale = scale[pages, :, (j % page).expand_as(pages)].transpose(1, 2)
+        pages, offsets = _on_pages(call, torch.arange(start, stop, device=scale.device))
+        scale = scale[pages, :, offsets].transpose(1, 2)
     return scale
+
+
+def _on_pages(call: Call, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return page and row in it of each sequence's keys at these places, (B, n)."""
+    assert call.page_table is not None
+    page = call.problem.page_size
+    if call.problem.listed:
+        slots = call.page_table[:, places].long().clamp(min=0)
+        pages, offsets = slots // page, slots % page
+    else:
+        pages = call.page_table[:, places // page].long()
+        offsets = (places % page).expand_as(pages)
+    return pages.clamp(0, call.k.shape[0] - 1), offsets
 
 
 def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:

@@ -138,6 +138,35 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     Products are float32 on every device, float64 for a handmade float64 call. Key blocks that no row sees are skipped
     if the lengths are on the CPU. Autograd records every step, and keeps all probabilities, only for second
     derivatives, transforms of torch.func and dropout without a seed."""
+    if call.problem.listed:
+        return _run_lists(call)
+    return _run(call)
+
+
+def _run_lists(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a call over lists of slots, some queries at a time: each gathers keys of its own."""
+    p, queries = call.problem, call.by_query()
+    assert queries.page_table is not None
+    size = max(_score_elements(call) // (min(KEY_BLOCK, p.tokens) * max(p.heads_q, p.head_dim)), 1)
+    parts = []
+    for start in range(0, max(queries.problem.batch, 1), size):
+        rows = {
+            name: tensor[start : start + size]
+            for name in ("q", "q_rope", "page_table", "seqlens_k", "k_scale", "v_scale")
+            if (tensor := getattr(queries, name)) is not None
+            and not (name.endswith("_scale") and tensor.ndim == 3)  # of tokens
+        }
+        problem = msgspec.structs.replace(queries.problem, batch=rows["q"].shape[0])
+        parts.append(_run(replace(queries, problem=problem, **rows)))
+    out = torch.cat([out[:, :, 0] for out, _ in parts]).unflatten(0, p.query_rows).transpose(1, 2)
+    out = out if p.packed or p.layout == "bshd" else out.contiguous()
+    if not p.return_lse:
+        return out, None
+    lse = torch.cat([lse[:, :, 0] for _, lse in parts if lse is not None]).unflatten(0, p.query_rows)
+    return out, lse.transpose(1, 2).contiguous()
+
+
+def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not call.problem.needs_grad:
         out, lse = _forward(call)
     elif is_possible(call):
@@ -148,8 +177,11 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def tiling_of(call: Call) -> Tiling:
-    elements = SCORE_ELEMENTS if call.q.device.type != "cpu" else min(SCORE_ELEMENTS, CPU_SCORE_ELEMENTS)
-    return Tiling(call, KEY_BLOCK, elements, rows=KEY_BLOCK)
+    return Tiling(call, KEY_BLOCK, _score_elements(call), rows=KEY_BLOCK)
+
+
+def _score_elements(call: Call) -> int:
+    return SCORE_ELEMENTS if call.q.device.type != "cpu" else min(SCORE_ELEMENTS, CPU_SCORE_ELEMENTS)
 
 
 def _recorded(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from portattn.schema.ops import FeatureTensors
@@ -52,8 +52,10 @@ class Call(FeatureTensors):
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None  # (B, pages a sequence) int32: page ids of each sequence, in its order
-    indices: torch.Tensor | None = None  # (B, Hq, Lmax) int32: tokens that each head attends
-    counts: torch.Tensor | None = None  # (B, Hq) int32: how many places of `indices` hold a token
+    # (B, Hq, Lmax) int32: tokens that each head attends. With Problem.listed (B, Sq, tokens) or packed (Tq, tokens):
+    # slots of each query's keys, page·page_size + row, below 0 for none
+    indices: torch.Tensor | None = None
+    counts: torch.Tensor | None = None  # (B, Hq), (B, Sq) or (Tq,) int32: how many places of `indices` count
     magicpig_bits: torch.Tensor | None = None  # (Hq,) int32: bits a hash table (MagicPIG's K)
     magicpig_tables: torch.Tensor | None = None  # (Hq,) int32: number of tables (its L)
     magicpig: tuple[int, int] = (0, 0)  # both as numbers, for all heads; (0, 0): tensors, or not given
@@ -114,6 +116,35 @@ class Call(FeatureTensors):
             for number in self.magicpig
         )
         return bits, tables
+
+    def by_query(self) -> Call:
+        """Return a call over lists of slots (Problem.listed) with each query as a sequence of its own.
+
+        q is (N, Hq, 1, D) for N queries, page_table (N, tokens), seqlens_k (N,) or None."""
+        import msgspec
+
+        batch, rows = self.problem.query_rows
+
+        def by_row(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.transpose(1, 2).flatten(0, 1)[:, :, None]
+
+        assert self.indices is not None
+        scales = {
+            name: scale[:1].expand(batch * rows, 1)
+            for name in ("k_scale", "v_scale")
+            if (scale := getattr(self, name)) is not None and scale.ndim == 2
+        }
+        return replace(
+            self,
+            problem=msgspec.structs.replace(self.problem, batch=batch * rows, seq_q=1, total_q=None),
+            q=by_row(self.q),  # type: ignore[arg-type]
+            q_rope=by_row(self.q_rope),
+            page_table=self.indices.reshape(batch * rows, -1),
+            seqlens_k=None if self.counts is None else self.counts.flatten(),
+            indices=None,
+            counts=None,
+            **scales,
+        )
 
     def new_lse(self) -> torch.Tensor:
         """Return an uninitialised LSE (B, Hq, Sq) float32; packed: (1, Hq, Tq)."""

@@ -384,13 +384,14 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="mla_attention",
                 title="Latent cache",
                 tensors=_tensors(
-                    "q q_rope k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask tree_mask"
-                    " cu_seqlens_q",
+                    "q q_rope k v k_scale v_scale page_table seqlens_k indices counts alibi_slopes sinks bias mask"
+                    " tree_mask cu_seqlens_q",
                     q="q_nope",
                     k="kv_pages",
                     v="kv_pages",
                     k_scale="kv_scale",
                     v_scale="kv_scale",
+                    counts="topk_length",
                 ),
                 values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout"),
                 lengths=("max_seqlen_q",),
@@ -398,12 +399,15 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 validate="portattn.validate.latent:mla_call",
                 launches="portattn.launch.decode:calls",
                 needs=("page_size",),
-                takes=("page_size", "total_q"),
+                takes=("page_size", "total_q", "tokens"),
                 packs_heads=True,
                 latent=True,
                 trained_by="attention for the keys and values of each head, or with a row as key and its first 512 "
                 "columns as value (a tree_mask written out as its mask)",
-                canaries=(_LATENT | {"causal": "bottom_right", "num_splits": 2},),
+                canaries=(
+                    _LATENT | {"causal": "bottom_right", "num_splits": 2},
+                    _LATENT | {"seq_k": 100, "tokens": 100, "sinks": True, "num_splits": 2},
+                ),
             ),
             OpRow(
                 name="append_kv",

@@ -12,6 +12,7 @@ from portattn.schema.ops import EVERY_SCORE, FEATURES, ROWS, Flags
 from portattn.schema.problem_limits import (
     ANY_LENGTH,
     ASKED,
+    BY_POSITION,
     DEMAND_NAMES,
     DS_GROUP,
     DTYPES,
@@ -76,7 +77,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         page_size, page_layout: tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
         pages_in_line: each page follows the page before it at the distance of two rows: a head's rows of all pages are
             one matrix
-        tokens: places for chosen tokens of each head (Lmax of sparse_attention)
+        tokens: places for chosen tokens of each head (Lmax of sparse_attention), or of each query (mla_attention's
+            indices: seq_k is always the same number)
         block_q, block_k: queries and keys of a block of block_mask
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
@@ -170,6 +172,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
                 raise ArgumentError(str(self.op), name, value, limit)
         if not self.head_dim_v:
             msgspec.structs.force_setattr(self, "head_dim_v", self.head_dim)
+        if self.op in OPS and self.listed:  # a query's list is all that it can attend
+            msgspec.structs.force_setattr(self, "seq_k", self.tokens)
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is None and name.startswith("total_"):
@@ -196,6 +200,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         if self.block_mask and (self.leftpad_q or self.leftpad_k):
             name = "leftpad_q" if self.leftpad_q else "leftpad_k"
             raise ArgumentError(self.op, name, True, "goes without block_mask, whose blocks count from the first row")
+        if self.listed and (ordered := sorted(BY_POSITION & {*self.demands()})):
+            raise ArgumentError(self.op, ordered[0], True, "goes without tokens, which have no order")
         self._check_cache()
         if "new_v" in row.tensors:
             self._check_written()
@@ -289,6 +295,11 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         return self.total_q is not None
 
     @property
+    def listed(self) -> bool:
+        """Return whether each query has a list of the slots of its keys, which all heads share."""
+        return self.tokens > 0 and ROWS[self.op].latent
+
+    @property
     def window(self) -> bool:
         return self.window_left != UNLIMITED or self.window_right != UNLIMITED
 
@@ -345,7 +356,10 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         seq_k = self.seq_k
         if self.num_splits and self.op != "decode_attention":
             seq_k = ANY_LENGTH  # a table has room for the longest sequence of the batch, or places for the most tokens
-        if self.packed and self.num_splits:
+        batch = 1 if self.num_splits else self.batch
+        if self.listed:  # a query's list is a sequence
+            batch, seq_q, rows = batch if self.num_splits else batch * seq_q, 1, 1
+        elif self.packed and self.num_splits:
             # A demanded number of splits promises results that do not depend on the other sequences of the batch:
             # nothing may be chosen by how many or how long they are.
             seq_q = rows = ANY_LENGTH
@@ -368,7 +382,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "large": self.large,
             "dropout": self.dropout,
             "deterministic": self.deterministic,
-            "batch": 1 if self.num_splits else self.batch,
+            "batch": batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,
             "group": self.group,
@@ -381,7 +395,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "tokens": ANY_LENGTH if self.tokens and self.num_splits else self.tokens,
             "rows": rows * self.group if ROWS[self.op].packs_heads else rows,
             # Tiles of 128 query rows of all heads and sequences: how much there is for a chip's cores to share.
-            "query_tiles": (1 if self.num_splits else self.batch) * self.heads_q * -(-rows // QUERY_TILE),
+            "query_tiles": batch * self.heads_q * -(-rows // QUERY_TILE),
             "dtype": self.dtype,
             "layout": self.layout,
             "page_layout": self.page_layout,

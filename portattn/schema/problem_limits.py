@@ -148,6 +148,10 @@ STORAGE: dict[str, int | None] = {"total_q": None, "total_k": None, "page_size":
 DEMAND_NAMES = {
     "window_left": "window", "window_right": "window", "total_q": "packed", "total_k": "packed", "page_size": "paged",
 }  # fmt: skip
+# Demands that need keys in the order of a sequence, which a list of slots does not have.
+BY_POSITION = frozenset(
+    {"causal", "causal_top_left", "window", "chunk", "alibi_slopes", "bias", "mask", "tree_mask", "leftpad_k"}
+)
 # Flags that a caller asks for: named where a problem is shown, and by conditions.
 ASKED = tuple(FEATURES)
 # Flags that no Problem of an op can have. Allowed though they are no options of an op: the log-sum-exp,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import torch
 
 from portattn.reference.dropout import keep_mask
@@ -58,6 +60,7 @@ class DenseView:
     inside: torch.Tensor  # (B, 1, rows) bool: the row belongs to its sequence
     distance: torch.Tensor  # (B, 1 or Hq, rows, keys) int64: |position of the query − position of the key|
     rows: torch.Tensor  # (rows,) int64: indices of the query rows
+    slots: int = 0  # batch of the query tensor, if each of its rows is a sequence here
 
     @property
     def some(self) -> torch.Tensor:
@@ -131,6 +134,8 @@ class DenseView:
 
     def restored(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """Return values (B, Hq, rows, …) in the queries' layout, with `fill` in rows that belong to no sequence."""
+        if self.call.problem.listed:
+            return values[:, :, 0].unflatten(0, (self.slots, -1)).transpose(1, 2)
         cu, total = self.call.cu_seqlens_q, self.call.q.shape[2]
         if cu is None:
             return values
@@ -204,6 +209,22 @@ def bounds(call: Call) -> Bounds:
 
 def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
     """Return the call as dense attention, of all query rows or, unless packed, of only `rows` (int64 indices)."""
+    if call.problem.listed:
+        chosen = call if rows is None else replace(call, **_listed_rows(call, rows))
+        view = _dense_view(chosen.by_query(), None)
+        return replace(view, slots=call.q.shape[0])
+    return _dense_view(call, rows)
+
+
+def _listed_rows(call: Call, rows: torch.Tensor) -> dict[str, Any]:
+    names = {"q": 2, "q_rope": 2, "indices": -2, "counts": -1}
+    given = {name: getattr(call, name) for name in names}
+    found = {n: t.index_select(names[n], rows) for n, t in given.items() if t is not None}
+    packed = {"total_q": len(rows)} if call.problem.packed else {}
+    return found | {"problem": msgspec.structs.replace(call.problem, seq_q=len(rows), **packed)}
+
+
+def _dense_view(call: Call, rows: torch.Tensor | None) -> DenseView:
     p, b = call.problem, bounds(call)
     if rows is not None and p.packed:
         raise ValueError("rows of packed queries are of many sequences: only all of them can be asked for")
@@ -218,6 +239,8 @@ def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
         v = _dequantised(call, call.v, p.v_format, call.v_scale, call.v_block_scale)
     j = torch.arange(p.seq_k, device=call.q.device)[None, None, None]
     keep = allowed_keys(call, i)[:, None]
+    if p.listed and call.page_table is not None:
+        keep = keep & (call.page_table >= 0)[:, None, None]
     if call.indices is not None and call.counts is not None:
         token = call.indices.long()  # (B, Hq, Lmax)
         place = torch.arange(p.tokens, device=call.q.device)
@@ -358,6 +381,9 @@ def _in_order(call: Call, storage: torch.Tensor) -> torch.Tensor:
         return storage
     if not storage.numel():
         return storage.new_zeros(p.batch, p.heads_k, p.seq_k, storage.shape[3])
+    if p.listed:  # a slot for each key
+        slots = storage.transpose(1, 2).flatten(0, 1)  # (P · page, Hk, X)
+        return slots[call.page_table.long().clamp(0, len(slots) - 1)].transpose(1, 2)
     pages = storage[call.page_table.long().clamp(0, storage.shape[0] - 1)]  # (B, pages, Hk, page, X)
     return pages.transpose(1, 2).flatten(2, 3)
 

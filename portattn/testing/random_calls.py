@@ -216,26 +216,30 @@ def random_call(
     if scale is None:
         scale = (-1.0 if problem.negative_scale else 1.0) * problem.head_dim**-0.5
     p = msgspec.structs.replace(problem, negative_scale=scale < 0.0)
-    if p.op in ("paged_attention", "mla_attention"):
+    if p.op in ("paged_attention", "mla_attention") and not p.listed:
         p = msgspec.structs.replace(p, seqlens_k=True)
-    if p.page_size and p.seq_k % p.page_size:
+    if p.page_size and p.seq_k % p.page_size and not p.listed:
         raise ValueError(f"seq_k {p.seq_k} is the capacity of whole pages, of {p.page_size} tokens each")
     if strides == "combined" and (not p.page_size or p.op == "mla_attention" or p.head_dim != p.head_dim_v):
         raise ValueError("combined caches are pages of keys and values of one width")
 
-    lengths = drawn_lengths(p, generator, extremes)
+    by_query = p
+    if p.listed:
+        batch, rows = p.query_rows
+        by_query = msgspec.structs.replace(p, batch=batch * rows, seq_q=1, total_q=None)
+    lengths = drawn_lengths(by_query, generator, extremes)
     storage = key_storage(p, lengths)
     q = _normal(p, (p.query_rows[0], p.heads_q, p.query_rows[1], p.head_dim), generator)
     k = _normal(p, (storage.batch, p.heads_k, storage.rows, p.head_dim), generator)
     v = _normal(p, (storage.batch, p.heads_k, storage.rows, p.head_dim_v), generator)
-    table, places = page_table(p, lengths, storage, generator)
+    table, places = page_table(by_query, lengths, storage, generator)
     features = chosen_tokens(p, lengths, generator, seed, extremes) | drawn_features(p, generator, seed)
     if p.magicpig:
         _make_alike(p, q, k, places, generator)
 
     spoilt = ~query_rows(p, lengths) & (torch.rand(p.query_rows, generator=generator) < NAN_ROWS[poison])
     q.masked_fill_(spoilt[:, None, :, None], float("nan"))
-    unused = storage.unused(attended_keys(p, lengths, features), places, shared=strides == "expanded")
+    unused = storage.unused(attended_keys(by_query, lengths, features), places, shared=strides == "expanded")
     _poison(p, k, v, unused, poison, generator)
     q_scale = k_scale = v_scale = None
     if p.cache_format.block:
@@ -261,7 +265,13 @@ def random_call(
         call.k_block_scale, call.v_block_scale = _caches(p, k_blocks, v_blocks, apart, device)
     for name, numbers in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         setattr(call, name, None if numbers is None else numbers.to(device))
-    for name, value in (lengths.given(p) | {"page_table": table} | features).items():
+    sizes = lengths.given(by_query)
+    if p.listed and table is not None:
+        shape = p.query_rows if not p.packed else p.query_rows[1:]
+        counts = sizes.pop("seqlens_k")
+        features |= {"indices": table.view(*shape, p.tokens), "counts": None if counts is None else counts.view(shape)}
+        table = None
+    for name, value in (sizes | {"page_table": table} | features).items():
         setattr(call, name, None if value is None else _moved(value, device))
     if p.dropout:
         call.dropout_p = DROPPED
@@ -312,7 +322,8 @@ def _normal(p: Problem, shape: tuple[int, ...], generator: torch.Generator) -> t
 
 
 def _queries(p: Problem, q: torch.Tensor, strides: str, device: str) -> list[torch.Tensor]:
-    parts = [q] if p.op != "mla_attention" else [q[..., : p.head_dim_v], q[..., p.head_dim_v :]]
+    split = p.op == "mla_attention" and p.head_dim > p.head_dim_v
+    parts = [q] if not split else [q[..., : p.head_dim_v], q[..., p.head_dim_v :]]
     return [_laid_out(part, "bshd" if p.packed else p.layout, strides, False, device) for part in parts]
 
 

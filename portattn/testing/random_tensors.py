@@ -100,12 +100,16 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 def query_rows(p: Problem, lengths: Lengths) -> torch.Tensor:
     row = torch.arange(p.query_rows[1])
+    if p.listed:
+        return torch.ones(p.query_rows, dtype=torch.bool)
     if p.packed:
         return (row < lengths.q.sum())[None]
     return (row >= lengths.first_q[:, None]) & (row < (lengths.first_q + lengths.q)[:, None])
 
 
 def key_storage(p: Problem, lengths: Lengths) -> Storage:
+    if p.listed:  # some slots are in no list, some in several
+        return Storage(p.tokens * 3 // (2 * p.page_size) + SPARE_PAGES, p.page_size)
     if p.page_size:
         return Storage(int((-(-lengths.k // p.page_size)).sum()) + SPARE_PAGES, p.page_size)
     return Storage(p.batch, p.seq_k) if p.total_k is None else Storage(1, p.total_k)
@@ -121,6 +125,8 @@ def page_table(
         if p.total_k is None:
             return None, torch.where(inside, torch.arange(p.batch)[:, None] * p.seq_k + j, -1)
         return None, torch.where(j < lengths.k[:, None], lengths.first_k[:, None] + j, -1)
+    if p.listed:
+        return _slots(p, lengths, storage, generator)
     columns = p.seq_k // p.page_size
     owned = torch.arange(columns)[None] * p.page_size < lengths.k[:, None]
     garbage = torch.tensor(GARBAGE_IDS).repeat(-(-p.batch * columns // len(GARBAGE_IDS)))
@@ -128,6 +134,24 @@ def page_table(
     table[owned] = torch.randperm(storage.batch, generator=generator)[: int(owned.sum())]
     places = table[:, j[0] // p.page_size] * p.page_size + j % p.page_size if columns else j.expand(p.batch, 0)
     return table.int(), torch.where(j < lengths.k[:, None], places, -1)
+
+
+def _slots(
+    p: Problem, lengths: Lengths, storage: Storage, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each sequence's list of slots (B, tokens) int32, and the same with -1 for slots that do not count.
+
+    One place in eight is a hole, a second list has nothing else, lists repeat slots, and any number follows a list.
+    Slot 0, to which kernels clamp a hole, is in no list."""
+    shape = p.batch, p.tokens
+    slots = torch.randint(1, storage.batch * storage.rows * 3 // 4, shape, generator=generator)
+    holes = torch.rand(shape, generator=generator) < 0.125
+    holes[1:2] = p.batch > 2
+    slots[holes] = torch.tensor(GARBAGE_IDS)[[0, 2]].repeat(slots.numel())[: int(holes.sum())]
+    inside = torch.arange(p.tokens) < lengths.k[:, None]
+    behind = torch.tensor([*GARBAGE_IDS, -1, 0]).repeat(slots.numel())[: slots.numel()].view(shape)
+    slots = torch.where(inside, slots, behind)
+    return slots.int(), torch.where(inside & (slots >= 0), slots, -1)
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -156,7 +156,7 @@ def problem_from(
         (dv is not None and dv < 1, "--dv", dv, "must be 1 or more"),
         *(_number(name, given[name], least, most) for name, least, most in _NUMBERS),
         (latent and heads_k != 1, "--kv's heads", heads_k, "must be 1: all heads share the latent rows"),
-        (latent and (dv or 0) >= head_dim, "--dv", dv, f"must be below {head_dim}, a latent row with its rotary part"),
+        (latent and (dv or 0) > head_dim, "--dv", dv, f"must be at most {head_dim}, a latent row with its rotary part"),
         (op == "sparse_attention" and seq_q != 1, "--q's S", seq_q,
          "must be 1: tokens are chosen for one query a sequence"),
         (page_size and seq_k % page_size, "--kv's S", seq_k, f"must be a multiple of --page-size, {page_size}"),
@@ -180,7 +180,8 @@ def problem_from(
     unpacked = "goes with queries that are not packed (--total-q)"
     _check(op, [(packed and given[name], _option(name), True, unpacked) for name in ("bias", "mask")])
     given["kv_scales"] = given["kv_scales"] or cache_format(given["kv_format"]).default_scales
-    given["seqlens_k"] = given["seqlens_k"] or row.always_lengths or (row.writes and page_size > 0)
+    lengths = (row.always_lengths and not given["tokens"]) or (row.writes and page_size > 0)
+    given["seqlens_k"] = given["seqlens_k"] or lengths
     if given["rotary"] != _DEFAULTS["rotary"] and given["rotary_dim"] is None:
         given["rotary_dim"] = head_dim
     given |= {name: given[name] or 0 for name in ("rotary_dim", "page_size", "tokens", "num_splits")}

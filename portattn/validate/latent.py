@@ -9,9 +9,9 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem_limits import DS_GROUP, Op, cache_format, ds_row_bytes
+from portattn.schema.problem_limits import DS_GROUP, MAX_LENGTH, Op, cache_format, ds_row_bytes
 from portattn.validate import values
-from portattn.validate.checks import check_tensor, check_width
+from portattn.validate.checks import check_int32, check_tensor, check_width, starts_aligned
 from portattn.validate.features import Features, build
 from portattn.validate.paged import Queries, check_table
 from portattn.validate.quantized import StoredCache, as_stored, check_scale, dtypes_of, format_of
@@ -24,11 +24,13 @@ _SCALE_BYTES = 4
 
 def mla_call(
     q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_rope: torch.Tensor | None,
     kv_pages: torch.Tensor,
-    page_table: torch.Tensor,
+    page_table: torch.Tensor | None,
     seqlens_k: torch.Tensor | None,
     *,
+    indices: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
     settings: Settings,
     kv_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -36,50 +38,111 @@ def mla_call(
     layout: str = "bhsd",
     **asked: Any,
 ) -> Call:
-    queries = Queries(OP, {"q_nope": q_nope, "q_rope": q_rope}, layout, cu_seqlens_q, max_seqlen_q, settings)
-    rank, rope = q_nope.shape[-1], q_rope.shape[-1]
+    if indices is not None:
+        table = {"page_table": page_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
+        _check_alone(table | {"max_seqlen_q": max_seqlen_q} | {name: asked.get(name) for name in _BY_POSITION})
+    elif topk_length is not None:
+        raise ArgumentError(OP, "topk_length", tuple(topk_length.shape), "goes with indices, which are not given")
+    named = {"q_nope": q_nope} | ({} if q_rope is None else {"q_rope": q_rope})
+    packed = indices is not None and getattr(q_nope, "ndim", 4) == 3
+    queries = Queries(OP, named, layout, cu_seqlens_q, max_seqlen_q, settings, packed)
+    rank, rope = q_nope.shape[-1], 0 if q_rope is None else q_rope.shape[-1]
     differentiable = (q_nope, q_rope, kv_pages, kv_scale)  # as given: float8 is read as int8
     kv_pages, stored = check_latent(OP, kv_pages, kv_scale, q_nope, rank, rope)
     check_width(OP, "kv_pages", rank + rope)
-    for name, width in (("q_nope", rank), ("q_rope", rope)):
-        if width < 1:
-            raise ArgumentError(OP, f"{name}'s head_dim", width, "must be at least 1")
+    for name, tensor in named.items():
+        if tensor.shape[-1] < 1:
+            raise ArgumentError(OP, f"{name}'s head_dim", tensor.shape[-1], "must be at least 1")
     page_size = kv_pages.shape[1]
     if page_size < 1:
         raise ArgumentError(OP, "kv_pages's page_size", page_size, "must be at least 1")
     kv_scales, scales = check_latent_scale(OP, stored, kv_scale, kv_pages, queries.batch, q_nope.device)
-    capacity = check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device, kv_pages, page_size)
-    if seqlens_k is None:
-        raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
+    places = 0
+    if indices is None:
+        capacity = check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device, kv_pages, page_size)
+        if seqlens_k is None:
+            raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
+    else:
+        shape = q_nope.shape[:1] if packed else (queries.batch, queries.rows)
+        capacity = places = _check_lists(indices, topk_length, tuple(shape), q_nope.device)
+        if not kv_pages.shape[0]:  # to which an index could be clamped
+            raise ArgumentError(OP, "kv_pages's pages", 0, "must be at least 1 with indices")
     found = Features(OP, q_nope.device, q_nope.dtype, asked)
     found.check_numbers()
     found.check_scored(queries.scores(capacity))
-    if values.reads(settings, q_nope):
+    if values.reads(settings, q_nope) and indices is not None:
+        counted = values.slots(OP, indices, topk_length, kv_pages.shape[0] * page_size)
+        if kv_scale is not None and kv_scale.ndim == 2 and counted.numel():
+            used = kv_scale.flatten()[counted]
+            values.scales(OP, {"kv_scale": used[None, None]}, values.Tokens(used.numel(), None, None))
+        elif kv_scale is not None:
+            values.scales(OP, scales, values.Tokens(0, None, None))
+    elif values.reads(settings, q_nope):
+        assert page_table is not None
+        assert seqlens_k is not None
         values.lengths(OP, "k", seqlens_k, None, capacity)
         seen = queries.seen_keys(found.problem, seqlens_k)
         values.page_table(OP, page_table, seen, page_size, kv_pages.shape[0])
         if kv_scale is not None:
             tokens = values.Tokens(capacity, seqlens_k, None, page_table, seen)
             values.scales(OP, {"kv_scale": scales["k_scale"]}, tokens)
-    q, rotated = queries.tensors
+    views = dict(zip(("q", "q_rope"), queries.tensors, strict=False))
     return build(
         OP,
-        {"q": q, "q_rope": rotated, "k": kv_pages[:, None]},
+        views | {"k": kv_pages[:, None]},
         found,
         problem={
             "heads_k": 1,
             "seq_k": capacity,
             "head_dim": rank + rope,
             "head_dim_v": rank,
-            "seqlens_k": True,
+            "seqlens_k": indices is None or topk_length is not None,
             "page_size": page_size,
+            "tokens": places,
             "kv_format": stored,
             "kv_scales": kv_scales,
             **queries.problem,
         },
-        call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **queries.call},
+        call={
+            "seqlens_k": seqlens_k,
+            "page_table": page_table,
+            "indices": indices,
+            "counts": topk_length,
+            **scales,
+            **queries.call,
+        },
         differentiable=differentiable,
     )
+
+
+# Arguments of keys in the order of a sequence, which a list of slots does not have.
+_BY_POSITION = ("causal", "window", "chunk", "alibi_slopes", "bias", "mask", "tree_mask")
+
+_NOTHING = (None, False, (None, None), (-1, -1))
+
+
+def _check_alone(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) or value not in _NOTHING:
+            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            raise ArgumentError(OP, name, shown, "must be absent with indices, which list the keys of each query")
+
+
+def _check_lists(indices: Any, lengths: Any, shape: tuple[int, ...], device: torch.device) -> int:
+    """Check indices (B, Sq, topk) or (Tq, topk) and topk_length of queries of this shape; return topk."""
+    axes = "(queries, topk)" if len(shape) == 1 else "(batch, seq_q, topk)"
+    if isinstance(indices, torch.Tensor) and indices.ndim != len(shape) + 1:
+        raise ArgumentError(OP, "indices.ndim", indices.ndim, f"must be {len(shape) + 1}: {axes}")
+    places = indices.shape[-1] if isinstance(indices, torch.Tensor) else 0
+    check_int32(OP, "indices", indices, (*shape, places), axes, device, contiguous=False)
+    if not 1 <= places <= MAX_LENGTH:
+        raise ArgumentError(OP, "indices.shape[-1]", places, f"must be from 1 to {MAX_LENGTH}")
+    if len(shape) == 2 and shape[0] > 1 and indices.stride(0) != shape[1] * indices.stride(1):
+        limit = f"must be {shape[1]} times indices.stride(1), {indices.stride(1)}: rows at equal distances"
+        raise ArgumentError(OP, "indices.stride(0)", indices.stride(0), limit)
+    if lengths is not None:
+        check_int32(OP, "topk_length", lengths, shape, axes.replace(", topk", ""), device)
+    return places
 
 
 def check_latent(
@@ -92,6 +155,9 @@ def check_latent(
         _check_ds_rows(op, kind, kv_pages, kv_scale, q, rank, rope)
         return as_stored(kv_pages, kind), kind
     StoredCache(op, ("kv_pages", "kv_pages"), (kv_pages, kv_pages), kind).check_like("q_nope", q)
+    if kv_pages.shape[2] > rank and not rope:
+        limit = f"must be a torch.Tensor: kv_pages have {kv_pages.shape[2]} columns, and q_nope {rank}"
+        raise ArgumentError(op, "q_rope", type(None).__name__, limit)
     if kv_pages.shape[2] != rank + rope:
         limit = f"must be q_nope's and q_rope's head_dim together, {rank} + {rope}"
         raise ArgumentError(op, "kv_pages's head_dim", kv_pages.shape[2], limit)
@@ -122,7 +188,7 @@ def _check_ds_rows(
         strides[2] != 1
         or strides[0] % _SCALE_BYTES
         or strides[1] % _SCALE_BYTES
-        or rows.storage_offset() % _SCALE_BYTES
+        or not starts_aligned(rows, _SCALE_BYTES)
     ):
         limit = (
             f"must be 1 along a row, the others and the offset ({rows.storage_offset()}) multiples of {_SCALE_BYTES}"

@@ -119,11 +119,12 @@ class Queries:
         cu_seqlens_q: torch.Tensor | None,
         max_seqlen_q: int | None,
         settings: Settings,
+        listed: bool = False,  # packed queries, each of which has a list of keys: no sequence has several
     ) -> None:
         check_layout(op, layout)
-        axes = AXES[layout] if cu_seqlens_q is None else PACKED_AXES
+        axes = PACKED_AXES if listed or cu_seqlens_q is not None else AXES[layout]
         for name, tensor in named.items():
-            if isinstance(tensor, torch.Tensor) and tensor.ndim == 3 and cu_seqlens_q is None:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == 3 and cu_seqlens_q is None and not listed:
                 limit = f"must be 4: ({', '.join(axes)}); packed queries go with cu_seqlens_q"
                 raise ArgumentError(op, f"{name}.ndim", 3, limit)
             if isinstance(tensor, torch.Tensor) and tensor.ndim == 4 and cu_seqlens_q is not None:
@@ -137,7 +138,11 @@ class Queries:
                 check_equal(op, f"{name}'s {word}", tensor.shape[axis], f"{first_name}'s", first.shape[axis])
         self.problem: dict[str, Any] = {"layout": layout}
         self.call: dict[str, Any] = {}
-        if cu_seqlens_q is None:
+        if listed:
+            self.batch, self.rows = 1, first.shape[0]
+            self.tensors = [packed(t) for t in named.values()]
+            self.problem["total_q"] = self.rows
+        elif cu_seqlens_q is None:
             if max_seqlen_q is not None:
                 raise ArgumentError(op, "max_seqlen_q", max_seqlen_q, "goes with cu_seqlens_q, which is not given")
             swapped = layout == "bshd"
@@ -153,7 +158,7 @@ class Queries:
             self.problem["total_q"], self.call["cu_seqlens_q"] = total, cu_seqlens_q
         # rows: Sq, or the longest packed sequence's.
         self.problem |= {"batch": self.batch, "heads_q": self.tensors[0].shape[1], "seq_q": self.rows}
-        self.is_packed = cu_seqlens_q is not None
+        self.is_packed = listed or cu_seqlens_q is not None
 
     def seen_keys(self, problem: dict[str, Any], seqlens_k: torch.Tensor) -> values.Ranges:
         """Return the keys of each sequence that some of these queries see. Reads lengths back."""

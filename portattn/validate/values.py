@@ -187,6 +187,22 @@ def chosen_pages(
             check_page(op, index, place, row[place], pages)
 
 
+def slots(op: str, indices: torch.Tensor, lengths: torch.Tensor | None, most: int) -> torch.Tensor:
+    """Check topk_length, and each counted slot against the cache's `most`; return those slots, without holes."""
+    places = indices.shape[-1]
+    if lengths is not None:
+        for place in ((lengths < 0) | (lengths > places)).nonzero().tolist()[:1]:
+            limit = f"must be in 0..{places}, the places there are"
+            raise ArgumentError(op, f"topk_length{place}", int(lengths[tuple(place)]), limit)
+    counted = indices >= 0
+    if lengths is not None:
+        counted &= torch.arange(places, device=indices.device) < lengths[..., None]
+    for place in (counted & (indices >= most)).nonzero().tolist()[:1]:
+        limit = f"must be below {most}, the slots of the cache (negative ones are holes)"
+        raise ArgumentError(op, f"indices{place}", int(indices[tuple(place)]), limit)
+    return indices[counted].long()
+
+
 def tokens(op: str, indices: torch.Tensor, counts: torch.Tensor, lengths: Sequence[int]) -> None:
     """Check counts against Lmax, and the counted tokens against the lengths. Negative tokens are padding."""
     most = indices.shape[2]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from portattn.tools.bench.measure import Measure, Row
+    from portattn.tools.bench.workloads import Measure, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 3

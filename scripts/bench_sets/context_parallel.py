@@ -24,8 +24,8 @@ import timeline
 import torch
 import torch.distributed as dist
 
-from portattn.tools.bench.measure import Measure, Row
 from portattn.tools.bench.report import render_template
+from portattn.tools.bench.workloads import Measure, Row
 
 PARTS: dict[str, Any] = {
     "correctness": None,  # whose processes are many

@@ -10,8 +10,8 @@ import torch
 import portattn
 from portattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.measure import Absent, Measure, Row, judge_attention, judge_result, worst
 from portattn.tools.bench.peers import flash
+from portattn.tools.bench.workloads import Absent, Measure, Row, judge_attention, judge_result, worst
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SPLITS_IN_GRAPHS = 32  # vLLM's default of flash_attn_max_num_splits_for_cuda_graph

@@ -16,8 +16,8 @@ from engine_calls import SPLITS_IN_GRAPHS, Forward
 
 import portattn
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.measure import Absent, Measure, Row, judge_attention, worst
 from portattn.tools.bench.peers.flash import has_vllm
+from portattn.tools.bench.workloads import Absent, Measure, Row, judge_attention, worst
 
 DIM, BLOCK, MOST_REQUESTS = 128, 16, 256
 K_SCALE, V_SCALE, Q_SCALE = 0.02, 0.03, 0.025  # of float8 numbers: the largest of a few million normal ones fits

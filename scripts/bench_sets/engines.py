@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import engine_calls
 import engine_vllm
 
-from portattn.tools.bench.measure import Absent, Measure, Row
+from portattn.tools.bench.workloads import Absent, Measure, Row
 
 PARTS: dict[str, Callable[[Measure], Iterator[Row]]] = {
     "vllm": engine_vllm.vllm, "flash_attn": engine_calls.flash_attn, "diffusers": engine_calls.diffusers,

@@ -27,9 +27,9 @@ from portattn.tools.bench import peers
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, arguments
 from portattn.tools.bench.gate import FAILURES, reason
-from portattn.tools.bench.measure import Measure, Row
 from portattn.tools.bench.report import render_template
 from portattn.tools.bench.tensors import Tensors
+from portattn.tools.bench.workloads import Measure, Row
 
 PARTS = {
     "a": "The same call again",

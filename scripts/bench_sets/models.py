@@ -17,8 +17,8 @@ import torch
 import portattn
 import portattn.integrations.transformers
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.measure import Measure, Row, failure
 from portattn.tools.bench.rounds import ratio
+from portattn.tools.bench.workloads import Measure, Row, failure
 
 SDPA = "sdpa"
 CONTENDERS = (SDPA, OURS)

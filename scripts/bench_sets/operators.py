@@ -9,8 +9,8 @@ import torch
 
 import portattn
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.measure import Measure, Row, attend
 from portattn.tools.bench.peers.flash import has_vllm, neutral
+from portattn.tools.bench.workloads import Measure, Row, attend
 
 TOKENS, COLUMNS, CHECKED = 16384, 2048, 256
 MOST_RMS = 0.1  # root mean square error by the root mean square of the result

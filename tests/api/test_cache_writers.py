@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import pytest
 import torch
+from opcalls import symbolic
 from support import Device
 from torch import zeros
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import portattn
 from portattn.config import Settings
 from portattn.launch import kernel_calls
-from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.ops import ROWS
@@ -363,13 +363,7 @@ def test_warming_up_writes_nothing() -> None:
 
 def test_tokens_are_a_size_of_a_class() -> None:
     """A decode step and a prompt are not planned each: sizes are traced through checks, plan and launch."""
-    trace = Trace()
-
-    def shaped(dtype: torch.dtype, *sizes: int) -> SymbolicTensor:
-        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        kind = TensorKind(dtype, torch.device("cuda", 0), len(sizes), 0, False)
-        return SymbolicTensor.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
-
+    shaped = functools.partial(symbolic, Trace())
     tensors: dict[str, Any] = dict.fromkeys(ROWS["write_pages"].tensors)
     tensors |= {name: shaped(torch.bfloat16, 640, 8, 128) for name in ("q", "new_v")}
     tensors |= {name: shaped(torch.float8_e4m3fn, 100, 16, 8, 128) for name in ("k", "v")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import Device
+from threads import run_threads
 from torch.utils import checkpoint
 from training_calls import KERNELS
 
@@ -249,11 +249,7 @@ def test_threads_train_by_one_cached_call() -> None:
         results = [trained(lambda: portattn.attention(*inputs), inputs) for _ in range(5)]
         found.append((results, portattn.last_plan().path))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*[run] * 4)
     assert len(found) == 4
     for results, path in found:
         assert path == "sdpa"

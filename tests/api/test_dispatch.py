@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from support import Device
+from threads import run_threads
 
 import portattn
 from portattn import FallbackWarning, PathUnavailable
@@ -237,9 +238,7 @@ def test_last_plan_is_the_plan_that_ran() -> None:
     portattn.decode_attention(q, k, v, None)
     assert portattn.last_plan().problem.op == "decode_attention"
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(portattn.last_plan()))
-    thread.start()
-    thread.join()
+    run_threads(lambda: seen.append(portattn.last_plan()))
     assert seen == [None]
 
 
@@ -253,11 +252,7 @@ def test_threads_do_not_disturb_each_other() -> None:
             if (portattn.last_plan().problem.causal == "none") != (causal is False):
                 wrong.append(causal)
 
-    threads = [threading.Thread(target=work, args=(c,)) for c in (False, True, False, True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*(functools.partial(work, c) for c in (False, True, False, True)))
     assert wrong == []
 
 

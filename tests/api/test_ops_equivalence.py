@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcalls import CALLS, given, paths, perform, problem, use_small_tiles
+from opcalls import CALLS, given, int32, one_sequence, paths, perform, problem, use_small_tiles
 from support import Device, random_call
 
 import portattn
@@ -49,10 +49,6 @@ def same(one: Any, other: Any) -> None:
 def normal(device: Device, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(math.prod(shape) + len(shape))
     return torch.randn(shape, generator=generator).to(device.name)
-
-
-def int32(device: Device, *values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device.name)
 
 
 # Rows of queries and of keys of each sequence: the ends of tiles of 16, an empty one of each kind, and both.
@@ -179,22 +175,6 @@ def test_any_number_of_splits_agrees(device: Device, core: dict[str, str], name:
         found = perform(call.problem.op, arguments, num_splits=splits, **core)
         assert splits in (None, portattn.last_plan().launch.splits)
         close(found, expected)
-
-
-def one_sequence(arguments: dict[str, Any], b: int) -> dict[str, Any]:
-    """The arguments of sequence b alone, over the same caches."""
-    found = dict(arguments)
-    of_sequences = ["page_table", "seqlens_k", "leftpad_k", "indices", "counts", "log_weights"]
-    of_rows = ["q", "q_nope", "q_rope"]
-    if "cu_seqlens_q" in found:
-        first, end = found["cu_seqlens_q"][b : b + 2].tolist()
-        found |= {n: found[n][first:end] for n in of_rows if n in found}
-        found["cu_seqlens_q"] = (found["cu_seqlens_q"][b : b + 2] - first).contiguous()
-    else:
-        of_sequences += of_rows
-    if "page_table" not in found:
-        of_sequences += ["k_cache", "v_cache"]
-    return found | {n: found[n][b : b + 1] for n in of_sequences if n in found}
 
 
 @pytest.mark.parametrize("splits", [1, 3])

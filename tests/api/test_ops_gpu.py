@@ -10,6 +10,7 @@ import gpucalls
 import pytest
 import torch
 from gpucalls import NAMES, SPLIT, Pieces, a_kernel_ran, data, normal, perform, prepared, same
+from opcalls import one_sequence
 
 import portattn
 from portattn.testing.tolerance import budget, largest
@@ -138,21 +139,6 @@ def test_kernels_and_the_reference_path_agree(name: str) -> None:
 LARGE = {"D": 128, "HQ": 32, "HK": 8, "RANK": 512, "ROPE": 64, "PAGE": 64, "COLUMNS": 32, "S": 2048}
 
 
-def alone(arguments: dict[str, Any], b: int) -> dict[str, Any]:
-    """Sequence b as a call of its own, over the same pages."""
-    found = dict(arguments)
-    names = {"page_table", "seqlens_k", "indices", "counts", "log_weights"}
-    if "cu_seqlens_q" in found:
-        first, end = found["cu_seqlens_q"][b : b + 2].tolist()
-        found |= {n: found[n][first:end] for n in ("q", "q_nope", "q_rope") if n in found}
-        found["cu_seqlens_q"] = found["cu_seqlens_q"][b : b + 2] - first
-    else:
-        names |= {"q", "q_nope", "q_rope"}
-    if "page_table" not in found:
-        names |= {"k_cache", "v_cache"}
-    return found | {n: found[n][b : b + 1] for n in names if n in found}
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_sequence_is_bit_for_bit_the_same_among_64(
@@ -165,7 +151,7 @@ def test_a_sequence_is_bit_for_bit_the_same_among_64(
     out, lse = perform(name, arguments)
     assert portattn.last_plan().path in ("triton", "gluon_mla")
     for b in (0, 1, 17, 62, 63):
-        found = perform(name, alone(arguments, b))
+        found = perform(name, one_sequence(arguments, b))
         if "cu_seqlens_q" in arguments:
             own = slice(*arguments["cu_seqlens_q"][b : b + 2].tolist())
             same(found, (out[own], lse[:, own]))

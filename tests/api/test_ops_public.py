@@ -14,6 +14,7 @@ from opcalls import (
     carry_out_by,
     differentiable,
     given,
+    int32,
     paths,
     perform,
     problem,
@@ -179,10 +180,6 @@ def way(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.Monk
             yield paths(device)["core"]
     else:
         yield paths(device)[request.param]
-
-
-def int32(device: Device, *values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device.name)
 
 
 def assert_nothing(result: tuple[torch.Tensor, torch.Tensor], out: tuple[int, ...], lse: tuple[int, ...]) -> None:

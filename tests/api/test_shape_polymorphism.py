@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 from array import array
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -259,13 +259,7 @@ def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(
 @pytest.mark.parametrize("name", ["", "sinks", "alibi_slopes", "bias", "mask"])
 def test_a_call_with_a_feature_is_traced_too(name: str) -> None:
     """Else each length would be planned and cached for itself: right, and a thousand times slower."""
-    trace = Trace()
-
-    def shaped(dtype: torch.dtype, *sizes: int) -> SymbolicTensor:
-        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        kind = TensorKind(dtype, torch.device("cuda", 0), len(sizes), 0, False)
-        return SymbolicTensor.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
-
+    shaped = functools.partial(opcalls.symbolic, Trace())
     tensors: dict[str, Any] = dict.fromkeys(ROWS["attention"].tensors)
     tensors |= {one: shaped(torch.float16, 2, 4, 77, 64) for one in "qkv"}
     given = {

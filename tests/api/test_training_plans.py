@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import types
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from support import Device
+from threads import run_threads
 from training_calls import KERNELS, gradients, qkv
 
 import portattn
@@ -39,9 +39,7 @@ def test_the_settings_of_the_call_hold_in_its_backward_pass() -> None:
         out.sum().backward()
         seen.append(portattn.last_backward_plan().path)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    run_threads(run)
     assert seen == [KERNELS]
 
 
@@ -59,9 +57,7 @@ def test_a_backward_pass_has_a_plan_of_its_own_in_whatever_thread() -> None:
         assert of_backward.problem.causal == "bottom_right"
     assert portattn.last_backward_plan() is of_backward
     out = portattn.attention(q, k, v, window=(2, 0), backend=KERNELS)
-    thread = threading.Thread(target=lambda: out.sum().backward())
-    thread.start()
-    thread.join()
+    run_threads(lambda: out.sum().backward())
     assert portattn.last_backward_plan().problem.window_left == 2
     assert portattn.last_plan().problem.op == "attention"
 

@@ -215,7 +215,7 @@ def test_autocast_leaves_what_may_be_float32_alone(device: Device) -> None:
 def test_autocast_of_a_call_that_is_kept(guards: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept call of float32 is none of autocast's, and one that autocast cast is none of float32's."""
     if guards == "plain":
-        monkeypatch.setattr("portattn.launch.guards._usable", lambda: False)
+        monkeypatch.setattr("portattn.launch.torch_compat._usable", lambda: False)
     cache.forget()
     q, k, v = qkv(device)
     wide, narrow = portattn.attention(q, k, v), portattn.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import gpucalls
 import pytest
 import torch
 from gpucalls import NAMES, Pieces, data, operation, perform, prepared, same
+from threads import run_threads
 
 import portattn
 
@@ -112,11 +113,7 @@ def test_a_thread_for_each_device() -> None:
             wrong.append(f"{device}: {error!r}")
             raise
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in (FIRST, SECOND)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*(functools.partial(work, device) for device in (FIRST, SECOND)))
     assert not wrong
 
 

@@ -239,14 +239,11 @@ def test_versions_are_pep_440(text: str | None, version: str | None) -> None:
         ("triton==3.8.0", "sm_90", "12.9.86"), ("triton==3.8.0", "sm_120", "13.3.33"),
         ("triton==3.9.0", "sm_89", "12.9.86"), ("triton==3.9.0", "sm_90", "13.4.59"), ("triton==3.10.0", "sm_90", None),
         ("triton-ascend==3.2.0", "sm_90", None), ("none", "sm_90", None),
+        ("triton==3.6.0,ptxas==13.3.33", "sm_90", "13.3.33"),  # a named one is kept
     ],
 )  # fmt: skip
 def test_ptxas_of_named_toolchains(toolchain: str, arch: str, version: str | None) -> None:
     assert parse_target(f"cuda:{arch}", toolchain).toolchain.component("ptxas") == version
-
-
-def test_a_named_ptxas_is_kept() -> None:
-    assert parse_target("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33").toolchain.component("ptxas") == "13.3.33"
 
 
 def test_releases_do_not_overlap() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.cli import progress
+from portattn.cli import output
 from portattn.config import settings
 from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import executor
@@ -174,14 +174,14 @@ def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begi
 
 def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monkeypatch):
     line = ("matrix", "run", "--out", str(tmp_path), "--jobs", "1", *RUN)
-    count = progress.ProgressCounter.matrix_cell
+    count = output.ProgressCounter.matrix_cell
 
     def interrupted(self, cell):
         count(self, cell)
         if self.count == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress.ProgressCounter, "matrix_cell", interrupted)
+    monkeypatch.setattr(output.ProgressCounter, "matrix_cell", interrupted)
     called = portattn(*line)
     assert called.status == 130
     assert "interrupted after 2 of 4 cells" in called.err
@@ -189,7 +189,7 @@ def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monk
     assert len(first) == 2
     assert "interrupted: 2 of 4" in (tmp_path / "index.html").read_text()
 
-    monkeypatch.setattr(progress.ProgressCounter, "matrix_cell", count)
+    monkeypatch.setattr(output.ProgressCounter, "matrix_cell", count)
     assert portattn(*line, "--resume").status == 3
     cells = results.read(tmp_path / results.NAME)[1]
     assert cells[:2] == first  # not made again

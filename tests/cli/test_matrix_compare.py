@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from quirk_files import plant
 
-from portattn.cli import progress
+from portattn.cli import output
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import installed_toolchain
@@ -179,13 +179,13 @@ def test_runs_of_several_machines_are_merged_and_kept(portattn, made, tmp_path):
 
 
 def test_a_baseline_of_a_run_that_is_not_whole_is_refused(portattn, made, tmp_path, monkeypatch):
-    count = progress.ProgressCounter.matrix_cell
+    count = output.ProgressCounter.matrix_cell
 
     def interrupted(self, cell):
         count(self, cell)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress.ProgressCounter, "matrix_cell", interrupted)
+    monkeypatch.setattr(output.ProgressCounter, "matrix_cell", interrupted)
     assert made(tmp_path, "sm_90,gfx942", "--jobs", "1").status == 130
     called = portattn("matrix", "baseline", str(tmp_path), str(tmp_path / "b.toml"))
     assert called.status == 2

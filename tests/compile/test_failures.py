@@ -206,19 +206,18 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(cache_dir=str(tmp_path / "records-here"), compile_seconds=1.0)
 
 
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The clock that passing failures go by: seconds can be added."""
-    from portattn.compile import record_store as records
-
-    class Clock:
-        now = 1000.0
-
-        def monotonic(self) -> float:
-            return self.now
-
     clock = Clock()
-    monkeypatch.setattr(records, "time", clock)
+    monkeypatch.setattr(record_store, "time", clock)
     return clock
 
 
@@ -393,13 +392,6 @@ def test_nothing_is_kept_of_a_call_that_a_variant_left_for_now(monkeypatch: pyte
 
 def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that runs for longer than a day tries the kernel again, as a new process does."""
-
-    class Clock:
-        now = 50.0
-
-        def monotonic(self) -> float:
-            return self.now
-
     now = datetime.datetime.now(datetime.timezone.utc)
     ends = {
         name: failure("timeout", until=now + datetime.timedelta(hours=hours)) for name, hours in (("a", 9), ("b", 2))

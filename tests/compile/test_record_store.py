@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import multiprocessing
 import warnings
 from dataclasses import replace
@@ -10,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from planted_records import WHEN, incident, record
 from support import random_call
 
-from portattn import CompileRecord, Incident, Problem
+from portattn import Problem
 from portattn.backends.cuda import CudaBackend
 from portattn.compile import variants
 from portattn.compile.record_store import CompileStore, store
@@ -21,26 +21,11 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 
 
-def record(key: str = "k", reason: str = "", passed: bool = False) -> CompileRecord:
-    return CompileRecord(
-        key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles",
-        passed=passed, date=datetime.date(2026, 11, 21), reason=reason, facts={"spills": 0},
-    )  # fmt: skip
-
-
-def incident(name: str, hour: int) -> Incident:
-    return Incident(
-        id=name, key="k", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", symptom="hang",
-        stage="ttgir", message="no answer", log="…", command="echo", environment={},
-        date=datetime.datetime(2026, 11, 21, hour, tzinfo=datetime.timezone.utc),
-    )  # fmt: skip
-
-
 def test_clear_forgets_verdicts_and_keeps_incidents(tmp_path: Path) -> None:
     cached = CompileStore(tmp_path)
     cached.put(record("a"))
     cached.put(record("b"))
-    cached.add_incident(incident("20261121-x", 1))
+    cached.add_incident(incident("20261121-x"))
     assert cached.clear() == 2
     assert cached.get("a") is None
     assert cached.clear() == 0
@@ -51,10 +36,10 @@ def test_incidents_come_oldest_first_and_are_found_by_name(tmp_path: Path) -> No
     cached = CompileStore(tmp_path)
     assert list(cached.incidents()) == []
     for name, hour in (("b", 3), ("a", 5), ("c", 1)):
-        cached.add_incident(incident(name, hour))
+        cached.add_incident(incident(name, date=WHEN.replace(hour=hour)))
     (tmp_path / "incidents" / "torn.json").write_text("{")
     assert [i.id for i in cached.incidents()] == ["c", "b", "a"]
-    assert cached.incident("b") == incident("b", 3)
+    assert cached.incident("b") == incident("b", date=WHEN.replace(hour=3))
     assert cached.incident("torn") is None
     assert cached.incident("none") is None
     assert (tmp_path / "incidents" / "b.json").read_text().count("\n") > 5  # people read them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import functools
 import grp
 import os
 import random
@@ -15,10 +15,11 @@ import warnings
 from pathlib import Path
 
 import msgspec
+import planted_records
 import pytest
 from store_children import FORK, SECONDS, forked
 
-from portattn import CompileRecord, Incident, files
+from portattn import CompileRecord, files
 from portattn.compile import record_store
 from portattn.compile.record_store import CompileStore
 from portattn.errors import DataError
@@ -32,18 +33,13 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 
 def record(key: str, reason: str = "PassManager::run failed — in π") -> CompileRecord:
-    return CompileRecord(
-        key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles",
-        passed=False, date=datetime.date(2026, 11, 21), reason=reason, facts={"spills": 0, "mix_mode": "mix"},
-    )  # fmt: skip
+    return planted_records.record(key, reason=reason, facts={"spills": 0, "mix_mode": "mix"})
 
 
-def incident(name: str) -> Incident:
-    return Incident(
-        id=name, key="k", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", symptom="hang",
-        stage="ttgir", message="no answer", log="line\n" * 30, command="echo", environment={"TRITON_X": "1"},
-        date=datetime.datetime(2026, 11, 21, 3, tzinfo=datetime.timezone.utc), specialisation={"types": {"q": "*fp16"}},
-    )  # fmt: skip
+incident = functools.partial(
+    planted_records.incident, log="line\n" * 30, environment={"TRITON_X": "1"},
+    specialisation={"types": {"q": "*fp16"}},
+)  # fmt: skip
 
 
 def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | None:

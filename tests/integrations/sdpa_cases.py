@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from portattn.integrations import sdpa
 from portattn.testing.tolerance import budget, largest
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -45,6 +46,12 @@ def definition(
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
     return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) if enable_gqa else tensor
+
+
+def path() -> str:
+    """The path of the last call's route."""
+    route = sdpa.last_route()
+    return "none" if route is None else route.path
 
 
 def samples(device: str, dtype: torch.dtype, requires_grad: bool = True) -> Iterator[Any]:

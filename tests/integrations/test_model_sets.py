@@ -11,7 +11,7 @@ import torch
 from places import ROOT
 
 from portattn.api import ops
-from portattn.tools.bench.measure import Measure
+from portattn.tools.bench.workloads import Measure
 from portattn.worker.own_kernels import load
 
 pytestmark = pytest.mark.transformers

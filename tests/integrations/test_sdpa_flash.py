@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from oracle64 import masked_attention
-from sdpa_cases import assert_within_budget, gradient_of
+from sdpa_cases import assert_within_budget, gradient_of, path
 from torch.nn import attention, functional
 
 import portattn
@@ -29,11 +29,6 @@ FIVE = (
     "_flash_attention_forward", *([] if NO_IN_PLACE else [IN_PLACE]), "_flash_attention_backward",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
 )  # fmt: skip
-
-
-def path() -> str:
-    route = sdpa.last_route()
-    return "none" if route is None else route.path
 
 
 def has_cpu_kernel(name: str) -> bool:

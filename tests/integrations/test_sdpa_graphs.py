@@ -10,6 +10,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from graphs import RECORDERS, by_jit
+from sdpa_cases import path
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -24,11 +25,6 @@ from portattn.integrations import sdpa, sdpa_mapping
 ours = sdpa.scaled_dot_product_attention
 OURS, BACKWARD = "portattn.attention.default", "portattn.attention_backward.default"
 Tensors = tuple[torch.Tensor, ...]
-
-
-def path() -> str:
-    route = sdpa.last_route()
-    return "none" if route is None else route.path
 
 
 def random(*shapes: tuple[int, ...]) -> Tensors:

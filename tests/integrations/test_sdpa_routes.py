@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sdpa_cases import path
+from threads import run_threads
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
@@ -21,11 +23,6 @@ from portattn.schema.target import Target
 SEED = torch.Generator().manual_seed(0)
 Q, K = torch.randn(2, 4, 3, 8, generator=SEED), torch.randn(2, 4, 5, 8, generator=SEED)
 ours = sdpa.scaled_dot_product_attention
-
-
-def path() -> str:
-    route = sdpa.last_route()
-    return "none" if route is None else route.path
 
 
 # ---------------------------------------------------------------- what is told
@@ -185,14 +182,6 @@ def test_many_threads_at_once() -> None:
     run_threads(*[many] * 4)
     assert wrong == []
     assert functional.scaled_dot_product_attention is imported_before
-
-
-def run_threads(*functions: Any) -> None:
-    threads = [threading.Thread(target=one) for one in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @pytest.mark.interpreter  # a real accelerator's kernels would be planned for CPU tensors

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from sdpa_cases import Around, check, kept_by, samples
+from sdpa_cases import Around, check, kept_by, path, samples
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 import portattn
@@ -28,12 +28,6 @@ def tensors(
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(len(shapes[0]))
     return [torch.randn(s, generator=generator).to(device, dtype).requires_grad_(grad) for s in shapes]
-
-
-def path() -> str:
-    route = sdpa.last_route()
-    assert route is not None
-    return route.path
 
 
 # name: query, key, value; enable_gqa

@@ -26,6 +26,7 @@ from tiny_models import (  # noqa: E402
     build,
     difference,
     padding,
+    plant,
     tokens,
     using,
 )
@@ -261,7 +262,6 @@ def test_what_is_the_same_for_all_layers_is_put_together_once(
 
 # Continuous batching: generate_batch gives the tokens of `sdpa`, on the paged operation where pages are in order.
 LENGTHS, NEW = (9, 2, 5, 1, 14), 7
-CALLS = ("attention", "decode_attention", "varlen_attention", "paged_attention")
 
 
 def prompts() -> list[list[int]]:
@@ -288,22 +288,6 @@ def generate(model: Any, **settings: Any) -> list[list[int]]:
     return [order[tuple(prompt)] for prompt in prompts()]
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The operations that are called from now on, with their arguments by name, some of them changed."""
-    called = []
-
-    def recording(name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append((name, kwargs))
-            return real(*args, **{k: changed.get(k, v) for k, v in kwargs.items()})
-
-        return call
-
-    for name in CALLS:
-        monkeypatch.setattr(ops, name, recording(name, getattr(ops, name)))
-    return called
-
-
 @pytest.mark.parametrize("sharing", [True, False])
 @torch.no_grad()
 def test_generate_batch(models: dict[str, Any], sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +295,7 @@ def test_generate_batch(models: dict[str, Any], sharing: bool, monkeypatch: pyte
         expected = generate(model)
         alone = [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0, len(p) :] for p in prompts()]
     assert expected == [row.tolist() for row in alone]
-    called = recorded(monkeypatch)
+    called = plant(monkeypatch)
     with using(models["Llama"], "portattn") as model:
         assert generate(model, allow_block_sharing=sharing) == expected
         assert model.config._attn_implementation == "portattn"
@@ -329,7 +313,7 @@ def test_windows_caps_and_sinks(models: dict[str, Any], family: str, monkeypatch
     """Against each prompt alone: `sdpa` has neither caps nor sinks."""
     model = models[family]
     expected = [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0, len(p) :] for p in prompts()]
-    called = recorded(monkeypatch)
+    called = plant(monkeypatch)
     with using(model, "portattn"):
         found = generate(model)
     assert found == [row.tolist() for row in expected]
@@ -345,7 +329,7 @@ def test_planted_errors_show(
 ) -> None:
     with using(models[family], "portattn") as model:
         right = generate(model)
-        recorded(monkeypatch, **error)
+        plant(monkeypatch, **error)
         assert generate(model) != right
 
 

@@ -14,6 +14,8 @@ pytest.importorskip("transformers", reason="the transformers package is not inst
 import transformers
 from transformers import DynamicCache, StaticCache
 
+from portattn.api import ops
+
 # Both implementations compute in float32 on a CPU, in different orders of summation. Logits are of size 1 to 5, seen
 # differences below 1e-5, below 3e-5 behind GPT-OSS's experts; the planted errors below differ by more than 0.05.
 TOLERANCE = 6e-5
@@ -70,6 +72,22 @@ def build_t5() -> Any:
     model.lm_head.weight.data /= 10  # logits of the size that TOLERANCE is meant for
     model.set_attn_implementation("eager")
     return model
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Call every op with these arguments instead of its own, where it has any; return the ops called, and with what."""
+    called = []
+
+    def changing(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append((name, kwargs))
+            return real(*args, **{k: changed.get(k, v) if v is not None else v for k, v in kwargs.items()})
+
+        return call
+
+    for name in ("attention", "decode_attention", "varlen_attention", "paged_attention"):
+        monkeypatch.setattr(ops, name, changing(name, getattr(ops, name)))
+    return called
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import random
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from gluon_forward_cases import BASE, CAUSAL, PACKED, SIZES, VARIANT, problem
+from planted_records import record
 from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
@@ -21,7 +21,6 @@ from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.compile_record import CompileRecord
 from portattn.schema.problem import Problem
 from portattn.testing.tolerance import judge, nan_filled_memory
 
@@ -84,10 +83,7 @@ def test_what_the_core_cannot_do_is_not_left_to_it() -> None:
     """A record against the core's kernels: the variant, which had left the problem to them, runs it after all."""
     p = problem(**LEFT["few tiles"])
     core = plan(p, SM_90)
-    failed = CompileRecord(
-        key=core.key, kernel="dense_forward", target=core.target, toolchain=core.toolchain, level="compiles",
-        passed=False, date=datetime.date(2026, 1, 2), reason="signal 11",
-    )  # fmt: skip
+    failed = record(core.key, target=core.target, toolchain=core.toolchain, reason="signal 11")
     made = plan(p, SM_90, records={core.key: failed})
     assert made.path == "gluon_forward"
     assert not made.fell_back

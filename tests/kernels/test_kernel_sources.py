@@ -19,9 +19,9 @@ from kernel_cases import check
 from support import Device
 
 import portattn
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import own
 from portattn.tools.bench.gate import admit, as_call
-from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 from portattn.worker.client import Worker
 

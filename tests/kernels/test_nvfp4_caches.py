@@ -159,16 +159,14 @@ def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str,
         assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": "by_page"}, {"splits": 2}))
 
 
-@pytest.mark.parametrize("fields", [{"alibi_slopes": True}, {"mask": True}, {"sinks": True}], ids=str)
-def test_features_of_scores(device: Device, fields: dict[str, bool]) -> None:
-    call = quantised(device.name, "decode", "head", window_left=-1, leftpad_k=False, **fields)
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack))
+FEATURES = [{"window_left": -1, "leftpad_k": False, one: True} for one in ("alibi_slopes", "mask", "sinks")]
+NOTHING = [{"head_dim": 32, "seq_q": 0}, {"head_dim": 32, "seq_k": 0}]
+SPECIAL = [*(("decode", one) for one in FEATURES), *(("decode_two_parts", one) for one in NOTHING)]
 
 
-@pytest.mark.parametrize("fields", [{"seq_q": 0}, {"seq_k": 0}], ids=str)
-def test_nothing_to_attend_in_words(device: Device, fields: dict[str, int]) -> None:
-    call = quantised(device.name, "decode_two_parts", "head", head_dim=32, **fields)
+@pytest.mark.parametrize(("cache", "fields"), SPECIAL, ids=str)
+def test_features_of_scores_and_nothing_to_attend(device: Device, cache: str, fields: dict[str, Any]) -> None:
+    call = quantised(device.name, cache, "head", **fields)
     for unpack in unpackings(device):
         assert_right(call, *on_in_words(device, call, unpack))
 

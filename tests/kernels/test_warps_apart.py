@@ -349,17 +349,13 @@ def test_tiles_that_begin_at_16_bytes(device: Device, fields: dict[str, Any], ex
     check(device, call, DESCRIPTOR, block_m=16, block_n=32)
 
 
-def test_small_tiles_take_pointers(device: Device) -> None:
-    """The second of a pipeline's buffers of 16 numbers would begin at 64 bytes, where no copy by TMA may go."""
-    call = random(device, base=DENSE_GRADIENTS, **SQUARE)
-    assert _numbers(device, call, 16) == "pointer"
-    check(device, call, DESCRIPTOR, block_m=16, block_n=16)
-
-
-def test_packed_rows_begin_anywhere(device: Device) -> None:
-    call = random(device, base=PACKED)
-    assert _numbers(device, call) == "pointer"
-    check(device, call, DESCRIPTOR, block_m=16, block_n=32)
+# The second of a pipeline's buffers of 16 numbers would begin at 64 bytes, where no copy by TMA may go; packed rows
+# begin anywhere.
+@pytest.mark.parametrize(("base", "block_n"), [(DENSE_GRADIENTS | SQUARE, 16), (PACKED, 32)], ids=["small", "packed"])
+def test_small_tiles_and_packed_rows_take_pointers(device: Device, base: dict[str, Any], block_n: int) -> None:
+    call = random(device, base=base)
+    assert _numbers(device, call, block_n) == "pointer"
+    check(device, call, DESCRIPTOR, block_m=16, block_n=block_n)
 
 
 def test_other_loads_take_pointers(device: Device) -> None:

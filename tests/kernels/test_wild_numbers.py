@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run, with_lengths
-from opcalls import watched
+from opcalls import int32, watched
 from support import TILE, Device, assert_right, core_plan, overflow_raises, poisoned, random_call
 
 from portattn.api import dispatch
@@ -27,10 +27,6 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 WILD = (LOWEST, HIGHEST, -1, -7, 1000, 2**30, 23, 40)
 # What a sequence has of its own. Beginnings of packed sequences are not: where one begins says where another ends.
 OWN = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "page_table", "indices", "counts")
-
-
-def int32(device: Device, *values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device.name)
 
 
 def run_watched(

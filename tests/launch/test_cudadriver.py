@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from support import native_module
 
-from portattn import config
-from portattn.launch import cudadriver, native
+from portattn.launch import cudadriver
 from portattn.launch.cudadriver import Block, Kernel, Map
 from portattn.launch.triton_compat import TENSOR_MAP, Parameter
 
@@ -84,14 +83,8 @@ def made(key: tuple[int, ...]) -> bytes:
 
 
 @pytest.fixture(params=["python", "native.c"])
-def way(request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "python":
-        yield None
-        return
-    module, why = native.load(config.current().cache_dir)
-    if module is None:
-        pytest.skip(why)
-    yield module
+def way(request: pytest.FixtureRequest) -> Any:
+    return None if request.param == "python" else native_module()
 
 
 def block(
@@ -213,11 +206,8 @@ def test_many_kernels_and_odd_alignments_fit(monkeypatch: pytest.MonkeyPatch, wa
 
 
 def test_more_kernels_than_native_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, why = native.load(config.current().cache_dir)
-    if module is None:
-        pytest.skip(why)
     with pytest.raises(ValueError, match="at most 64"):
-        block(monkeypatch, module, [kernel()] * 65, Maps())
+        block(monkeypatch, native_module(), [kernel()] * 65, Maps())
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakedriver import run, triton_folders
-from packaging.version import Version
+from fakedriver import run_by_any
 
-TRITONS = triton_folders()
 KEPT = ["C", "python"]  # how a call that is kept is answered, with native.c and without
 BY_PYTHON = ["python", "python"]
 NOTHING = ["nothing", "nothing"]  # validated and planned
@@ -17,10 +15,7 @@ NOTHING = ["nothing", "nothing"]  # validated and planned
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if not TRITONS:
-        pytest.skip("Triton is not installed, and the lab has none for this Python")
-    version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)
-    found = run("differing_child.py", tmp_path_factory.mktemp("differing"), TRITONS[version])
+    found = run_by_any("differing_child.py", tmp_path_factory)
     assert found["why not"] == ""
     return found
 

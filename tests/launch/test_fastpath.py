@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import portattn
 from portattn.config import current
-from portattn.launch import cache, guards
+from portattn.launch import cache, torch_compat
 from portattn.launch.cache import CallKey, identical, plain_values
 
 
@@ -31,15 +31,15 @@ def matches(
 def q(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """A tensor, where tensors are compared by torch's guards, and where this torch has none that can be used."""
     if request.param == "in Python":
-        monkeypatch.setattr(guards, "_usable", lambda: False)
+        monkeypatch.setattr(torch_compat, "_usable", lambda: False)
     return torch.zeros(1, 2, 4, 16)
 
 
 def test_torchs_guards_are_passed_over_where_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "_made", lambda tensors: pytest.fail("torch's guards are used"))
-    monkeypatch.setattr(guards, "_usable", lambda: False)
+    monkeypatch.setattr(torch_compat, "_made", lambda tensors: pytest.fail("torch's guards are used"))
+    monkeypatch.setattr(torch_compat, "_usable", lambda: False)
     x = torch.zeros(2, 3)
-    assert guards.guard([x])(torch.ones(4, 5))
+    assert torch_compat.guard([x])(torch.ones(4, 5))
 
 
 def test_sizes_and_strides_are_no_part_of_it(q: torch.Tensor) -> None:

@@ -5,25 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakedriver import run, triton_folders
+from fakedriver import run_by_any
 from packaging.version import Version
 
-TRITONS = triton_folders()
 pytestmark = pytest.mark.compiles
 OPS = ("attention", "varlen", "decode", "paged", "sparse", "mla")
 
 
-def outcome(program: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a program saw: by Triton 3.6, for which there are variants, where it is here; else by the newest that is."""
-    if not TRITONS:
-        pytest.skip("Triton is not installed, and the lab has none for this Python")
-    version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)
-    return run(program, tmp_path_factory.mktemp("hot"), TRITONS[version])
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return outcome("hot_child.py", tmp_path_factory)
+    return run_by_any("hot_child.py", tmp_path_factory)
 
 
 def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
@@ -142,7 +133,7 @@ def test_the_monitor_names_what_differs(seen: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def seen_graphs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return outcome("graphs_child.py", tmp_path_factory)
+    return run_by_any("graphs_child.py", tmp_path_factory)
 
 
 # Repeated launches are a graph's: the same kernels with each call's own addresses and sizes, in one call of CUDA's
@@ -179,7 +170,7 @@ def test_graphs_of_other_streams_and_after_refusals(seen_graphs: dict[str, Any])
 
 
 def test_a_step_is_one_launch_from_the_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    seen = outcome("writing_child.py", tmp_path_factory)
+    seen = run_by_any("writing_child.py", tmp_path_factory)
     for op, found in seen.items():
         assert found["path"] == "triton"
         assert found["why fixed"] == "", "each number of tokens would be planned for itself"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import native_module
 
-from portattn import config
 from portattn.launch import native
 from portattn.planning.kernel_specs.base import split_cheapest
 from portattn.schema.symbolic_int import Trace
@@ -18,10 +18,7 @@ from portattn.schema.symbolic_int import Trace
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    found, why = native.load(config.current().cache_dir)
-    if found is None:
-        pytest.skip(why)
-    return found
+    return native_module()
 
 
 def test_an_object_takes_no_room_for_the_largest_call(module: Any) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from portattn.launch import device_api
-from portattn.launch.device_api import contiguous, runtime
+from portattn.launch import torch_compat
 from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
+from portattn.launch.torch_compat import contiguous, runtime
 from portattn.schema.symbolic_int import Trace, Untraceable, plain_sizes
 from portattn.schema.tensors import spans
 
@@ -147,7 +147,7 @@ def test_cuda_is_asked_by_the_shortest_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.current(), found.stream(1), found.empty) == (4, 8, "shortest")
     monkeypatch.delattr(guards, "_empty_strided_cuda")
     plain = object()
-    assert device_api._shortest(plain) is plain  # type: ignore[arg-type,comparison-overlap]
+    assert torch_compat._shortest(plain) is plain  # type: ignore[arg-type,comparison-overlap]
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 9)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=index))

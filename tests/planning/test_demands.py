@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from places import ROOT
+from planted_records import record
 
 import portattn
 from portattn import config
@@ -22,7 +22,6 @@ from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import TAKES, check_path, check_settings, plan, wrong_settings
 from portattn.planning.planner import plan as plan_problem
 from portattn.planning.registry import Registry, parse_target
-from portattn.schema.compile_record import CompileRecord
 from portattn.schema.lowering import Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import OPS
@@ -292,10 +291,7 @@ def test_a_plan_names_the_form_that_runs(op: str, fields: dict[str, Any], kernel
 def test_a_kernel_that_is_not_taken_is_named_with_its_form() -> None:
     problem = portattn.Problem(op="decode_attention", **SIZES, leftpad_k=True)  # which the Hopper forward does not take
     key = plan_problem(problem, H100).key
-    failed = CompileRecord(
-        key=key, kernel="decode_split", target=H100.name, toolchain=str(H100.toolchain), level="declared",
-        passed=False, date=datetime.date(2026, 11, 27),
-    )  # fmt: skip
+    failed = record(key, kernel="decode_split", target=H100.name, toolchain=str(H100.toolchain))
     plan = plan_problem(problem, H100, records={key: failed})
     assert (plan.kernel, plan.form) == ("", "")
     assert "    would be kernel   decode_split, in its form warps_apart" in plan.explain().splitlines()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import datetime
 import functools
 import itertools
 import socket
@@ -15,11 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from planted_records import record
 from quirk_files import plant, registry
 from support import problem
 
 import portattn
-from portattn import CompileRecord, PathUnavailable, Registry, Target
+from portattn import PathUnavailable, Registry, Target
 from portattn.backends.cuda import CudaBackend
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
@@ -64,13 +64,6 @@ PROBLEMS = [
 
 def sm_80(toolchain: str = "triton==3.6.0") -> Target:
     return parse_target("cuda:sm_80", toolchain)
-
-
-def record(key: str, passed: bool) -> CompileRecord:
-    return CompileRecord(
-        key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
-        passed=passed, date=datetime.date(2026, 11, 21), reason="RuntimeError at ttgir: boom", incident="20261121-x-1",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -175,15 +168,17 @@ def test_a_negative_record_leads_to_the_next_path() -> None:
     p = problem(**BIG, return_lse=False)
     first = plan(p, sm_80())
     assert first.path == "triton"
-    assert plan(p, sm_80(), records={first.key: record(first.key, True)}).path == "triton"
-    second = plan(p, sm_80(), records={first.key: record(first.key, False)})
+    assert plan(p, sm_80(), records={first.key: record(first.key, passed=True)}).path == "triton"
+    why = {"reason": "RuntimeError at ttgir: boom", "incident": "20261121-x-1"}
+    failed = {first.key: record(first.key, **why)}
+    second = plan(p, sm_80(), records=failed)
     assert second.path == "sdpa"
     assert second.rejected[0].incident == "20261121-x-1"
     assert "RuntimeError at ttgir: boom" in second.rejected[0].reason
     assert "2026-11-21" in second.rejected[0].reason
     assert "20261121-x-1" in second.rejected[0].hint
     with pytest.raises(PathUnavailable, match="20261121-x-1"):
-        plan(p, sm_80(), records={first.key: record(first.key, False)}, settings=Settings(backend="triton"))
+        plan(p, sm_80(), records=failed, settings=Settings(backend="triton"))
 
 
 def test_the_grid_turns_persistent_over_the_launch_limit() -> None:

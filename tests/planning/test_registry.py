@@ -169,12 +169,6 @@ def test_a_broken_file_of_an_arch(tmp_path: Path, files: dict[str, str], said: s
     assert str(caught.value).startswith(f"{tmp_path}/{said}")
 
 
-SIZES = (
-    "core_threads", "core_registers", "register_unit", "reserved_memory", "warp_size", "registers", "scratchpad_bytes",
-    "cache_share",
-)  # fmt: skip
-
-
 def test_every_size_of_an_arch_is_checked() -> None:
     numbers = {field.name for field in msgspec.structs.fields(Arch) if field.type is int}
     assert numbers == {*SIZES, "cores", "max_programs"}
@@ -337,9 +331,16 @@ def test_a_chip_that_is_known_and_not_supported_is_answered_with_the_reason(text
     assert {no.path: no.reason for no in made.rejected}["triton"] == target.arch.refused
 
 
-def test_what_two_chips_are_called_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="'RTX 6000', but is a name of cuda:sm_75 and cuda:sm_89: say which"):
-        portattn.target("RTX 6000")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("RTX 6000", "'RTX 6000', but is a name of cuda:sm_75 and cuda:sm_89: say which"),
+        ("blackwell", r"is a name of cuda:sm_100, .* and cuda:sm_121: say which"),  # a family of several tunings
+    ],
+)
+def test_what_several_chips_are_called_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        portattn.target(name)
 
 
 @pytest.mark.parametrize("text", ["H10", "H2", "A1", "A3", "L", "L40X", "MI30", "RTX 409", "RTX 40900", "H100 H200"])
@@ -369,11 +370,6 @@ def test_a_family_names_its_arches() -> None:
     assert KNOWN.family("rdna3") == KNOWN.family("rocm:RDNA-3") == rdna3
     assert {"rocm:gfx1100", "rocm:gfx1101", "rocm:gfx1151"} <= set(rdna3)
     assert KNOWN.family("cuda:rdna3") == KNOWN.family("gfx1100") == KNOWN.family("") == []
-
-
-def test_a_family_of_several_tunings_is_answered_with_its_members() -> None:
-    with pytest.raises(ArgumentError, match=r"is a name of cuda:sm_100, .* and cuda:sm_121: say which"):
-        KNOWN.target("blackwell")
 
 
 def test_no_name_is_a_family_s_and_something_else_s() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import evidence_files
 import msgspec
 import pytest
+from support import PlantedWorker
 from test_variants import NAME, Compiler, P, ran, silently, tensors  # noqa: F401 - `ran` is a fixture
 
 import portattn
@@ -211,20 +212,11 @@ def test_without_canaries_the_plan_says_that_nothing_decides() -> None:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-class Child:
+class Child(PlantedWorker):
     """In the place of the child that runs canaries: answers for the variant as planted, and well for the core."""
 
     asked: list[str]
     variants: Reply
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         Child.asked.append(fields["path"])

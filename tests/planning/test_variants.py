@@ -3,7 +3,6 @@ plans and cells say how they are scheduled. Where one does not apply the core ru
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 import warnings
@@ -13,10 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from planted_records import record
 from quirk_files import planned, plant, registry
+from support import PlantedWorker
 
 import portattn
-from portattn import CompileRecord, Problem, Target
+from portattn import Problem, Target
 from portattn.api import dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.compile import ensure_compiled
@@ -155,10 +156,7 @@ def test_a_variant_leaves_a_problem_to_the_core_but_for_two_cases(monkeypatch: p
     assert "not gluon_forward: it leaves such problems to the core: it is small" in left.notes
     named = plan(P, SM_90, settings=Settings(backend=NAME))
     assert named.path == NAME
-    failed = CompileRecord(
-        key=left.key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
-        passed=False, date=datetime.date(2026, 11, 21), reason="boom", incident="20261121-x-1",
-    )  # fmt: skip
+    failed = record(left.key, reason="boom", incident="20261121-x-1")
     made = plan(P, SM_90, records={failed.key: failed})
     assert made.path == NAME
     why = "not triton: this specialisation failed here on 2026-11-21: boom [20261121-x-1]"
@@ -200,10 +198,7 @@ def test_of_two_variants_that_leave_a_problem_to_the_core_the_first_runs_where_i
         "not first: it leaves such problems to the core: the first says so",
         "not second: it leaves such problems to the core: the second says so",
     ]
-    failed = CompileRecord(
-        key=left.key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
-        passed=False, date=datetime.date(2026, 11, 21), reason="boom",
-    )  # fmt: skip
+    failed = record(left.key, reason="boom")
     assert plan(P, SM_90, two_variants(), {failed.key: failed}).path == "first"
     made = plan(P, SM_90, two_variants("has no such tile", swapped=True), {failed.key: failed})
     assert made.path == "first"
@@ -212,10 +207,7 @@ def test_of_two_variants_that_leave_a_problem_to_the_core_the_first_runs_where_i
 
 
 def test_a_variants_failure_without_an_incident_is_a_sentence() -> None:
-    failed = CompileRecord(
-        key=plan(P, SM_90).key, kernel=NAME, target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
-        passed=False, date=datetime.date(2026, 11, 21), reason="boom",
-    )  # fmt: skip
+    failed = record(plan(P, SM_90).key, kernel=NAME, reason="boom")
     made = plan(P, SM_90, records={failed.key: failed})
     assert (made.path, made.notes[0]) == ("triton", "not gluon_forward: it failed here on 2026-11-21: boom")
 
@@ -243,10 +235,7 @@ def test_keys_are_digests_of_one_length() -> None:
 @pytest.mark.parametrize(("incident", "told"), [("20261121-x-1", "see incident 20261121-x-1"), ("", "")])
 def test_a_refused_variant_says_what_would_help(tmp_path: Path, incident: str, told: str) -> None:
     """Where it was asked for by name, and so nothing else is taken."""
-    failed = CompileRecord(
-        key=plan(P, SM_90).key, kernel=NAME, target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
-        passed=False, date=datetime.date(2026, 11, 21), reason="boom", incident=incident,
-    )  # fmt: skip
+    failed = record(plan(P, SM_90).key, kernel=NAME, reason="boom", incident=incident)
     with pytest.raises(portattn.PathUnavailable) as caught:
         plan(P, SM_90, records={failed.key: failed}, settings=Settings(backend=NAME))
     (no,) = caught.value.rejected
@@ -397,19 +386,10 @@ def test_every_variant_has_canaries_that_it_takes(name: str) -> None:
     assert canary.key_of(name, SM_90) != canary.key_of("dense_forward", SM_90)
 
 
-class Child:
+class Child(PlantedWorker):
     """In the place of the child that runs canaries: a variant's numbers are wrong, the core's are right."""
 
     asked: list[dict[str, Any]]
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         Child.asked.append(fields)

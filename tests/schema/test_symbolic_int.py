@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import native_module
 
-from portattn import config
-from portattn.launch import native
 from portattn.planning.kernel_specs.base import split_cheapest, split_evenly
 from portattn.schema.symbolic_int import (
     COMPARISONS,
@@ -41,9 +40,7 @@ def traced(code: Code, *values: int) -> tuple[Any, Sequence[int]]:
 
 def in_c(program: Any, inputs: Sequence[int]) -> Any:
     """native.c's run of a program; None where it holds that the inputs are of another class."""
-    module, why = native.load(config.current().cache_dir)
-    if module is None:
-        pytest.skip(why)
+    module = native_module()
     launches = module.Launches(b"", 0, 0, 0, (), (), ())
     return module.Sized(
         inputs=(0,) * program.inputs, constants=program.constants, code=program.encoded(module.OPERATIONS),
@@ -190,17 +187,12 @@ def test_sizes_in_containers() -> None:
 
 
 def test_native_knows_every_operation() -> None:
-    module, why = native.load(config.current().cache_dir)
-    if module is None:
-        pytest.skip(why)
-    assert set(module.OPERATIONS) == set(FUNCTIONS) | set(COMPARISONS)
+    assert set(native_module().OPERATIONS) == set(FUNCTIONS) | set(COMPARISONS)
 
 
 def test_a_program_that_does_not_fit_is_refused() -> None:
     """Registers and places that are not there: an error where it is made, not memory read at run time."""
-    module, why = native.load(config.current().cache_dir)
-    if module is None:
-        pytest.skip(why)
+    module = native_module()
     program, _ = traced(lambda a, b: [a + b], 1, 2)
     right: dict[str, Any] = {
         "inputs": (0, 0), "constants": program.constants, "code": program.encoded(module.OPERATIONS),

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 import torch
 from opcalls import pretend_accelerator
+from support import PlantedWorker
 
 import portattn
 from portattn import Problem, Target
 from portattn.api import dispatch
-from portattn.backends.cuda.canaries import FORWARD
+from portattn.backends.cuda.schedules import FORWARD
 from portattn.compile.record_store import CompileStore
 from portattn.config import Settings
 from portattn.planning import core_path
@@ -49,7 +50,7 @@ ANSWERS: dict[str, tuple[Reply, str]] = {
 NO_COMPILE = Reply(outcome="error", stage="ttgir", kind="CompilationError", message="at 3:4: unsupported")
 
 
-class Fake:
+class Fake(PlantedWorker):
     """A worker that answers as planted, and counts."""
 
     started: ClassVar[int] = 0
@@ -59,12 +60,6 @@ class Fake:
     def __init__(self, **options: Any) -> None:
         assert options == {"runs": "kernels"}
         Fake.started += 1
-
-    def __enter__(self) -> Fake:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         assert (task, seconds) == ("portattn.testing.verdict:compare", 3.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from opcalls import pretend_accelerator
 from places import ROOT
+from support import PlantedWorker
 
 import portattn
 from portattn.api import dispatch
@@ -131,19 +132,10 @@ def test_each_format_and_kind_of_scales_has_a_record() -> None:
     assert canary.key_of("decode_split", MI300, "") == canary.key_of("decode_split", MI300)
 
 
-class Interpreted:
+class Interpreted(PlantedWorker):
     """A worker that runs the kernels here, under the interpreter."""
 
     requests: ClassVar[list[Problem]] = []
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def __enter__(self) -> Interpreted:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         fields |= {"path": "interpreter", "target": "cpu:generic", "device": "cpu"}

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from portattn.backends.cuda.canaries import BACKWARD
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
 from portattn.backends.cuda.launch_parts import flat, make_descriptor, multiprocessors, with_copies
-from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign
+from portattn.backends.cuda.schedules import BACKWARD, NEEDS, TIMED_WITH, find_schedule, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.schema.kernel_step import Buffers, Step, StepLauncher

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from portattn.backends.cuda.canaries import FORWARD
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
-from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, find_schedule, foreign, tuning
+from portattn.backends.cuda.schedules import FORWARD, NEEDS, TIMED_WITH, find_schedule, foreign, tuning
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from portattn.backends.cuda.canaries import LATENT
 from portattn.backends.cuda.hopper_latent import KEYS, RANK, ROPE, ROWS
 from portattn.backends.cuda.launch_parts import merging, multiprocessors, with_copies
-from portattn.backends.cuda.schedules import NEEDS, TIMED_WITH, foreign
+from portattn.backends.cuda.schedules import LATENT, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.kernel_specs.base import split_cheapest

@@ -208,12 +208,14 @@ def paged_attention(
 @operation
 def mla_attention(
     q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_rope: torch.Tensor | None,
     kv_pages: torch.Tensor,
-    page_table: torch.Tensor | PageTable,
+    page_table: torch.Tensor | PageTable | None = None,
     seqlens_k: torch.Tensor | None = None,
     *,
     scale: Number,
+    indices: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
     kv_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -238,14 +240,20 @@ def mla_attention(
         q_nope: (B, H, Sq, R): queries with the key up-projection absorbed; R is the latent rank, 512 in DeepSeek's
             models. Or (B, Sq, H, R) with layout="bshd"; with cu_seqlens_q packed, (Tq, H, R); float16, bfloat16 or
             float32; any strides
-        q_rope: (B, H, Sq, E): the part of the queries that carries positions, E = 64 there; in q_nope's layout
+        q_rope: (B, H, Sq, E): the part of the queries that carries positions, E = 64 there; in q_nope's layout. None if
+            q_nope is whole, as wide as rows that are also whole values (E = 0)
         kv_pages: (P, page, R + E): latent rows; each is read once, whole as key and its first R columns as value. All
             heads share it. Of q_nope's dtype, or quantised, with queries in float16 or bfloat16: float8_e4m3fn,
             float8_e5m2, float8_e4m3fnuz or int8; or uint8, the bytes of vLLM's fp8_ds_mla rows, with queries in
             bfloat16: R e4m3 numbers, a float32 scale for each 128 of them, E bfloat16 numbers (656 bytes for 512 and
             64)
-        page_table: (B, pages a sequence) int32 on q's device: page ids of each sequence in order, or a PageTable
+        page_table: (B, pages a sequence) int32 on q's device: page ids of each sequence in order, or a PageTable. None
+            with indices
         seqlens_k: (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
+        indices: (B, Sq, topk) int32, or of packed queries (Tq, topk) without cu_seqlens_q: sparse attention (DSA). Each
+            query attends the listed slots of the cache, page · page size + row, for all heads; −1 is a hole, anywhere.
+            A slot that is listed twice counts twice. They replace page_table, seqlens_k and all masks
+        topk_length: (B, Sq) or (Tq,) int32: places of a query's list that count, from the first on; None for all
         scale: factor on the scores. It has no default: a model scales by its heads' width before absorption (1/√192 for
             DeepSeek-V3), which the tensors no longer show
         kv_scale: float32 factors of a quantised cache's numbers, positive and finite. () or (1,), or for each token (P,

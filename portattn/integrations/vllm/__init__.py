@@ -6,12 +6,17 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from portattn.integrations import VLLM, check_release
+from portattn.integrations import VLLM, VLLM_SPARSE, check_release
 
 NAME = "PORTATTN"
 MLA_NAME = "PORTATTN_MLA"
+SPARSE_NAME = "PORTATTN_MLA_SPARSE"
 # Names in this module, under which vLLM asks for the classes: their modules import members of vLLM by name.
-_CLASSES = {NAME: "PortattnBackend", MLA_NAME: "PortattnMLABackend"}
+_CLASSES = {
+    NAME: ("backend", "PortattnBackend"),
+    MLA_NAME: ("mla", "PortattnMLABackend"),
+    SPARSE_NAME: ("mla_sparse", "PortattnSparseMLABackend"),
+}
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
 log = logging.getLogger(__name__)
@@ -22,7 +27,7 @@ def register() -> None:
     try:
         registry = import_module(_REGISTRY)
         names = registry.AttentionBackendEnum
-        for name, path in ((name, f"{__name__}.{backend}") for name, backend in _CLASSES.items()):
+        for name, path in ((name, f"{__name__}.{backend}") for name, (_, backend) in _CLASSES.items()):
             if name not in names.__members__:
                 # 0.31 registers members alone, and has no way to add one; given a name it does nothing.
                 new = name if hasattr(names, "register") else _member(names, name, path)
@@ -39,10 +44,12 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     """Return a backend's class. Raises PortattnError for a release of vLLM that it cannot serve."""
-    if name not in _CLASSES.values():
+    modules = {backend: module for module, backend in _CLASSES.values()}
+    if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_release(VLLM, import_module("vllm").__version__)
-    return getattr(import_module(f"{__name__}.{'mla' if name == _CLASSES[MLA_NAME] else 'backend'}"), name)
+    for interface in (VLLM, VLLM_SPARSE)[: 1 + (modules[name] == "mla_sparse")]:
+        check_release(interface, import_module("vllm").__version__)
+    return getattr(import_module(f"{__name__}.{modules[name]}"), name)
 
 
 def _restored(name: str) -> Any:

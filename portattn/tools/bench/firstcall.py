@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.tools.bench.cases import Case
-from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.cases import SETS, Case
 
 COLD_START = "cold-start"  # the set's name
 SECONDS = 300.0  # limit of a process

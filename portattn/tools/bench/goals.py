@@ -11,11 +11,10 @@ from typing import Literal
 import msgspec
 
 from portattn.schema import toml_reader
-from portattn.tools.bench.cases import Case
+from portattn.tools.bench.cases import SETS, Case
 from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.results import Figures, Result, Row, quickest
 from portattn.tools.bench.rounds import ratio
-from portattn.tools.bench.sets import SETS
 
 Metric = Literal["ratio", "of_floor", "host_us", "host_ratio", "first_s"]
 Take = Literal["every", "geomean"]

@@ -154,12 +154,10 @@ def _quantised(op: str) -> list[tuple[str, Fields]]:
 def _dense() -> Iterator[NamedProblem]:
     for dtype in DTYPES:
         yield from (dense(dtype=dtype, head_dim=dim, causal=causal) for causal in MASK_WORDS for dim in HEAD_DIMS)
-    for dtype in DTYPES:
         yield from (dense("padded", dtype=dtype, head_dim=dim, causal="bottom_right", **PADDED) for dim in HEAD_DIMS)
     for dtype in DTYPES:
         causal = CAUSAL | {"dtype": dtype}
-        yield dense("GQA", **causal, heads_k=4)
-        yield dense("MQA", **causal, heads_k=1)
+        yield from (dense(words, **causal, heads_k=heads) for words, heads in (("GQA", 4), ("MQA", 1)))
         yield dense("LSE", **causal, return_lse=True)
         yield dense("left-padded", **causal, **LEFT_PADDED)
         yield dense("bshd", **causal, layout="bshd")
@@ -279,13 +277,15 @@ def _mla() -> Iterator[NamedProblem]:
         latent: Fields = {"dtype": dtype, "head_dim": dim, "head_dim_v": rank}
         yield mla(**latent)
         yield mla("2 queries, causal", **latent, **two)
-    yield mla("page 1", **LATENT, page_size=1)
-    yield mla("page 16", **LATENT, page_size=16)
-    yield mla("16 heads", **LATENT, heads_q=16)  # what one of eight chips has
-    yield mla("LSE", **LATENT, return_lse=True)
-    yield mla("one split", **LATENT, num_splits=1)
-    yield mla("ragged", **LATENT, **RAGGED)
-    yield mla("tree of 16", **LATENT, **TREE)
+    listed: Fields = {"seq_k": 2048, "tokens": 2048}  # slots of each query's keys
+    for words, fields in (
+        ("page 1", {"page_size": 1}), ("page 16", {"page_size": 16}), ("LSE", {"return_lse": True}),
+        ("16 heads", {"heads_q": 16}), ("one split", {"num_splits": 1}),  # 16: what one of eight chips has
+        ("ragged", RAGGED), ("tree of 16", TREE), ("listed", listed), ("listed", listed | {"head_dim": 512}),
+        ("16 heads, listed", listed | {"heads_q": 16}), ("prompt, listed", listed | {"batch": 1, "seq_q": 4096}),
+        ("fp8_ds_mla cache, listed", listed | {"kv_format": "fp8_ds_mla"}),
+    ):  # fmt: skip
+        yield mla(words, **LATENT | fields)
     yield from (mla(words, **LATENT | fields) for words, fields in _quantised("mla_attention"))
     for name in (name for name, row in formats_of("mla_attention").items() if row.latent):
         for words, fields in (("", {}), ("page 16, ", {"page_size": 16}), ("2 queries, causal, ", two)):

@@ -21,8 +21,7 @@ from portattn.schema.target import Target
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.schema.toolchain import Toolchain, nameable, unknown_name
 from portattn.schema.tuning import Entry, Tuning
-from portattn.tools.bench.cases import STORED_OPS, Case
-from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.cases import SETS, STORED_OPS, Case
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.tunable import Choice, Tunable

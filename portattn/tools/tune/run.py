@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from portattn.launch.device_api import synchronize
+from portattn.launch.torch_compat import synchronize
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.ops import WRITERS

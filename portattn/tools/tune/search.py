@@ -12,7 +12,7 @@ import torch
 
 from portattn.compile.ensure_compiled import is_compilers
 from portattn.errors import ArgumentError, PortattnError
-from portattn.launch.device_api import synchronize
+from portattn.launch.torch_compat import synchronize
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem

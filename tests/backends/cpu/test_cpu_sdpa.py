@@ -10,6 +10,7 @@ import torch
 from cpu_calls import CPU, INF, LEFT, PATH, TAKEN, run
 from reference_cases import OPS, problem
 from support import assert_right
+from threads import run_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import portattn
@@ -343,7 +344,6 @@ def test_torchs_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
 
 
 def test_training_in_threads_leaves_torchs_choice_of_kernels_alone() -> None:
-    import threading
 
     def flags() -> tuple[bool, ...]:
         cuda = torch.backends.cuda
@@ -357,9 +357,5 @@ def test_training_in_threads_leaves_torchs_choice_of_kernels_alone() -> None:
             portattn.attention(q, q, q).sum().backward()
             seen.add(flags())
 
-    threads = [threading.Thread(target=train) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*[train] * 3)
     assert seen == {before}

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from portattn.backends.cuda.canaries import BACKWARD, FORWARD
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.backends.cuda.schedules import tuning
+from portattn.backends.cuda.schedules import BACKWARD, FORWARD, tuning
 from portattn.planning.backend import Variant
 from portattn.planning.registry import parse_target
 from portattn.schema.problem import Problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from gluon_ptx import disassemble, nvdisasm
+from threads import run_threads
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, choice
@@ -61,23 +61,17 @@ def test_a_scale_of_nothing_is_applied_to_the_queries() -> None:
     assert seen["k"] is given["k"]
 
 
-def test_of_bytes_a_scale_of_nothing_leaves_what_is_no_number() -> None:
-    """Bytes are of e4m3, in which 0x7f and 0xff are NaN: 0 times that is NaN."""
+@pytest.mark.parametrize(
+    ("kind", "scales", "expected"), [("e4m3", "head", [0, 0, 127, -1, 0]), ("int8", "token", [0, 0, 0, 0, 0])]
+)
+def test_of_bytes_a_scale_of_nothing_leaves_what_is_no_number(kind: str, scales: str, expected: list[int]) -> None:
+    """In e4m3 0x7f and 0xff are NaN: 0 times that is NaN. Whole numbers times nothing are nothing."""
     seen: dict[str, Any] = {}
     given = {name: torch.tensor([5, -3, 127, -1, 0], dtype=torch.int8) for name in ("q", "k", "v")}
-    narrow = msgspec.structs.replace(PROBLEM, kv_format="e4m3", kv_scales="head")
-    call = Call(problem=narrow, scale=0.0, **given)
+    call = Call(problem=msgspec.structs.replace(PROBLEM, kv_format=kind, kv_scales=scales), scale=0.0, **given)
     with_copies(seen.update, call, ("q", "k"), ("q",))(given)
-    assert seen["q"].tolist() == [0, 0, 127, -1, 0]
+    assert seen["q"].tolist() == expected
     assert seen["k"] is given["k"]
-
-
-def test_whole_numbers_times_nothing_are_nothing() -> None:
-    seen: dict[str, Any] = {}
-    given = {name: torch.tensor([5, -3, 127, -1, 0], dtype=torch.int8) for name in ("q", "k", "v")}
-    call = Call(problem=msgspec.structs.replace(PROBLEM, kv_format="int8", kv_scales="token"), scale=0.0, **given)
-    with_copies(seen.update, call, ("q", "k"), ("q",))(given)
-    assert seen["q"].tolist() == [0, 0, 0, 0, 0]
 
 
 class Memory:
@@ -133,11 +127,7 @@ def test_threads_never_get_one_counter_twice_at_a_time(stream: int | None) -> No
     def work() -> None:
         seen.extend([counters.take(stream).data_ptr() for _ in range(share)])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*[work] * 4)
     assert len(set(seen)) == len(seen) == 4 * share
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,66 +76,16 @@ def attention(
             assert_right(mine_, part(same, rank, world, uneven), part(right, rank, world, uneven))
 
 
-def ring(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ring_degree=world))
-
-
-def ring_in_half(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ring_degree=world), dtype=torch.bfloat16)
-
-
-def ring_lse(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ring_degree=world), lse=True, gradients=False)
-
-
-def ring_of_any_length(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    config = parallel(world, ring_degree=world, ring_anything=True)
-    attention(handle, rank, world, config, uneven=3, gradients=False)
-
-
-def ulysses(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ulysses_degree=world))
-
-
-def ulysses_masked(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ulysses_degree=world), mask=True)
-
-
-def ulysses_lse(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ulysses_degree=world), lse=True, gradients=False)
-
-
-def ulysses_of_any_length(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    config = parallel(world, ulysses_degree=world, ulysses_anything=True)
-    attention(handle, rank, world, config, uneven=3, gradients=False)
-
-
-def unified(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ring_degree=2, ulysses_degree=world // 2))
-
-
-def autocast(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    """The result is that of tensors in autocast's dtype, and so are the gradients, in their leaves' dtype."""
-    config = parallel(world, ring_degree=world)
+def autocast(handle: DiffusersRegistration, rank: int, world: int, config: ParallelConfig, *, masked: bool) -> None:
+    """The result is that of tensors in autocast's dtype, and so are the gradients, in their leaves' dtype. masked: by
+    an added mask in another half precision than autocast's, which the backward sees without autocast."""
     mine = [part(tensor, rank, world).detach().requires_grad_() for tensor in whole(24)]
-    with torch.autocast("cpu", torch.bfloat16):
-        out = dispatch(handle, *mine, parallel_config=config)
-    half = [tensor.detach().bfloat16().requires_grad_() for tensor in mine]
-    expected = dispatch(handle, *half, parallel_config=config)
-    assert torch.equal(out, expected)
-    pairs = zip(torch.autograd.grad(out.sum(), mine), torch.autograd.grad(expected.sum(), half), strict=True)
-    assert all(torch.equal(ours, right.float()) for ours, right in pairs)
-
-
-def autocast_masked(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    """An added mask in another half precision than autocast's, which the backward sees without autocast."""
-    config = parallel(world, ulysses_degree=world)
-    mine = [part(tensor, rank, world).detach().requires_grad_() for tensor in whole(24)]
-    mask = part(torch.randn(2, 24, generator=torch.Generator().manual_seed(5)), rank, world).half()
+    mask = part(torch.randn(2, 24, generator=torch.Generator().manual_seed(5)), rank, world).half() if masked else None
     with torch.autocast("cpu", torch.bfloat16):
         out = dispatch(handle, *mine, attn_mask=mask, parallel_config=config)
     half = [tensor.detach().bfloat16().requires_grad_() for tensor in mine]
-    expected = dispatch(handle, *half, attn_mask=mask.bfloat16(), parallel_config=config)
+    mask = None if mask is None else mask.bfloat16()
+    expected = dispatch(handle, *half, attn_mask=mask, parallel_config=config)
     assert torch.equal(out, expected)
     pairs = zip(torch.autograd.grad(out.sum(), mine), torch.autograd.grad(expected.sum(), half), strict=True)
     assert all(torch.equal(ours, right.float()) for ours, right in pairs)
@@ -168,54 +119,76 @@ def refused(
 
 
 def refusals(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    rings, heads = {"ring_degree": world}, {"ulysses_degree": world}
-    for degrees in (rings, heads):
+    by_ring, by_heads = {"ring_degree": world}, {"ulysses_degree": world}
+    for degrees in (by_ring, by_heads):
         refused(handle, rank, world, "is_causal", degrees, is_causal=True)
         refused(handle, rank, world, "key.shape[2]", degrees, enable_gqa=True, heads_k=2)
         refused(handle, rank, world, "enable_gqa", degrees, enable_gqa=True)
         refused(handle, rank, world, "return_lse", degrees, return_lse=True, grad=True)
-    refused(handle, rank, world, "attn_mask.shape", rings, attn_mask=torch.ones(2, 12, dtype=torch.bool))
-    refused(handle, rank, world, "dropout_p", rings, dropout_p=0.5)
+    refused(handle, rank, world, "attn_mask.shape", by_ring, attn_mask=torch.ones(2, 12, dtype=torch.bool))
+    refused(handle, rank, world, "dropout_p", by_ring, dropout_p=0.5)
     mask = torch.zeros(2, 12, requires_grad=True)
-    refused(handle, rank, world, "attn_mask.requires_grad", heads, attn_mask=mask)
+    refused(handle, rank, world, "attn_mask.requires_grad", by_heads, attn_mask=mask)
 
 
-def model(build: Any, inputs: Any, handle: DiffusersRegistration, **degrees: int) -> None:
+def model(handle: DiffusersRegistration, **degrees: int) -> None:
     """A transformer whose hooks split and gather what comes and goes, against itself in one process in float64."""
-    plain, ours = build(), build()
+    plain, ours = flux(), flux()
     plain.set_attention_backend("native")
     with torch.no_grad():
-        same = plain(**inputs())[0]
-        right = plain.double()(**inputs(torch.float64))[0]
+        same = plain(**flux_inputs(text=6))[0]
+        right = plain.double()(**flux_inputs(torch.float64, text=6))[0]
     ours.set_attention_backend(handle.name)
     # diffusers divides by the number of accelerators, of which a machine without any has none.
     torch.accelerator.device_count = lambda: 1
     ours.enable_parallelism(config=ContextParallelConfig(**degrees))
     with torch.no_grad():
-        out = ours(**inputs())[0]
+        out = ours(**flux_inputs(text=6))[0]
     assert_right(out, same, right)
 
 
-def flux_by_ring(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    model(flux, lambda dtype=torch.float32: flux_inputs(dtype, text=6), handle, ring_degree=world)
+def ring(world: int, **named: bool) -> ParallelConfig:
+    return parallel(world, ring_degree=world, **named)
 
 
-def flux_by_heads(handle: DiffusersRegistration, rank: int, world: int) -> None:
-    model(flux, lambda dtype=torch.float32: flux_inputs(dtype, text=6), handle, ulysses_degree=world)
+def heads(world: int, **named: bool) -> ParallelConfig:
+    return parallel(world, ulysses_degree=world, **named)
+
+
+def of(work: Callable[..., None], degrees: Callable[[int], ParallelConfig], **named: Any) -> Case:
+    return lambda handle, rank, world: work(handle, rank, world, degrees(world), **named)
+
+
+CASES: dict[str, Case] = {
+    "ring": of(attention, ring),
+    "ring_in_half": of(attention, ring, dtype=torch.bfloat16),
+    "ring_lse": of(attention, ring, lse=True, gradients=False),
+    "ring_of_any_length": of(attention, partial(ring, ring_anything=True), uneven=3, gradients=False),
+    "ulysses": of(attention, heads),
+    "ulysses_masked": of(attention, heads, mask=True),
+    "ulysses_lse": of(attention, heads, lse=True, gradients=False),
+    "ulysses_of_any_length": of(attention, partial(heads, ulysses_anything=True), uneven=3, gradients=False),
+    "unified": of(attention, lambda world: parallel(world, ring_degree=2, ulysses_degree=world // 2)),
+    "autocast": of(autocast, ring, masked=False),
+    "autocast_masked": of(autocast, heads, masked=True),
+    "dropout": dropout,
+    "refusals": refusals,
+    "flux_by_ring": lambda handle, rank, world: model(handle, ring_degree=world),
+    "flux_by_heads": lambda handle, rank, world: model(handle, ulysses_degree=world),
+}
 
 
 def main() -> None:
     rank, world, store, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    cases: list[Case] = [globals()[name] for name in sys.argv[5:]]
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if backend == "interpreter":
         quick_interpreter()
     handle = register("portattn_parallel", backend=None if backend == "auto" else backend)
-    for case in cases:
-        case(handle, rank, world)
-        print(f"right {case.__name__}", flush=True)
+    for name in sys.argv[5:]:
+        CASES[name](handle, rank, world)
+        print(f"right {name}", flush=True)
     dist.destroy_process_group()
 
 

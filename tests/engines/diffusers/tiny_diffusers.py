@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 TEXT, SIDE = 5, 4  # tokens of text; images of SIDE x SIDE tokens
 Inputs = dict[str, Any]
+
+
+def numbers_in(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def flux() -> Any:
@@ -21,11 +27,7 @@ def flux() -> Any:
 
 
 def flux_inputs(dtype: torch.dtype = torch.float32, side: int = SIDE, batch: int = 2, text: int = TEXT) -> Inputs:
-    generator = torch.Generator().manual_seed(1)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
+    numbers = numbers_in(dtype)
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     return {
         "hidden_states": numbers(batch, side * side, 4), "encoder_hidden_states": numbers(batch, text, 32),
@@ -47,14 +49,10 @@ def qwen() -> Any:
 
 def qwen_inputs(dtype: torch.dtype = torch.float32, masked: bool = True) -> Inputs:
     """Two prompts, the second of which is shorter where they are masked."""
-    generator = torch.Generator().manual_seed(1)
+    numbers = numbers_in(dtype)
     mask = torch.ones(2, TEXT, dtype=torch.long)
     if masked:
         mask[1, 2:] = 0
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
     return {
         "hidden_states": numbers(2, SIDE * SIDE, 16), "encoder_hidden_states": numbers(2, TEXT, 16),
         "encoder_hidden_states_mask": mask, "timestep": torch.full((2,), 0.5, dtype=dtype),
@@ -74,11 +72,7 @@ def unet() -> Any:
 
 
 def unet_inputs(dtype: torch.dtype = torch.float32) -> Inputs:
-    generator = torch.Generator().manual_seed(1)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
+    numbers = numbers_in(dtype)
     return {
         "sample": numbers(2, 4, 8, 8), "timestep": torch.tensor([10]), "encoder_hidden_states": numbers(2, TEXT, 16),
         "return_dict": False,

@@ -43,13 +43,19 @@ class Projection(torch.nn.Module):
 class Latent:
     """One layer with its cache and builder, as vLLM makes them."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, cache_dtype: str = "auto", speculative: int = 0) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, cache_dtype: str = "auto", speculative: int = 0,
+        backend: Any = PortattnMLABackend, topk: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.dtype = next(_names), dtype
         cache = CacheConfig(cache_dtype=cache_dtype, block_size=BLOCK)
         self.config = VllmConfig(cache_config=cache)
         self.config.model_config = SimpleNamespace(
             dtype=dtype, max_model_len=256, get_head_size=lambda: RANK + ROPE, is_deepseek_mla=True,
-            get_num_attention_heads=lambda _: HEADS, hf_text_config=SimpleNamespace(),
+            get_num_attention_heads=lambda _: HEADS, hf_text_config=SimpleNamespace(
+                q_lora_rank=None, kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE,
+                index_topk=0 if topk is None else topk.shape[1],
+            ), model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS),
         )  # fmt: skip
         generator = torch.Generator(DEVICE).manual_seed(7)
         weight = torch.randn(HEADS * (NOPE + VALUE), RANK, generator=generator) / RANK**0.5
@@ -58,15 +64,16 @@ class Latent:
         with set_current_vllm_config(self.config), default_dtype(dtype):
             self.layer = MLAAttention(
                 HEADS, self.scale, NOPE, ROPE, VALUE, None, RANK, self.projection, cache_config=cache,
-                prefix=self.name, attn_backend=PortattnMLABackend, prefill_backend_cls=CPUSDPAMLAPrefillBackend,
+                prefix=self.name, attn_backend=backend, prefill_backend_cls=CPUSDPAMLAPrefillBackend,
+                use_sparse=topk is not None, topk_indices_buffer=topk,
             )  # fmt: skip
             self.layer.process_weights_after_loading(dtype)
-            spec = PortattnMLABackend.customize_spec(self.layer.get_kv_cache_spec(self.config))
+            spec = backend.customize_spec(self.layer.get_kv_cache_spec(self.config))
             if speculative:
                 self.config.speculative_config = SimpleNamespace(
                     num_speculative_tokens=speculative, parallel_drafting=False, method="ngram"
                 )
-            make = PortattnMLABackend.get_builder_cls()
+            make = backend.get_builder_cls()
             self.builder = make(spec, [self.name], self.config, DEVICE)
         dtype_of = torch.uint8 if cache_dtype.startswith("fp8") else dtype
         cache_tensor = torch.zeros(BLOCKS, 1, BLOCK, RANK + ROPE, dtype=dtype_of)

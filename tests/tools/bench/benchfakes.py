@@ -8,10 +8,9 @@ import msgspec
 import torch
 
 from portattn.tools.bench import run
-from portattn.tools.bench.cases import Case
+from portattn.tools.bench.cases import SETS, Case
 from portattn.tools.bench.results import BenchRun, Figures, Result, Row, row
 from portattn.tools.bench.rounds import Ceilings, Spread
-from portattn.tools.bench.sets import SETS
 
 LIMITS = Ceilings(gemm_tflops=800.0, copy_tbs=4.0)
 

@@ -12,9 +12,8 @@ from tiny import CASES, distinct
 
 import portattn
 from portattn.tools.bench import contenders, gate
-from portattn.tools.bench.cases import Case
+from portattn.tools.bench.cases import SETS, Case
 from portattn.tools.bench.contenders import OURS, UNORDERED, Contender, GradientContender, ours, own_builds
-from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")

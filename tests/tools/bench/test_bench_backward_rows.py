@@ -12,11 +12,11 @@ from tiny import CASES, distinct
 
 import portattn
 from portattn.tools.bench import contenders, gate, goals, peers, releases, report
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
 from portattn.tools.bench.goals import GOALS, goal_results
 from portattn.tools.bench.peers import PEERS, torch_functions
 from portattn.tools.bench.run import BenchOptions
-from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")

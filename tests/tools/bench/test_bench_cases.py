@@ -9,8 +9,7 @@ import pytest
 
 from portattn.schema.problem import Problem
 from portattn.tools.bench import cases as bench_cases
-from portattn.tools.bench.cases import Case
-from portattn.tools.bench.sets import SETS, _expand
+from portattn.tools.bench.cases import SETS, Case, _expand
 
 SMALL = Case(name="", op="attention", batch=2, heads_q=6, heads_k=3, seq_q=4, seq_k=6, head_dim=8, dtype="fp16")
 DECODE = msgspec.structs.replace(SMALL, op="decode_attention", seq_q=1)

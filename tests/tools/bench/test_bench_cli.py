@@ -14,7 +14,7 @@ from tiny import shrunk
 
 from portattn.cli import main
 from portattn.tools.bench import firstcall, gate, peers, releases, results, rounds, run
-from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.cases import SETS
 
 
 def bench(*arguments):

@@ -7,11 +7,11 @@ import pytest
 from benchfakes import a_result, figures, host, made
 
 from portattn.tools.bench import goals, report
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import CASES as FIRST
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.goals import GOALS, Goal, goal_results
 from portattn.tools.bench.report import document, summaries
-from portattn.tools.bench.sets import SETS
 
 
 def dense18(*ratios, core=0.9):

@@ -14,7 +14,7 @@ from places import ROOT
 import portattn
 from portattn.errors import CompileWarning
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.measure import Measure
+from portattn.tools.bench.workloads import Measure
 from portattn.worker.own_kernels import load
 
 host = load(str(ROOT / "scripts" / "bench_sets" / "host_cost.py"))

@@ -9,8 +9,8 @@ from benchfakes import LIMITS, a_result, figures, made
 
 from portattn.errors import PortattnError
 from portattn.tools.bench import plots
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.peers import PEERS
-from portattn.tools.bench.sets import SETS
 
 
 def rows(name, ms=1.0):

@@ -22,8 +22,8 @@ from test_bench_cli import device as device  # the fixture
 from portattn.errors import ArgumentError
 from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.bench import comparison, firstcall, releases, results, run
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.sets import SETS
 
 HERE = Path(__file__).parent
 OWN = installed_toolchain()

@@ -15,8 +15,8 @@ from test_bench_cli import bench
 
 from portattn.cli import benchreport
 from portattn.tools.bench import comparison, plots
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.sets import SETS
 
 CALL = FirstCall(case="first decode", run=0, empty_s=3.0, kept_s=0.5, path="triton")
 
@@ -131,18 +131,14 @@ def test_a_file_that_is_none_is_one_error(tmp_path, document, problem):
     assert not any(path.exists() for path in out)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_a_file_that_cannot_be_read_is_named_and_another_json_is_read_as_a_runs_results(tmp_path):
     (tmp_path / "releases.json").mkdir()
-    called = bench("report", str(tmp_path))
-    assert called.exit_code == 2
-    assert "releases.json: cannot be read: Is a directory" in called.stderr
-
-
-def test_another_json_is_still_read_as_a_runs_results(tmp_path):
     (tmp_path / "of-may.json").write_text('{"schema": 3}')
-    called = bench("report", str(tmp_path / "of-may.json"))
-    assert called.exit_code == 2
-    assert "no results of portattn bench" in called.stderr
+    refused = {"": "releases.json: cannot be read: Is a directory", "of-may.json": "no results of portattn bench"}
+    for name, said in refused.items():
+        called = bench("report", str(tmp_path / name))
+        assert called.exit_code == 2
+        assert said in called.stderr
 
 
 def test_portattns_own_cases_are_drawn_in_the_comparisons_order():

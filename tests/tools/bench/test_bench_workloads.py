@@ -14,7 +14,7 @@ import torch
 
 import portattn
 from portattn.cli import main
-from portattn.tools.bench import measure, workloads
+from portattn.tools.bench import workloads
 from portattn.worker.own_kernels import load
 
 TREE = ("--set", "engines", "--only", "masks: tree")
@@ -53,7 +53,7 @@ def test_results_of_engines_are_checked(arguments: tuple[str, ...]) -> None:
     ("device", "done"), [("cpu", "called again, without a graph, with"), ("cuda", "replayed with")]
 )
 def test_what_is_said_of_graphs(device: str, done: str) -> None:
-    how = measure.Measure(device)
+    how = workloads.Measure(device)
     assert how.replay_note(True) == f"{done} other lengths: right"
     assert how.replay_note(False) == f"{done} other lengths: WRONG"
 
@@ -149,7 +149,7 @@ class Clock:
 
 
 def test_contenders_take_turns_and_wrong_ones_none() -> None:
-    how = measure.Measure("cuda", clock=Clock())  # type: ignore[arg-type]
+    how = workloads.Measure("cuda", clock=Clock())  # type: ignore[arg-type]
     how.synchronize = lambda: None  # type: ignore[method-assign]
     runs = {"portattn": lambda: "ours", "peer": lambda: "peer", "wrong": lambda: "wrong"}
     rows = {row["contender"]: row for row in how.rows("a case", runs, {"wrong": lambda: {"right": False}}, peer="peer")}
@@ -176,8 +176,8 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 def test_time_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
-    how = measure.Measure("cpu", end=130.0)
+    monkeypatch.setattr(workloads.time, "monotonic", lambda: now[0])
+    how = workloads.Measure("cpu", end=130.0)
     shares = how.shares(["a", "b", "c"])
     assert next(shares) == ("a", 110.0)
     now[0] = 104.0

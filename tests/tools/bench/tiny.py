@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from portattn.tools.bench.cases import Case
-from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.cases import SETS, Case
 
 MOST_HEADS, MOST_BATCH = 2, 3  # key/value heads, sequences
 

@@ -8,8 +8,8 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import BACKWARD
+from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.gate import as_call
-from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.classes import from_sets, parse, tunable_sets, workload
 

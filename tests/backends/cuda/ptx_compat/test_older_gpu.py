@@ -145,6 +145,8 @@ class Changed:
         ("mma.sync", "mma.sunk", "error", "CUDA_ERROR_INVALID_PTX"),
         (".version ", ".version 1", "not_run", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
         (".target sm_80", ".target sm_90a", "error", "compiled for sm_90a, and sm_80 was asked for"),
+        # An access far outside every tensor ends the device's context: the next run has a fresh one.
+        ("\tret;", "\tmov.u64 \t%rd1, 64;\n\tst.global.u32 \t[%rd1], 0;\n\tret;", "error crash", ""),
     ],
 )
 def test_bugs_in_the_code_are_seen(
@@ -152,19 +154,10 @@ def test_bugs_in_the_code_are_seen(
 ) -> None:
     changed: Any = Changed(workers[0], old, new)
     seen = run(older, "sm_80", CASES["attention 0"], (changed, workers[1]))
-    assert seen.outcome == outcome, why(seen, workers)
+    assert seen.outcome in outcome.split(), why(seen, workers)
     assert re.search(said, seen.reason), why(seen, workers)
     seen = run(older, "sm_80", CASES["attention 0"], workers)
     assert seen.outcome == "pass", why(seen, workers)  # the next one is not harmed
-
-
-def test_a_fault_ends_in_its_own_run(older: PtxExecutor, workers: Workers) -> None:
-    """An access far outside every tensor ends the device's context: the next run has a fresh one."""
-    changed: Any = Changed(workers[0], "\tret;", "\tmov.u64 \t%rd1, 64;\n\tst.global.u32 \t[%rd1], 0;\n\tret;")
-    seen = run(older, "sm_80", CASES["attention 0"], (changed, workers[1]))
-    assert seen.outcome in ("error", "crash"), why(seen, workers)
-    seen = run(older, "sm_80", CASES["attention 0"], workers)
-    assert seen.outcome == "pass", why(seen, workers)
 
 
 def test_nothing_is_run_on_an_equal_device(older: PtxExecutor) -> None:

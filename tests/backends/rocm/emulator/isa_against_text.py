@@ -92,7 +92,7 @@ def masks(family: int, texts: Mapping[str, str]) -> Iterator[Case]:
         wanted, flag = draw.getrandbits(10), draw.randrange(2)
         asked = int(isa_masks.cmp_class_f32(x[0], wanted))
         yield "V_CMP_CLASS_F32", "bit", given(["f32", "u32"], (x[0], wanted)), asked
-        if not number.is_nan(F32, x[0]):  # see test_isa_division.py
+        if not number.is_nan(F32, x[0]):  # see test_isa_masks.py
             yield "V_DIV_FIXUP_F32", "f32", given(["f32"] * 3, tuple(x)), isa_masks.div_fixup_f32(*x)
         value, scaled = isa_masks.div_scale_f32(x[1], x[1], x[2])
         text = given(["f32"] * 3, (x[1], x[1], x[2])) | {"D0": source("f32", x[1])}

@@ -77,7 +77,7 @@ def mixed(value: int, narrow: int, high: int) -> int:
 def div_scale_f32(s0: int, s1: int, s2: int) -> tuple[int, int]:
     """V_DIV_SCALE_F32: (the operand, scaled or not; whether V_DIV_FMAS is to scale the quotient). s0 is the denominator
     s1 or the numerator s2. The documents ask whether 1 / S1 is a denormal float64, which it never is for a float32:
-    read as of float32, and after the case of a denormal quotient. test_isa_division.py shows that quotients are then
+    read as of float32, and after the case of a denormal quotient. test_isa_masks.py shows that quotients are then
     correctly rounded."""
     up = number.scale(F32, s0, 64)
     if number.is_zero(F32, s1) or number.is_zero(F32, s2):
@@ -119,7 +119,7 @@ def div_fmas_f32(a: int, b: int, c: int, flag: int) -> int:
 
 
 def div_fixup_f32(quotient: int, denominator: int, numerator: int) -> int:
-    """V_DIV_FIXUP_F32, but for a quotient that is NaN while both operands are finite: test_isa_division.py."""
+    """V_DIV_FIXUP_F32, but for a quotient that is NaN while both operands are finite: test_isa_masks.py."""
     sign = (denominator ^ numerator) & F32.sign
     for operand in (numerator, denominator):
         if number.is_nan(F32, operand):

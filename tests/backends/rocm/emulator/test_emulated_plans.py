@@ -17,6 +17,7 @@ from portattn import Problem, Target
 from portattn.backends.rocm.emulator.amdgpu import ARCHES
 from portattn.backends.rocm.emulator.amdgpu.coverage import count_mnemonics
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
+from portattn.config import Settings
 from portattn.launch import KernelCall
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
@@ -25,6 +26,7 @@ from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import canary
 from portattn.testing.findings import Numerics
 from portattn.tools.matrix.problems import full
+from portattn.tools.verify import verify
 from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
@@ -169,3 +171,20 @@ def test_a_hang_ends_at_the_time_limit(workers: tuple[Worker, Worker]) -> None:
     seen = emulated("gfx942", problem, (workers[0], Worker(runs="kernels")), model)
     assert seen.outcome in ("hang", "error")
     assert re.search("no answer in 5 s|StepLimit", seen.reason)
+
+
+# What `portattn verify --target rocm:… --emulate` does, on chips of 64 and of 32 lanes.
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])  # of 64 lanes and of 32
+def test_a_canary_by_both_means(arch: str) -> None:
+    target = parse_target(f"rocm:{arch}", str(installed_toolchain()))
+    if lacks := EmulatorExecutor(60.0).lacks(target):
+        pytest.skip(lacks)
+    said: list[str] = []
+    rows = list(verify(["sparse_attention"], target, Settings(), 120.0, said.append, emulate=True))
+    assert len(rows) == len(said) == 2
+    for row in rows:
+        assert row.seen["emulated"].outcome == "pass", row.seen["emulated"].reason
+        assert f"a model of {arch}" in row.seen["emulated"].where
+        assert row.verdict == "agree", row.sentence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import datetime
 import json
 import os
 import re
@@ -14,11 +13,11 @@ import msgspec
 import pytest
 import quirk_files
 from lifecycle_logs import FOLDER, NAMES, facts_of, read, told
+from planted_records import incident
 
 from portattn.errors import ArgumentError, DataError
 from portattn.planning.quirk_files import check_file, load_quirk
 from portattn.planning.registry import Registry, find_backends, shipped_quirks
-from portattn.schema.compile_record import Incident
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.toml_reader import tomllib
@@ -332,12 +331,8 @@ def test_a_draft_has_the_values_of_the_kernel_that_failed(registry, function: st
         "lowering": Lowering(), "launch": Launch(block_m=128, block_n=32, rows_m=64, rows_n=16, rows_stages=3),
     }  # fmt: skip
     for fields in (known_fields, {}):
-        incident = Incident(
-            id="i", key="k", kernel=function, target="cuda:sm_90", toolchain="triton==3.6.0", stage="ttgir",
-            symptom="compile-error", message="RuntimeError: boom", command="", environment={}, log="boom\n",
-            date=datetime.datetime(2026, 11, 22), **fields,
-        )  # fmt: skip
-        found = failure_facts.from_incident(incident, [], registry)
+        made = incident(kernel=function, symptom="compile-error", message="RuntimeError: boom", log="boom\n", **fields)
+        found = failure_facts.from_incident(made, [], registry)
         names = ("dense_backward",) if fields else ("dense_backward", "varlen_backward")
         assert found.kernels == names
         text = draft_texts.entry(found, "cuda-0900-boom", "it fails", "none: planted", "probe.py")
@@ -406,10 +401,8 @@ def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, port
 
 
 def test_an_incidents_variables_are_as_a_logs(registry) -> None:
-    given = Incident(
-        id="x", key="k", kernel="dense_forward", target="rocm:gfx942", toolchain="triton==3.6.0", symptom="hang",
-        stage="ttgir", message="no answer", log="", command="", environment={}, specialisation=REQUEST["signature"],
-        date=datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone.utc), lowering=Lowering(), launch=Launch(),
+    given = incident(
+        target="rocm:gfx942", specialisation=REQUEST["signature"], lowering=Lowering(), launch=Launch(), log="",
         problem=Problem(batch=1, heads_q=1, heads_k=1, seq_q=64, seq_k=64, head_dim=64, dtype="fp16"),
         environment_set={"TRITON_PTXAS_PATH": "/tmp/evil", "TRITON_HIP_USE_ASYNC_COPY": "0"},
     )  # fmt: skip
