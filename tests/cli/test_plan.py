@@ -102,6 +102,8 @@ def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
     parameters = set(inspect.signature(getattr(library, ROWS[op].gradient_of or op)).parameters)
     if "slot_mapping" in parameters:  # which says the pages, too
         parameters.add("page_table")
+    if "logits" in parameters:  # k is the number of places
+        parameters.add("indices")
     known = {name for row in ROWS.values() for name in row.options}
     found = {name for name in known if PARAMETERS.get(name, name) in parameters}
     if "kv_scale" in parameters:  # of latent rows, which are keys and values
