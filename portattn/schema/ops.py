@@ -472,7 +472,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 allocates="portattn.validate.indexer:new_indices",
                 returns="portattn.validate.indexer:in_order",
                 canaries=(
-                    {"batch": 2, "seq_q": 5, "seq_k": 3001, "tokens": 64, "dtype": "fp32"} | _ONE_HEAD,
+                    {"batch": 2, "seq_q": 3, "seq_k": 1501, "tokens": 64, "dtype": "fp32"} | _ONE_HEAD,
                     {"batch": 1, "seq_q": 3, "seq_k": 70, "tokens": 100, "dtype": "fp32"} | _ONE_HEAD,
                 ),
             ),
