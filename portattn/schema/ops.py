@@ -166,7 +166,7 @@ class OpRow:
     def options(self) -> tuple[str, ...]:
         """Return the Problem's fields that its parameters decide; `window` stands for window_left and window_right."""
         found = dict.fromkeys(_FIELD_OF.get(name, name) for name in (*self.values, *self.tensors))
-        found |= dict.fromkeys(self.needs)
+        found |= dict.fromkeys((*self.needs, *(("kv_scales",) if "kv_format" in found else ())))
         return tuple(name for name in found if name not in _NO_OPTION and name not in self.lengths)
 
     @functools.cached_property
@@ -472,7 +472,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 allocates="portattn.validate.indexer:new_indices",
                 returns="portattn.validate.indexer:in_order",
                 canaries=(
-                    {"batch": 2, "seq_q": 5, "seq_k": 3001, "tokens": 64, "dtype": "fp32"} | _ONE_HEAD,
+                    {"batch": 2, "seq_q": 3, "seq_k": 1501, "tokens": 64, "dtype": "fp32"} | _ONE_HEAD,
                     {"batch": 1, "seq_q": 3, "seq_k": 70, "tokens": 100, "dtype": "fp32"} | _ONE_HEAD,
                 ),
             ),

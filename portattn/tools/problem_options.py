@@ -180,7 +180,7 @@ def problem_from(
     unpacked = "goes with queries that are not packed (--total-q)"
     _check(op, [(packed and given[name], _option(name), True, unpacked) for name in ("bias", "mask")])
     given["kv_scales"] = given["kv_scales"] or cache_format(given["kv_format"]).default_scales
-    lengths = (row.always_lengths and not given["tokens"]) or (row.writes and page_size > 0)
+    lengths = (row.always_lengths and not given["tokens"]) or bool(row.allocates and page_size)
     given["seqlens_k"] = given["seqlens_k"] or lengths
     if given["rotary"] != _DEFAULTS["rotary"] and given["rotary_dim"] is None:
         given["rotary_dim"] = head_dim

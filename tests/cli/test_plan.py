@@ -106,7 +106,7 @@ def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
         parameters.add("indices")
     known = {name for row in ROWS.values() for name in row.options}
     found = {name for name in known if PARAMETERS.get(name, name) in parameters}
-    if "kv_scale" in parameters:  # of latent rows, which are keys and values
+    if {"kv_scale", "weights"} & parameters:  # of latent rows, which are keys and values, and of an indexer's keys
         found |= {"kv_format", "kv_scales"}
     lacking = {"kv_format", "kv_scales", *COMMON} if ROWS[op].gradient_of else set()
     assert found - lacking <= set(ROWS[op].options) <= found
