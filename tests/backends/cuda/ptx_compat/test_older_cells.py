@@ -240,13 +240,13 @@ def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options:
 
 
 def test_a_verified_row_says_level_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = rows(monkeypatch, numbers("pass"), "cuda:sm_90")
+    row, _ = rows(monkeypatch, numbers("pass"), "cuda:sm_90")
     assert (row.verdict, row.level, row.label) == ("agree", "runs", LABEL)
-    (row,) = rows(monkeypatch, numbers("fail", "planted"), "cuda:sm_90")
+    row, _ = rows(monkeypatch, numbers("fail", "planted"), "cuda:sm_90")
     assert (row.verdict, row.level, row.label) == ("device", "declared", "")
-    (row,) = rows(monkeypatch, numbers("not_run", "none is here"))
+    row, _ = rows(monkeypatch, numbers("not_run", "none is here"))
     assert (row.verdict, row.level, row.label) == ("agree", "declared", "")
-    (row,) = rows(monkeypatch, numbers("pass"), "cuda:sm_90", run_ptx_compat=False)
+    row, _ = rows(monkeypatch, numbers("pass"), "cuda:sm_90", run_ptx_compat=False)
     assert (list(row.seen), row.level) == (["interpreter"], "declared")
     with pytest.raises(ArgumentError, match="needs an NVIDIA GPU newer than sm_80; none is here"):
         rows(monkeypatch, numbers("pass"), run_ptx_compat=True)
@@ -286,7 +286,7 @@ def test_not_asked_for_without_a_gpu_it_is_said() -> None:
     status, out, _ = called("verify", "mla_attention", "--target", "cuda:sm_80", "--toolchain", TOOLCHAIN, "--json")
     found = json.loads(out)
     assert found["rows"][0]["seen"]["older"]["outcome"] == "not_run"
-    assert (found["levels"], found["labels"]) == ({"declared": 1}, {})
+    assert (found["levels"], found["labels"]) == ({"declared": 2}, {})
 
 
 @pytest.mark.usefixtures("no_device")
@@ -295,7 +295,7 @@ def test_the_label_is_in_text_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ("verify", "mla_attention", "--target", "cuda:sm_80", "--toolchain", TOOLCHAIN)
     status, out, _ = called(*line)
     assert status == 0
-    assert f"1 problem, 1 verified, 0 red, 1 runs ({LABEL})" in out
+    assert f"2 problems, 2 verified, 0 red, 2 runs ({LABEL})" in out
     found = json.loads(called(*line, "--json")[1])
-    assert (found["levels"], found["labels"]) == ({"runs": 1}, {LABEL: 1})
+    assert (found["levels"], found["labels"]) == ({"runs": 2}, {LABEL: 2})
     assert (found["rows"][0]["level"], found["rows"][0]["label"]) == ("runs", LABEL)
