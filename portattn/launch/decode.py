@@ -136,7 +136,9 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     lowering, launch = plan.specialised
     outputs = Outputs.of(plan, call)
     tiles = kernel.tiles(problem, launch)
-    table = call.indices if problem.listed else call.page_table
+    table = call.page_table
+    if call.indices is not None:  # lists of queries at equal distances, as one sequence of them has
+        table = call.indices[:, 0] if call.indices.ndim == 3 and call.indices.shape[1] == 1 else call.indices
     arguments = {
         "q": call.q, "q_rope": call.q_rope, "k": call.k, "v": call.v,
         "k_scale": call.k_scale, "v_scale": call.v_scale,

@@ -139,7 +139,7 @@ class Call(FeatureTensors):
             problem=msgspec.structs.replace(self.problem, batch=batch * rows, seq_q=1, total_q=None),
             q=by_row(self.q),  # type: ignore[arg-type]
             q_rope=by_row(self.q_rope),
-            page_table=self.indices.reshape(batch * rows, -1),
+            page_table=self.indices.reshape(batch * rows, self.indices.shape[-1]),
             seqlens_k=None if self.counts is None else self.counts.flatten(),
             indices=None,
             counts=None,

@@ -139,7 +139,7 @@ def _check_lists(indices: Any, lengths: Any, shape: tuple[int, ...], device: tor
     check_int32(OP, "indices", indices, (*shape, places), axes, device, contiguous=False)
     if not 1 <= places <= MAX_LENGTH:
         raise ArgumentError(OP, "indices.shape[-1]", places, f"must be from 1 to {MAX_LENGTH}")
-    if len(shape) == 2 and shape[0] > 1 and indices.stride(0) != shape[1] * indices.stride(1):
+    if len(shape) == 2 and min(shape) > 1 and indices.stride(0) != shape[1] * indices.stride(1):
         limit = f"must be {shape[1]} times indices.stride(1), {indices.stride(1)}: rows at equal distances"
         raise ArgumentError(OP, "indices.stride(0)", indices.stride(0), limit)
     if lengths is not None:

@@ -124,6 +124,21 @@ def test_queries_without_a_key_give_0_and_minus_infinity(backend: str) -> None:
     assert lse.eq(float("-inf")).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_without_rows_and_lists_in_a_wider_buffer(backend: str) -> None:
+    q_nope, q_rope, pages = latents()
+    for batch, rows in ((0, 2), (2, 0)):
+        shape = (batch, rows, 9)
+        out = portattn.mla_attention(q_nope[:batch, :rows], q_rope[:batch, :rows], pages, scale=0.2, layout="bshd",
+                                     indices=torch.zeros(shape, dtype=torch.int32), backend=backend)  # fmt: skip
+        assert out.shape == (batch, rows, 3, 32)
+    buffer = torch.randint(24, (2, 32), dtype=torch.int32)
+    named: dict[str, Any] = {"backend": backend, **ATTEND}
+    wide = portattn.mla_attention(q_nope[:, :1], q_rope[:, :1], pages, indices=buffer[:, None, :8], **named)
+    own = portattn.mla_attention(q_nope[:, :1], q_rope[:, :1], pages, indices=buffer[:, None, :8].contiguous(), **named)
+    assert torch.equal(wide[0], own[0])
+
+
 def test_one_split_gives_the_same_bits_in_every_batch(device: Device) -> None:
     call = call_of(place=device.name, heads_q=20, num_splits=1, layout="bshd", seqlens_k=False, dtype="bf16")
     whole, _ = run_core(device, call)
