@@ -106,6 +106,9 @@ def logits_call(
     if paged and reads:
         values.lengths(op, "k", seqlens_k, None, keys)
         values.page_table(op, page_table, [(0, n) for n in seqlens_k.tolist()], k.shape[1], k.shape[0])
+    if k_scale is not None and reads:
+        of = values.Tokens(keys, seqlens_k, None, page_table)
+        values.scales(op, {"k_scale": k_scale[:, None] if paged else k_scale[None, None]}, of)
     _check_out(op, out, (*rows, k.shape[1] * page_table.shape[1] if paged else keys), torch.float32, device)
     _refuse_gradients(op, q, k, weights, k_scale, out)
     queries, columns = as_stored(q, kind), as_stored(k, kind)
