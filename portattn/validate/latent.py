@@ -40,7 +40,8 @@ def mla_call(
 ) -> Call:
     if indices is not None:
         _check_alone({
-            "page_table": page_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q,
+            "page_table": page_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
             **{name: value for name, value in asked.items() if name in BY_POSITION},
         })  # fmt: skip
     elif topk_length is not None:
@@ -74,7 +75,7 @@ def mla_call(
     found.check_scored(queries.scores(capacity))
     if values.reads(settings, q_nope) and indices is not None:
         counted = values.slots(OP, indices, topk_length, kv_pages.shape[0] * page_size)
-        if kv_scale is not None and kv_scale.ndim == 2 and counted.numel():
+        if kv_scale is not None and kv_scale.ndim == 2:
             used = kv_scale.flatten()[counted]
             values.scales(OP, {"kv_scale": used[None, None]}, values.Tokens(used.numel(), None, None))
         elif kv_scale is not None:
