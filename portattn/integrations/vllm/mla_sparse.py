@@ -98,11 +98,11 @@ class PortattnSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         valid_counts (T,) counts a list's tokens, which need not be its first places."""
         if self.start_up is not None:
             self.start_up.compile()
-        nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
+        parts: Any = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
         rows, _ = flat_kv_row_view(kv_cache, block_size)
-        if not self.qk_rope_head_dim:
-            rope = None
-        out: Any = ops.mla_attention(nope, rope, rows[:, None], indices=topk_indices, scale=self.scale)
+        out: Any = ops.mla_attention(
+            parts[0], parts[1] if self.qk_rope_head_dim else None, rows[:, None], indices=topk_indices, scale=self.scale
+        )
         return out, None
 
 
