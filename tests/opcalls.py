@@ -78,10 +78,10 @@ def given(call: Call) -> dict[str, Any]:
     if p.num_splits:
         found["num_splits"] = p.num_splits
     if p.page_size:
-        found |= {} if p.listed else {"page_table": call.page_table}
+        found |= {} if p.has_lists else {"page_table": call.page_table}
         if p.op != "mla_attention":
             found["page_layout"] = p.page_layout
-    if p.listed:
+    if p.has_lists:
         found |= {"indices": call.indices, "topk_length": call.counts}
     elif p.packed:
         found["cu_seqlens_q"] = call.cu_seqlens_q

@@ -133,7 +133,7 @@ def core_plan(
     the tiles, or must be: nothing else stops a tile that reaches beyond its page. A test that asks for loads that this
     Triton does not have is skipped."""
     small = Launch().changed({"block_m": TILE, "block_n": key_tile(device, p), "num_stages": 1} | (launch or {}))
-    fitting = "flat_masked" if p.listed or p.page_size % small.block_n else "per_page"
+    fitting = "flat_masked" if p.has_lists or p.page_size % small.block_n else "per_page"
     chosen = Lowering(**({"page_loop": fitting} | (lowering or {})))
     if chosen.load in lacking():
         pytest.skip(f"this Triton has no {chosen.load} loads")

@@ -56,7 +56,7 @@ def nowhere(request: Request) -> None:
         request.tensors["result"] = torch.empty_strided(
             result.shape, result.stride(), dtype=result.dtype, device=result.device
         )
-    for name in ("slots", "seqlens_k"):
+    for name in ("slots", "seqlens_k") if result is None else ():
         tensor = request.tensors.get(name)
         if isinstance(tensor, torch.Tensor):
             before = 0 if tensor.is_meta else tensor.data_ptr() % POINTER_ALIGNMENT // tensor.element_size()

@@ -404,7 +404,9 @@ def _warn_of_views(signature: OperatorSignature, tensors: Mapping[str, Any]) -> 
 
 
 def without_gradient(signature: OperatorSignature, *arguments: Any) -> None:
-    """Run the operator below autograd. Raises ArgumentError if a tensor requires gradients."""
+    """Run the operator below autograd. Raises ArgumentError if a tensor requires gradients, TracingError for jvp."""
+    if have_tangents(arguments[: len(signature.tensors)]):
+        raise forward_mode(signature.op)
     if torch.is_grad_enabled():
         for name, tensor in zip(signature.tensors, arguments, strict=False):
             if tensor is not None and tensor.requires_grad:

@@ -20,7 +20,8 @@ def key_range(row, place, sequence, row_starts, row_ends, seqlens_k, seq_q, seq_
     first = tl.where(inside, 0, seq_k)
     end = tl.where(inside, seq_k, 0)
     if PAGE_SIZE != 0:
-        end = tl.minimum(tl.load(seqlens_k + sequence, mask=inside, other=0) - (seq_q - 1 - place), end)
+        length = tl.maximum(tl.load(seqlens_k + sequence, mask=inside, other=0), 0)
+        end = tl.minimum(length - (seq_q - 1 - place), end)
     if row_starts is not None:
         first = tl.maximum(tl.load(row_starts + row, mask=inside, other=0), first)
     if row_ends is not None:
@@ -112,6 +113,8 @@ def index_scores(
                     scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)),
                                     max_num_imprecise_acc=IMPRECISE_DEPTH)  # fmt: skip
                 scores = tl.where(scores < 0.0, 0.0, scores)  # NaN stays
+                if HEADS != BLOCK_H:  # a key's infinity times a query of 0 would be NaN
+                    scores = tl.where((heads < HEADS)[None, :], scores, 0.0)
                 logits = tl.sum(scores * w[None, :], axis=1)
                 if k_scale is not None:
                     logits = logits * scales

@@ -223,10 +223,10 @@ def meta_call(problem: Problem) -> Call:
             device="meta",
         )
         for name, feature in FEATURES.items()
-        if feature.axes and getattr(p, name) and not (p.listed and name == "seqlens_k")
+        if feature.axes and getattr(p, name) and not (p.has_lists and name == "seqlens_k")
     }
     latent, kind = p.op == "mla_attention", p.cache_format
-    paged, by_head = p.page_size > 0 and not p.writes and not p.listed, p.op == "sparse_attention"
+    paged, by_head = p.page_size > 0 and not p.writes and not p.has_lists, p.op == "sparse_attention"
     lists = (p.batch, p.heads_q) if by_head else (batch_q, rows_q)[p.packed :]
     rope = p.head_dim - p.head_dim_v if latent else 0
     k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if kind.latent else p.head_dim // kind.per_byte)
@@ -252,11 +252,11 @@ def meta_call(problem: Problem) -> Call:
         v_scale=scales(keys, p.v_format != "as_q"),
         scale=-(p.head_dim**-0.5) if p.negative_scale else p.head_dim**-0.5,
         softcap=CAP if p.softcap else 0.0,
-        cu_seqlens_q=integers(p.packed and not p.listed, p.batch + 1),
+        cu_seqlens_q=integers(p.packed and not p.has_lists, p.batch + 1),
         cu_seqlens_k=integers(p.total_k is not None, p.batch + 1),
         page_table=integers(paged, p.batch, p.seq_k // p.page_size if p.page_size else 0),
-        indices=integers(by_head or p.listed, *lists, p.tokens),
-        counts=integers(by_head or (p.listed and p.seqlens_k), *lists),
+        indices=integers(by_head or p.has_lists, *lists, p.tokens),
+        counts=integers(by_head or (p.has_lists and p.seqlens_k), *lists),
         magicpig_bits=integers(p.magicpig, p.heads_q),
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,

@@ -150,7 +150,7 @@ def reach(call: Call, queries: Extent, keys: Extent, start: int, stop: int, most
     """Return the reach of rows [start, stop); if lengths lie on an accelerator, all `most` keys may be seen."""
     p = call.problem
     q_numbers, k_numbers = queries.numbers(), keys.numbers()
-    if q_numbers is None or k_numbers is None or call.indices is not None or p.listed:
+    if q_numbers is None or k_numbers is None or call.indices is not None or p.has_lists:
         return Reach(0, most, most, 0)
     count = max(len(q_numbers), len(k_numbers))
     right = 0 if p.causal != "none" else p.window_right
@@ -378,7 +378,7 @@ def _positions(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
     j = torch.arange(start, stop, device=call.q.device)
     valid = (j >= extent.first[:, None]) & (j < extent.end[:, None])  # (B, n)
     if call.page_table is not None:
-        if call.problem.listed:
+        if call.problem.has_lists:
             valid = valid & (call.page_table[:, start:stop] >= 0)
         pages, offsets = _on_pages(call, j)
         k, v = _both(call, lambda storage: storage[pages, :, offsets].transpose(1, 2))
@@ -432,7 +432,7 @@ def _on_pages(call: Call, places: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """Return page and row in it of each sequence's keys at these places, (B, n)."""
     assert call.page_table is not None
     page = call.problem.page_size
-    if call.problem.listed:
+    if call.problem.has_lists:
         slots = call.page_table[:, places].long().clamp(min=0)
         pages, offsets = slots // page, slots % page
     else:

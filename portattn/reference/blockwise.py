@@ -138,7 +138,7 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     Products are float32 on every device, float64 for a handmade float64 call. Key blocks that no row sees are skipped
     if the lengths are on the CPU. Autograd records every step, and keeps all probabilities, only for second
     derivatives, transforms of torch.func and dropout without a seed."""
-    if call.problem.listed:
+    if call.problem.has_lists:
         return _run_lists(call)
     return _run(call)
 

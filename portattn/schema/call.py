@@ -52,7 +52,7 @@ class Call(FeatureTensors):
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None  # (B, pages a sequence) int32: page ids of each sequence, in its order
-    # (B, Hq, Lmax) int32: tokens that each head attends. With Problem.listed (B, Sq, tokens) or packed (Tq, tokens):
+    # (B, Hq, Lmax) int32: tokens that each head attends. With Problem.has_lists (B, Sq, tokens) or packed (Tq, tokens):
     # slots of each query's keys, page·page_size + row, below 0 for none
     indices: torch.Tensor | None = None
     counts: torch.Tensor | None = None  # (B, Hq), (B, Sq) or (Tq,) int32: how many places of `indices` count
@@ -118,7 +118,7 @@ class Call(FeatureTensors):
         return bits, tables
 
     def by_query(self) -> Call:
-        """Return a call over lists of slots (Problem.listed) with each query as a sequence of its own.
+        """Return a call over lists of slots (Problem.has_lists) with each query as a sequence of its own.
 
         q is (N, Hq, 1, D) for N queries, page_table (N, tokens), seqlens_k (N,) or None."""
         import msgspec

@@ -172,7 +172,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
                 raise ArgumentError(str(self.op), name, value, limit)
         if not self.head_dim_v:
             msgspec.structs.force_setattr(self, "head_dim_v", self.head_dim)
-        if self.op in OPS and self.listed:  # a query's list is all that it can attend
+        if self.op in OPS and self.has_lists:  # a query's list is all that it can attend
             msgspec.structs.force_setattr(self, "seq_k", self.tokens)
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
@@ -200,7 +200,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         if self.block_mask and (self.leftpad_q or self.leftpad_k):
             name = "leftpad_q" if self.leftpad_q else "leftpad_k"
             raise ArgumentError(self.op, name, True, "goes without block_mask, whose blocks count from the first row")
-        if self.listed and (ordered := sorted(BY_POSITION & {*self.demands()})):
+        if self.has_lists and (ordered := sorted(BY_POSITION & {*self.demands()})):
             raise ArgumentError(self.op, ordered[0], True, "goes without tokens, which have no order")
         self._check_cache()
         if "new_v" in row.tensors:
@@ -295,7 +295,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         return self.total_q is not None
 
     @property
-    def listed(self) -> bool:
+    def has_lists(self) -> bool:
         """Return whether each query has a list of the slots of its keys, which all heads share."""
         return self.tokens > 0 and ROWS[self.op].latent
 
@@ -357,7 +357,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         if self.num_splits and self.op != "decode_attention":
             seq_k = ANY_LENGTH  # a table has room for the longest sequence of the batch, or places for the most tokens
         batch = 1 if self.num_splits else self.batch
-        if self.listed:  # a query's list is a sequence
+        if self.has_lists:  # a query's list is a sequence
             batch, seq_q, rows = batch if self.num_splits else batch * seq_q, 1, 1
         elif self.packed and self.num_splits:
             # A demanded number of splits promises results that do not depend on the other sequences of the batch:

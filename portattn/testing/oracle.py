@@ -134,7 +134,7 @@ class DenseView:
 
     def restored(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """Return values (B, Hq, rows, …) in the queries' layout, with `fill` in rows that belong to no sequence."""
-        if self.call.problem.listed:
+        if self.call.problem.has_lists:
             return values[:, :, 0].unflatten(0, (self.slots, -1)).transpose(1, 2)
         cu, total = self.call.cu_seqlens_q, self.call.q.shape[2]
         if cu is None:
@@ -209,7 +209,7 @@ def bounds(call: Call) -> Bounds:
 
 def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
     """Return the call as dense attention, of all query rows or, unless packed, of only `rows` (int64 indices)."""
-    if call.problem.listed:
+    if call.problem.has_lists:
         chosen = call if rows is None else replace(call, **_listed_rows(call, rows))
         view = _dense_view(chosen.by_query(), None)
         return replace(view, slots=call.q.shape[0])
@@ -239,7 +239,7 @@ def _dense_view(call: Call, rows: torch.Tensor | None) -> DenseView:
         v = _dequantised(call, call.v, p.v_format, call.v_scale, call.v_block_scale)
     j = torch.arange(p.seq_k, device=call.q.device)[None, None, None]
     keep = allowed_keys(call, i)[:, None]
-    if p.listed and call.page_table is not None:
+    if p.has_lists and call.page_table is not None:
         keep = keep & (call.page_table >= 0)[:, None, None]
     if call.indices is not None and call.counts is not None:
         token = call.indices.long()  # (B, Hq, Lmax)
@@ -381,7 +381,7 @@ def _in_order(call: Call, storage: torch.Tensor) -> torch.Tensor:
         return storage
     if not storage.numel():
         return storage.new_zeros(p.batch, p.heads_k, p.seq_k, storage.shape[3])
-    if p.listed:  # a slot for each key
+    if p.has_lists:  # a slot for each key
         slots = storage.transpose(1, 2).flatten(0, 1)  # (P · page, Hk, X)
         return slots[call.page_table.long().clamp(0, len(slots) - 1)].transpose(1, 2)
     pages = storage[call.page_table.long().clamp(0, storage.shape[0] - 1)]  # (B, pages, Hk, page, X)

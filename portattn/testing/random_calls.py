@@ -216,15 +216,15 @@ def random_call(
     if scale is None:
         scale = (-1.0 if problem.negative_scale else 1.0) * problem.head_dim**-0.5
     p = msgspec.structs.replace(problem, negative_scale=scale < 0.0)
-    if p.op in ("paged_attention", "mla_attention") and not p.listed:
+    if p.op in ("paged_attention", "mla_attention") and not p.has_lists:
         p = msgspec.structs.replace(p, seqlens_k=True)
-    if p.page_size and p.seq_k % p.page_size and not p.listed:
+    if p.page_size and p.seq_k % p.page_size and not p.has_lists:
         raise ValueError(f"seq_k {p.seq_k} is the capacity of whole pages, of {p.page_size} tokens each")
     if strides == "combined" and (not p.page_size or p.op == "mla_attention" or p.head_dim != p.head_dim_v):
         raise ValueError("combined caches are pages of keys and values of one width")
 
     by_query = p
-    if p.listed:
+    if p.has_lists:
         batch, rows = p.query_rows
         by_query = msgspec.structs.replace(p, batch=batch * rows, seq_q=1, total_q=None)
     lengths = drawn_lengths(by_query, generator, extremes)
@@ -266,7 +266,7 @@ def random_call(
     for name, numbers in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         setattr(call, name, None if numbers is None else numbers.to(device))
     sizes = lengths.given(by_query)
-    if p.listed and table is not None:
+    if p.has_lists and table is not None:
         shape = p.query_rows if not p.packed else p.query_rows[1:]
         counts = sizes.pop("seqlens_k")
         features |= {"indices": table.view(*shape, p.tokens), "counts": None if counts is None else counts.view(shape)}

@@ -100,7 +100,7 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 def query_rows(p: Problem, lengths: Lengths) -> torch.Tensor:
     row = torch.arange(p.query_rows[1])
-    if p.listed:
+    if p.has_lists:
         return torch.ones(p.query_rows, dtype=torch.bool)
     if p.packed:
         return (row < lengths.q.sum())[None]
@@ -108,7 +108,7 @@ def query_rows(p: Problem, lengths: Lengths) -> torch.Tensor:
 
 
 def key_storage(p: Problem, lengths: Lengths) -> Storage:
-    if p.listed:  # some slots are in no list, some in several
+    if p.has_lists:  # some slots are in no list, some in several
         return Storage(p.tokens * 3 // (2 * p.page_size) + SPARE_PAGES, p.page_size)
     if p.page_size:
         return Storage(int((-(-lengths.k // p.page_size)).sum()) + SPARE_PAGES, p.page_size)
@@ -125,7 +125,7 @@ def page_table(
         if p.total_k is None:
             return None, torch.where(inside, torch.arange(p.batch)[:, None] * p.seq_k + j, -1)
         return None, torch.where(j < lengths.k[:, None], lengths.first_k[:, None] + j, -1)
-    if p.listed:
+    if p.has_lists:
         return _slots(p, lengths, storage, generator)
     columns = p.seq_k // p.page_size
     owned = torch.arange(columns)[None] * p.page_size < lengths.k[:, None]

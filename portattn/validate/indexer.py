@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -50,9 +51,11 @@ def new_logits(q: Any, k: Any, page_table: Any) -> torch.Tensor | None:
 
 def new_indices(logits: Any, k: Any) -> torch.Tensor | None:
     """Return memory for the indices; None for arguments that validation refuses."""
-    if not isinstance(logits, torch.Tensor) or not logits.ndim or isinstance(k, bool) or not isinstance(k, int):
+    if not isinstance(logits, torch.Tensor) or not logits.ndim or isinstance(k, bool):
         return None
-    return logits.new_empty((*logits.shape[:-1], max(k, 0)), dtype=torch.int32)
+    if not (is_size(k) or isinstance(k, Integral)) or not 1 <= k <= MAX_LENGTH:
+        return None
+    return logits.new_empty((*logits.shape[:-1], k), dtype=torch.int32)
 
 
 def in_order(logits: torch.Tensor, out: torch.Tensor, sorted: bool) -> torch.Tensor:
@@ -88,6 +91,8 @@ def logits_call(
                 raise ArgumentError(op, name, shape_or_value(tensor), "goes without page_table: seqlens_k has the ends")
         if k.shape[1] < 1:
             raise ArgumentError(op, "k's page_size", k.shape[1], "must be at least 1")
+        if not k.shape[0]:  # to which a page id could be clamped
+            raise ArgumentError(op, "k's pages", 0, "must be at least 1 with page_table")
         check_int32(op, "seqlens_k", seqlens_k, rows[:1], "(batch,)", device)
         keys = check_table(op, page_table, seqlens_k, rows[0], device, k, k.shape[1])
     else:
@@ -106,6 +111,9 @@ def logits_call(
     if paged and reads:
         values.lengths(op, "k", seqlens_k, None, keys)
         values.page_table(op, page_table, [(0, n) for n in seqlens_k.tolist()], k.shape[1], k.shape[0])
+    if k_scale is not None and reads:
+        of = values.Tokens(keys, seqlens_k, None, page_table)
+        values.scales(op, {"k_scale": k_scale[:, None] if paged else k_scale[None, None]}, of)
     _check_out(op, out, (*rows, k.shape[1] * page_table.shape[1] if paged else keys), torch.float32, device)
     _refuse_gradients(op, q, k, weights, k_scale, out)
     queries, columns = as_stored(q, kind), as_stored(k, kind)

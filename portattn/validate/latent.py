@@ -9,7 +9,7 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem_limits import DS_GROUP, MAX_LENGTH, Op, cache_format, ds_row_bytes
+from portattn.schema.problem_limits import BY_POSITION, DS_GROUP, MAX_LENGTH, Op, cache_format, ds_row_bytes
 from portattn.validate import values
 from portattn.validate.checks import check_int32, check_tensor, check_width, starts_aligned
 from portattn.validate.features import Features, build
@@ -39,8 +39,11 @@ def mla_call(
     **asked: Any,
 ) -> Call:
     if indices is not None:
-        table = {"page_table": page_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
-        _check_alone(table | {"max_seqlen_q": max_seqlen_q} | {name: asked.get(name) for name in _BY_POSITION})
+        _check_alone({
+            "page_table": page_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
+            **{name: value for name, value in asked.items() if name in BY_POSITION},
+        })  # fmt: skip
     elif topk_length is not None:
         _check_alone({"topk_length": topk_length}, "goes with indices, which are not given")
     named = {"q_nope": q_nope} | ({} if q_rope is None else {"q_rope": q_rope})
@@ -72,7 +75,7 @@ def mla_call(
     found.check_scored(queries.scores(capacity))
     if values.reads(settings, q_nope) and indices is not None:
         counted = values.slots(OP, indices, topk_length, kv_pages.shape[0] * page_size)
-        if kv_scale is not None and kv_scale.ndim == 2 and counted.numel():
+        if kv_scale is not None and kv_scale.ndim == 2:
             used = kv_scale.flatten()[counted]
             values.scales(OP, {"kv_scale": used[None, None]}, values.Tokens(used.numel(), None, None))
         elif kv_scale is not None:
@@ -115,9 +118,6 @@ def mla_call(
     )
 
 
-# Arguments of keys in the order of a sequence, which a list of slots does not have.
-_BY_POSITION = ("causal", "window", "chunk", "alibi_slopes", "bias", "mask", "tree_mask")
-
 _NOTHING = (None, False, (None, None), (-1, -1))
 
 
@@ -143,7 +143,7 @@ def _check_lists(indices: Any, lengths: Any, shape: tuple[int, ...], device: tor
         limit = f"must be {shape[1]} times indices.stride(1), {indices.stride(1)}: rows at equal distances"
         raise ArgumentError(OP, "indices.stride(0)", indices.stride(0), limit)
     if lengths is not None:
-        check_int32(OP, "topk_length", lengths, shape, axes.replace(", topk", ""), device)
+        check_int32(OP, "topk_length", lengths, shape, "(queries,)" if len(shape) == 1 else "(batch, seq_q)", device)
     return places
 
 

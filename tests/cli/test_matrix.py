@@ -46,7 +46,9 @@ def test_red_cells_are_status_1_and_on_the_page(portattn, tmp_path, monkeypatch,
     monkeypatch.setattr(
         run, "Options", lambda **options: real(**options | {"pythons": {str(installed_toolchain()): planted}})
     )
-    called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_89,sm_90", "--ops", "*fp32*", "--json")
+    called = portattn(
+        "matrix", "run", "--out", str(tmp_path), "--targets", "sm_89,sm_90", "--ops", "dense*fp32*", "--json"
+    )
     assert called.status == 1
     assert called.json["statuses"] == {"ERROR": 1, "PASS": 1}
     assert called.json["levels"] == {"compiles": 1}
@@ -71,7 +73,7 @@ def _spills(monkeypatch):
 
 @pytest.mark.usefixtures("_spills")
 def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path):
-    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "*fp32*")
+    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "dense*fp32*")
     called = portattn(*line)
     assert called.status == 0
     notes = [text for text in called.out.splitlines() if text.startswith("NOTE ")]
@@ -92,7 +94,7 @@ def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path)
 
 @pytest.mark.usefixtures("_spills")
 def test_a_note_that_is_red_or_expected_is_not_said_twice(portattn, tmp_path):
-    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*")
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "dense*fp32*")
     red = portattn(*line, "--fail-on", "note")
     assert red.status == 1
     assert red.out.count(SPILLED) == 1
@@ -105,7 +107,7 @@ def test_a_note_that_is_red_or_expected_is_not_said_twice(portattn, tmp_path):
 
 
 def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_path):
-    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "*fp32*")
+    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "dense*fp32*")
     called = portattn(*line, "--toolchain", "triton==3.2", "--toolchain", "triton==3.3.1", "--json")
     assert called.status == 3, called.err
     made, cells = results.read(tmp_path / results.NAME)
@@ -122,7 +124,7 @@ def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_pat
 
 @pytest.mark.usefixtures("_spills")
 def test_a_lab_that_is_not_there_is_named_with_what_makes_it(portattn, tmp_path):
-    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*", "--json")
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "dense*fp32*", "--json")
     with settings(cache_dir=str(tmp_path / "other")):
         called = portattn(*line, "--toolchain", "triton==3.2.0")
     assert called.status == 0
@@ -139,7 +141,7 @@ def test_a_cache_folder_that_is_a_file_is_named_with_its_value_and_limit(portatt
     file = tmp_path / "file"
     file.write_text("")
     given = str(file / below)
-    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*")
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "dense*fp32*")
     for command in (
         (*line, "--toolchain", "triton==3.2.0"),
         ("ci", "--from", "triton==3.2.0", "--to", "triton==3.4.0", "--targets", "sm_90", "--compile"),
@@ -162,7 +164,7 @@ def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begi
         raise LabError(f"{name}: planted")
 
     monkeypatch.setattr("portattn.tools.lab.creating.create", create)
-    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*", "--create")
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "dense*fp32*", "--create")
     called = portattn(*line, "--toolchain", "triton==3.2.0", "--toolchain", "triton==3.3.1")
     assert called.status == 2
     assert asked == ["triton==3.2.0", "triton==3.3.1"]

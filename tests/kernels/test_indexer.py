@@ -90,6 +90,16 @@ def test_every_byte_of_a_number_decides(device: Device, bits: int) -> None:
             assert judge(call, call.new_out(), None)["wrong"] == 0
 
 
+@pytest.mark.parametrize("heads", [1, 5])
+def test_infinity_in_a_key_meets_no_padded_head(device: Device, heads: int) -> None:
+    q, k = -torch.rand(1, heads, 16).to(device.name), torch.rand(40, 16).to(device.name)
+    k[3, 2], q[0, :, 2] = torch.inf, 1.0
+    weights = torch.rand(1, heads).to(device.name) + 0.1
+    logits = portattn.indexer_logits(q, k, weights, backend=device.path)
+    assert logits[0, 3] == torch.inf
+    assert not logits.isnan().any()
+
+
 def test_of_zeros_of_both_signs_the_first_are_chosen(device: Device) -> None:
     logits = torch.tensor([-0.0, 0.0] * 50, device=device.name)[None, None, None]
     for run in runs(device):

@@ -125,6 +125,15 @@ def test_queries_without_a_key_give_0_and_minus_infinity(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_token_scales_of_lists_of_holes(backend: str) -> None:
+    q_nope, q_rope, pages = latents()
+    named: dict[str, Any] = {"kv_scale": torch.ones(6, 4), "indices": torch.full((2, 2, 9), -1, dtype=torch.int32)}
+    stored = pages.to(torch.float8_e4m3fn)
+    out, _ = portattn.mla_attention(q_nope.half(), q_rope.half(), stored, **named, backend=backend, **ATTEND)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_batches_without_rows_and_lists_in_a_wider_buffer(backend: str) -> None:
     q_nope, q_rope, pages = latents()
     for batch, rows in ((0, 2), (2, 0)):

@@ -178,7 +178,7 @@ def indexer_logits(
         page_table: (B, pages a sequence) int32, page ids in a sequence's order, or a PageTable
         seqlens_k: (B,) int32, keys of each sequence with the new ones. The last of Sq rows sees all of them, each row
             before it one less
-        out: memory for the result, whose last axis is contiguous; None: allocated
+        out: memory for the result, whose last axis is contiguous, and which overlaps no argument; None: allocated
         backend: "auto", or a path that must be taken: "triton", "reference", on a CPU "interpreter"; None: the setting
         validate: read ranges, lengths and page ids back and check them; None for the setting, which checks on the CPU
             only. Unchecked numbers are clamped to the keys and pages that exist
@@ -227,7 +227,7 @@ def topk_indices(
         row_starts, row_ends: (T,) or (B, Sq) int32 on logits' device: only logits from row_starts to row_ends - 1 are
             read and chosen; None: from the first, to the last
         sorted: order by descending logits, equal ones by index; False: by index
-        out: contiguous memory for the result; None: allocated
+        out: memory for the result, whose last axis is contiguous, and which overlaps no argument; None: allocated
         backend: "auto", or a path that must be taken: "triton", "reference", on a CPU "interpreter"; None: the setting
         validate: read the ranges back and check them; None for the setting, which checks on the CPU only. Unchecked
             numbers are clamped to the logits that exist

@@ -42,7 +42,10 @@ class Pools:
         """
         if start is None:
             firsts = self.req_to_token[:, :: self.page_size][:, : out.shape[1]]
-            torch.index_select(firsts, 0, requests, out=out)
+            if out.is_contiguous():
+                torch.index_select(firsts, 0, requests, out=out)
+            else:  # the first columns of a table
+                out.copy_(firsts.index_select(0, requests))
         else:
             columns = start.long()[:, None] + torch.arange(out.shape[1], device=out.device)
             out.copy_(self.req_to_token[requests.long()[:, None], columns.clamp_(max=self.context - 1)])
@@ -129,14 +132,17 @@ class Batches:
         )
 
     def eager(self, batch: Any) -> Metadata:
-        """Return new tensors."""
+        """Return new tensors, whose tables are filled up to the longest sequence if the host knows it."""
         queries = self.queries_of(batch, in_graph=False)
-        count = batch.req_pool_indices.shape[0]
+        count, known, columns = batch.req_pool_indices.shape[0], batch.seq_lens_cpu, None
+        if known is not None and known.numel():
+            longest = int(known.max()) + (queries if batch.forward_mode.is_target_verify() else 0)
+            columns = -(-longest // self.pools.page_size)
         tokens = batch.out_cache_loc.shape[0] if batch.out_cache_loc is not None else 0
         made = self._empty(count, tokens, queries, self._has_tree(batch))
         if batch.encoder_lens is not None:
             made.cross_table, made.cross_lengths = torch.empty_like(made.table), torch.empty_like(made.lengths)
-        self.fill(made, batch)
+        self.fill(made, batch, columns)
         if queries == 0:
             made.cu_seqlens_q = torch.zeros(count + 1, dtype=torch.int32, device=self.device)
             made.cu_seqlens_q[1:] = torch.cumsum(batch.extend_seq_lens, 0)
@@ -186,13 +192,14 @@ class Batches:
             made.tree = None
         return made
 
-    def fill(self, made: Metadata, batch: Any) -> None:
-        """Write a batch into `made` without waiting for the device."""
+    def fill(self, made: Metadata, batch: Any, columns: int | None = None) -> None:
+        """Write a batch into `made` without waiting for the device; of tables as many columns, None for all."""
         requests, encoder = batch.req_pool_indices, batch.encoder_lens
-        self.pools.fill_table(made.table, requests, encoder)
+        table = made.table[:, :columns]
+        self.pools.fill_table(table, requests, encoder)
         made.lengths.copy_(batch.seq_lens)
         if made.window_table is not None and made.window_slots is not None:
-            self.pools.fill_window_table(made.window_table, made.table)
+            self.pools.fill_window_table(made.window_table[:, :columns], table)
             if batch.out_cache_loc is not None:
                 made.window_slots.copy_(self.pools.kv.translate_loc_from_full_to_swa(batch.out_cache_loc))
         if encoder is not None and made.cross_table is not None and made.cross_lengths is not None:

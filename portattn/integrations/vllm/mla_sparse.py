@@ -21,8 +21,8 @@ from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import StartUp
 from portattn.schema.tensors import TensorSpec
 
-DS_CACHE = "fp8_ds_mla"
-# A request's most new tokens that count as decoding. Further ones attend all keys while these are no more than a list.
+DS_CACHE, DS_HEAD = "fp8_ds_mla", 576
+# A request's most new tokens that count as decoding. vLLM attends more of them to all keys, while a list holds these.
 DECODE_ROWS = 128
 
 
@@ -37,12 +37,11 @@ class PortattnSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAC
 
 
 class PortattnSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
-    """One layer's attention over lists of tokens; its LSE is a natural logarithm."""
+    """One layer's attention over lists of tokens."""
 
     # Each layer turns tokens into slots by itself where a batch is not one of decodes, as FLASH_ATTN_MLA_SPARSE does.
     group_conversion_decode_only: ClassVar[bool] = True
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True
+    supports_pcp: bool = False
     has_cache = True
 
     def __init__(
@@ -74,15 +73,14 @@ class PortattnSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         assert self.topk_indices_buffer is not None
         rows, _ = flat_kv_row_view(layer.kv_cache, layer.kv_cache.shape[1])
         rank, rope, nope = self.kv_lora_rank, self.qk_rope_head_dim, self.qk_nope_head_dim
-        shared = self._shared() | {"op": "mla_attention", "kv_pages": rows[:, None]}
+        shared: dict[str, Any] = {"op": "mla_attention", "kv_pages": rows[:, None], "scale": self.scale}
         shared |= {"indices": TensorSpec(("T", self.topk_indices_buffer.shape[1]), None, torch.int32)}
         shared |= {"sizes": {"T": range(1, engine.tokens + 1)}}
         q_nope = RowLayout(self.num_heads, rank).spec("T", engine.dtype)
         ropes = (RowLayout(self.num_heads, rope, 0, nope + rope, nope), RowLayout(self.num_heads, rope))
+        if not rope:
+            return [shared | {"q_nope": q_nope, "q_rope": None}]
         return [shared | {"q_nope": q_nope, "q_rope": each.spec("T", engine.dtype)} for each in ropes]
-
-    def _shared(self) -> dict[str, Any]:
-        return {"scale": self.scale, "return_lse": bool(self.need_to_return_lse_for_decode)}
 
     def _forward_mqa_kernel(
         self,
@@ -95,15 +93,17 @@ class PortattnSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         block_size: int,
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend q (T, H, R) and (T, H, E), or both in one, to the rows of the cache in topk_indices (T, k)."""
+        """Attend q (T, H, R) and (T, H, E), or both in one, to the rows of the cache in topk_indices (T, k).
+
+        valid_counts (T,) counts a list's tokens, which need not be its first places."""
         if self.start_up is not None:
             self.start_up.compile()
-        nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
+        parts: Any = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
         rows, _ = flat_kv_row_view(kv_cache, block_size)
-        found = ops.mla_attention(nope, rope, rows[:, None], indices=topk_indices, **self._shared())
-        if not isinstance(found, tuple):
-            return found, None
-        return found[0], found[1].transpose(0, 1)
+        out: Any = ops.mla_attention(
+            parts[0], parts[1] if self.qk_rope_head_dim else None, rows[:, None], indices=topk_indices, scale=self.scale
+        )
+        return out, None
 
 
 class PortattnSparseMLABackend(Capabilities):
@@ -145,3 +145,15 @@ class PortattnSparseMLABackend(Capabilities):
     def supports_batch_invariance(cls) -> bool:
         """Return False: the indexer's own scores follow the batch."""
         return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
+    ) -> str | None:
+        if kv_cache_dtype == DS_CACHE and head_size != DS_HEAD:
+            return f"a {DS_CACHE} cache needs a head size of {DS_HEAD}, not {head_size}"
+        return super().supports_combination(head_size, dtype, kv_cache_dtype, *others, **more)

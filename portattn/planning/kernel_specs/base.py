@@ -110,7 +110,7 @@ class CoreKernel:
         """Return the launch adapted to the problem's sizes (splits, smaller tiles), except values in `pinned`."""
         # Short queries leave most rows of a large tile empty: no wider than the next power of two, 16 at least.
         # Where the caller asks for results that do not depend on the batch, packed lengths must not choose the tile.
-        if "block_m" not in pinned and not (problem.num_splits and problem.packed):
+        if "block_m" not in pinned and not (problem.num_splits and problem.packed and not problem.has_lists):
             rows = max(next_power_of_two(self.rows(problem)), MIN_DOT)
             launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows))
             if launch.rows_m:

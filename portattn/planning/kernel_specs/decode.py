@@ -75,7 +75,7 @@ class DecodeSplit(CoreKernel):
         pipeline = lowering.pipeline if "pipeline" in self.choices else "plain"
         # Any tile of a list may have holes. Of packed rows a tile's place decides which keys all its rows attend, and a
         # score that is not masked is scaled in the exponential: where a prompt is cut would change a row's last bit.
-        if problem.listed or (problem.packed and problem.num_splits):
+        if problem.has_lists or (problem.packed and problem.num_splits):
             pipeline = "masked"
         found |= {
             "PIPELINE": pipeline,
@@ -83,7 +83,7 @@ class DecodeSplit(CoreKernel):
             "SPLIT": launch.splits > 1,
             "LATENT": problem.op == "mla_attention",
             "PAGE_SIZE": problem.page_size,
-            "PAGE_LOOP": "slots" if problem.listed else lowering.page_loop,
+            "PAGE_LOOP": "slots" if problem.has_lists else lowering.page_loop,
             "KV_FORMAT": problem.kv_format,
             "KV_SCALES": problem.kv_scales,
             "PER": problem.cache_format.per_byte,
@@ -137,7 +137,7 @@ class DecodeSplit(CoreKernel):
         return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
 
     def row_tiles(self, problem: Problem, launch: Launch) -> int:
-        if problem.listed:
+        if problem.has_lists:
             return problem.query_rows[1] * ceil_div(problem.group, launch.block_m)
         if problem.packed:
             return packed_tiles(problem, launch, problem.group)
@@ -147,7 +147,7 @@ class DecodeSplit(CoreKernel):
         return problem.query_rows[0]
 
     def rows(self, problem: Problem) -> int:
-        return problem.group if problem.listed else super().rows(problem) * problem.group
+        return problem.group if problem.has_lists else super().rows(problem) * problem.group
 
     def fit(
         self,
@@ -167,7 +167,7 @@ class DecodeSplit(CoreKernel):
         if problem.num_splits:
             return msgspec.structs.replace(launch, splits=problem.num_splits)
         programs = self.tiles(problem, launch)
-        if problem.packed and not problem.listed:  # programs of empty tiles end at once
+        if problem.packed and not problem.has_lists:  # programs of empty tiles end at once
             programs = occupied_tiles(problem, launch.block_m, problem.group) * problem.heads_k
         key_tiles = ceil_div(self.keys(problem), launch.block_n)
         return msgspec.structs.replace(
@@ -216,10 +216,10 @@ class PagedSplit(DecodeSplit):
                     *found,
                     ("page_loop", page_loop, "by_page is for words and warps apart, in tiles of two or four pages"),
                 )
-        if page_loop == "per_page" and (problem.listed or problem.page_size % launch.block_n):
+        if page_loop == "per_page" and (problem.has_lists or problem.page_size % launch.block_n):
             page_loop = "flat_masked"
             why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
-            why = "each key of a list has a slot of its own" if problem.listed else why
+            why = "each key of a list has a slot of its own" if problem.has_lists else why
             found = (*found, ("page_loop", page_loop, why))
         if lowering.load == "descriptor" and not (page_loop == "per_page" and problem.pages_in_line):
             found = (

@@ -314,7 +314,7 @@ def problem_words(problem: Problem) -> list[str]:
         right = 0 if p.causal != "none" else p.window_right
         words += ["--window", f"{p.window_left},{right}"]
     words += [f"--{name.replace('_', '-')}" for name in ASKED if getattr(p, name) and name not in _OTHERWISE]
-    if p.seqlens_k and (p.listed or not row.always_lengths):
+    if p.seqlens_k and (p.has_lists or not row.always_lengths):
         words.append("--seqlens-k")
     usually = {"layout": "bhsd", "page_layout": "phd", "kv_format": "as_q", "kv_scales": "none", "rotary": "none"}
     unaligned = "unaligned" if p.word_aligned or p.kv_format == usually["kv_format"] else "unaligned-words"

@@ -136,6 +136,12 @@ def test_releases_and_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons(**asked) == reasons(**asked, kv_cache_dtype="fp8_ds_mla") == []
     assert reasons(**asked, kv_cache_dtype="fp8") == ["kv_cache_dtype not supported"]
     assert reasons(**asked | {"use_sparse": False}) == ["non-sparse not supported"]
+    assert reasons(**asked, use_pcp=True) == ["PCP not supported"]
+    assert reasons(**asked, use_dcp=True) == ["DCP not supported"]
+    assert reasons(**asked, use_non_causal=True) == ["non-causal attention not supported"]
+    assert reasons(**asked | {"head_size": 512}, kv_cache_dtype="fp8_ds_mla") == [
+        "a fp8_ds_mla cache needs a head size of 576, not 512"
+    ]
     monkeypatch.setattr(vllm, "__version__", "0.32.1")
     with pytest.raises(PortattnError, match=r"vLLM 0\.32\.1 is not supported: it is older than 0\.33"):
         AttentionBackendEnum["PORTATTN_MLA_SPARSE"].get_class()
