@@ -16,17 +16,27 @@ import msgspec
 import torch
 
 from portattn.backends.ascend.linalg.llvm_tools import LinalgError, missing_reason, need
-from portattn.backends.ascend.linalg.mlir_text import OWN_BUFFERS, Argument, footprint, kernel_of, lints, read, upstream
+from portattn.backends.ascend.linalg.mlir_text import (
+    OWN_BUFFERS,
+    Argument,
+    footprint,
+    kernel_of,
+    lints,
+    read,
+    upstream,
+    vendor_parts,
+)
 from portattn.launch import KernelCall, has_rows, kernel_calls, signature
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
+from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.schema.tensors import spans
 from portattn.testing.executor import Executor
-from portattn.testing.findings import Facts, Lint
+from portattn.testing.findings import Facts, Lint, Numerics
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.testing.verdict import call_of, judge, plan_of
-from portattn.worker.client import Reply
+from portattn.worker.client import Reply, Worker
 
 TEXT = "linalg"  # the lowered text among a worker's facts
 
@@ -47,6 +57,20 @@ class LinalgExecutor(Executor):
 
     def piece(self, launch: KernelCall, reply: Reply) -> str:
         return str(reply.facts.get(TEXT, ""))
+
+    def run(
+        self,
+        request: dict[str, Any],
+        pieces: list[str],
+        problem: Problem,
+        target: Target,
+        runner: Worker,
+        where: str,
+    ) -> Numerics:
+        if parts := sorted(set().union(*map(vendor_parts, pieces))):
+            reason = f"only the vendor's compiler has {', '.join(parts)}"
+            return Numerics(outcome="not_run", where=where, problem=problem, reason=reason)
+        return super().run(request, pieces, problem, target, runner, where)
 
     def analyze(self, reply: Reply, launch: KernelCall, target: Target) -> tuple[Facts, list[Lint]]:
         """Return facts and lints of one lowered launch; the reply's facts hold its text, the returned ones do not."""

@@ -24,6 +24,8 @@ _FOREIGN_OPERATION = re.compile(
     r"(?:^|=)\s*\"?((?:tt|hivm|hfusion|annotation|linalg_ext|triton_\w+)\.[\w.]+)", re.MULTILINE
 )
 _CALL = re.compile(r"\bcall @(\w+)")
+# HFusion is the vendor's dialect that the adapter's pass triton-to-hfusion writes; of a scan it makes a function call.
+_VENDORS = re.compile(r"(?:^|=)\s*(hfusion\.\w+)|\bcall @(\w+?)(?:_\d+)?\(", re.MULTILINE)
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -52,6 +54,11 @@ def kernel_of(text: str) -> LoweredKernel:
     if any(a != Argument(False, "i32") for a in last):
         raise LinalgError(f"{found[1]}: does not end with the grid's sizes and the program's ids")
     return LoweredKernel(found[1], tuple(given[OWN_BUFFERS:-GRID_ARGUMENTS]))
+
+
+def vendor_parts(text: str) -> set[str]:
+    """Return operations and library functions that the adapter leaves to the vendor's compiler on purpose."""
+    return {operation or function for operation, function in _VENDORS.findall(text)}
 
 
 def upstream(text: str) -> str:
@@ -230,7 +237,7 @@ def _end(module: Module, operation: Operation, reader: Operation) -> int:
 
 
 GATHER = "ExtractedLoadOrStore"  # the adapter's mark on a loop that it has made of one load or store
-_FOREIGN = re.compile(r"(?:^|=)\s*\"?((?:tt|hivm|hfusion|triton_\w+)\.[\w.]+)\"?[( ]", re.MULTILINE)
+_FOREIGN = re.compile(r"(?:^|=)\s*\"?((?:tt|hivm|triton_\w+)\.[\w.]+)\"?[( ]", re.MULTILINE)
 
 
 # What reads or writes memory: its word, and which of the values that it names is the memory.

@@ -124,10 +124,10 @@ def mad64(signed: bool) -> Bind:
             product = a().astype(dtype) * b().astype(dtype)
             addend = c()
             total = product + addend
-            # Unsigned: a sum that wrapped is below its part. Signed: the operands agree in sign and the sum does not.
-            over = ((product ^ total) & (addend ^ total)) < 0 if signed else total < product
             write(total.view(_u64))
-            carry_out(over)
+            # Bit 64 of a sum of 65 bits. Unsigned: a sum that wrapped is below its part. Signed: the sign, which is not
+            # that of 64 bits where the operands agree in sign and the sum does not.
+            carry_out(((product ^ total) & (addend ^ total) ^ total) < 0 if signed else total < product)
 
         factors, addend_words, (low, high) = binder.registers(2, 3), binder.registers(4), binder.registers(0)
 

@@ -14,6 +14,7 @@ def kernel(body: str, *types: str, name: str = "kernel") -> str:
     return f"module {{\n  func.func @{name}({arguments}) attributes {ATTRIBUTES} {{\n{body}\n    return\n  }}\n}}\n"
 
 
+HISTOGRAM = "%counts = hfusion.histogram %digits, 256 : tensor<1024xi32> -> tensor<256xi32>"
 # out[8·id + i] = 2·x[8·id + i], eight elements a program; the marks and attributes of the backend are in it.
 DOUBLE = kernel(
     """\

@@ -15,6 +15,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
+from portattn.testing import canary
 from portattn.testing.findings import Numerics
 from portattn.tools.matrix.problems import decode, dense, gradients, mla, packed_gradients, paged, sparse, varlen
 from portattn.worker.client import Worker
@@ -85,6 +86,11 @@ def test_what_a_plan_chooses_is_right(named, executed, ascend_compiler, runner):
     seen = run(made, executed, ascend_compiler, runner)
     assert seen.outcome == "pass", seen.reason
     assert 0 < seen.error <= seen.budget
+
+
+def test_a_choice_that_the_vendors_compiler_counts_is_not_run(executed, ascend_compiler, runner):
+    seen = run(plan(canary.CASES["topk_indices"][0], TARGET), executed, ascend_compiler, runner)
+    assert (seen.outcome, seen.reason) == ("not_run", "only the vendor's compiler has hfusion.histogram, triton_cumsum")
 
 
 def test_the_problems_touch_every_kernel_and_every_choice_that_differs():

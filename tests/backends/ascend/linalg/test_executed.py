@@ -52,6 +52,12 @@ def made() -> Plan:
         ("", "fail", "are NaN or infinite where they must not be"),
         ("    %9 = hivm.hir.vexp %arg2", "error", "LinalgError: the lowered text has hivm.hir.vexp"),
         ("    %9 = arith.addi %arg2, %arg2 : i32", "error", "LinalgError: mlir-opt: exit status 1"),
+        (f"    {texts.HISTOGRAM}", "not_run", "only the vendor's compiler has hfusion.histogram"),
+        (
+            "    %9 = func.call @triton_cumsum_0(%5, %0, %1) : (tensor<8xi32>, i32, i1) -> tensor<8xi32>",
+            "not_run",
+            "only the vendor's compiler has triton_cumsum",
+        ),
         (texts.FOREVER, "hang", "no answer in 8 s"),
         (texts.FAR_AWAY, "crash", "SIGSEGV"),
     ],

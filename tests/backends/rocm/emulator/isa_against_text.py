@@ -26,7 +26,8 @@ from isa_values import NotUnderstood, Value, of
 
 # Texts that masks() computes together.
 _WITH_MASKS = {"V_CMP_CLASS_F32", "V_DIV_SCALE_F32", "V_DIV_FMAS_F32", "V_DIV_FIXUP_F32", "V_BITOP3_B32",
-               "V_FMA_MIX_F32", "V_MAD_U64_U32", "V_MAD_CO_U64_U32", "V_ADD_CO_U32"}  # fmt: skip
+               "V_FMA_MIX_F32", "V_MAD_U64_U32", "V_MAD_CO_U64_U32", "V_MAD_I64_I32", "V_MAD_CO_I64_I32",
+               "V_ADD_CO_U32"}  # fmt: skip
 OPERANDS = 400  # tuples of one instruction
 # The definitions depart from the text on purpose; isa_masks.py and isa_vector.py say why.
 DEPARTS = {
@@ -101,8 +102,9 @@ def masks(family: int, texts: Mapping[str, str]) -> Iterator[Case]:
         table = draw.randrange(256)
         yield "V_BITOP3_B32", "bitop", given(["u32"] * 3, (a, b, c)) | {"TABLE": table}, isa_masks.bitop3(
             table, a, b, c & number.M32)  # fmt: skip
-        yield ("V_MAD_U64_U32" if family != 12 else "V_MAD_CO_U64_U32"), "u64 carry", given(
-            ["u32", "u32", "u64"], (a, b, c)), isa_masks.mad_u64_u32(a, b, c)  # fmt: skip
+        for name, function in (("U64_U32", isa_masks.mad_u64_u32), ("I64_I32", isa_masks.mad_i64_i32)):
+            name = f"V_MAD_{'CO_' if family == 12 else ''}{name}"
+            yield name, "u64 carry", given(["u32", "u32", "u64"], (a, b, c)), function(a, b, c)
         for name, function in isa_masks.CARRIES.items():
             text = given(["u32"] * 2, (a, b)) | {"VCC": of(flag, 64, "u")}
             sum_, carry = function(a, b, flag)

@@ -62,6 +62,12 @@ def mad_u64_u32(a: int, b: int, c: int) -> tuple[int, int]:
     return field(total, 0, 64), total >> 64
 
 
+def mad_i64_i32(a: int, b: int, c: int) -> tuple[int, int]:
+    """The mask's bit is bit 64 of a sum of 65 bits, its sign; the prose beside the pseudocode names an overflow."""
+    total = signed(a) * signed(b) + signed(c, 64)
+    return field(total, 0, 64), field(total, 64, 1)
+
+
 def bitop3(table: int, a: int, b: int, c: int) -> int:
     """Bit n of the result is the table's bit that the three inputs' bits n choose."""
     return sum((table >> (4 * field(a, n, 1) + 2 * field(b, n, 1) + field(c, n, 1)) & 1) << n for n in range(32))

@@ -34,6 +34,7 @@ INTEGER: dict[str, Entry] = {
     "mov_b32": ("u32", "u32", lambda a, scc, old: (a, KEEPS)),
     "mov_b64": ("u64", "u64", lambda a, scc, old: (a, KEEPS)),
     "not_b32": ("u32", "u32", lambda a, scc, old: nonzero(M32, ~a)),
+    "not_b64": ("u64", "u64", lambda a, scc, old: nonzero(M64, ~a)),
     "abs_i32": ("u32", "u32", lambda a, scc, old: nonzero(M32, abs(signed(a)))),
     "add_u32": two("u32", lambda a, b: (a + b, a + b > M32)),
     "addc_u32": ("u32", "u32 u32", lambda a, b, scc, old: (a + b + scc, a + b + scc > M32)),

@@ -50,7 +50,8 @@ COMPARES = {
 _CARRIES9 = "v_add_co_u32_e32 v_addc_co_u32_e32 v_add_co_u32_e64 v_addc_co_u32_e64 v_sub_co_u32_e64 v_subb_co_u32_e64"
 _CARRIES11 = "v_add_co_u32 v_add_co_ci_u32_e64 v_sub_co_u32 v_sub_co_ci_u32_e64"
 CARRIES = {arch: _CARRIES9 if asmkit.lanes(arch) == 64 else _CARRIES11 for arch in asmkit.ARCH_NAMES}
-WIDE = {arch: "v_mad_co_u64_u32" if arch == "gfx1201" else "v_mad_u64_u32" for arch in asmkit.ARCH_NAMES}
+WIDE = dict.fromkeys(asmkit.ARCH_NAMES, "v_mad_u64_u32 v_mad_i64_i32")
+WIDE["gfx1201"] = "v_mad_co_u64_u32 v_mad_co_i64_i32"
 MIXED = {"": "v_fma_mix_f32 v_fma_mixlo_f16 v_fma_mixhi_f16"}
 PACKED = dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "v_pk_add_f32 v_pk_mul_f32 v_pk_fma_f32")
 
@@ -128,14 +129,15 @@ def test_carry(arch: str, name: str) -> None:
             assert (found[n], carries[n]) == expected, (text, n)
 
 
-@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_mad_(co_)?u64_u32", WIDE))
+@pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_mad_(co_)?(u64_u32|i64_i32)", WIDE))
 def test_wide_product(arch: str, name: str) -> None:
     lanes = asmkit.lanes(arch)
+    definition = isa_masks.mad_i64_i32 if name.endswith("i32") else isa_masks.mad_u64_u32
     for seed in range(3):
         values, vectors = columns(arch, f"{name} {seed}", "u32", "u32", "u64")
         machine = asmkit.execute(arch, [f"{name} v[0:1], {mask_name(arch, 8)}, v16, v20, v[24:25]"], vectors)
         found, carries = isa_run.result(machine, "u64"), bits(machine, 8, lanes)
-        assert list(zip(found, carries, strict=True)) == [isa_masks.mad_u64_u32(*x) for x in zip(*values, strict=True)]
+        assert list(zip(found, carries, strict=True)) == [definition(*x) for x in zip(*values, strict=True)]
 
 
 @pytest.mark.parametrize(("arch", "name"), isa_run.used(r"v_bitop3_b(16|32)"))

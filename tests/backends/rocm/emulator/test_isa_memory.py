@@ -138,6 +138,25 @@ def test_buffers_end_within_an_access(arch: str, name: str) -> None:
     case.check(0)
 
 
+@pytest.mark.parametrize("cells", ["shared", "own"])
+@pytest.mark.parametrize(("arch", "name"), isa_run.used("ds_add_u32"))
+def test_lds_addition(arch: str, name: str, cells: str) -> None:
+    """MEM[ADDR].u32 += DATA.u32 of each lane that is on, modulo 2^32."""
+    draw, lanes = random.Random(f"{arch} {cells}"), asmkit.lanes(arch)
+    expected, data = ([draw.getrandbits(32) for _ in range(lanes + 2)] for _ in range(2))
+    cell = [draw.randrange(5) for _ in range(lanes)] if cells == "shared" else draw.sample(range(lanes), lanes)
+    image, on = np.array(expected, np.uint32).view(np.uint8), ON & (1 << lanes) - 1
+    for lane in range(lanes):
+        if on >> lane & 1:
+            expected[cell[lane] + 2] = (expected[cell[lane] + 2] + data[lane]) % 2**32
+    machine = asmkit.execute(
+        arch, [f"{name} v1, v2 offset:8", *wait(arch)],
+        {1: 4 * np.array(cell, np.uint32), 2: np.array(data[:lanes], np.uint32)}, exec_mask=on, lds=len(image),
+        lds_image=image,
+    )  # fmt: skip
+    assert machine.lds.bytes.view(np.uint32)[: len(expected)].tolist() == expected
+
+
 @pytest.mark.parametrize(("arch", "name"), cases("s"))
 def test_scalar_load(arch: str, name: str) -> None:
     access = isa_memory.access(name)

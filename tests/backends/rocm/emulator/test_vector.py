@@ -40,15 +40,6 @@ def test_fma_of_other_widths(name: str, f: number.Format, kind: str) -> None:
     assert found == [number.fma(f, *values) for values in zip(*columns, strict=True)]
 
 
-def test_signed_wide_product() -> None:
-    a, b, c, d = (words(64, n) for n in range(4))
-    machine = asmkit.execute("gfx942", ["v_mad_i64_i32 v[6:7], s[6:7], v0, v1, v[2:3]"], {0: a, 1: b, 2: c, 3: d})
-    expected = [
-        signed(x) * signed(y) + (z | w << 32) for x, y, z, w in zip(*(v.tolist() for v in (a, b, c, d)), strict=True)
-    ]
-    assert isa_run.result(machine, "u64", 6) == [value % 2**64 for value in expected]
-
-
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1151", "gfx1201"])
 def test_a_carry_may_be_dropped(arch: str) -> None:
     a, b = words(32, 1), words(32, 2)
