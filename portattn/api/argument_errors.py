@@ -206,6 +206,19 @@ TABLES = (
         ),
     ),
     Table(
+        "DeepGEMM and FlashMLA",
+        ArgumentRow("`fp8_mqa_logits`; `flash_mla_sparse_fwd`", "`indexer_logits`; `mla_attention` with `indices`"),
+        ("indexer_logits", "mla_attention"),
+        (
+            ArgumentRow("`cu_seqlen_ks`, `cu_seqlen_ke`", "`row_starts`, `row_ends`"),
+            ArgumentRow("`kv`, numbers and scales", "`k`, `k_scale`"),
+            ArgumentRow("`context_lens`", "`seqlens_k`"),
+            ArgumentRow("`clean_logits`", "not needed: keys that a row does not see are −inf"),
+            ArgumentRow("`indices_in_kvcache`", "`indices`"),
+            ArgumentRow("`attn_sink`", "`sinks`"),
+        ),
+    ),
+    Table(
         "xformers",
         ArgumentRow("`memory_efficient_attention` (B, S, H, D)", '`attention` with `layout="bshd"`'),
         ("attention", "varlen_attention"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from opcalls import watched
 from support import Device, run_core
 
 import portattn
@@ -98,6 +99,31 @@ def test_infinity_in_a_key_meets_no_padded_head(device: Device, heads: int) -> N
     logits = portattn.indexer_logits(q, k, weights, backend=device.path)
     assert logits[0, 3] == torch.inf
     assert not logits.isnan().any()
+
+
+def test_wild_numbers_that_nothing_validates_stay_inside(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.path != "interpreter":
+        pytest.skip("addresses are watched under the interpreter")
+    wild = torch.tensor([[2**31 - 1, -(2**31), 7], [-1, 2, 2**30]], dtype=torch.int32)
+    q, weights, pages = torch.randn(2, 3, 4, 16), torch.rand(2, 3, 4), torch.randn(3, 7, 16)
+    starts, ends = wild[0], wild[1].flip(0)
+    for lengths in wild[0, :2], wild[1, 1:]:
+        calls: list[Callable[[str], torch.Tensor]] = [
+            lambda path, n=lengths: portattn.indexer_logits(  # type: ignore[misc]
+                q, pages, weights, page_table=wild, seqlens_k=n.contiguous(), backend=path, validate=False
+            ),
+            lambda path: portattn.indexer_logits(
+                q[0], pages.flatten(0, 1), weights[0], row_starts=starts, row_ends=ends, backend=path, validate=False
+            ),
+            lambda path: portattn.topk_indices(
+                q[0, :, 0], 5, row_starts=starts, row_ends=ends, backend=path, validate=False
+            ),
+        ]
+        for call in calls:
+            with watched(monkeypatch) as kernels:
+                found = call("interpreter")
+            assert kernels
+            torch.testing.assert_close(found, call("reference"), atol=1e-5, rtol=1e-5)
 
 
 def test_of_zeros_of_both_signs_the_first_are_chosen(device: Device) -> None:
