@@ -217,18 +217,17 @@ def test_scratch_of_bytes() -> None:
 def test_scratch(arch: str) -> None:
     """Stores of every size beside each other, read as another size."""
     x = RNG.integers(0, 2**32, (7, 32), dtype=np.uint32)
-    body = ["scratch_store_b128 off, v[4:7], off offset:16", "scratch_store_b32 off, v8, off offset:4"]
-    body += ["scratch_store_b64 off, v[9:10], off offset:8"] if arch != "gfx1201" else []
+    body = ["scratch_store_b128 off, v[4:7], off offset:16", "scratch_store_b32 off, v8, off offset:4",
+            "scratch_store_b64 off, v[9:10], off offset:8"]  # fmt: skip
     wait = (
         ["s_wait_loadcnt 0x0", "s_wait_storecnt 0x0"]
         if arch == "gfx1201"
         else [WAIT["gfx1100"], "s_waitcnt_vscnt null, 0x0"]
     )
     loads = ["scratch_load_b128 v[20:23], off, off offset:16", "scratch_load_b32 v24, off, off offset:4",
-             "scratch_load_b32 v25, off, off offset:20"]  # fmt: skip
-    loads += ["scratch_load_b64 v[26:27], off, off offset:8"] if arch != "gfx1201" else []
+             "scratch_load_b32 v25, off, off offset:20", "scratch_load_b64 v[26:27], off, off offset:8"]  # fmt: skip
     machine = asmkit.execute(arch, [*body, *wait, *loads, *wait], {4 + i: x[i] for i in range(7)}, scratch=64)
-    found = [*x[:5], x[1], *(x[5:7] if arch != "gfx1201" else [])]
+    found = [*x[:5], x[1], *x[5:7]]
     np.testing.assert_array_equal(machine.state.V[20 : 20 + len(found), 0], found)
 
 
