@@ -58,7 +58,8 @@ def test_the_arguments_of_other_libraries_are_ours() -> None:
     page = (EXAMPLES.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
     rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("|") and "---" not in line]
     given = {name for row in rows for name in re.findall(r"`(\w+)(?:=|`)", row)}
-    operations = ("attention", "varlen_attention", "decode_attention", "paged_attention", "merge_states")
+    operations = ("attention", "varlen_attention", "decode_attention", "paged_attention", "merge_states",
+                  "mla_attention", "indexer_logits")  # fmt: skip
     known = {name for op in operations for name in inspect.signature(getattr(portattn, op)).parameters}
     words = {"None", "prepare", "run", "append_kv", "write_pages", *operations}  # a value, and functions
     assert given - words <= known, sorted(given - words - known)
