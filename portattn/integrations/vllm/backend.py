@@ -68,7 +68,8 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self.sinks = sinks
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
         if self.dcp_world_size > 1 and attn_type not in ENCODERS:
-            metadata.refuse_features(
+            metadata.refuse_features(  # they need a key's position, or keys of another layer
+                NAME, "decode context parallelism",
                 attn_type=None if attn_type == AttentionType.DECODER else AttentionType(attn_type).value,
                 alibi_slopes=alibi_slopes, sliding_window=sliding_window,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,

@@ -71,11 +71,11 @@ def combine() -> Callable[..., Any]:
     return dcp_a2a_lse_reduce if by_all_to_all else cp_lse_ag_out_rs
 
 
-def refuse_features(**given: Any) -> None:
-    """Raise ArgumentError for the first given feature, which needs a key's position or keys of another layer."""
+def refuse_features(backend: str, beside: str, **given: Any) -> None:
+    """Raise ArgumentError for the first given feature, which a backend does not have beside another."""
     for name, value in given.items():
         if value:
-            raise ArgumentError(NAME, name, value, "is not supported with decode context parallelism")
+            raise ArgumentError(backend, name, value, f"is not supported with {beside}")
 
 
 def reasons(use_dcp: bool = False, head_size: int = 1, **asked: Any) -> list[str]:

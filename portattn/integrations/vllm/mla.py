@@ -19,11 +19,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from portattn.api import ops
-from portattn.errors import ArgumentError
 from portattn.integrations.engine_warmup import Engine, RowLayout
 from portattn.integrations.vllm import MLA_NAME, caches
 from portattn.integrations.vllm.caches import Capabilities
-from portattn.integrations.vllm.metadata import StartUp
+from portattn.integrations.vllm.metadata import StartUp, refuse_features
 
 TILE_TOKENS = 64  # of the Hopper kernel, whose tiles a page holds whole
 MOST_UNIFORM_ROWS = 16  # of a request, in verification: batches of so many rows each are not packed
@@ -101,15 +100,10 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
             attn_type, kv_sharing_target_layer_name, **latent,
         )  # fmt: skip
         # Prefill would not have them: it is not portattn's.
-        given = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
-        }
-        for name, value in given.items():
-            if value:
-                raise ArgumentError(MLA_NAME, name, value, "is not supported with latent attention")
+        refuse_features(
+            MLA_NAME, "latent attention", alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap, attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+        )  # fmt: skip
         self.supports_quant_query_input = False  # queries stay in 16 bits over a cache of 8
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
         self.start_up: StartUp | None = None

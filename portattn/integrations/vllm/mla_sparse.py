@@ -14,11 +14,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
 from portattn.api import ops
-from portattn.errors import ArgumentError
 from portattn.integrations.engine_warmup import Engine, RowLayout
 from portattn.integrations.vllm import SPARSE_NAME
 from portattn.integrations.vllm.caches import Capabilities
-from portattn.integrations.vllm.metadata import StartUp
+from portattn.integrations.vllm.metadata import StartUp, refuse_features
 from portattn.schema.tensors import TensorSpec
 
 DS_CACHE, DS_HEAD = "fp8_ds_mla", 576
@@ -57,10 +56,10 @@ class PortattnSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         *arguments: Any,
         **latent: Any,
     ) -> None:
-        given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-        for name, value in given.items():
-            if value:
-                raise ArgumentError(SPARSE_NAME, name, value, "is not supported with latent attention")
+        refuse_features(
+            SPARSE_NAME, "latent attention", alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )  # fmt: skip
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             *arguments, **latent,
