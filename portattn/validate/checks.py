@@ -348,6 +348,13 @@ def refuse_gradients(op: str, tensors: Mapping[str, Any], backend: str) -> None:
             raise ArgumentError(op, f"{name}.requires_grad", True, limit)
 
 
+def refuse_gradients_of_writes(op: str, *tensors: torch.Tensor | None) -> None:
+    """Raise ArgumentError if autograd would ask an operation that fills tensors for gradients."""
+    if wants_gradients(*tensors):
+        limit = f"{op} writes in place and has no gradient: call it under torch.no_grad(), or detach what it takes"
+        raise ArgumentError(op, "requires_grad", True, limit)
+
+
 def shape_or_value(value: Any) -> Any:
     """Return a tensor's shape, or any other value unchanged, for an error."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value

@@ -25,9 +25,9 @@ from portattn.validate.checks import (
     check_tensor,
     check_width,
     is_large,
+    refuse_gradients_of_writes,
     rows_aligned,
     shape_or_value,
-    wants_gradients,
 )
 from portattn.validate.paged import check_table
 from portattn.validate.quantized import as_stored, check_scale, dtypes_of, format_of
@@ -115,7 +115,7 @@ def logits_call(
         of = values.Tokens(keys, seqlens_k, None, page_table)
         values.scales(op, {"k_scale": k_scale[:, None] if paged else k_scale[None, None]}, of)
     _check_out(op, out, (*rows, k.shape[1] * page_table.shape[1] if paged else keys), torch.float32, device)
-    _refuse_gradients(op, q, k, weights, k_scale, out)
+    refuse_gradients_of_writes(op, q, k, weights, k_scale, out)
     queries, columns = as_stored(q, kind), as_stored(k, kind)
     queries = queries.transpose(1, 2) if paged else queries.transpose(0, 1)[None]
     columns = columns[:, None] if paged else columns[None, None]
@@ -147,7 +147,7 @@ def topk_call(
     rows, keys = tuple(logits.shape[:-1]), logits.shape[-1]
     _check_ranges(op, row_starts, row_ends, rows, keys, logits.device, values.reads(settings, logits))
     _check_out(op, out, (*rows, k), torch.int32, logits.device)
-    _refuse_gradients(op, logits, out)
+    refuse_gradients_of_writes(op, logits, out)
     found = logits[:, None] if len(rows) == 2 else logits[None, None]
     problem = Problem(
         op=op, batch=found.shape[0], heads_q=1, heads_k=1, seq_q=rows[-1], seq_k=keys, head_dim=1, tokens=k,
@@ -179,9 +179,3 @@ def _check_out(op: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, de
     check_place(op, "out", out, device, contiguous=False)
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ArgumentError(op, "out.stride()", out.stride(), "must not be 0: each number is written")
-
-
-def _refuse_gradients(op: str, *tensors: torch.Tensor | None) -> None:
-    if wants_gradients(*tensors):
-        limit = f"{op} has no gradient: call it under torch.no_grad(), or detach what it takes"
-        raise ArgumentError(op, "requires_grad", True, limit)

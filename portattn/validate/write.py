@@ -24,8 +24,8 @@ from portattn.validate.checks import (
     check_width,
     has_no_data,
     is_large,
+    refuse_gradients_of_writes,
     rows_aligned,
-    wants_gradients,
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.paged import PAGE_AXES, check_pages
@@ -229,9 +229,7 @@ class _Writing:
             values.scales(op, found, values.Tokens(0, None, None))
         self._rotary(k, *tables, rotary)
         asked = (k, v, k_cache, v_cache, *scales, *tables)
-        if wants_gradients(*asked):
-            limit = f"{op} writes in place and has no gradient: call it under torch.no_grad(), or detach what it takes"
-            raise ArgumentError(op, "requires_grad", True, limit)
+        refuse_gradients_of_writes(op, *asked)
 
     def _rotary(self, k: torch.Tensor, cos: Any, sin: Any, rotary: Any) -> None:
         op = self.op

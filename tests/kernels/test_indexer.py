@@ -258,7 +258,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("indexer_logits", {"k_scale": torch.ones(50)}, "k_scale is (50,), but goes with q and k of torch.float8_e4m3fn"),
     ("indexer_logits", {"row_ends": torch.full((6,), 51).int()}, "row_ends[0] is 51, but must be in 0..50"),
     ("indexer_logits", {"seqlens_k": torch.ones(6).int()}, "seqlens_k is (6,), but goes with page_table"),
-    ("indexer_logits", {"q": torch.randn(6, 4, 16).requires_grad_()}, "indexer_logits has no gradient"),
+    (
+        "indexer_logits",
+        {"q": torch.randn(6, 4, 16).requires_grad_()},
+        "indexer_logits writes in place and has no gradient",
+    ),
     ("indexer_logits", {"out": torch.empty(6, 49)}, "out is ((6, 49), torch.float32), but must be (6, 50) of torch.f"),
     ("topk_indices", {"k": 0}, "k is 0, but must be an integer in 1.."),
     ("topk_indices", {"k": True}, "k is True, but must be an integer in 1.."),
