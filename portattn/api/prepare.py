@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +36,23 @@ from portattn.validate import wants_gradients
 from portattn.validate.checks import check_dense
 
 
+@functools.cache
+def _result_of(op: str) -> tuple[Callable[..., torch.Tensor], tuple[int, ...]]:
+    """Return the function that makes a result of an operation's tensors and values, and their places among these."""
+    row = ROWS[op]
+    if not row.returns:
+        return (lambda out: out), (row.parameters.index("out"),)
+    function, names = row.load("returns"), (*row.parameters, *row.fixed)
+    return function, tuple(map(names.index, inspect.signature(function).parameters))
+
+
 def _filled(row: OpRow, parts: Parts) -> torch.Tensor | None:
     """Return the result of an operation that filled its `out`, None if it filled a cache."""
-    if not row.returns:
-        return parts[0][row.parameters.index("out")] if row.allocates else None
-    named = dict(zip((*row.parameters, *row.fixed), (*parts[0], *parts[1]), strict=False))
-    function = row.load("returns")
-    found: torch.Tensor = function(**{name: named[name] for name in inspect.signature(function).parameters})
-    return found
+    if not row.allocates:
+        return None
+    function, places = _result_of(row.name)
+    given = (*parts[0], *parts[1])
+    return function(*(given[place] for place in places))
 
 
 class Prepared:

@@ -169,7 +169,7 @@ def indexer_logits(
 
     Args:
         q: (T, H, D), packed rows of any sequences; with page_table (B, Sq, H, D). float16, bfloat16, float32 or
-            float8_e4m3fn, whose scale the caller multiplies into `weights`. Any strides; D up to 256
+            float8_e4m3fn, whose scale the caller multiplies into `weights`. Any strides; kernels take D up to 256
         k: (S, D), one head of keys for all rows; with page_table pages (P, page, D). q's dtype; any strides
         weights: float32, (T, H) or (B, Sq, H)
         k_scale: float32, with float8 alone: a positive factor for each key, (S,) or (P, page), any strides
