@@ -1,7 +1,5 @@
 """Small problems of every op and feature."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

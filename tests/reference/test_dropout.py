@@ -1,7 +1,5 @@
 """Philox and the dropout mask: known answers, Triton's own generator, blocks of one mask, the public function."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Lengths, page ids and indices that were never validated: nothing outside the storage is read or written. On the CPU
 an index outside a tensor raises."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

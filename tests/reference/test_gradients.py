@@ -1,7 +1,5 @@
 """Gradients of the blockwise path: against those of the float64 oracle, and by gradcheck in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

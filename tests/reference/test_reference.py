@@ -1,7 +1,5 @@
 """The reference path: right, differentiable, and with memory that grows with S and not S². And the oracle itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

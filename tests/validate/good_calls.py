@@ -1,7 +1,5 @@
 """One small legal call of every op, to be spoiled in one place, and what the error about that place must say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a Problem records of how tensors lie in memory, and when they are copied."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

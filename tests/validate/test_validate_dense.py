@@ -1,7 +1,5 @@
 """Bad arguments of every operation: their tensors, shapes, lengths and numbers; and the views that a Call holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Windows, caps, slopes, sinks, biases, masks and splits: what is refused, and what the Problem makes of the rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

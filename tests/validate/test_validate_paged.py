@@ -1,7 +1,5 @@
 """Bad arguments of the ops over pages: paged_attention, and what mla_attention and sparse_attention share with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Bad quantised caches: what they may hold, what their scales must be, and what takes none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """When lengths, page ids, indices and counts are read back, and when they are not; the cures that errors name."""
 
-from __future__ import annotations
-
 import itertools
 import types
 from typing import Any
