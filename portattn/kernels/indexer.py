@@ -1,6 +1,6 @@
 """index_scores: the logits of a lightning indexer, Σ w·ReLU(q·k) over its heads. topk_rows: each row's k largest.
 
-Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: radix select, from the highest digit on.
+Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection in registers, over a tile or the part of a row above a sampled pivot.
 """
 
 import triton
@@ -9,8 +9,10 @@ import triton.language as tl
 from portattn.kernels.attend import IMPRECISE_DEPTH, operand
 from portattn.kernels.split_bf16 import dot
 
-LOWEST: tl.constexpr = tl.constexpr(-2147483648)
-RADIX: tl.constexpr = tl.constexpr(256)
+LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # -inf as `sortable` has it, and +inf
+HIGHEST: tl.constexpr = tl.constexpr(2139095040)
+LANES: tl.constexpr = tl.constexpr(32)
+SAMPLE: tl.constexpr = tl.constexpr(4096)
 
 
 @triton.jit
@@ -136,77 +138,137 @@ def sortable(numbers):
 
 
 @triton.jit
-def row_tile(source, keys, first, end, seq_k, stride):
-    """Return a tile of a row as sortable integers, and which of them count: in the row's range, above -inf, not NaN."""
-    # What is masked follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
-    numbers = tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k, other=float("-inf")).to(tl.float32)
-    valid = (numbers > float("-inf")) & ((keys >= first) & (keys < end))
-    return sortable(numbers), valid
+def tile_places(BLOCK_N: tl.constexpr):
+    """Return 0..BLOCK_N - 1 as a tile of four columns, the numbers that a thread reads at once."""
+    return tl.arange(0, BLOCK_N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
-def next_digit(source, begin, first, end, seq_k, stride, least, wanted, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the `wanted`-th largest number's bits from SHIFT on, and how many numbers that begin so are taken."""
-    columns, digits = tl.arange(0, BLOCK_N), tl.arange(0, RADIX)
-    counts = tl.full([RADIX], 0, tl.int32)
-    for start in range(begin, end, BLOCK_N):
-        numbers, counted = row_tile(source, start + columns, first, end, seq_k, stride)
-        digit = (numbers >> SHIFT) & (RADIX - 1)
-        if SHIFT == 24:
-            digit = digit ^ 128  # the sign
-        else:
-            counted = counted & (((numbers ^ least) >> (SHIFT + 8)) == 0)
-        # Others count as 0, since Triton 3.2's histogram has no mask: digit 0 is what remains if no other one is found.
-        counts += tl.histogram(tl.where(counted, digit, 0), RADIX)
-    from_here = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # numbers with this digit or a higher one
-    digit = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), axis=0) - 1, 0)
-    wanted = wanted - tl.sum(tl.where(digits > digit, counts, 0), axis=0)
-    if SHIFT == 24:
-        least = (digit ^ 128) << 24
-    else:
-        least = least | (digit << SHIFT)
-    return least, wanted
+def count_of(chosen):
+    return tl.sum(tl.sum(chosen.to(tl.int32), axis=1), axis=0)
+
+
+@triton.jit
+def threshold(numbers, wanted, spare, low):
+    """Return the largest number that `wanted` of a tile's reach, or any that up to wanted + `spare` reach, or `low`."""
+    high = tl.max(tl.max(numbers, axis=1), axis=0)
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
+        reached = count_of(numbers >= middle)
+        low = tl.where(reached >= wanted, middle, low)
+        high = tl.where(reached < wanted, middle - 1, tl.where(reached <= wanted + spare, middle, high))
+    return low
+
+
+@triton.jit
+def take(to, keys, above, equal, wanted, room, taken, equals):
+    """Store a tile's keys that are `above`, and the first `wanted` of the `equal` ones, in order, up to place `room`.
+
+    Return the counts of both, to which the earlier tiles' counts `taken` and `equals` are added."""
+    marks = above.to(tl.int32) + (equal.to(tl.int32) << 16)  # two counts in one number: a tile has 2^15 keys at most
+    # A thread sums its four marks, then a warp its threads' sums: a single scan waits for every warp at each step.
+    width: tl.constexpr = min(marks.shape[0], LANES)
+    fours = tl.sum(marks, axis=1)
+    lines = tl.reshape(fours, [marks.shape[0] // width, width])
+    totals = tl.sum(lines, axis=1)
+    before = tl.cumsum(lines, axis=1) - lines + (tl.cumsum(totals, axis=0) - totals)[:, None]
+    counts = tl.cumsum(marks, axis=1) + tl.reshape(before, [marks.shape[0]])[:, None]
+    nth_equal = equals + (counts >> 16)
+    place = taken + (counts & 0xFFFF) + tl.minimum(nth_equal, wanted) - 1
+    tl.store(to + place, keys, mask=(above | (equal & (nth_equal <= wanted))) & (place < room))
+    total = tl.sum(totals, axis=0)
+    return taken + (total & 0xFFFF), equals + (total >> 16)
+
+
+@triton.jit
+def take_from_row(source, to, pivot, wanted, room, first, end, seq_k, stride, BLOCK_N: tl.constexpr):
+    """Run `take` over the tiles of a row, for numbers above and equal to a pivot of `sortable` numbers."""
+    least = (pivot ^ ((pivot >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    taken, equals = 0, 0
+    for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
+        keys = start + tile_places(BLOCK_N)
+        # What is masked follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
+        numbers = tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k, other=float("-inf")).to(tl.float32)
+        seen = (keys >= first) & (keys < end)
+        taken, equals = take(to, keys, seen & (numbers > least), seen & (numbers == least), wanted, room, taken, equals)
+    return taken, equals
+
+
+@triton.jit
+def load_sortable(source, keys, first, end, seq_k, stride):
+    """Load a row's numbers as sortable integers; numbers out of the range and NaN are -inf."""
+    numbers = tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k, other=float("-inf")).to(tl.float32)
+    counted = (numbers > float("-inf")) & (keys >= first) & (keys < end)
+    return sortable(tl.where(counted, numbers, float("-inf")))
+
+
+@triton.jit
+def sampled_pivot(source, first, end, seq_k, stride, tokens, BLOCK_N: tl.constexpr):
+    """Return a number that more than `tokens` and less than BLOCK_N numbers of a row exceed, most likely."""
+    size: tl.constexpr = min(SAMPLE, BLOCK_N)
+    length = end - first
+    groups = first + (tl.arange(0, size // 4).to(tl.int64) * length // (size // 4)).to(tl.int32)
+    keys = (groups // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]  # four are one read of 16 bytes
+    rank = (tokens + tl.maximum(BLOCK_N - tokens, 0) // 4).to(tl.int64) * size // length
+    rank = tl.minimum(tl.maximum(rank, 1), size).to(tl.int32)
+    return threshold(load_sortable(source, keys, first, end, seq_k, stride), rank, rank // 4,
+                     tl.full((), LOWEST, tl.int32))  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seq_q", "rows"])
 def topk_rows(
-    q, row_starts, row_ends, result,
+    q, row_starts, row_ends, result, candidates,
     q_stride_b, q_stride_s, q_stride_d, result_stride_b, result_stride_s,
     seq_q, seq_k, tokens, rows,
-    BLOCK_N: tl.constexpr, GRID: tl.constexpr,
+    BLOCK_N: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1."""
-    # The `tokens`-th largest of a row's numbers (q, (B, 1, Sq, Sk)) is found by its bytes, the highest first: a
-    # histogram counts the numbers that begin with the bytes found so far. Of numbers equal to it the first are taken.
-    if GRID == "persistent":
-        rounds = tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))
-    else:
-        rounds: tl.constexpr = 1
-    for turn in range(rounds):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1.
+
+    q (B, 1, Sq, Sk). LONG: rows may have more than BLOCK_N numbers; candidates (programs, BLOCK_N), int32, is memory.
+    """
+    # A row of BLOCK_N numbers is held in registers, and its `tokens`-th largest number is found by bisection. Of a
+    # longer row the keys of numbers above a pivot become the tile. A sample gives the pivot; if so many numbers exceed
+    # it that they fill no tile, or too few, bisection continues with passes over the row. If numbers equal to the pivot
+    # are among the chosen ones, the pivot is the threshold, and no tile is needed.
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         sequence, place = (row // seq_q).to(tl.int64), (row % seq_q).to(tl.int64)
         source = q + sequence * q_stride_b + place * q_stride_s
         to = result + sequence * result_stride_b + place * result_stride_s
         first, end = key_range(row, place, sequence, row_starts, row_ends, None, seq_q, seq_k, row < rows, 0)
-        columns = tl.arange(0, BLOCK_N)
-        begin = first // BLOCK_N * BLOCK_N
-        least, wanted = LOWEST, tokens  # the threshold, and how many numbers equal to it are taken
-        if end - first > tokens:
-            for step in tl.static_range(4):
-                least, wanted = next_digit(source, begin, first, end, seq_k, q_stride_d, least, wanted, 24 - 8 * step,
-                                           BLOCK_N)  # fmt: skip
-        taken = 0
-        equals = 0
-        for start in range(begin, end, BLOCK_N):
-            keys = start + columns
-            numbers, valid = row_tile(source, keys, first, end, seq_k, q_stride_d)
-            equal = valid & (numbers == least)
-            nth = equals + tl.cumsum(equal.to(tl.int32), axis=0)
-            chosen = (valid & (numbers > least)) | (equal & (nth <= wanted))
-            nth_chosen = taken + tl.cumsum(chosen.to(tl.int32), axis=0)
-            tl.store(to + nth_chosen - 1, keys, mask=chosen)
-            equals += tl.sum(equal.to(tl.int32), axis=0)
-            taken += tl.sum(chosen.to(tl.int32), axis=0)
+        places = tile_places(BLOCK_N)
+        begin = tl.minimum(first, seq_k) // 16 * 16
+        keys = begin + places
+        low = tl.full((), LOWEST, tl.int32)
+        held, taken, written = BLOCK_N, 0, 0
+        if LONG:
+            memory = candidates + tl.program_id(0).to(tl.int64) * BLOCK_N
+            if end - begin > BLOCK_N:
+                pivot, high = sampled_pivot(source, first, end, seq_k, q_stride_d, tokens, BLOCK_N), HIGHEST
+                searching = 1
+                while searching == 1:
+                    held, _ = take_from_row(source, memory, pivot, 0, BLOCK_N, first, end, seq_k, q_stride_d, BLOCK_N)
+                    if held < tokens:
+                        wanted = tl.where(pivot > LOWEST, tokens - held, 0)
+                        taken, equals = take_from_row(source, to, pivot, wanted, tokens, first, end, seq_k, q_stride_d,
+                                                      BLOCK_N)  # fmt: skip
+                        taken += tl.minimum(equals, wanted)
+                        written = ((pivot == LOWEST) | (equals >= wanted)).to(tl.int32)
+                        searching = 1 - written
+                        high = pivot - 1
+                    else:
+                        searching = (held > BLOCK_N).to(tl.int32)
+                        low = pivot
+                    pivot = tl.where(searching == 1, (low | high) - ((low ^ high) >> 1), pivot)
+                tl.debug_barrier()  # before reading what other threads have stored
+                keys = tl.load(memory + places, mask=places < held, other=seq_k)
+        if written == 0:
+            numbers = load_sortable(source, keys, first, end, seq_k, q_stride_d)
+            if count_of(numbers > low) > tokens:
+                low = threshold(numbers, tokens, 0, low)
+            above = numbers > low
+            wanted = tokens - count_of(above)
+            equal = (numbers == low) & (low > LOWEST)
+            taken, equals = take(to, keys, above, equal, wanted, tokens, 0, 0)
+            taken += tl.minimum(equals, wanted)
         for start in range(taken, tokens, BLOCK_N):
-            empty = start + columns
-            tl.store(to + empty, tl.full([BLOCK_N], -1, tl.int32), mask=empty < tokens)
+            tl.store(to + start + places, tl.full(places.shape, -1, tl.int32), mask=start + places < tokens)
