@@ -6,7 +6,7 @@ Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection 
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import operand
+from portattn.kernels.attend import IMPRECISE_DEPTH, operand
 from portattn.kernels.split_bf16 import dot
 
 LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # -inf as `sortable` has it, and +inf
@@ -105,9 +105,6 @@ def index_scores(
                     queries = tl.load(q_rows, mask=there, other=0.0)
                 w = tl.load(w_base + row.to(tl.int64) * weights_stride_s + heads * weights_stride_h,
                             mask=heads < HEADS, other=0.0)  # fmt: skip
-                # Before the product, which hides the latency of reading them.
-                first, end = key_range(sequence * seq_q + row, row, sequence, row_starts, row_ends, seqlens_k, seq_q,
-                                       seq_k, row < seq_q, PAGE_SIZE)  # fmt: skip
                 if Q_OPERAND == "reload":
                     key_rows = left_operand(k_places, columns, HEAD_DIM, BLOCK_D, KV_FORMAT, OPERANDS)
                 if KV_FORMAT == "as_q":
@@ -115,14 +112,16 @@ def index_scores(
                 elif OPERANDS == "widened":
                     scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)), input_precision="ieee")
                 else:
-                    # Sums of all columns stay in the matrix unit: those of sm_90 round each 32 products to 14 bits.
-                    scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)))
-                scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                    scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)),
+                                    max_num_imprecise_acc=IMPRECISE_DEPTH)  # fmt: skip
+                scores = tl.where(scores < 0.0, 0.0, scores)  # NaN stays
                 if HEADS != BLOCK_H:  # a key's infinity times a query of 0 would be NaN
                     scores = tl.where((heads < HEADS)[None, :], scores, 0.0)
                 logits = tl.sum(scores * w[None, :], axis=1)
                 if k_scale is not None:
                     logits = logits * scales
+                first, end = key_range(sequence * seq_q + row, row, sequence, row_starts, row_ends, seqlens_k, seq_q,
+                                       seq_k, row < seq_q, PAGE_SIZE)  # fmt: skip
                 logits = tl.where((keys >= first) & (keys < end), logits, float("-inf"))
                 tl.store(to + row.to(tl.int64) * result_stride_s + keys, logits, mask=keys < seq_k)
         else:
@@ -162,72 +161,61 @@ def threshold(numbers, wanted, spare, low):
 
 
 @triton.jit
-def take(to, keys, above, equal, wanted, room, taken, equals):
-    """Store a tile's keys that are `above`, and the first `wanted` of the `equal` ones, in order, up to place `room`.
-
-    Return the counts of both, in every element; the earlier tiles' counts `taken` and `equals` are added. equal may be
-    None."""
-    # A thread sums its four marks, a warp its threads' sums, and each warp all warps' sums: one exchange between warps,
-    # where each step of a single scan, and each scalar, is one.
-    marks = above.to(tl.int32)
-    if equal is not None:
-        marks += equal.to(tl.int32) << 16  # two counts in one number: a tile has 2^15 keys at most
-    fours: tl.constexpr = marks.shape[0]
-    width: tl.constexpr = min(fours, LANES)
-    lines = tl.reshape(tl.sum(marks, axis=1), [fours // width, width])
-    nth = tl.arange(0, fours // width)
-    sums = tl.broadcast_to(tl.sum(lines, axis=1)[None, :], [fours // width, fours // width])
-    total = tl.sum(sums, axis=1)
-    before = tl.sum(tl.where(nth[None, :] < nth[:, None], sums, 0), axis=1)
-    if equal is None:
-        before += taken
-    before = tl.reshape(tl.cumsum(lines, axis=1) - lines + before[:, None], [fours])
-    place = tl.cumsum(marks, axis=1) + before[:, None] - 1
-    if equal is not None:
-        earlier = tl.broadcast_to(tl.reshape(taken[:, None] + 0 * lines, [fours])[:, None], marks.shape)
-        earlier_equals = tl.broadcast_to(tl.reshape(equals[:, None] + 0 * lines, [fours])[:, None], marks.shape)
-        place += 1
-        nth_equal = earlier_equals + (place >> 16)
-        place = earlier + (place & 0xFFFF) + tl.minimum(nth_equal, wanted) - 1
-        above = above | (equal & (nth_equal <= wanted))
-        equals += total >> 16
-        total = total & 0xFFFF
-    tl.store(to + place, keys, mask=above & (place < room))
-    return taken + total, equals
+def no_counts(BLOCK_N: tl.constexpr):
+    """Return the counts of `ranks` before the first tile."""
+    width: tl.constexpr = min(BLOCK_N // 4, LANES)
+    return tl.sum(tl.zeros([BLOCK_N // 4 // width, width], tl.int32), axis=1)
 
 
 @triton.jit
-def no_counts(BLOCK_N: tl.constexpr):
-    """Return the counts of `take` before the first tile."""
-    return tl.zeros([BLOCK_N // 4 // min(BLOCK_N // 4, LANES)], tl.int32)
+def ranks(marked, counts):
+    """Return how many of a tile's numbers up to each one are marked, earlier tiles' `counts` included, and counts."""
+    # A thread adds up its four marks, a warp its threads' sums, and every warp all warps' sums: one exchange between
+    # warps, where a scan of the tile has one for each warp.
+    marks = marked.to(tl.int32)
+    fours: tl.constexpr = marks.shape[0]
+    width: tl.constexpr = min(fours, LANES)
+    lines = tl.reshape(tl.sum(marks, axis=1), [fours // width, width])
+    sums = tl.sum(lines, axis=1)
+    nth = tl.arange(0, fours // width)
+    before = tl.sum(tl.where(nth[None, :] < nth[:, None], sums[None, :], 0) + counts[None, :], axis=1)
+    before = tl.reshape(tl.cumsum(lines, axis=1) - lines + before[:, None], [fours])
+    return tl.cumsum(marks, axis=1) + before[:, None], counts + sums
 
 
 @triton.jit
 def load_numbers(source, keys, seq_k, stride):
     # The mask follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
-    return tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k, other=float("-inf"))
+    return tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k)
 
 
 @triton.jit
 def take_from_row(source, to, pivot, wanted, room, first, end, seq_k, stride, BLOCK_N: tl.constexpr,
                   EQUALS: tl.constexpr):  # fmt: skip
-    """Run `take` over the tiles of a row, for numbers above and, if EQUALS, equal to a pivot of `sortable` numbers."""
+    """Store the keys of a row's numbers above a pivot, and of the first `wanted` equal to it, in order, up to `room`.
+
+    The pivot is a `sortable` number. Without EQUALS none equal to it is taken. Return how many were taken, and how
+    many are equal."""
     least = (pivot ^ ((pivot >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     taken, equals = no_counts(BLOCK_N), no_counts(BLOCK_N)
     begin = first // BLOCK_N * BLOCK_N
     following = load_numbers(source, begin + tile_places(BLOCK_N), seq_k, stride)
     for start in range(begin, end, BLOCK_N):
-        numbers = following.to(tl.float32)
-        following = load_numbers(source, start + BLOCK_N + tile_places(BLOCK_N), seq_k, stride)
         keys = start + tile_places(BLOCK_N)
-        if (start < first) | (start + BLOCK_N > end):
-            numbers = tl.where((keys >= first) & (keys < end), numbers, float("-inf"))
         if EQUALS:
-            equal = numbers == least
-        else:
-            equal: tl.constexpr = None
-        taken, equals = take(to, keys, numbers > least, equal, wanted, room, taken, equals)
-    return tl.max(taken, axis=0), tl.max(equals, axis=0)
+            numbers = load_numbers(source, keys, seq_k, stride).to(tl.float32)
+        else:  # the next tile is on its way
+            numbers = following.to(tl.float32)
+            following = load_numbers(source, keys + BLOCK_N, seq_k, stride)
+        seen = (keys >= first) & (keys < end)
+        chosen = seen & (numbers > least)
+        if EQUALS:
+            equal = seen & (numbers == least)
+            nth, equals = ranks(equal, equals)
+            chosen = chosen | (equal & (nth <= wanted))
+        nth, taken = ranks(chosen, taken)
+        tl.store(to - 1 + nth, keys, mask=chosen & (nth <= room))
+    return tl.sum(taken, axis=0), tl.sum(equals, axis=0)
 
 
 @triton.jit
@@ -288,7 +276,6 @@ def topk_rows(
                         wanted = tl.where(pivot > LOWEST, tokens - held, 0)
                         taken, equals = take_from_row(source, to, pivot, wanted, tokens, first, end, seq_k, q_stride_d,
                                                       BLOCK_N, True)  # fmt: skip
-                        taken += tl.minimum(equals, wanted)
                         written = ((pivot == LOWEST) | (equals >= wanted)).to(tl.int32)
                         searching = 1 - written
                         high = pivot - 1
@@ -302,11 +289,14 @@ def topk_rows(
             numbers = load_sortable(source, keys, first, end, seq_k, q_stride_d)
             if count_of(numbers > low) > tokens:
                 low = threshold(numbers, tokens, 0, low)
-            above = numbers > low
-            wanted = tokens - count_of(above)
-            equal = (numbers == low) & (low > LOWEST)
-            none = no_counts(BLOCK_N)
-            take(to, keys, above, equal, wanted, tokens, none, none)
-            taken = tokens - wanted + tl.minimum(count_of(equal), wanted)
+            chosen = (numbers >= low) & (numbers > LOWEST)
+            taken = count_of(chosen)
+            if taken > tokens:
+                above = numbers > low
+                nth, _ = ranks(chosen & (numbers == low), no_counts(BLOCK_N))
+                chosen = above | (chosen & (nth <= tokens - count_of(above)))
+                taken = tokens
+            nth, _ = ranks(chosen, no_counts(BLOCK_N))
+            tl.store(to - 1 + nth, keys, mask=chosen)
         for start in range(taken, tokens, BLOCK_N):
             tl.store(to + start + places, tl.full(places.shape, -1, tl.int32), mask=start + places < tokens)
