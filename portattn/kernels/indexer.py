@@ -149,22 +149,35 @@ def count_of(chosen):
 
 
 @triton.jit
-def threshold(numbers, wanted, spare, low):
-    """Return the largest number that `wanted` of a tile's reach, or any that up to wanted + `spare` reach, or `low`."""
+def threshold(numbers, wanted, spare, low, reached):
+    """Return the largest number that `wanted` of a tile's reach, or any that up to wanted + `spare` reach.
+
+    It is at least `low`, which about `reached` numbers reach, and at least `wanted` of them."""
     high = tl.max(tl.max(numbers, axis=1), axis=0)
+    low = tl.minimum(low, high)
+    reached = tl.maximum(reached, wanted)
+    above, turn = 0, 0
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        reached = count_of(numbers >= middle)
-        low = tl.where(reached >= wanted, middle, low)
-        high = tl.where(reached < wanted, middle - 1, tl.where(reached <= wanted + spare, middle, high))
+        # The next number to try is interpolated from both ends' counts, each fourth time in the middle: a few steps for
+        # most rows, and for none more than four times as many as numbers have bits.
+        share = tl.where(turn % 4 == 3, 0.5, (reached - wanted - spare // 2).to(tl.float32) / (reached - above))
+        step = (share * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int64)
+        middle = tl.minimum(tl.maximum(low + step, low.to(tl.int64) + 1), high.to(tl.int64)).to(tl.int32)
+        count = count_of(numbers >= middle)
+        low = tl.where(count >= wanted, middle, low)
+        high = tl.where(count < wanted, middle - 1, tl.where(count <= wanted + spare, middle, high))
+        reached = tl.where(count >= wanted, count, reached)
+        above = tl.where(count < wanted, count, above)
+        turn += 1
     return low
 
 
 @triton.jit
 def no_counts(BLOCK_N: tl.constexpr):
     """Return the counts of `ranks` before the first tile."""
-    width: tl.constexpr = min(BLOCK_N // 4, LANES)
-    return tl.sum(tl.zeros([BLOCK_N // 4 // width, width], tl.int32), axis=1)
+    fours: tl.constexpr = BLOCK_N // 4
+    width: tl.constexpr = fours if fours < LANES else LANES
+    return tl.sum(tl.zeros([fours // width, width], tl.int32), axis=1)
 
 
 @triton.jit
@@ -174,7 +187,7 @@ def ranks(marked, counts):
     # warps, where a scan of the tile has one for each warp.
     marks = marked.to(tl.int32)
     fours: tl.constexpr = marks.shape[0]
-    width: tl.constexpr = min(fours, LANES)
+    width: tl.constexpr = fours if fours < LANES else LANES
     lines = tl.reshape(tl.sum(marks, axis=1), [fours // width, width])
     sums = tl.sum(lines, axis=1)
     nth = tl.arange(0, fours // width)
@@ -229,14 +242,14 @@ def load_sortable(source, keys, first, end, seq_k, stride):
 @triton.jit
 def sampled_pivot(source, first, end, seq_k, stride, tokens, BLOCK_N: tl.constexpr):
     """Return a number that more than `tokens` and less than BLOCK_N numbers of a row exceed, most likely."""
-    size: tl.constexpr = min(SAMPLE, BLOCK_N)
+    size: tl.constexpr = BLOCK_N if BLOCK_N < SAMPLE else SAMPLE
     length = end - first
     groups = first + (tl.arange(0, size // 4).to(tl.int64) * length // (size // 4)).to(tl.int32)
     keys = (groups // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]  # four are one read of 16 bytes
     rank = (tokens + tl.maximum(BLOCK_N - tokens, 0) // 4).to(tl.int64) * size // length
     rank = tl.minimum(tl.maximum(rank, 1), size).to(tl.int32)
-    return threshold(load_sortable(source, keys, first, end, seq_k, stride), rank, rank // 4,
-                     tl.full((), LOWEST, tl.int32))  # fmt: skip
+    return threshold(load_sortable(source, keys, first, end, seq_k, stride), rank, rank // 4, LOWEST,
+                     size)
 
 
 @triton.jit(do_not_specialize=["seq_q", "rows"])
@@ -262,11 +275,11 @@ def topk_rows(
         places = tile_places(BLOCK_N)
         begin = tl.minimum(first, seq_k) // 16 * 16
         keys = begin + places
-        low = tl.full((), LOWEST, tl.int32)
-        held, taken, written = BLOCK_N, 0, 0
+        low, held, taken, written = LOWEST, 0, 0, 0
         if LONG:
             memory = candidates + tl.program_id(0).to(tl.int64) * BLOCK_N
-            if end - begin > BLOCK_N:
+            long = end - begin > BLOCK_N
+            if long:
                 pivot, high = sampled_pivot(source, first, end, seq_k, q_stride_d, tokens, BLOCK_N), HIGHEST
                 searching = 1
                 while searching == 1:
@@ -283,20 +296,25 @@ def topk_rows(
                         searching = (held > BLOCK_N).to(tl.int32)
                         low = pivot
                     pivot = tl.where(searching == 1, (low | high) - ((low ^ high) >> 1), pivot)
-                tl.debug_barrier()  # before reading what other threads have stored
-                keys = tl.load(memory + places, mask=places < held, other=seq_k)
+            tl.debug_barrier()  # before reading what other threads have stored
+            stored = tl.load(memory + places, mask=long & (places < held), other=seq_k)
+            keys = tl.where(long, stored, keys)
         if written == 0:
             numbers = load_sortable(source, keys, first, end, seq_k, q_stride_d)
-            if count_of(numbers > low) > tokens:
-                low = threshold(numbers, tokens, 0, low)
+            counted = count_of(numbers > low)
+            if counted > tokens:
+                low = threshold(numbers, tokens, 0, low, counted)
             chosen = (numbers >= low) & (numbers > LOWEST)
             taken = count_of(chosen)
             if taken > tokens:
                 above = numbers > low
                 nth, _ = ranks(chosen & (numbers == low), no_counts(BLOCK_N))
-                chosen = above | (chosen & (nth <= tokens - count_of(above)))
+                first_equals = above | (chosen & (nth <= tokens - count_of(above)))
+                nth, _ = ranks(first_equals, no_counts(BLOCK_N))
+                tl.store(to - 1 + nth, keys, mask=first_equals)
                 taken = tokens
-            nth, _ = ranks(chosen, no_counts(BLOCK_N))
-            tl.store(to - 1 + nth, keys, mask=chosen)
+            else:
+                nth, _ = ranks(chosen, no_counts(BLOCK_N))
+                tl.store(to - 1 + nth, keys, mask=chosen)
         for start in range(taken, tokens, BLOCK_N):
             tl.store(to + start + places, tl.full(places.shape, -1, tl.int32), mask=start + places < tokens)
