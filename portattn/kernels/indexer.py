@@ -316,5 +316,7 @@ def topk_rows(
             else:
                 nth, _ = ranks(chosen, no_counts(BLOCK_N))
                 tl.store(to - 1 + nth, keys, mask=chosen)
-        for start in range(taken, tokens, BLOCK_N):
-            tl.store(to + start + places, tl.full(places.shape, -1, tl.int32), mask=start + places < tokens)
+        if taken < tokens:
+            for start in range(0, tokens, BLOCK_N):
+                empty = start + places
+                tl.store(to + empty, tl.full(places.shape, -1, tl.int32), mask=(empty >= taken) & (empty < tokens))
