@@ -158,9 +158,10 @@ def threshold(numbers, wanted, spare, low, reached):
     reached = tl.maximum(reached, wanted)
     above, turn = 0, 0
     while low < high:
-        # The next number to try is interpolated from both ends' counts, each fourth time in the middle: a few steps for
+        # The next number to try is interpolated from both ends' counts, each fourth time in the middle: few steps for
         # most rows, and for none more than four times as many as numbers have bits.
-        share = tl.where(turn % 4 == 3, 0.5, (reached - wanted - spare // 2).to(tl.float32) / (reached - above))
+        share = (reached - wanted - spare // 2).to(tl.float32) / (reached - above)
+        share = tl.where(turn % 4 == 3, 0.5, tl.minimum(tl.maximum(share, 0.0625), 0.9375))
         step = (share * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int64)
         middle = tl.minimum(tl.maximum(low + step, low.to(tl.int64) + 1), high.to(tl.int64)).to(tl.int32)
         count = count_of(numbers >= middle)
