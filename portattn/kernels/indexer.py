@@ -1,6 +1,7 @@
 """index_scores: the logits of a lightning indexer, Σ w·ReLU(q·k) over its heads. topk_rows: each row's k largest.
 
-Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection in registers, over a tile or the part of a row above a sampled pivot.
+Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: a search in registers, over a whole
+row or the part of it above a sampled pivot.
 """
 
 import triton
@@ -162,9 +163,10 @@ def threshold(numbers, wanted, spare, low, reached):
         # The next number to try is interpolated from both ends' counts, each fourth time in the middle: few steps for
         # most rows, and for none more than four times as many as numbers have bits.
         share = (reached - wanted - spare // 2).to(tl.float32) / (reached - above)
-        share = tl.where(turn % 4 == 3, 0.5, tl.minimum(tl.maximum(share, 0.0625), 0.9375))
-        step = (share * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int64)
-        middle = tl.minimum(tl.maximum(low + step, low.to(tl.int64) + 1), high.to(tl.int64)).to(tl.int32)
+        half = ((high >> 1) - (low >> 1)).to(tl.float32)  # of the distance, which may overflow
+        step = tl.minimum(tl.minimum(tl.maximum(share, 0.0625), 0.9375) * half * 2.0, 1073741824.0).to(tl.int32)
+        middle = tl.minimum(tl.maximum(low + step, low + 1), high)
+        middle = tl.where(turn % 4 == 3, (low | high) - ((low ^ high) >> 1), middle)
         count = count_of(numbers >= middle)
         low = tl.where(count >= wanted, middle, low)
         high = tl.where(count < wanted, middle - 1, tl.where(count <= wanted + spare, middle, high))
@@ -258,7 +260,7 @@ def topk_rows(
     q, row_starts, row_ends, result, candidates,
     q_stride_b, q_stride_s, q_stride_d, result_stride_b, result_stride_s,
     seq_q, seq_k, tokens, rows,
-    BLOCK_N: tl.constexpr, LONG: tl.constexpr,
+    BLOCK_N: tl.constexpr, LONG: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1.
 
@@ -268,7 +270,12 @@ def topk_rows(
     # longer row the keys of numbers above a pivot become the tile. A sample gives the pivot; if so many numbers exceed
     # it that they fill no tile, or too few, bisection continues with passes over the row. If numbers equal to the pivot
     # are among the chosen ones, the pivot is the threshold, and no tile is needed.
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    if GRID == "persistent":
+        rounds = tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        row = tl.program_id(0) + turn * tl.num_programs(0)
         sequence, place = (row // seq_q).to(tl.int64), (row % seq_q).to(tl.int64)
         source = q + sequence * q_stride_b + place * q_stride_s
         to = result + sequence * result_stride_b + place * result_stride_s

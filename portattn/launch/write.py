@@ -82,7 +82,9 @@ def topk_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], to
     lowering, launch = plan.specialised
     rows = kernel.tiles(problem, launch)
     constexprs = kernel.constexprs(problem, lowering, launch)
-    programs = least(rows, cores if lowering.grid == "persistent" else MOST_SEARCHES if constexprs["LONG"] else rows)
+    programs = least(rows, cores) if lowering.grid == "persistent" else rows
+    if constexprs["LONG"] and programs > MOST_SEARCHES:
+        programs, constexprs["GRID"] = MOST_SEARCHES, "persistent"
     candidates = call.empty(programs, launch.block_n, dtype=torch.int32) if constexprs["LONG"] else None
     arguments = {
         "q": call.q, "row_starts": call.row_starts, "row_ends": call.row_ends, "result": call.result,

@@ -188,4 +188,4 @@ class TopkRows(CoreKernel):
         return msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        return {"BLOCK_N": launch.block_n, "LONG": problem.seq_k > launch.block_n}
+        return {"BLOCK_N": launch.block_n, "LONG": problem.seq_k > launch.block_n, "GRID": lowering.grid}
