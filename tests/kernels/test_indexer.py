@@ -75,20 +75,40 @@ def test_without_rows_or_keys(device: Device, form: dict[str, Any], fields: dict
     check(device, **form | fields)
 
 
+def check_choice(device: Device, logits: torch.Tensor, tokens: int, block_n: int = 32) -> None:
+    logits = logits.view(1, 1, -1, logits.shape[-1]).to(device.name)
+    p = Problem(**TOPK | {"batch": 1, "seq_q": logits.shape[2], "seq_k": logits.shape[3], "tokens": tokens})
+    for run in (lambda call: run_core(device, call, None, {"block_n": block_n}), write.run):
+        result = torch.full((1, p.seq_q, tokens), 42, dtype=torch.int32, device=device.name)
+        call = Call(problem=p, q=logits, k=logits, v=logits, scale=1.0, result=result)
+        run(call)
+        assert judge(call, call.new_out(), None)["wrong"] == 0
+
+
 @pytest.mark.parametrize("bits", [0, 8, 16, 24])
 def test_every_byte_of_a_number_decides(device: Device, bits: int) -> None:
     """Numbers of both signs that differ in one byte alone; as many of each sign."""
     step = torch.arange(1, 200, dtype=torch.int32) << bits
     numbers = torch.cat((step, step | -(2**31))).view(torch.float32).nan_to_num(0.0, torch.inf, -torch.inf)
     logits = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(bits))]
-    logits = logits[None, None, None].to(device.name)
     for tokens in (3, 150, 300):
-        p = Problem(**TOPK | {"batch": 1, "seq_q": 1, "seq_k": len(numbers), "tokens": tokens})
-        for run in runs(device):
-            result = torch.full((1, 1, tokens), 42, dtype=torch.int32, device=device.name)
-            call = Call(problem=p, q=logits, k=logits, v=logits, scale=1.0, result=result)
-            run(call)
-            assert judge(call, call.new_out(), None)["wrong"] == 0
+        check_choice(device, logits, tokens)
+
+
+PLACES = torch.arange(2000)
+DRAWN = torch.rand(2, 2000, generator=torch.Generator().manual_seed(7))
+ROWS = {
+    "random": DRAWN, "equal": DRAWN * 0, "zeros of both signs": (DRAWN - 0.5) * 0, "coarse": (DRAWN * 2).round(),
+    "ascending": PLACES / 7, "two clusters": (DRAWN < 0.02) + DRAWN * 1e-6, "unseen": DRAWN + (PLACES % 64 > 50),
+    "hidden": DRAWN - 9 * (PLACES % 64 > 8), "few": DRAWN.where(DRAWN < 0.02, -torch.inf), "none": DRAWN * torch.nan,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("tokens", "block_n"), [(40, 128), (200, 128)])
+def test_a_row_longer_than_a_tile(device: Device, name: str, tokens: int, block_n: int) -> None:
+    """Rows whose pivot by a sample is right, the threshold itself, or too high or low; more tokens than a tile."""
+    check_choice(device, ROWS[name], tokens, block_n)
 
 
 @pytest.mark.parametrize("heads", [1, 5])
@@ -126,23 +146,19 @@ def test_wild_numbers_that_nothing_validates_stay_inside(device: Device, monkeyp
             torch.testing.assert_close(found, call("reference"), atol=1e-5, rtol=1e-5)
 
 
-def test_of_zeros_of_both_signs_the_first_are_chosen(device: Device) -> None:
-    logits = torch.tensor([-0.0, 0.0] * 50, device=device.name)[None, None, None]
-    for run in runs(device):
-        result = torch.full((1, 1, 40), 42, dtype=torch.int32, device=device.name)
-        p = Problem(**TOPK | {"batch": 1, "seq_q": 1, "seq_k": 100})
-        run(Call(problem=p, q=logits, k=logits, v=logits, scale=1.0, result=result))
-        assert result.flatten().tolist() == list(range(40))
+def seen(device: Device, first: int, end: int) -> Call:
+    call = random_writing(Problem(**LOGITS), device=device.name)
+    assert call.row_ends is not None
+    assert call.row_starts is not None
+    call.row_starts.fill_(first)
+    call.row_ends.fill_(end)
+    return call
 
 
 def test_a_tile_of_which_one_key_is_seen(device: Device) -> None:
     for first, end in ((0, 33), (31, 32), (32, 33), (63, 150)):
         for run in runs(device):
-            call = random_writing(Problem(**LOGITS), device=device.name)
-            assert call.row_ends is not None
-            assert call.row_starts is not None
-            call.row_starts.fill_(first)
-            call.row_ends.fill_(end)
+            call = seen(device, first, end)
             call.k.copy_(torch.randn(call.k.shape))
             run(call)
             facts = judge(call, call.new_out(), None)
@@ -152,11 +168,7 @@ def test_a_tile_of_which_one_key_is_seen(device: Device) -> None:
 
 def test_nan_in_an_operand_stays(device: Device) -> None:
     for run in runs(device):
-        call = random_writing(Problem(**LOGITS), device=device.name)
-        assert call.row_ends is not None
-        assert call.row_starts is not None
-        call.row_starts.fill_(0)
-        call.row_ends.fill_(20)
+        call = seen(device, 0, 20)
         call.k[0, 0, 7] = float("nan")
         run(call)
         assert call.result is not None
@@ -250,19 +262,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("indexer_logits", {"k": torch.randn(50, 8)}, "k's head_dim is 8, but must be q's, 16"),
     ("indexer_logits", {"k": torch.randn(50, 16).half()}, "k.dtype is torch.float16, but must be q's, torch.float32"),
     ("indexer_logits", {"weights": torch.randn(6, 3)}, "weights' heads is 3, but must be q's, 4"),
-    (
-        "indexer_logits",
-        {"weights": torch.randn(6, 4).half()},
-        "weights.dtype is torch.float16, but must be torch.float",
-    ),
+    ("indexer_logits", {"weights": torch.randn(6, 4).half()}, "weights.dtype is torch.float16, but must be"),
     ("indexer_logits", {"k_scale": torch.ones(50)}, "k_scale is (50,), but goes with q and k of torch.float8_e4m3fn"),
     ("indexer_logits", {"row_ends": torch.full((6,), 51).int()}, "row_ends[0] is 51, but must be in 0..50"),
     ("indexer_logits", {"seqlens_k": torch.ones(6).int()}, "seqlens_k is (6,), but goes with page_table"),
-    (
-        "indexer_logits",
-        {"q": torch.randn(6, 4, 16).requires_grad_()},
-        "indexer_logits writes in place and has no gradient",
-    ),
+    ("indexer_logits", {"q": torch.randn(6, 4, 16).requires_grad_()}, "indexer_logits writes in place and has no grad"),
     ("indexer_logits", {"out": torch.empty(6, 49)}, "out is ((6, 49), torch.float32), but must be (6, 50) of torch.f"),
     ("topk_indices", {"k": 0}, "k is 0, but must be an integer in 1.."),
     ("topk_indices", {"k": True}, "k is True, but must be an integer in 1.."),
@@ -272,7 +276,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("topk_indices", {"row_starts": torch.tensor([0, -1]).int()}, "row_starts[1] is -1, but must be in 0..9"),
     ("topk_indices", {"sorted": 1}, "sorted is 1, but must be True or False"),
     ("topk_indices", {"out": torch.zeros(1, 3).int().expand(2, 3)}, "out.stride() is (0, 1), but must not be 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: str(case[2]))
