@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MOST_BLOCKS = 65_535  # of a grid's second and third axis
 # 3 × 128 threads (one warp counts as four) with 168 registers each, which the kernel's three roles then share out anew.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
+GATHERING = {"CONSUMER": 216, "PRODUCER": 72}  # where lists are gathered by a warp group
 
 
 class LatentVariant(Variant):
@@ -36,7 +37,7 @@ class LatentVariant(Variant):
 
     name = "gluon_mla"
     ops = ("mla_attention",)
-    takes = frozenset({"causal", "seqlens_k", "return_lse", "gqa", "head_dim_v", "num_splits"})
+    takes = frozenset({"causal", "seqlens_k", "return_lse", "gqa", "head_dim_v", "num_splits", "tokens", "packed"})
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, 16-bit rows of {RANK} + {ROPE} columns, pages of a multiple of {KEYS} rows in line"
     legend = MappingProxyType(
@@ -51,7 +52,8 @@ class LatentVariant(Variant):
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         p, found = problem, target.toolchain
-        asked = [name for name in p.demands() if name not in self.takes]
+        takes = self.takes if p.has_lists else self.takes - {"packed"}
+        asked = [name for name in p.demands() if name not in takes]
         empty = [name for name in ("batch", "seq_q", "seq_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
@@ -61,7 +63,7 @@ class LatentVariant(Variant):
                 (p.head_dim_v, p.head_dim) != (RANK, RANK + ROPE)
             ),
             f"takes fp16 and bf16, not {p.dtype}": p.dtype == "fp32",
-            f"takes pages of a multiple of {KEYS} rows, not {p.page_size}": p.page_size % KEYS != 0,
+            f"takes pages of a multiple of {KEYS} rows, not {p.page_size}": p.page_size % KEYS != 0 and not p.has_lists,
             f"aligns causal masks at the bottom right, not {p.causal}": p.causal == "top_left",
             f"takes no {', '.join(asked)}": bool(asked),
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
@@ -89,9 +91,12 @@ class LatentVariant(Variant):
         return _LatentLauncher(call)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        swapped = problem.layout == "bshd"
-        rows = {name: tensors[name].transpose(1, 2) if swapped else tensors[name] for name in ("q", "q_rope", "out")}
-        others = {name: tensors[name] for name in ("page_table", "seqlens_k", "lse")}
+        rows = {name: tensors[name] for name in ("q", "q_rope", "out")}
+        if problem.packed:
+            rows = {name: tensor.transpose(0, 1)[None] for name, tensor in rows.items()}
+        elif problem.layout == "bshd":
+            rows = {name: tensor.transpose(1, 2) for name, tensor in rows.items()}
+        others = {name: tensors[name] for name in ("page_table", "seqlens_k", "indices", "counts", "lse")}
         return {**rows, "k": tensors["k"][:, None], **others}
 
 
@@ -115,38 +120,48 @@ class _LatentLauncher(StepLauncher):
         import torch
 
         p = self._problem = call.problem
-        self._heads, self._queries = pin_sizes(
-            row_tile(p.seq_q)
-        )  # descriptors' blocks: the kernel is compiled for them
-        self._row_tiles = ceil_div(p.heads_q, self._heads) * ceil_div(p.seq_q, self._queries)
-        splits = p.num_splits or split_count(self._row_tiles, p.batch, p.seq_k, multiprocessors(call.q.device))
+        batch, rows = p.query_rows
+        # Descriptors' blocks: the kernel is compiled for them. A query with a list is a sequence of its own.
+        self._heads, self._queries = (ROWS, 1) if p.has_lists else pin_sizes(row_tile(rows))
+        self._row_tiles = ceil_div(p.heads_q, self._heads) * (batch * rows if p.has_lists else ceil_div(rows, self._queries))
+        sequences = 1 if p.has_lists else batch
+        splits = p.num_splits or split_count(self._row_tiles, sequences, p.seq_k, multiprocessors(call.q.device))
         self._splits = least(splits, ceil_div(p.seq_k, KEYS))
         self._scale = (call.scale or 1.0) * math.log2(math.e)
+        self._sequences = sequences
         buffers: Buffers = {}
         if self._splits > 1:
-            shape = (self._splits, p.batch, p.heads_q, p.seq_q)
+            shape = (self._splits, batch, p.heads_q, rows)
             buffers = {"partial": ((*shape, RANK), torch.float32), "partial_lse": (shape, torch.float32)}
         super().__init__(buffers)
 
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
         from portattn.backends.cuda.hopper_latent.kernel import latent_decode
 
-        p, split, table = self._problem, self._splits > 1, tensors["page_table"]
+        p, split, listed = self._problem, self._splits > 1, self._problem.has_lists
+        table, lengths = ("indices", "counts") if listed else ("page_table", "seqlens_k")
         roles = {
             "q_desc": "q", "q_tail_desc": "q_rope", "k_desc": "k", "k_tail_desc": "k", "out_desc": "out",
-            "partial": "partial", "lse": "partial_lse" if split else "lse", "page_table": "page_table",
-            "seqlens_k": "seqlens_k",
+            "partial": "partial", "lse": "partial_lse" if split else "lse", "page_table": table, "seqlens_k": lengths,
         }  # fmt: skip
+        if listed:
+            roles["k"] = "k"
+        pages = tensors["k"]
+        batch, rows = p.query_rows
         arguments = {
+            "k": None,
             **_descriptors(tensors, self._heads, self._queries),
             **{name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")},
-            "scale": self._scale, "heads": p.heads_q, "seq_q": p.seq_q, "batches": p.batch,
-            "head_tiles": ceil_div(p.heads_q, self._heads), "page_tiles": p.page_size // KEYS, "pages": table.shape[1],
-            "table_stride": table.stride(0), "HEADS": self._heads, "QUERIES": self._queries,
-            "CAUSAL": p.causal != "none", "SPLIT": split, "CONSUMER": CONSUMER_REGISTERS,
-            "PRODUCER": PRODUCER_REGISTERS,
+            "scale": self._scale, "heads": p.heads_q, "seq_q": rows, "batches": batch,
+            "head_tiles": ceil_div(p.heads_q, self._heads), "page_tiles": 1 if listed else p.page_size // KEYS,
+            "capacity": p.seq_k, "table_stride": tensors[table].stride(0 if not listed or tensors[table].shape[1] == 1 and tensors[table].ndim==3 else -2),
+            "row_units": pages.stride(2) // 8, "slots": pages.shape[0] * p.page_size,
+            "HEADS": self._heads, "QUERIES": self._queries, "CAUSAL": p.causal != "none", "SPLIT": split,
+            "LISTED": listed, "CONSUMER": CONSUMER_REGISTERS, "PRODUCER": PRODUCER_REGISTERS,
         }  # fmt: skip
-        grid, options = (self._row_tiles, self._splits, p.batch), {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
+        if listed:
+            arguments |= GATHERING
+        grid, options = (self._row_tiles, self._splits, self._sequences), {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
         decode = Step(latent_decode, grid, arguments, options, roles)
         return [decode, merging(p, self._splits, tensors)] if split else [decode]
 
