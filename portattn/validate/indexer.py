@@ -119,15 +119,16 @@ def logits_call(
     queries, columns = as_stored(q, kind), as_stored(k, kind)
     queries = queries.transpose(1, 2) if paged else queries.transpose(0, 1)[None]
     columns = columns[:, None] if paged else columns[None, None]
+    weights = weights if paged else weights[None]
     problem = Problem(
         op=op, batch=rows[0] if paged else 1, heads_q=heads, heads_k=1, seq_q=rows[-1], seq_k=keys, head_dim=width,
         dtype=DTYPES[q.dtype] if kind == "as_q" else "bf16",  # type: ignore[arg-type]
         kv_format=kind, kv_scales="none" if k_scale is None else "token",  # type: ignore[arg-type]
         page_size=k.shape[1] if paged else 0, seqlens_k=paged,
-        aligned=all(rows_aligned(tensor) for tensor in (queries, columns)), large=is_large(queries, columns, out),
+        aligned=all(rows_aligned(tensor) for tensor in (queries, columns, weights[:, None])), large=is_large(queries, columns, out),
     )  # fmt: skip
     return Call(
-        problem=problem, q=queries, k=columns, v=columns, scale=1.0, weights=weights if paged else weights[None],
+        problem=problem, q=queries, k=columns, v=columns, scale=1.0, weights=weights,
         k_scale=None if k_scale is None else k_scale[:, None] if paged else k_scale[None, None],
         row_starts=row_starts, row_ends=row_ends, page_table=page_table, seqlens_k=seqlens_k,
         result=out if paged else out[None],

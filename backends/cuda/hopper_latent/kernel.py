@@ -63,9 +63,11 @@ _PROBS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=
 _ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _OUTPUT_ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
 _SCORE_COLUMN: gl.constexpr = gl.constexpr(gl.SliceLayout(0, _SCORES.value))
-# Gathered rows: 16 bytes a thread, the columns of a chunk or of the tail side by side.
-_GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-_GATHER_TAIL: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# Gathered rows: 16 bytes a thread. Of bytes, four numbers a word, a row takes four threads: when they are widened, eight
+# threads write half of two rows' 128 bytes each, which the swizzle puts in different banks.
+_GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_BYTES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+_BYTES_TAIL: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 _LISTED_KEYS: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all of a tile
 
 
@@ -137,19 +139,28 @@ def _zero():
 # producer
 # ---------------------------------------------------------------------------------------------------------------------
 @gluon.jit
-def _load_queries(q_desc, q_tail_desc, work, shared):
+def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, k, row_units, slots, work, shared):
+    """Load the queries once, then every tile of the share into the buffer of its parity."""
     mbarrier.expect(shared.q_full, _ROWS * (_LATENT + _ROPE) * 2)
     for j in gl.static_range(_CHUNKS):
         q_at = [work.batch, work.head, work.query, j * _CHUNK]
         load(q_desc, q_at, shared.q_full, shared.q.index(j))
     tail_at = [work.batch, work.head, work.query, 0]
     load(q_tail_desc, tail_at, shared.q_full, shared.q_tail.index(0))
+    if not work.LISTED:
+        _copy(k_desc, k_tail_desc, page_tiles, work, shared)
+    elif k.dtype.element_ty.is_int():
+        _gather_bytes(k, row_units, slots - 1, work, shared)
+    else:
+        _gather(k, row_units, slots - 1, work, shared)
+    for i in range(gl.maximum(work.tiles - 2, 0), work.tiles):  # the last arrivals, for which nothing is loaded
+        for side in gl.static_range(2):
+            sync(_FREE + 2 * (i % 2) + side, work.LOADERS)
 
 
 @gluon.jit
-def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, work, shared):
-    """Load the queries once, then every tile of the share into the buffer of its parity, by one warp."""
-    _load_queries(q_desc, q_tail_desc, work, shared)
+def _copy(k_desc, k_tail_desc, page_tiles, work, shared):
+    """Load every tile of the share into the buffer of its parity, by one warp."""
     last = work.first + work.tiles - 1
     page = gl.load(work.table + work.first // page_tiles, mask=work.tiles > 0, other=0)
     for i in range(work.tiles):
@@ -171,14 +182,6 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, work, shared)
                 else:
                     mbarrier.expect(full, _KEYS * _CHUNK * 2)
                 load(k_desc, [row, chunk * _CHUNK], full, shared.k.index(slot))
-    _await_consumers(work)
-
-
-@gluon.jit
-def _await_consumers(work):
-    for i in range(gl.maximum(work.tiles - 2, 0), work.tiles):  # the last arrivals, for which nothing is loaded
-        for side in gl.static_range(2):
-            sync(_FREE + 2 * (i % 2) + side, work.LOADERS)
 
 
 @gluon.jit
@@ -190,32 +193,28 @@ def _listed(tile, work, layout: gl.constexpr):
 
 @gluon.jit
 def _row_places(k, slots, most, row_units):
-    """Return pointers to the rows of slots [KEYS, 1]; a row takes row_units times 8 numbers, so 16 bytes are aligned."""
-    return (k + gl.minimum(gl.maximum(slots, 0), most).to(gl.int64) * row_units * 8)[:, None]
+    """Return pointers to the rows of slots [KEYS, 1], which are row_units times 16 bytes apart."""
+    unit: gl.constexpr = 16 // (k.dtype.element_ty.primitive_bitwidth // 8)
+    return (k + gl.minimum(gl.maximum(slots, 0), most).to(gl.int64) * row_units * unit)[:, None]
 
 
 @gluon.jit
-def _gather(q_desc, q_tail_desc, k, row_units, most, work, shared):
-    """Load the queries once, then the rows of every tile's slots; holes become rows of zeros. By one warp group."""
-    _load_queries(q_desc, q_tail_desc, work, shared)
+def _gather(k, row_units, most, work, shared):
+    """Load the rows of every tile's slots, by one warp group; holes become rows of zeros."""
     columns = gl.arange(0, _CHUNK, gl.SliceLayout(0, _GATHER))[None, :]
-    tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _GATHER_TAIL))[None, :]
+    tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _GATHER))[None, :]
     slots = _listed(work.first, work, gl.SliceLayout(1, _GATHER))
-    tail_slots = _listed(work.first, work, gl.SliceLayout(1, _GATHER_TAIL))
     for i in range(work.tiles):
         buffer = i % 2
         rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
-        tails, tail_there = _row_places(k, tail_slots, most, row_units), (tail_slots >= 0)[:, None]
         slots = _listed(work.first + i + 1, work, gl.SliceLayout(1, _GATHER))  # ahead of the waits below
-        tail_slots = _listed(work.first + i + 1, work, gl.SliceLayout(1, _GATHER_TAIL))
         for turn in gl.static_range(2):
             half = buffer ^ turn  # the owner's first: it is free first
             if i >= 2:
                 sync(_FREE + 2 * buffer + half, work.LOADERS)
             if turn == 0:  # the owner has read the tail before it frees its half
-                async_copy.async_copy_global_to_shared(
-                    shared.k_tail.index(buffer), tails + (_LATENT + tail_columns), mask=tail_there
-                )
+                place = shared.k_tail.index(buffer)
+                async_copy.async_copy_global_to_shared(place, rows + (_LATENT + tail_columns), mask=there)
             for j in gl.static_range(_CHUNKS // 2):
                 chunk = half * (_CHUNKS // 2) + j
                 place = shared.k.index(buffer * _CHUNKS + chunk)
@@ -223,7 +222,88 @@ def _gather(q_desc, q_tail_desc, k, row_units, most, work, shared):
                 # Every thread arrives when its copies so far are there.
                 full = shared.k_full.index(buffer * _CHUNKS + chunk)
                 async_copy.mbarrier_arrive(full, increment_count=False)
-    _await_consumers(work)
+
+
+@gluon.jit
+def _load_bytes(rows, there, chunk):
+    """Load a chunk of fp8_ds_mla rows as words of four numbers [KEYS, CHUNK / 4], and its scales [KEYS, 1]."""
+    words = gl.arange(0, _CHUNK // 4, gl.SliceLayout(0, _BYTES))[None, :]
+    found = gl.load(rows.to(gl.pointer_type(gl.int32)) + (chunk * (_CHUNK // 4) + words), mask=there, other=0)
+    scales = gl.load(rows.to(gl.pointer_type(gl.float32)) + (_LATENT // 4 + chunk), mask=there, other=0.0)
+    return found, scales
+
+
+@gluon.jit
+def _store_widened(place, words, scales):
+    """Write e4m3 numbers times their scales, as bfloat16, to a chunk in shared memory."""
+    low, high = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 a, b, c, d, e, f;
+        .reg .b32 x, y;
+        .reg .f32 p, q, r, s;
+        mov.b32 {a, b}, $2;
+        cvt.rn.f16x2.e4m3x2 x, a;
+        cvt.rn.f16x2.e4m3x2 y, b;
+        mov.b32 {c, d}, x;
+        mov.b32 {e, f}, y;
+        cvt.f32.f16 p, c;
+        cvt.f32.f16 q, d;
+        cvt.f32.f16 r, e;
+        cvt.f32.f16 s, f;
+        mul.f32 p, p, $3;
+        mul.f32 q, q, $3;
+        mul.f32 r, r, $3;
+        mul.f32 s, s, $3;
+        cvt.rn.bf16x2.f32 $0, q, p;
+        cvt.rn.bf16x2.f32 $1, s, r;
+        }
+        """,
+        "=r,=r,r,r",
+        [words, scales],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    pairs = gl.join(low, high).reshape([_KEYS, _CHUNK // 2])
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    reinterpreted(place, gl.int32, [_KEYS, _CHUNK // 2], layout).store(pairs)
+
+
+@gluon.jit
+def _gather_bytes(k, row_units, most, work, shared):
+    """Like `_gather`, of fp8_ds_mla rows (bytes): 512 e4m3 numbers, 4 float32 scales, 64 bfloat16 numbers."""
+    tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _BYTES_TAIL))[None, :]
+    slots = _listed(work.first, work, gl.SliceLayout(1, _BYTES))
+    rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
+    found, scales = _load_bytes(rows, there, 0)
+    for i in range(work.tiles):
+        buffer = i % 2
+        tail_slots = gl.convert_layout(slots, gl.SliceLayout(1, _BYTES_TAIL))
+        slots = _listed(work.first + i + 1, work, gl.SliceLayout(1, _BYTES))
+        for step in gl.static_range(_CHUNKS):
+            half = buffer ^ (step // (_CHUNKS // 2))  # the owner's first: it is free first
+            chunk = half * (_CHUNKS // 2) + step % (_CHUNKS // 2)
+            # The next chunk's bytes are under way while this one's are widened, or wait for their place.
+            if step + 1 < _CHUNKS:
+                after = (buffer ^ ((step + 1) // (_CHUNKS // 2))) * (_CHUNKS // 2) + (step + 1) % (_CHUNKS // 2)
+            else:
+                after = (1 - buffer) * (_CHUNKS // 2)
+                rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
+            next_found, next_scales = _load_bytes(rows, there, after)
+            if step % (_CHUNKS // 2) == 0 and i >= 2:
+                sync(_FREE + 2 * buffer + half, work.LOADERS)
+            full = shared.k_full.index(buffer * _CHUNKS + chunk)
+            if step == 0:  # the owner has read the tail before it frees its half
+                tails = _row_places(k, tail_slots, most, row_units) + (_LATENT + 16)
+                tails = tails.to(gl.pointer_type(gl.bfloat16)) + tail_columns
+                tail_there = (tail_slots >= 0)[:, None]
+                async_copy.async_copy_global_to_shared(shared.k_tail.index(buffer), tails, mask=tail_there)
+                async_copy.mbarrier_arrive(full, increment_count=False)
+            _store_widened(shared.k.index(buffer * _CHUNKS + chunk), found, scales)
+            fence_async_shared()
+            mbarrier.arrive(full, count=1)
+            found, scales = next_found, next_scales
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,19 +562,21 @@ def latent_decode(
     Queries and output by descriptors of (B, H, Sq, columns), latent rows by descriptors of (slots, 576); page_tiles:
     tiles of a page, capacity: the most keys of a sequence. scale: the softmax scale times log2(e), positive.
     LISTED: page_table (B · Sq, capacity) has the slots of each query's keys, seqlens_k (B · Sq,) how many count or None;
-    rows of k, row_units times 8 numbers apart, are gathered, and QUERIES is 1.
+    rows of k, row_units times 16 bytes apart, are gathered, and QUERIES is 1. Bytes are rows of fp8_ds_mla.
     SPLIT: `partial` (splits, B, H, Sq, 512) and `lse` (splits, B, H, Sq), float32, are to be merged. Otherwise the
     output goes to `out_desc`, and `lse` (B, H, Sq) may be None. CONSUMER, PRODUCER: registers of a thread.
     """
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = q_desc.dtype
+    BYTES: gl.constexpr = LISTED and k.dtype.element_ty.is_int()
+    k_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = LatentSharedMemory(
         gl.allocate_shared_memory(dtype, [_CHUNKS, 1, HEADS, QUERIES, _CHUNK], q_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, HEADS, QUERIES, _ROPE], q_tail_desc.layout),
-        gl.allocate_shared_memory(dtype, [2 * _CHUNKS, _KEYS, _CHUNK], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [2, _KEYS, _ROPE], k_tail_desc.layout),
-        gl.allocate_shared_memory(dtype, [_ROWS, _KEYS], k_tail_desc.layout),
+        gl.allocate_shared_memory(dtype, [2 * _CHUNKS, _KEYS, _CHUNK], k_layout),
+        gl.allocate_shared_memory(dtype, [2, _KEYS, _ROPE], k_layout),
+        gl.allocate_shared_memory(dtype, [_ROWS, _KEYS], k_layout),
         gl.allocate_shared_memory(gl.float32, [_ROWS], vector),
         gl.allocate_shared_memory(gl.float32, [2, _ROWS], vector),
         gl.allocate_shared_memory(gl.int64, [1], barriers),
@@ -502,26 +584,19 @@ def latent_decode(
     )
     mbarrier.init(shared.q_full, count=1)
     for j in gl.static_range(2 * _CHUNKS):
-        mbarrier.init(shared.k_full.index(j), count=128 if LISTED else 1)
+        if BYTES:  # and the copies of the tail, beside the chunk that comes first
+            mbarrier.init(shared.k_full.index(j), count=129 if j == 0 or j == _CHUNKS + _CHUNKS // 2 else 1)
+        else:
+            mbarrier.init(shared.k_full.index(j), count=128 if LISTED else 1)
     fence_async_shared()
     work = _work(page_table, table_stride, seqlens_k, capacity, head_tiles, seq_q, HEADS, QUERIES, CAUSAL, LISTED)
-    if LISTED:
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 0, QUERIES, CAUSAL, SPLIT)),
-                (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 1, QUERIES, CAUSAL, SPLIT)),
-                (_gather, (q_desc, q_tail_desc, k, row_units, slots - 1, work, shared)),
-            ],
-            [4, 4],
-            [CONSUMER, PRODUCER],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 0, QUERIES, CAUSAL, SPLIT)),
-                (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 1, QUERIES, CAUSAL, SPLIT)),
-                (_produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, work, shared)),
-            ],
-            [4, 1],
-            [CONSUMER, PRODUCER],
-        )
+    WARPS: gl.constexpr = 4 if LISTED else 1
+    gl.warp_specialize(
+        [
+            (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 0, QUERIES, CAUSAL, SPLIT)),
+            (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 1, QUERIES, CAUSAL, SPLIT)),
+            (_produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, k, row_units, slots, work, shared)),
+        ],
+        [4, WARPS],
+        [CONSUMER, PRODUCER],
+    )
