@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from test_vllm_latent import BLOCKS, HEADS, NOPE, RANK, ROPE, VALUE, Latent, inp
 from test_vllm_selection import reasons
 from transformers import DeepseekV3Config
 from vllm import _custom_ops
-from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
@@ -102,36 +102,42 @@ def check(
         begin += new
 
 
-@works("sparse latent attention (DSA): decode, verification and long prompts")
-@pytest.mark.parametrize("requests", [[(1, 20), (1, 70), (1, 1)], [(1, 50), (4, 33), (40, 90), (7, 7)]])
-def test_lists_of_tokens(requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+MIXED = [(1, 50), (4, 33), (40, 90), (7, 7)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "cache"),
+    [
+        pytest.param(requests, cache, marks=works(f"sparse latent attention (DSA): {feature}"))
+        for feature, cache, requests in (
+            ("decode, verification and long prompts", "auto", [(1, 20), (1, 70), (1, 1)]),
+            ("decode, verification and long prompts", "auto", MIXED), ("fp8_ds_mla caches", "fp8_ds_mla", MIXED[:2]),
+        )
+    ],
+)  # fmt: skip
+def test_lists_of_tokens(requests: list[tuple[int, int]], cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(requests)
     chosen = lists(batch)
-    layer = layer_of(monkeypatch, chosen)
+    layer = layer_of(monkeypatch, chosen, cache)
     q, latent = inputs(batch, torch.bfloat16)
     out, _ = layer.run(batch, q, latent)
-    assert portattn.last_plan().problem.tokens == TOPK
-    check(layer, batch, out, q, latent, chosen)
+    problem = portattn.last_plan().problem
+    assert (problem.tokens, problem.kv_format) == (TOPK, "as_q" if cache == "auto" else cache)
+    check(layer, batch, out, q, latent if cache == "auto" else [unpacked(pack(rows)) for rows in latent], chosen)
 
 
-@works("sparse latent attention (DSA): fp8_ds_mla caches")
-def test_rows_of_656_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch([(1, 50), (4, 33)])
-    chosen = lists(batch)
-    layer = layer_of(monkeypatch, chosen, "fp8_ds_mla")
-    q, latent = inputs(batch, torch.bfloat16)
-    out, _ = layer.run(batch, q, latent)
-    assert portattn.last_plan().problem.kv_format == "fp8_ds_mla"
-    check(layer, batch, out, q, [unpacked(pack(rows)) for rows in latent], chosen)
+def starts(described: Callable[[Any, Engine], Any], layer: Any, kinds: int) -> None:
+    """Every call that the start describes can be made."""
+    engine = Engine(4, 8, 8, 64, [4], torch.bfloat16, DEVICE)
+    report = portattn.warmup(described(layer, engine), device=DEVICE)
+    portattn.monitor(False)
+    assert len(report.specs) >= kinds
+    assert report.failed == ()
 
 
 def test_the_start_describes_a_layers_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = layer_of(monkeypatch, torch.zeros(8, TOPK, dtype=torch.int32))
-    engine = Engine(4, 8, 8, 64, [4], torch.bfloat16, DEVICE)
-    report = portattn.warmup(layer.layer.impl.specs(layer.layer, engine), device=DEVICE)
-    portattn.monitor(False)
-    assert len(report.specs) >= 2
-    assert report.failed == ()
+    layer = layer_of(monkeypatch, torch.zeros(8, TOPK, dtype=torch.int32)).layer
+    starts(layer.impl.specs, layer, 2)
 
 
 @pytest.mark.parametrize(("name", "value"), [("alibi_slopes", [0.5]), ("sliding_window", 7), ("logits_soft_cap", 2.0)])
@@ -160,7 +166,6 @@ def test_releases_and_selection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 QUERY, HIDDEN, KEY = 128, 256, 128
-SHORT, LONG = [(1, 200), (1, 20), (1, 1)], [(2, 200), (2, 20), (40, 240), (150, 150)]
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,51 +182,44 @@ def write_keys(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: An
         page[KEY * BLOCK + 4 * place :][:4] = scale.view(torch.uint8)
 
 
-class Decoder:
-    """vLLM's decoder layer with random weights, the caches of attention and of the indexer, and both builders."""
+class Decoder(Latent):
+    """vLLM's decoder layer with random weights, in the configuration of a layer of given lists."""
 
-    def __init__(self, speculative: int = 0) -> None:
-        config = DeepseekV3Config(
+    def __init__(self, lists: torch.Tensor, speculative: int, given: Latent) -> None:
+        self.config, self.dtype, model = given.config, given.dtype, given.config.model_config
+        hf = DeepseekV3Config(
             hidden_size=HIDDEN, intermediate_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=HEADS,
             q_lora_rank=QUERY, kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE,
             num_hidden_layers=1, first_k_dense_replace=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
             index_topk=TOPK, index_n_heads=4, index_head_dim=KEY, max_position_embeddings=512,
         )  # fmt: skip
-        self.config = VllmConfig(cache_config=CacheConfig(block_size=BLOCK))
+        model.hf_config = model.hf_text_config = hf
+        model.use_mla, model.quantization, model.word_embeddings_untied_by_checkpoint = True, None, False
         self.config.attention_config.sparse_mla_prefill_workspace_factor = 2
-        self.config.model_config = SimpleNamespace(
-            dtype=torch.bfloat16, max_model_len=512, get_head_size=lambda: RANK + ROPE, is_deepseek_mla=True,
-            hf_config=config, hf_text_config=config, get_num_attention_heads=lambda _: HEADS, use_mla=True,
-            model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS), quantization=None,
-            word_embeddings_untied_by_checkpoint=False,
-        )  # fmt: skip
-        if speculative:
-            self.config.speculative_config = SimpleNamespace(
-                num_speculative_tokens=speculative, parallel_drafting=False, method="ngram"
-            )
-        self.lists = torch.full((512, TOPK), -7, dtype=torch.int32)
-        with set_current_vllm_config(self.config), default_dtype(torch.bfloat16):
-            self.layer = deepseek_v2.DeepseekV2DecoderLayer(self.config, "layers.0", config, self.lists)
+        drafter = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False, method="ngram")
+        self.config.speculative_config = drafter if speculative else None
+        with set_current_vllm_config(self.config), default_dtype(self.dtype):
+            self.layer = deepseek_v2.DeepseekV2DecoderLayer(self.config, "layers.0", hf, lists)
             torch.manual_seed(5)
             for weight in self.layer.requires_grad_(False).parameters():
                 weight.normal_(std=weight.shape[-1] ** -0.5) if weight.ndim > 1 else weight.fill_(1)
-            process_weights_after_loading(self.layer, self.config.model_config, DEVICE)
-            index, attention = self.layer.self_attn.indexer, self.layer.self_attn.mla_attn.mla_attn
+            process_weights_after_loading(self.layer, model, DEVICE)
+            self.index, attention = self.layer.self_attn.indexer, self.layer.self_attn.mla_attn.mla_attn
+            self.projection, self.builders = self.layer.self_attn.kv_b_proj, {}
             attention.impl.record_logical_topk_ready = lambda: None
-            attention.impl.do_kv_cache_update = lambda rows, rope, cache, slots, *_, **__: cache.flatten(
-                0, 1
-            ).index_copy_(0, slots.flatten(), torch.cat([rows, rope.flatten(1)], -1))  # vLLM's own operation is CUDA's
-            attention.bind_kv_cache(torch.full((BLOCKS, 1, BLOCK, RANK + ROPE), torch.nan))
-            index.k_cache.bind_kv_cache(torch.full((BLOCKS, 1, BLOCK, KEY + 4), 0x7F, dtype=torch.uint8))
-            self.builders = {}
-            for name, one in ((attention.layer_name, attention), (index.k_cache.prefix, index.k_cache)):
+            attention.impl.do_kv_cache_update = given.layer.impl.do_kv_cache_update
+            attention.bind_kv_cache(given.layer.kv_cache[:, None])
+            self.index.k_cache.bind_kv_cache(torch.full((BLOCKS, 1, BLOCK, KEY + 4), 0x7F, dtype=torch.uint8))
+            for name, one in ((attention.layer_name, attention), (self.index.k_cache.prefix, self.index.k_cache)):
                 backend = one.get_attn_backend()
                 spec = backend.customize_spec(one.get_kv_cache_spec(self.config))
                 self.builders[name] = backend.get_builder_cls()(spec, [name], self.config, DEVICE)
         self.scored: list[Any] = []  # queries, keys and weights of each batch
-        index.indexer_op.register_forward_pre_hook(lambda _, given: self.scored.append(given[1:]))
+        self.attended: list[Any] = []  # queries, latent rows, rotary rows and the result
+        self.index.indexer_op.register_forward_pre_hook(lambda _, given: self.scored.append(given[1:]))
+        attention.register_forward_hook(lambda _, given, out: self.attended.append((*given, out)))
 
-    def run(self, batch: Batch, x: list[torch.Tensor]) -> Any:
+    def run_layer(self, batch: Batch, x: list[torch.Tensor]) -> None:
         common = batch.common()
         common = common.replace(seq_lens_cpu_upper_bound=common.seq_lens.clone().cpu())
         built = {name: builder.build(0, common) for name, builder in self.builders.items()}
@@ -229,98 +227,68 @@ class Decoder:
         places = torch.cat([torch.arange(keys - new, keys) for new, keys in batch.requests])
         context = set_forward_context(built, self.config, slot_mapping=dict.fromkeys(built, common.slot_mapping))
         with set_current_vllm_config(self.config), context, torch.compiler.set_stance("force_eager"):
-            return self.layer(places, rows, None)
-
-    def expected(self, x: torch.Tensor, lists: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer by definition with given lists, of a request's last rows."""
-        one, new, keys, x = self.layer.self_attn, lists.shape[0], x.shape[0], x.to(dtype)
-
-        def linear(x: torch.Tensor, module: Any) -> torch.Tensor:
-            return x @ module.weight.to(dtype).T
-
-        def norm(x: torch.Tensor, module: Any) -> torch.Tensor:
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
-
-        def turned(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-            angles = places[:, None, None].double() * 1e4 ** -(torch.arange(0, ROPE, 2) / ROPE)
-            pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
-            return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(dtype)
-
-        low = linear(norm(x, self.layer.input_layernorm), one.fused_qkv_a_proj)
-        low_q, low_k, rope = low.split([QUERY, RANK, ROPE], -1)
-        q = linear(norm(low_q[-new:], one.q_a_layernorm), one.q_b_proj).unflatten(-1, (HEADS, NOPE + ROPE))
-        full = linear(norm(low_k, one.kv_a_layernorm), one.kv_b_proj).unflatten(-1, (HEADS, NOPE + VALUE))
-        places = torch.arange(keys)
-        k = torch.cat([full[..., :NOPE], turned(rope[:, None], places).expand(-1, HEADS, -1)], -1)
-        q = torch.cat([q[..., :NOPE], turned(q[..., NOPE:], places[-new:])], -1)
-        seen = torch.zeros(new, keys + 1).scatter_(1, torch.where(lists < 0, keys, lists).long(), 1)[:, :keys] > 0
-        scores = torch.einsum("thd,shd->hts", q, k) * (NOPE + ROPE) ** -0.5
-        mixed = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), full[..., NOPE:])
-        residual = linear(mixed.flatten(1), one.o_proj) + x[-new:]
-        gate, up = linear(norm(residual, self.layer.post_attention_layernorm), self.layer.mlp.gate_up_proj).chunk(2, -1)
-        return linear(torch.nn.functional.silu(gate) * up, self.layer.mlp.down_proj), residual
+            self.layer(places, rows, None)
 
 
 @pytest.fixture
-def vllm_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def decoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Decoder]]:
     assert portattn.integrations.vllm.DeepseekV32ForCausalLM is deepseek_v2.DeepseekV3ForCausalLM
-    monkeypatch.setattr(index_group, "_create_side_stream", lambda device: None)
-    monkeypatch.setattr(index_group, "_create_event", lambda: None)
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *_, **__: PortattnSparseMLABackend)
     monkeypatch.setattr(_custom_ops, "indexer_k_quant_and_cache", write_keys)
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/meeting", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1)
-    yield
+    yield lambda lists, speculative=0: Decoder(lists, speculative, layer_of(monkeypatch, lists))
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
 
 
 @works("sparse latent attention (DSA): portattn's indexer")
 @pytest.mark.skipif(ON_GPU, reason="vLLM's layers have a CPU's weights here")
-@pytest.mark.parametrize(("requests", "speculative", "room"), [(SHORT, 0, "0"), (LONG, 1, "0"), (LONG, 1, "1")])
+@pytest.mark.parametrize(
+    ("requests", "speculative", "room"),  # room for logits: "0" for a row at a time
+    [([(1, 200), (1, 20), (1, 1)], 0, "1"), *(([(2, 200), (2, 20), (40, 240), (150, 150)], 1, room) for room in "01")],
+)
 def test_a_decoder_layer_with_its_indexer(
-    requests: list[tuple[int, int]], speculative: int, room: str, vllm_process: None, monkeypatch: pytest.MonkeyPatch
+    requests: list[tuple[int, int]], speculative: int, room: str, decoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", room)  # 0: a row at a time
-    made, batch = Decoder(speculative), Batch(requests)
+    monkeypatch.setenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", room)
+    chosen = torch.full((512, TOPK), -7, dtype=torch.int32)
+    made, batch = decoder(chosen, speculative), Batch(requests)
     x = [torch.randn(keys, HIDDEN).bfloat16() for _, keys in requests]
     past = Batch([(keys - new, keys - new) for new, keys in requests])
     past.table = batch.table
     with torch.inference_mode():
-        made.run(past, x)
-        out = made.run(batch, x)
-        (_, old_keys, _), (queries, new_keys, weights) = made.scored
-        begin = before = 0
+        made.run_layer(past, x)
+        made.run_layer(batch, x)
+        (queries, _, weights), (q, *_, out) = made.scored[1], made.attended[1]
+        latent, begin, before = [], 0, 0
         for b, (new, keys) in enumerate(requests):
-            rows, behind = slice(begin, begin + new), slice(before, before + keys - new)
+            rows = slice(before, before + keys - new), slice(begin, begin + new)
             begin, before = begin + new, before + keys - new
-            numbers, scale = quantised(torch.cat([old_keys[behind], new_keys[rows]]))
-            scores = torch.einsum("thd,sd->ths", queries[rows].double(), numbers.double() * scale).relu()
-            logits = (scores * weights[rows, :, None]).sum(1)
-            for row, ours in enumerate(made.lists[rows]):
+            numbers, scale = quantised(torch.cat([k[part] for (_, k, _), part in zip(made.scored, rows, strict=True)]))
+            scores = torch.einsum("thd,sd->ths", queries[rows[1]].double(), numbers.double() * scale).relu()
+            logits = (scores * weights[rows[1], :, None]).sum(1)
+            for row, ours in enumerate(chosen[rows[1]]):
                 end = keys - new + row + 1
                 ours = ours[ours >= 0].long()
-                assert len(ours.unique()) == len(ours) == min(TOPK, end), (b, row)
-                assert ours.max() < end
+                assert len(ours.unique()) == len(ours) == min(TOPK, end) <= end > ours.max(), (b, row)
                 least = logits[row, :end].topk(len(ours)).values[-1]
                 assert logits[row, ours].min() >= least - 1e-4 * abs(least), (b, row)
-            exact, same = (made.expected(x[b], made.lists[rows], t) for t in (torch.float64, torch.bfloat16))
-            for ours, reference, near in zip(out, exact, same, strict=True):
-                assert largest(ours[rows].double() - reference) <= 2 * budget(torch.bfloat16, reference, near), b
-        assert (made.lists[begin:] == -7).sum() == (512 - sum(keys - new for new, keys in requests)) * TOPK
+            every = [
+                torch.cat([c, e.flatten(1)], 1)[part] for (_, c, e, _), part in zip(made.attended, rows, strict=True)
+            ]
+            latent.append(torch.cat(every))
+        check(made, batch, out.unflatten(-1, (HEADS, VALUE)), q, latent, chosen)
+        assert (chosen[max(begin, before) :] == -7).all()
 
 
 @works("sparse latent attention (DSA): portattn's indexer")
-def test_an_indexer_describes_its_calls_and_refuses_others(vllm_process: None) -> None:
-    made = Decoder()
-    cache = made.layer.self_attn.indexer.k_cache
-    engine = Engine(4, 8, 8, 64, [4], torch.bfloat16, DEVICE)
-    report = portattn.warmup(cache.impl.specs(cache, engine), device=DEVICE)
-    portattn.monitor(False)
-    assert len(report.specs) >= 4
-    assert report.failed == ()
+def test_an_indexer_describes_its_calls_and_refuses_others(decoder: Any) -> None:
+    made = decoder(torch.zeros(8, TOPK, dtype=torch.int32))
+    cache = made.index.k_cache
+    starts(cache.impl.specs, cache, 4)
     with set_current_vllm_config(made.config):
         for size, flag, name in ((KEY, {"use_fp4_cache": True}, "use_fp4_cache"), (64, {}, "quant_block_size")):
             with pytest.raises(ArgumentError, match=name):
-                SparseAttnIndexer(cache, size, "ue8m0", TOPK, KEY, 512, 512, made.lists, **flag)
+                SparseAttnIndexer(cache, size, "ue8m0", TOPK, KEY, 512, 512, made.index.topk_indices_buffer, **flag)
