@@ -324,13 +324,19 @@ def compact_mask(
     attention_mask: torch.Tensor | CompactMask | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> CompactMask:
-    """Return the CompactMask of one forward, as transformers' mask interface.
+) -> CompactMask | torch.Tensor:
+    """Return the CompactMask of one forward, as transformers' mask interface; for models with an indexer a whole mask.
 
     attention_mask is (B, T) bool by position, or a CompactMask that generate() made before, returned unchanged. Static
     caches give q_offset as a tensor. A graph never reads a mask back."""
     if isinstance(attention_mask, CompactMask):
         return attention_mask
+    everything = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    if getattr(kwargs.get("config"), "index_topk", None) is not None:  # an indexer adds the mask to its scores
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, device=device, **everything,
+        )  # fmt: skip
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size):
         shape = tuple(attention_mask.shape)
         raise refuse("attention_mask.shape", shape, f"must be ({batch_size}, tokens so far); {ELSEWHERE}")
@@ -369,8 +375,7 @@ def compact_mask(
         mask.written_out = True
         mask.mask = masking_utils.sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=mask.kv_used, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, device=device,
-            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+            mask_function=mask_function, attention_mask=attention_mask, device=device, **everything,
         )  # fmt: skip
     elif pattern.packed is not None:
         mask.packed = pattern.packed.expand(batch_size, -1)
