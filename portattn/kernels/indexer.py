@@ -252,8 +252,7 @@ def sampled_pivot(source, first, end, seq_k, stride, tokens, BLOCK_N: tl.constex
     keys = (groups // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]  # four are one read of 16 bytes
     rank = (tokens + tl.maximum(BLOCK_N - tokens, 0) // 4).to(tl.int64) * size // length
     rank = tl.minimum(tl.maximum(rank, 1), size).to(tl.int32)
-    return threshold(load_sortable(source, keys, first, end, seq_k, stride), rank, rank // 4, LOWEST,
-                     size)
+    return threshold(load_sortable(source, keys, first, end, seq_k, stride), rank, rank // 4, LOWEST, size)
 
 
 @triton.jit(do_not_specialize=["seq_q", "rows"])

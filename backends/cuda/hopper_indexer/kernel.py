@@ -211,9 +211,14 @@ def _consume(k_scale, scale_stride_b, scale_stride_s, page_table, row_starts, ro
                 to += result_stride_s
 
 
+# Callers pass parts of longer tensors, at any place: to specialise on it would compile the kernel again.
 @gluon.jit(
-    do_not_specialize=["seq_q", "seq_k", "row_tiles", "key_tiles", "tiles", "pages", "page_size", "table_stride"]
-)
+    do_not_specialize=[
+        "scale_stride_b", "result_stride_b", "result_stride_s", "seq_q", "seq_k", "row_tiles",
+        "key_tiles", "tiles", "pages", "page_size", "table_stride",
+    ],
+    do_not_specialize_on_alignment=["k_scale", "page_table", "row_starts", "row_ends", "seqlens_k", "result"],
+)  # fmt: skip
 def scheduled_index_scores(
     q_desc, weights_desc, k_desc, k_scale, scale_stride_b, scale_stride_s, page_table, row_starts, row_ends, seqlens_k,
     result, result_stride_b, result_stride_s, seq_q, seq_k, row_tiles, key_tiles, tiles, pages, page_size, table_stride,

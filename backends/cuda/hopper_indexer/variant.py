@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.hopper_indexer import CONSUMERS, DIM, KEYS
-from portattn.backends.cuda.launch_parts import multiprocessors
+from portattn.backends.cuda.launch_parts import multiprocessors, with_copies
 from portattn.backends.cuda.schedules import INDEXER, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.kernel_step import Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
-from portattn.schema.symbolic_int import least, next_power_of_two, pin_sizes
+from portattn.schema.symbolic_int import least, pin_sizes
 from portattn.validate.quantized import as_stored
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 HEADS = (32, 64)  # a row of fewer weights is no 128 bytes of shared memory, on which TMA writes begin
 PAGE = 64  # keys of a page that are loaded at a time; of packed keys KEYS
-MOST_ROWS = 64  # of a tile
-FEW_ROWS = 16  # of such tiles each core takes several, whose keys are loaded ahead
+FEW_ROWS, MANY_ROWS = 4, 64  # of a tile. Of tiles of few each core takes several, whose keys are loaded ahead
 # 4 × 128 threads (one warp counts as four) with 128 registers each, which the kernel's roles then share out anew.
-REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 128, 160, 24
+REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 128, 160, 32
 
 
 class IndexerVariant(Variant):
@@ -59,6 +58,9 @@ class IndexerVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        return with_copies(self.described(call), call, ("q", "k", "weights"), ())
+
+    def described(self, call: Call) -> StepLauncher:
         return _IndexerLauncher(call)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
@@ -80,8 +82,8 @@ class IndexerVariant(Variant):
 
 
 def rows_of(seq_q: int) -> int:
-    """Return the rows of a tile, a power of two."""
-    return min(next_power_of_two(seq_q), MOST_ROWS)
+    """Return the rows of a tile: one of two numbers, since each is a kernel of its own."""
+    return FEW_ROWS if seq_q <= FEW_ROWS else MANY_ROWS
 
 
 class _IndexerLauncher(StepLauncher):
@@ -116,7 +118,7 @@ class _IndexerLauncher(StepLauncher):
             "HEADS": p.heads_q, "ROWS": rows, "CONSUMER": CONSUMER_REGISTERS, "PRODUCER": PRODUCER_REGISTERS,
         }  # fmt: skip
         options = {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
-        blocks = tiles if rows >= FEW_ROWS else least(tiles, self._cores)
+        blocks = tiles if rows > FEW_ROWS else least(tiles, self._cores)
         return [Step(scheduled_index_scores, (blocks,), arguments, options, roles)]
 
 

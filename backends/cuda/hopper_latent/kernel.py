@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, store, sync
+from portattn.backends.cuda.gluon_names import aggregate, arrive, gather, load, reinterpreted, store, sync
 from portattn.backends.cuda.hopper_latent import KEYS, ROPE, ROWS
 from portattn.backends.cuda.hopper_latent import RANK as LATENT  # columns that are V too: the kernel's word for them
 
@@ -214,11 +214,11 @@ def _gather(k, row_units, most, work, shared):
                 sync(_FREE + 2 * buffer + half, work.LOADERS)
             if turn == 0:  # the owner has read the tail before it frees its half
                 place = shared.k_tail.index(buffer)
-                async_copy.async_copy_global_to_shared(place, rows + (_LATENT + tail_columns), mask=there)
+                gather(place, rows + (_LATENT + tail_columns), mask=there)
             for j in gl.static_range(_CHUNKS // 2):
                 chunk = half * (_CHUNKS // 2) + j
                 place = shared.k.index(buffer * _CHUNKS + chunk)
-                async_copy.async_copy_global_to_shared(place, rows + (chunk * _CHUNK + columns), mask=there)
+                gather(place, rows + (chunk * _CHUNK + columns), mask=there)
                 # Every thread arrives when its copies so far are there.
                 full = shared.k_full.index(buffer * _CHUNKS + chunk)
                 async_copy.mbarrier_arrive(full, increment_count=False)
@@ -298,7 +298,7 @@ def _gather_bytes(k, row_units, most, work, shared):
                 tails = _row_places(k, tail_slots, most, row_units) + (_LATENT + 16)
                 tails = tails.to(gl.pointer_type(gl.bfloat16)) + tail_columns
                 tail_there = (tail_slots >= 0)[:, None]
-                async_copy.async_copy_global_to_shared(shared.k_tail.index(buffer), tails, mask=tail_there)
+                gather(shared.k_tail.index(buffer), tails, mask=tail_there)
                 async_copy.mbarrier_arrive(full, increment_count=False)
             _store_widened(shared.k.index(buffer * _CHUNKS + chunk), found, scales)
             fence_async_shared()
