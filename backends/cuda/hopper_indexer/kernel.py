@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import PropagateNan
 
 from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, sync
-from portattn.backends.cuda.hopper_indexer import CONSUMERS, DIM, KEYS, KEY_STAGES, ROW_STAGES
+from portattn.backends.cuda.hopper_indexer import CONSUMERS, DIM, KEY_STAGES, KEYS, ROW_STAGES
 
 # Named barriers of the hardware, of which there are 16. Triton's warp specialisation takes 0 to 4 (3.6).
 _ROW_FREE: gl.constexpr = gl.constexpr(5)  # 5..12   a row's heads may be loaded into this buffer again

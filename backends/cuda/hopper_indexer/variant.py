@@ -37,7 +37,8 @@ class IndexerVariant(Variant):
     ops = ("indexer_logits",)
     takes = frozenset({"seqlens_k", "kv_format", "gqa", "paged"})
     arches = ("sm_90",)
-    needs = f"sm_90, {NEEDS}, e4m3 queries and keys of {DIM} columns, {', '.join(map(str, HEADS))} heads, pages of a multiple of {PAGE} rows"
+    needs = f"sm_90, {NEEDS}, e4m3 queries and keys of {DIM} columns, {' or '.join(map(str, HEADS))} heads"
+    needs += f", pages of a multiple of {PAGE} rows"
     legend = MappingProxyType({"rows": "query rows of a tile", "keys": "keys of a tile"})
     canaries = INDEXER
 
@@ -49,7 +50,7 @@ class IndexerVariant(Variant):
             f"needs {NEEDS}, and this is {found}": foreign(found),
             f"takes e4m3 queries and keys, not {p.kv_format}": p.kv_format != "e4m3",
             f"takes heads of {DIM} columns, not {p.head_dim}": p.head_dim != DIM,
-            f"takes {', '.join(map(str, HEADS))} heads, not {p.heads_q}": p.heads_q not in HEADS,
+            f"takes {' or '.join(map(str, HEADS))} heads, not {p.heads_q}": p.heads_q not in HEADS,
             f"takes pages of a multiple of {PAGE} rows, not {p.page_size}": p.page_size % PAGE != 0,
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),

@@ -26,6 +26,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from portattn.backends.cuda.gluon_names import aggregate, arrive, gather, load, reinterpreted, store, sync
 from portattn.backends.cuda.hopper_latent import KEYS, ROPE, ROWS
@@ -63,8 +63,8 @@ _PROBS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=
 _ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _OUTPUT_ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
 _SCORE_COLUMN: gl.constexpr = gl.constexpr(gl.SliceLayout(0, _SCORES.value))
-# Gathered rows: 16 bytes a thread. Of bytes, four numbers a word, a row takes four threads: when they are widened, eight
-# threads write half of two rows' 128 bytes each, which the swizzle puts in different banks.
+# Gathered rows: 16 bytes a thread. Of bytes, four numbers a word, a row takes four threads: once they are widened,
+# eight threads write half of two rows' 128 bytes each, which the swizzle puts in different banks.
 _GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _BYTES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 _BYTES_TAIL: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
@@ -548,8 +548,10 @@ def _work(table, table_stride, seqlens_k, capacity, head_tiles, seq_q, HEADS: gl
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "heads", "seq_q", "batches", "head_tiles", "page_tiles", "capacity", "table_stride", "row_units", "slots",
-    ]
+        "scale", "heads", "seq_q", "batches", "head_tiles", "page_tiles", "capacity", "table_stride", "row_units",
+        "slots",
+    ],
+    do_not_specialize_on_alignment=["page_table", "seqlens_k"],
 )  # fmt: skip
 def latent_decode(
     q_desc, q_tail_desc, k_desc, k_tail_desc, out_desc, k, partial, lse, page_table, seqlens_k,
@@ -561,8 +563,8 @@ def latent_decode(
 
     Queries and output by descriptors of (B, H, Sq, columns), latent rows by descriptors of (slots, 576); page_tiles:
     tiles of a page, capacity: the most keys of a sequence. scale: the softmax scale times log2(e), positive.
-    LISTED: page_table (B · Sq, capacity) has the slots of each query's keys, seqlens_k (B · Sq,) how many count or None;
-    rows of k, row_units times 16 bytes apart, are gathered, and QUERIES is 1. Bytes are rows of fp8_ds_mla.
+    LISTED: page_table (B · Sq, capacity) has the slots of each query's keys, seqlens_k (B · Sq,) or None how many of
+    them count. Rows of k, row_units times 16 bytes apart, are gathered, and QUERIES is 1. Bytes are rows of fp8_ds_mla.
     SPLIT: `partial` (splits, B, H, Sq, 512) and `lse` (splits, B, H, Sq), float32, are to be merged. Otherwise the
     output goes to `out_desc`, and `lse` (B, H, Sq) may be None. CONSUMER, PRODUCER: registers of a thread.
     """

@@ -37,7 +37,7 @@ def problem(**fields: Any) -> Problem:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "16 bits": ({"kv_format": "as_q", "kv_scales": "none"}, "takes e4m3 queries and keys, not as_q"),
     "narrow": ({"head_dim": 64, "head_dim_v": 64}, "takes heads of 128 columns, not 64"),
-    "heads": ({"heads_q": 16}, "takes 32, 64 heads, not 16"),
+    "heads": ({"heads_q": 16}, "takes 32 or 64 heads, not 16"),
     "pages": (PAGED | {"page_size": 16}, "takes pages of a multiple of 64 rows, not 16"),
     "unaligned": ({"aligned": False}, "reads through descriptors"), "empty": ({"seq_q": 0}, "seq_q is 0"),
 }  # fmt: skip
