@@ -96,10 +96,10 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-def write_keys(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any) -> None:
+def write_keys(k: Any, kv_cache: Any, slot_mapping: Any, quant_block_size: int, kv_cache_dtype: str) -> None:
     """vLLM's own operation is CUDA's: a page's numbers, and behind them its scales."""
-    for numbers, scale, slot in zip(*quantised(k), slots.tolist(), strict=True):
-        page, place = cache[slot // BLOCK].flatten(), slot % BLOCK
+    for numbers, scale, slot in zip(*quantised(k), slot_mapping.tolist(), strict=True):
+        page, place = kv_cache[slot // BLOCK].flatten(), slot % BLOCK
         page[KEY * place :][:KEY] = numbers.view(torch.uint8)
         page[KEY * BLOCK + 4 * place :][:4] = scale.view(torch.uint8)
 
