@@ -1,16 +1,18 @@
 """index_scores: the logits of a lightning indexer, Σ w·ReLU(q·k) over its heads. topk_rows: each row's k largest.
 
-Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: radix select, from the highest digit on.
+Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection in registers, over a tile or the part of a row above a sampled pivot.
 """
 
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import IMPRECISE_DEPTH, operand
+from portattn.kernels.attend import operand
 from portattn.kernels.split_bf16 import dot
 
-LOWEST: tl.constexpr = tl.constexpr(-2147483648)
-RADIX: tl.constexpr = tl.constexpr(256)
+LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # -inf as `sortable` has it, and +inf
+HIGHEST: tl.constexpr = tl.constexpr(2139095040)
+LANES: tl.constexpr = tl.constexpr(32)
+SAMPLE: tl.constexpr = tl.constexpr(4096)
 
 
 @triton.jit
@@ -103,6 +105,9 @@ def index_scores(
                     queries = tl.load(q_rows, mask=there, other=0.0)
                 w = tl.load(w_base + row.to(tl.int64) * weights_stride_s + heads * weights_stride_h,
                             mask=heads < HEADS, other=0.0)  # fmt: skip
+                # Before the product, which hides the latency of reading them.
+                first, end = key_range(sequence * seq_q + row, row, sequence, row_starts, row_ends, seqlens_k, seq_q,
+                                       seq_k, row < seq_q, PAGE_SIZE)  # fmt: skip
                 if Q_OPERAND == "reload":
                     key_rows = left_operand(k_places, columns, HEAD_DIM, BLOCK_D, KV_FORMAT, OPERANDS)
                 if KV_FORMAT == "as_q":
@@ -110,16 +115,16 @@ def index_scores(
                 elif OPERANDS == "widened":
                     scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)), input_precision="ieee")
                 else:
+                    # sm_90's matrix unit rounds sums of 8-bit products to 14 bits; to add up 32 at a time outside of it
+                    # takes half of the time.
                     scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)),
-                                    max_num_imprecise_acc=IMPRECISE_DEPTH)  # fmt: skip
+                                    max_num_imprecise_acc=BLOCK_D)  # fmt: skip
                 scores = tl.where(scores < 0.0, 0.0, scores)  # NaN stays
                 if HEADS != BLOCK_H:  # a key's infinity times a query of 0 would be NaN
                     scores = tl.where((heads < HEADS)[None, :], scores, 0.0)
                 logits = tl.sum(scores * w[None, :], axis=1)
                 if k_scale is not None:
                     logits = logits * scales
-                first, end = key_range(sequence * seq_q + row, row, sequence, row_starts, row_ends, seqlens_k, seq_q,
-                                       seq_k, row < seq_q, PAGE_SIZE)  # fmt: skip
                 logits = tl.where((keys >= first) & (keys < end), logits, float("-inf"))
                 tl.store(to + row.to(tl.int64) * result_stride_s + keys, logits, mask=keys < seq_k)
         else:
@@ -136,77 +141,186 @@ def sortable(numbers):
 
 
 @triton.jit
-def row_tile(source, keys, first, end, seq_k, stride):
-    """Return a tile of a row as sortable integers, and which of them count: in the row's range, above -inf, not NaN."""
-    # What is masked follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
-    numbers = tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k, other=float("-inf")).to(tl.float32)
-    valid = (numbers > float("-inf")) & ((keys >= first) & (keys < end))
-    return sortable(numbers), valid
+def tile_places(BLOCK_N: tl.constexpr):
+    """Return 0..BLOCK_N - 1 as a tile of four columns, the numbers that a thread reads at once."""
+    return tl.arange(0, BLOCK_N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
-def next_digit(source, begin, first, end, seq_k, stride, least, wanted, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the `wanted`-th largest number's bits from SHIFT on, and how many numbers that begin so are taken."""
-    columns, digits = tl.arange(0, BLOCK_N), tl.arange(0, RADIX)
-    counts = tl.full([RADIX], 0, tl.int32)
+def count_of(chosen):
+    return tl.sum(tl.sum(chosen.to(tl.int32), axis=1), axis=0)
+
+
+@triton.jit
+def threshold(numbers, wanted, spare, low, reached):
+    """Return the largest number that `wanted` of a tile's reach, or any that up to wanted + `spare` reach.
+
+    It is at least `low`, which about `reached` numbers reach, and at least `wanted` of them."""
+    high = tl.max(tl.max(numbers, axis=1), axis=0)
+    low = tl.minimum(low, high)
+    reached = tl.maximum(reached, wanted)
+    above, turn = 0, 0
+    while low < high:
+        # The next number to try is interpolated from both ends' counts, each fourth time in the middle: few steps for
+        # most rows, and for none more than four times as many as numbers have bits.
+        share = (reached - wanted - spare // 2).to(tl.float32) / (reached - above)
+        share = tl.where(turn % 4 == 3, 0.5, tl.minimum(tl.maximum(share, 0.0625), 0.9375))
+        step = (share * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int64)
+        middle = tl.minimum(tl.maximum(low + step, low.to(tl.int64) + 1), high.to(tl.int64)).to(tl.int32)
+        count = count_of(numbers >= middle)
+        low = tl.where(count >= wanted, middle, low)
+        high = tl.where(count < wanted, middle - 1, tl.where(count <= wanted + spare, middle, high))
+        reached = tl.where(count >= wanted, count, reached)
+        above = tl.where(count < wanted, count, above)
+        turn += 1
+    return low
+
+
+@triton.jit
+def no_counts(BLOCK_N: tl.constexpr):
+    """Return the counts of `ranks` before the first tile."""
+    fours: tl.constexpr = BLOCK_N // 4
+    width: tl.constexpr = fours if fours < LANES else LANES
+    return tl.sum(tl.zeros([fours // width, width], tl.int32), axis=1)
+
+
+@triton.jit
+def ranks(marked, counts):
+    """Return how many of a tile's numbers up to each one are marked, earlier tiles' `counts` included, and counts."""
+    # A thread adds up its four marks, a warp its threads' sums, and every warp all warps' sums: one exchange between
+    # warps, where a scan of the tile has one for each warp.
+    marks = marked.to(tl.int32)
+    fours: tl.constexpr = marks.shape[0]
+    width: tl.constexpr = fours if fours < LANES else LANES
+    lines = tl.reshape(tl.sum(marks, axis=1), [fours // width, width])
+    sums = tl.sum(lines, axis=1)
+    nth = tl.arange(0, fours // width)
+    before = tl.sum(tl.where(nth[None, :] < nth[:, None], sums[None, :], 0) + counts[None, :], axis=1)
+    before = tl.reshape(tl.cumsum(lines, axis=1) - lines + before[:, None], [fours])
+    return tl.cumsum(marks, axis=1) + before[:, None], counts + sums
+
+
+@triton.jit
+def load_numbers(source, keys, seq_k, stride):
+    # The mask follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
+    return tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k)
+
+
+@triton.jit
+def take_from_row(source, to, pivot, wanted, room, first, end, seq_k, stride, BLOCK_N: tl.constexpr,
+                  EQUALS: tl.constexpr):  # fmt: skip
+    """Store the keys of a row's numbers above a pivot, and of the first `wanted` equal to it, in order, up to `room`.
+
+    The pivot is a `sortable` number. Without EQUALS none equal to it is taken. Return how many were taken, and how
+    many are equal."""
+    least = (pivot ^ ((pivot >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    taken, equals = no_counts(BLOCK_N), no_counts(BLOCK_N)
+    begin = first // BLOCK_N * BLOCK_N
+    following = load_numbers(source, begin + tile_places(BLOCK_N), seq_k, stride)
     for start in range(begin, end, BLOCK_N):
-        numbers, counted = row_tile(source, start + columns, first, end, seq_k, stride)
-        digit = (numbers >> SHIFT) & (RADIX - 1)
-        if SHIFT == 24:
-            digit = digit ^ 128  # the sign
-        else:
-            counted = counted & (((numbers ^ least) >> (SHIFT + 8)) == 0)
-        # Others count as 0, since Triton 3.2's histogram has no mask: digit 0 is what remains if no other one is found.
-        counts += tl.histogram(tl.where(counted, digit, 0), RADIX)
-    from_here = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # numbers with this digit or a higher one
-    digit = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), axis=0) - 1, 0)
-    wanted = wanted - tl.sum(tl.where(digits > digit, counts, 0), axis=0)
-    if SHIFT == 24:
-        least = (digit ^ 128) << 24
-    else:
-        least = least | (digit << SHIFT)
-    return least, wanted
+        keys = start + tile_places(BLOCK_N)
+        if EQUALS:
+            numbers = load_numbers(source, keys, seq_k, stride).to(tl.float32)
+        else:  # the next tile is on its way
+            numbers = following.to(tl.float32)
+            following = load_numbers(source, keys + BLOCK_N, seq_k, stride)
+        seen = (keys >= first) & (keys < end)
+        chosen = seen & (numbers > least)
+        if EQUALS:
+            equal = seen & (numbers == least)
+            nth, equals = ranks(equal, equals)
+            chosen = chosen | (equal & (nth <= wanted))
+        nth, taken = ranks(chosen, taken)
+        tl.store(to - 1 + nth, keys, mask=chosen & (nth <= room))
+    return tl.sum(taken, axis=0), tl.sum(equals, axis=0)
+
+
+@triton.jit
+def load_sortable(source, keys, first, end, seq_k, stride):
+    """Load a row's numbers as sortable integers; numbers out of the range and NaN are -inf."""
+    numbers = load_numbers(source, keys, seq_k, stride).to(tl.float32)
+    counted = (numbers > float("-inf")) & (keys >= first) & (keys < end)
+    return sortable(tl.where(counted, numbers, float("-inf")))
+
+
+@triton.jit
+def sampled_pivot(source, first, end, seq_k, stride, tokens, BLOCK_N: tl.constexpr):
+    """Return a number that more than `tokens` and less than BLOCK_N numbers of a row exceed, most likely."""
+    size: tl.constexpr = BLOCK_N if BLOCK_N < SAMPLE else SAMPLE
+    length = end - first
+    groups = first + (tl.arange(0, size // 4).to(tl.int64) * length // (size // 4)).to(tl.int32)
+    keys = (groups // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]  # four are one read of 16 bytes
+    rank = (tokens + tl.maximum(BLOCK_N - tokens, 0) // 4).to(tl.int64) * size // length
+    rank = tl.minimum(tl.maximum(rank, 1), size).to(tl.int32)
+    return threshold(load_sortable(source, keys, first, end, seq_k, stride), rank, rank // 4, LOWEST,
+                     size)
 
 
 @triton.jit(do_not_specialize=["seq_q", "rows"])
 def topk_rows(
-    q, row_starts, row_ends, result,
+    q, row_starts, row_ends, result, candidates,
     q_stride_b, q_stride_s, q_stride_d, result_stride_b, result_stride_s,
     seq_q, seq_k, tokens, rows,
-    BLOCK_N: tl.constexpr, GRID: tl.constexpr,
+    BLOCK_N: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1."""
-    # The `tokens`-th largest of a row's numbers (q, (B, 1, Sq, Sk)) is found by its bytes, the highest first: a
-    # histogram counts the numbers that begin with the bytes found so far. Of numbers equal to it the first are taken.
-    if GRID == "persistent":
-        rounds = tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))
-    else:
-        rounds: tl.constexpr = 1
-    for turn in range(rounds):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1.
+
+    q (B, 1, Sq, Sk). LONG: rows may have more than BLOCK_N numbers; candidates (programs, BLOCK_N), int32, is memory.
+    """
+    # A row of BLOCK_N numbers is held in registers, and its `tokens`-th largest number is found by bisection. Of a
+    # longer row the keys of numbers above a pivot become the tile. A sample gives the pivot; if so many numbers exceed
+    # it that they fill no tile, or too few, bisection continues with passes over the row. If numbers equal to the pivot
+    # are among the chosen ones, the pivot is the threshold, and no tile is needed.
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         sequence, place = (row // seq_q).to(tl.int64), (row % seq_q).to(tl.int64)
         source = q + sequence * q_stride_b + place * q_stride_s
         to = result + sequence * result_stride_b + place * result_stride_s
         first, end = key_range(row, place, sequence, row_starts, row_ends, None, seq_q, seq_k, row < rows, 0)
-        columns = tl.arange(0, BLOCK_N)
-        begin = first // BLOCK_N * BLOCK_N
-        least, wanted = LOWEST, tokens  # the threshold, and how many numbers equal to it are taken
-        if end - first > tokens:
-            for step in tl.static_range(4):
-                least, wanted = next_digit(source, begin, first, end, seq_k, q_stride_d, least, wanted, 24 - 8 * step,
-                                           BLOCK_N)  # fmt: skip
-        taken = 0
-        equals = 0
-        for start in range(begin, end, BLOCK_N):
-            keys = start + columns
-            numbers, valid = row_tile(source, keys, first, end, seq_k, q_stride_d)
-            equal = valid & (numbers == least)
-            nth = equals + tl.cumsum(equal.to(tl.int32), axis=0)
-            chosen = (valid & (numbers > least)) | (equal & (nth <= wanted))
-            nth_chosen = taken + tl.cumsum(chosen.to(tl.int32), axis=0)
-            tl.store(to + nth_chosen - 1, keys, mask=chosen)
-            equals += tl.sum(equal.to(tl.int32), axis=0)
-            taken += tl.sum(chosen.to(tl.int32), axis=0)
-        for start in range(taken, tokens, BLOCK_N):
-            empty = start + columns
-            tl.store(to + empty, tl.full([BLOCK_N], -1, tl.int32), mask=empty < tokens)
+        places = tile_places(BLOCK_N)
+        begin = tl.minimum(first, seq_k) // 16 * 16
+        keys = begin + places
+        low, held, taken, written = LOWEST, 0, 0, 0
+        if LONG:
+            memory = candidates + tl.program_id(0).to(tl.int64) * BLOCK_N
+            long = end - begin > BLOCK_N
+            if long:
+                pivot, high = sampled_pivot(source, first, end, seq_k, q_stride_d, tokens, BLOCK_N), HIGHEST
+                searching = 1
+                while searching == 1:
+                    held, _ = take_from_row(source, memory, pivot, 0, BLOCK_N, first, end, seq_k, q_stride_d, BLOCK_N,
+                                            False)  # fmt: skip
+                    if held < tokens:
+                        wanted = tl.where(pivot > LOWEST, tokens - held, 0)
+                        taken, equals = take_from_row(source, to, pivot, wanted, tokens, first, end, seq_k, q_stride_d,
+                                                      BLOCK_N, True)  # fmt: skip
+                        written = ((pivot == LOWEST) | (equals >= wanted)).to(tl.int32)
+                        searching = 1 - written
+                        high = pivot - 1
+                    else:
+                        searching = (held > BLOCK_N).to(tl.int32)
+                        low = pivot
+                    pivot = tl.where(searching == 1, (low | high) - ((low ^ high) >> 1), pivot)
+            tl.debug_barrier()  # before reading what other threads have stored
+            stored = tl.load(memory + places, mask=long & (places < held), other=seq_k)
+            keys = tl.where(long, stored, keys)
+        if written == 0:
+            numbers = load_sortable(source, keys, first, end, seq_k, q_stride_d)
+            counted = count_of(numbers > low)
+            if counted > tokens:
+                low = threshold(numbers, tokens, 0, low, counted)
+            chosen = (numbers >= low) & (numbers > LOWEST)
+            taken = count_of(chosen)
+            if taken > tokens:
+                above = numbers > low
+                nth, _ = ranks(chosen & (numbers == low), no_counts(BLOCK_N))
+                first_equals = above | (chosen & (nth <= tokens - count_of(above)))
+                nth, _ = ranks(first_equals, no_counts(BLOCK_N))
+                tl.store(to - 1 + nth, keys, mask=first_equals)
+                taken = tokens
+            else:
+                nth, _ = ranks(chosen, no_counts(BLOCK_N))
+                tl.store(to - 1 + nth, keys, mask=chosen)
+        if taken < tokens:
+            for start in range(0, tokens, BLOCK_N):
+                empty = start + places
+                tl.store(to + empty, tl.full(places.shape, -1, tl.int32), mask=(empty >= taken) & (empty < tokens))

@@ -52,6 +52,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
 INDEXER = "portattn.kernels.indexer"
 LOGITS_UNSPECIALISED = frozenset({"seq_q", "seq_k", "pages", "row_tiles", "key_tiles", "tiles"})
 TOPK_UNSPECIALISED = frozenset({"seq_q", "rows"})
+MOST_SEARCHES = 1024  # programs that search long rows: each has memory for a tile
 
 
 def logits_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, None]:
@@ -80,12 +81,14 @@ def topk_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], to
     problem, kernel = plan.problem, CORES[plan.problem.op]
     lowering, launch = plan.specialised
     rows = kernel.tiles(problem, launch)
+    constexprs = kernel.constexprs(problem, lowering, launch)
+    programs = least(rows, cores if lowering.grid == "persistent" else MOST_SEARCHES if constexprs["LONG"] else rows)
+    candidates = call.empty(programs, launch.block_n, dtype=torch.int32) if constexprs["LONG"] else None
     arguments = {
         "q": call.q, "row_starts": call.row_starts, "row_ends": call.row_ends, "result": call.result,
+        "candidates": candidates,
         **strides("q", call.q[:, 0], "bsd"), **outer_strides("result", call.result, "bs"),
         "seq_q": problem.seq_q, "seq_k": problem.seq_k, "tokens": problem.tokens, "rows": rows,
     }  # fmt: skip
-    grid = (least(rows, cores) if lowering.grid == "persistent" else rows,)
-    constexprs = kernel.constexprs(problem, lowering, launch)
-    first = KernelCall(INDEXER, kernel.function, grid, arguments, constexprs, launch, TOPK_UNSPECIALISED)
+    first = KernelCall(INDEXER, kernel.function, (programs,), arguments, constexprs, launch, TOPK_UNSPECIALISED)
     return [first], call.new_out(), None

@@ -157,7 +157,7 @@ class IndexScores(CoreKernel):
 
 
 class TopkRows(CoreKernel):
-    """The places of each row's largest logits by topk_rows: a program a row, read block_n logits at a time."""
+    """The places of each row's largest logits by topk_rows: a program a row, with block_n logits in registers."""
 
     name = "topk_rows"
     function = "topk_rows"
@@ -183,8 +183,9 @@ class TopkRows(CoreKernel):
         split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
         if "block_n" not in pinned:
-            launch = msgspec.structs.replace(launch, block_n=max(launch.block_n, LEAST_READ))
+            shorter = least(launch.block_n, next_power_of_two(problem.seq_k))
+            launch = msgspec.structs.replace(launch, block_n=most(shorter, LEAST_READ))
         return msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        return {"BLOCK_N": launch.block_n, "GRID": lowering.grid}
+        return {"BLOCK_N": launch.block_n, "LONG": problem.seq_k > launch.block_n}
