@@ -38,14 +38,7 @@ from transformers.generation import continuous_batching
 
 from portattn.api import ops
 from portattn.api.transform_checks import leave_out, left_out
-from portattn.integrations.transformers_mask import (
-    ELSEWHERE,
-    WHO,
-    CompactMask,
-    check_window,
-    compact_mask,
-    refuse,
-)
+from portattn.integrations.transformers_mask import ELSEWHERE, WHO, CompactMask, check_window, compact_mask, refuse
 from portattn.planning.planner import check_path
 from portattn.validate import wants_gradients
 
@@ -347,10 +340,9 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
                 cache = _special(feature, kwargs[feature], cache)
         in_batch = cache is not None or "read_index" in kwargs
         mask, bias = _read(module, query, key, attention_mask, is_causal, in_batch)
-        if indices is not None:
-            if in_batch:
-                raise refuse("indices", indices, f"{_WHAT} has no sparse attention; {ELSEWHERE}")
-            mask = _selected(mask, indices)
+        if indices is not None and in_batch:
+            raise refuse("indices", indices, f"{_WHAT} has no sparse attention; {ELSEWHERE}")
+        mask = mask if indices is None else _selected(mask, indices)
         options = {"scale": scaling, "softcap": softcap, "sinks": _acceptable(s_aux, query), "backend": backend}
         if in_batch:
             if bias is not None or position_bias is not None or dropout > 0.0:
@@ -433,8 +425,7 @@ def _read(
 
 def _selected(mask: CompactMask, indices: torch.Tensor) -> CompactMask:
     """Return a mask that shows, of the keys that `mask` shows, those in indices (B, Sq, topk): DSA's selection."""
-    sizes = mask.batch, 1, mask.q_length, mask.kv_length
-    chosen = torch.zeros(sizes, dtype=torch.bool, device=indices.device).scatter_(-1, indices[:, None].long(), True)
+    chosen = indices.new_zeros(mask.shape, dtype=torch.bool).scatter_(-1, indices[:, None].long(), True)
     chosen, written = chosen[..., : mask.kv_used], mask.written
     return replace(mask, mask=chosen if written is None else chosen & written, packed=None, _dense=None)
 

@@ -74,7 +74,7 @@ def test_planted_errors_show(models: dict[str, Any], family: str, error: str, mo
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
 def test_an_indexers_selection(cache: str) -> None:
-    """DeepSeek V3.2's layers name the keys that each query sees. `eager` over its caches is no dense forward's equal."""
+    """DeepSeek V3.2's layers name the keys of each query. `eager` over its caches is not equal to a dense forward."""
     ids, mask = tokens(), padding("left")
     model, wider = build("DeepseekV32"), build("DeepseekV32", index_topk=LENGTH)
     for sizes in ((LENGTH,), (LENGTH - 4, 3, 1)):

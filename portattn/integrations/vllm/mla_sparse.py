@@ -35,8 +35,9 @@ from portattn.schema.tensors import TensorSpec
 DS_CACHE, DS_HEAD = "fp8_ds_mla", 576
 # A request's most new tokens that count as decoding. vLLM attends more of them to all keys, while a list holds these.
 DECODE_ROWS = 128
-# The operation of portattn's indexer in graphs, and its keys' scales: powers of two.
 DCP_SIZE, PCP_SIZE = "decode_context_parallel_size", "prefill_context_parallel_size"
+EVEN = 16  # rows of a block of logits are a multiple of it: blocks begin at addresses that kernels are compiled for
+# The operation of portattn's indexer in graphs, and its keys' scales: powers of two.
 OPERATION, SCALE_FORMAT = "vllm::portattn_sparse_attn_indexer", "ue8m0"
 
 
@@ -174,8 +175,19 @@ class PortattnSparseMLABackend(Capabilities):
 
 
 @dataclass
+class Span:
+    """Consecutive rows of one request, or of several whose lists hold all their keys; then `table` is None."""
+
+    first: int
+    end: int
+    table: torch.Tensor | None = None  # (1, pages)
+    length: torch.Tensor | None = None  # (1,) int32
+    ends: torch.Tensor | None = None  # (1, rows) int32
+
+
+@dataclass
 class PortattnIndexerMetadata(AttentionMetadata):
-    """One batch: decoding requests of equally many rows, then spans of rows of one request, or of short ones."""
+    """One batch: decoding requests of equally many rows, then spans."""
 
     slot_mapping: torch.Tensor
     seq_lens: torch.Tensor
@@ -183,7 +195,7 @@ class PortattnIndexerMetadata(AttentionMetadata):
     ends: torch.Tensor  # (tokens,) int32: keys that each row sees
     num_decodes: int
     decode_rows: int  # of each decoding request
-    spans: list[tuple[int, int, int, int | None]]  # first row, end, most keys, and the request; None: lists hold all
+    spans: list[Span]
 
 
 class PortattnIndexerMetadataBuilder(AttentionMetadataBuilder[PortattnIndexerMetadata]):
@@ -216,15 +228,21 @@ class PortattnIndexerMetadataBuilder(AttentionMetadataBuilder[PortattnIndexerMet
         before = torch.repeat_interleave(common.seq_lens - stops, stops - begins, output_size=count)
         torch.add(before, self._counted[:count], out=ends[:count])
         ends[count:] = 0
-        spans: list[tuple[int, int, int, int | None]] = []
+        spans: list[Span] = []
         bound = common.seq_lens_cpu_upper_bound
         keys = [common.max_seq_len] * len(starts) if bound is None else bound.tolist()
         for request in range(decodes, common.num_reqs):
-            first, end, short = starts[request], starts[request + 1], keys[request] <= self.topk
-            if short and spans and spans[-1][3] is None:
-                spans[-1] = (spans[-1][0], end, self.topk, None)
-            elif first < end:
-                spans.append((first, end, keys[request], None if short else request))
+            span, short = Span(starts[request], starts[request + 1]), keys[request] <= self.topk
+            if short and spans and spans[-1].table is None:
+                spans[-1].end = span.end
+            elif span.first < span.end:
+                spans.append(span)
+            if (
+                not short
+            ):  # copies: parts of the batch's tensors would lie at any address, for which kernels compile anew
+                one, pages = slice(request, request + 1), -(-keys[request] // self.kv_cache_spec.block_size)
+                span.table, span.length = common.block_table_tensor[one, :pages].clone(), common.seq_lens[one].clone()
+                span.ends = ends[None, span.first : span.end].clone()
         return PortattnIndexerMetadata(
             common.slot_mapping, common.seq_lens, common.block_table_tensor, ends, decodes, rows, spans
         )
@@ -274,7 +292,7 @@ class IndexerCalls:
         pages, scales = key_pages(cache, self.head_dim)
         count, n = q.shape[:2]
         rows = max(1, (envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 18) // (table.shape[1] * cache.shape[1]))
-        each = max(1, rows // n)
+        rows, each = (size - size % EVEN if size > EVEN else size for size in (rows, max(1, rows // n)))
         for b in range(0, count, each):
             for i in range(0, n, rows):
                 requests, last = slice(b, b + each), min(i + rows, n)
@@ -304,7 +322,7 @@ class IndexerCalls:
             wide = {name: range(page, most * page + 1, page) if name == "C" else of for name, of in sizes.items()}
             rows = {
                 "op": "topk_indices", "logits": TensorSpec((batch, n, "C"), None, fp32), "k": self.topk, "sizes": wide,
-                "row_ends": TensorSpec((batch, n), None, int32, kept=True),
+                "row_ends": TensorSpec((batch, n), None, int32, kept=kept),
                 "out": TensorSpec((batch, n, self.topk), None, int32, kept=True),
             }  # fmt: skip
             made += [logits, rows]
@@ -345,15 +363,15 @@ def write_lists(
         )
         queries, factors, ends, chosen = parts
         calls.choose(queries, factors, cache, batch.block_table[:count], batch.seq_lens[:count], ends, chosen)
-    for first, end, keys, request in batch.spans:
-        ends, chosen = batch.ends[None, first:end], topk_indices_buffer[None, first:end]
-        if request is None:
+    for span in batch.spans:
+        rows = slice(span.first, span.end)
+        if span.table is None:
             places = torch.arange(calls.topk, dtype=torch.int32, device=q.device)
-            chosen.copy_(torch.where(places < ends[..., None], places, -1))
+            topk_indices_buffer[rows] = torch.where(places < batch.ends[rows, None], places, -1)
             continue
-        one = slice(request, request + 1)
-        table = batch.block_table[one, : -(-keys // cache.shape[1])]
-        calls.choose(q[None, first:end], weights[None, first:end], cache, table, batch.seq_lens[one], ends, chosen)
+        one = (each[None, rows] for each in (q, weights, topk_indices_buffer))
+        queries, factors, chosen = one
+        calls.choose(queries, factors, cache, span.table, span.length, span.ends, chosen)
 
 
 class PortattnSparseAttnIndexer(SparseAttnIndexer):

@@ -51,11 +51,9 @@ def test_tables_of_an_encoder_decoder_model() -> None:
     model = SimpleNamespace(max_model_len=100, dtype=torch.bfloat16, is_encoder_decoder=True)
     graphs = SimpleNamespace(cudagraph_capture_sizes=None)
     config = SimpleNamespace(
-        scheduler_config=scheduler,
-        model_config=model,
-        compilation_config=graphs,
+        scheduler_config=scheduler, model_config=model, compilation_config=graphs,
         parallel_config=layer.config.parallel_config,
-    )
+    )  # fmt: skip
     blocks = -(-1500 // layer.spec.block_size)
     assert min(metadata.engine_of(config, layer.spec, torch.device("cpu")).columns) == blocks
     model.is_encoder_decoder = False
