@@ -1,6 +1,7 @@
 """index_scores: the logits of a lightning indexer, Σ w·ReLU(q·k) over its heads. topk_rows: each row's k largest.
 
-Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection in registers, over a tile or the part of a row above a sampled pivot.
+Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection in registers, over a tile or the part of
+a row above a sampled pivot.
 """
 
 import triton
