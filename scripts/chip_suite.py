@@ -5,14 +5,11 @@
     python scripts/chip_suite.py --out .chip --seconds 560                         # stop then; run again for the rest
     python scripts/chip_suite.py --out .chip --report                              # what ran so far, and nothing more
 
-Each test adds a line to `.chip/<chip>-<toolchain>.jsonl` when it ends. A run leaves out what has passed by the file
-that lies there, so that an interrupted one goes on; what failed or was skipped is run again, after the rest. A file of
-other source code, another torch, another build of Triton or other GPUs is refused: `--out` another folder, or
-`--again`.
+Each test adds a line to `.chip/<chip>-<toolchain>.jsonl`. A run leaves out what has passed by the file that lies there,
+and runs what failed or was skipped after the rest. A file of other source code, torch, Triton or GPUs is refused.
 
-`--triton` is a folder that holds `triton/` (scripts/pack_triton.py makes an archive of one). Tests that run on the
-device come first; `--all` runs the others after them. Words after `--` are pytest's: `-- tests/kernels -k paged`.
-The GPUs are those that CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) names, or all.
+`--triton` is a folder that holds `triton/` (scripts/pack_triton.py). `--all` runs tests without a device after the
+others. Words after `--` are pytest's: `-- tests/kernels -k paged`.
 
 Exit status: 0 all that were asked for have passed or were skipped; 1 a test failed, or a file could not be collected;
 2 nothing could be run; 3 time ran out, or pytest ended early: the same command runs the rest, also where tests failed;

@@ -5,11 +5,9 @@
     python scripts/engine_env.py list [--json | --newest]
     python scripts/engine_env.py remove vllm-0.33.0
 
-An environment is made from a list of exact versions, tests/engines/requirements/<name>-<version>.txt, installed without
-its dependencies: an engine's own would bring CUDA's libraries, several GB of them. torch is its CPU build, so the index
-that pip knows must have it (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu). portattn is not installed: tests
-take it from this checkout, entry points included, so one environment serves every checkout. Environments lie in
-${ENGINES_HOME:-~/.cache/portattn/engines}.
+An environment in ${ENGINES_HOME:-~/.cache/portattn/engines} has exact versions,
+tests/engines/requirements/<name>-<version>.txt, without their dependencies: CUDA's libraries have several GB. torch is
+its CPU build (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu). Tests take portattn from this checkout.
 
 Exit status: 0 done; 1 bad arguments, or what `test` found; 3 the environment cannot be made here; 130 interrupted.
 `test` gives pytest's own status, and 3 where there is no environment.

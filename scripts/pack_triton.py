@@ -6,13 +6,9 @@ There (docs/testing.md, "Another Triton on a machine with a GPU"):
 
     mkdir /tmp/triton && tar xJf triton-3.8.0.txz -C /tmp/triton && PYTHONPATH=/tmp/triton python3 …
 
-The wheel is of Linux on x86_64. Left out is what a run on an NVIDIA GPU up to sm_90 never reads: symbols of libraries,
-AMD's code generator, the profiler with NVIDIA's libraries for it, plug-ins, headers for those, the programs that take
-machine code apart, and the ptxas of newer chips where sm_90 has another one (backends/cuda/ptxas.toml). With `--arch`
-only the ptxas of that chip stays. A release takes some minutes, and 2 GB of memory.
-
-The archive is written beside its place and renamed: an interrupted run leaves none, and keeps an older one. The same
-wheel gives the same bytes.
+The wheel is of Linux on x86_64, less what a run on an NVIDIA GPU up to sm_90 never reads: symbols, AMD's code
+generator, the profiler, plug-ins, disassemblers, and the ptxas of newer chips where sm_90 has another one
+(backends/cuda/ptxas.toml). With `--arch` only the ptxas of that chip stays. It takes minutes, and 2 GB of memory.
 """
 
 from __future__ import annotations

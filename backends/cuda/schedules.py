@@ -119,6 +119,15 @@ INT8_FORWARD = (
 LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),
     Problem(**_LATENT, seq_q=3, dtype="fp16", causal="bottom_right", num_splits=1),
+    Problem(**_LATENT, seq_q=2, dtype="bf16", tokens=300, num_splits=2),
+    Problem(**_LATENT, seq_q=1, dtype="bf16", tokens=300, num_splits=1, kv_format="fp8_ds_mla"),
+)
+_INDEXER: dict[str, Any] = {
+    "op": "indexer_logits", "heads_q": 64, "heads_k": 1, "head_dim": 128, "dtype": "bf16", "kv_format": "e4m3",
+}  # fmt: skip
+INDEXER = (
+    Problem(**_INDEXER, batch=1, seq_q=77, seq_k=541, kv_scales="token"),
+    Problem(**_INDEXER, batch=3, seq_q=2, seq_k=448, page_size=64, seqlens_k=True, kv_scales="token"),
 )
 # Every width and the three ways to dQ (added, added in turns, a kernel of its own); whole, causal, windowed, padded and
 # packed.

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+import portattn
 from portattn.api.argument_errors import OPERATIONS, register, short_traceback, wrong_arguments
 from portattn.api.call import first_call, try_cached
 from portattn.api.execute import lookup, run_request
@@ -107,7 +108,7 @@ def arguments_as_parts(op: str) -> Callable[..., Parts]:
 
     `backend` and `validate` are the last values. Tensors replace a parameter that stands for several (a PageTable). It
     raises the TypeError or UnknownArgument that the operation raises."""
-    function: Any = OPERATIONS[op]
+    function: Any = getattr(portattn, op)  # imports portattn.api.ops, where operations are registered
     return _made(function, function.__code__.co_firstlineno, "return tensors, values, lengths")
 
 

@@ -87,8 +87,8 @@ def bench(
     them, and a folder for each with its own results.
 
     A checkout has more sets, of calls that are no such cases (scripts/bench_sets/): engines, fp8-forward, cache-write,
-    transformers, training-step, host-cost, cpu, host-without-gpu, context-parallel. Their contenders take turns and are
-    checked as well; --out gets SET.json, which `portattn bench report` reads. They are not part of `all`.
+    sparse-latent, transformers, training-step, host-cost, cpu, host-without-gpu, context-parallel. Contenders take
+    turns and are checked as well; --out gets SET.json, for `portattn bench report`. They are not part of `all`.
 
     Exit status 1 when portattn itself is wrong on a case or cannot run it, or the device was lost, or a release does
     not start; 2 without a CUDA or ROCm device; 130 after Ctrl-C, with all that was finished."""

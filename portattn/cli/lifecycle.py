@@ -9,21 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import RED
+from portattn.cli import RED, output
 from portattn.cli.ci import entry_line, show_carried, tell_outcomes
-from portattn.cli.output import (
-    emit_json,
-    heading,
-    json_option,
-    pairs,
-    plural,
-    quirk_of,
-    status,
-    table,
-    target_option,
-    tell_unknown,
-    toolchain_option,
-)
 from portattn.errors import ArgumentError
 from portattn.files import read_limited
 from portattn.schema import quirk
@@ -47,8 +34,8 @@ _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}  # of the child that reduces: a cache wo
     "--from-incident", "incident_id", metavar="ID", help="A failure that portattn has kept (doctor lists them)."
 )
 @click.option("--backend", metavar="NAME", help="The backend, where the log does not say.")
-@target_option("The chip, where the log does not say.")
-@toolchain_option("The compiler, where the log does not say.")
+@output.target_option("The chip, where the log does not say.")
+@output.toolchain_option("The compiler, where the log does not say.")
 @click.option("--kernel", metavar="NAME", help="Our kernel, as in dense_forward, where the log does not say.")
 @click.option("--failure", "number", type=int, metavar="N", help="Of several failures in a log only the Nth.")
 @click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
@@ -60,7 +47,7 @@ _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}  # of the child that reduces: a cache wo
 )
 @click.option("--force", is_flag=True, help="Draft although the failure is an entry's, or a draft has it.")
 @click.option("--no-replay", is_flag=True, help="Do not run the draft's program here.")
-@json_option
+@output.json_option
 def new(
     log: Path | None, incident_id: str | None, backend: str | None, target: str | None, toolchain: str | None,
     kernel: str | None, number: int | None, words: str, out: Path | None, force: bool, no_replay: bool, as_json: bool,
@@ -93,13 +80,13 @@ def new(
     if number is not None and not 1 <= number <= len(found):
         raise ArgumentError("quirks new", "--failure", number, f"must be from 1 to {len(found)}, which the log holds")
     asked = [number] if number is not None else range(1, len(found) + 1)
-    with status("drafting") as say:
+    with output.status("drafting") as say:
         made = {
             n: drafts.make(found[n - 1], registry, out, words=words, force=force, replay=not no_replay, say=say)
             for n in asked
         }
     if as_json:
-        emit_json(
+        output.emit_json(
             {"of": len(found), "failures": [{"number": n, **msgspec.to_builtins(draft)} for n, draft in made.items()]}
         )
     else:
@@ -107,7 +94,7 @@ def new(
             _show_failure(draft, n, len(found))
         left = len(found) - len(made)
         if left:
-            click.echo(f"{plural(left, 'other failure')} in the log: leave --failure out to draft each")
+            click.echo(f"{output.plural(left, 'other failure')} in the log: leave --failure out to draft each")
     if any(not draft.files and not draft.failure["not_a_bug"] for draft in made.values()):
         raise click.exceptions.Exit(RED)
 
@@ -116,7 +103,7 @@ def _show_failure(made: Any, number: int, of: int) -> None:
     if of > 1:
         who = f", of {', '.join(made.streams)}" if made.streams else ""
         often = f", {made.times} times" if made.times > 1 else ""
-        heading(f"failure {number} of {of}, from line {made.failure['line']} on{who}{often}")
+        output.heading(f"failure {number} of {of}, from line {made.failure['line']} on{who}{often}")
     for entry in made.known:
         click.secho(str(entry), fg="yellow")
     click.echo(f"{made.failure['symptom']} at stage {made.failure['stage']}: {made.failure['cause']}")
@@ -133,23 +120,23 @@ def _show_failure(made: Any, number: int, of: int) -> None:
 
 
 def _show_draft(made: Any) -> None:
-    heading(made.id)
+    output.heading(made.id)
     for file in made.files:
         click.echo(f"  {file}")
     if made.replay:
         click.secho(made.replay, fg={True: "green", False: "red"}.get(made.reproduced))
     if made.open:
-        heading("to be filled in")
-        pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
+        output.heading("to be filled in")
+        output.pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
 
 
 @click.command()
 @click.argument("subject_id", metavar="ID", type=param_types.QUIRK)
-@toolchain_option("The compiler; by default the one that it failed on.")
+@output.toolchain_option("The compiler; by default the one that it failed on.")
 @click.option("--seconds", type=SECONDS, default=120.0, show_default=True, help="Time limit of one compile.")
 @click.option("--most", default=400, show_default=True, help="Compiles after which the smallest so far is the result.")
 @click.option("--write", is_flag=True, help="Write the result: into the quirk's probe, or as an incident ID-reduced.")
-@json_option
+@output.json_option
 def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, write: bool, as_json: bool) -> None:
     """Shrink the specialisation of an incident, or of a quirk with a "plan:" probe, while it fails in the same way."""
     from portattn.planning.registry import Registry
@@ -163,24 +150,28 @@ def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, wr
     subject, incident = _subject(subject_id, registry, toolchain)
     for text in permitted_env(incident.environment_set, registry)[1] if incident else ():
         click.secho(f"left out: {text}", fg="yellow", err=True)
-    with status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:
+    with output.status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:
 
         def step(tried: ReductionStep, compiles: int) -> None:
-            say(f"{plural(compiles, 'compile')}: {tried.step}: {tried.ended}")
+            say(f"{output.plural(compiles, 'compile')}: {tried.step}: {tried.ended}")
 
         made = reducing.reduce(subject, registry, worker, seconds=seconds, most=most, say=step)
     written = _write_reduced(made, incident, registry) if write else ""
     if as_json:
-        emit_json({"reduced": made, "written": written})
+        output.emit_json({"reduced": made, "written": written})
         return
-    click.secho(f"{made.id} on {made.target} with {made.toolchain}: {plural(made.compiles, 'compile')}", bold=True)
-    pairs([("changed", change) for change in made.changed] or [("changed", "nothing: it is as small as it gets")])
+    click.secho(
+        f"{made.id} on {made.target} with {made.toolchain}: {output.plural(made.compiles, 'compile')}", bold=True
+    )
+    output.pairs(
+        [("changed", change) for change in made.changed] or [("changed", "nothing: it is as small as it gets")]
+    )
     if not made.complete:
         click.secho(f"--most {most} compiles were not enough: there may be a smaller one", fg="yellow")
     if made.probe:
-        heading("as a probe")
+        output.heading("as a probe")
         click.echo(made.probe)
-    heading("as a command")
+    output.heading("as a command")
     click.echo(made.command)
     if written:
         click.echo(f"\nwritten: {written}")
@@ -190,7 +181,7 @@ def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tupl
     from portattn.tools.quirks import reduce as reducing
 
     if quirk.matching(subject_id, registry.quirks):
-        return reducing.of_quirk(quirk_of("quirks reduce", subject_id, registry), registry, toolchain), None
+        return reducing.of_quirk(output.quirk_of("quirks reduce", subject_id, registry), registry, toolchain), None
     incident, _ = _incident(subject_id, registry.quirks)
     return reducing.subject_of_incident(incident, registry, toolchain), incident
 
@@ -241,10 +232,10 @@ def add_to(group: click.Group) -> None:
 @click.command()
 @click.argument("quirk_id", metavar="ID", type=param_types.QUIRK)
 @click.option("--between", nargs=2, metavar="A B", help="Only toolchains from A to B, both NAME==VERSION.")
-@target_option("The chip; by default the probe's own.")
+@output.target_option("The chip; by default the probe's own.")
 @click.option("--all", "every", is_flag=True, help="Test every toolchain, whatever the first ones say.")
 @click.option("--create", is_flag=True, help="Make environments of the lab that are missing (a few minutes each).")
-@json_option
+@output.json_option
 def bisect(
     quirk_id: str, between: tuple[str, str] | None, target: str | None, every: bool, create: bool, as_json: bool
 ) -> None:
@@ -259,11 +250,11 @@ def bisect(
     from portattn.tools.quirks import probe
 
     registry = Registry.load()
-    quirk = quirk_of("quirks bisect", quirk_id, registry)
+    quirk = output.quirk_of("quirks bisect", quirk_id, registry)
     target = registry.target(target, "none").name if target is not None else None
     compiler = bisecting.compiler_of(quirk)
     toolchains = bisecting.candidates(compiler, lab.toolchains(), between)
-    with status("bisecting") as say:
+    with output.status("bisecting") as say:
 
         def off(entry: Any, toolchain: str) -> probe.Arm:
             from portattn.schema.toolchain import is_installed
@@ -280,9 +271,11 @@ def bisect(
     now = quirk.when.toolchain.get(compiler, "")
     same = _same_range(made.range, now, toolchains)
     if as_json:
-        emit_json({"bisected": made, "range_now": now, "agrees": same and bool(made.last_bad) and not made.contradicts})
+        output.emit_json(
+            {"bisected": made, "range_now": now, "agrees": same and bool(made.last_bad) and not made.contradicts}
+        )
     else:
-        table(["toolchain", "seen", "said"], [(one.toolchain, one.seen, one.detail) for one in made.tested])
+        output.table(["toolchain", "seen", "said"], [(one.toolchain, one.seen, one.detail) for one in made.tested])
         if made.says:
             click.secho(made.says, fg="yellow")
         for name, value in (("last good before", made.last_good_before), ("first bad", made.first_bad),
@@ -310,10 +303,10 @@ def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
 @click.command()
 @click.argument("quirk_id", metavar="ID", type=param_types.QUIRK)
 @click.option("--reason", required=True, help="Why it is needed no more.")
-@toolchain_option("The first compiler without the bug.", "--fixed-in", default="")
+@output.toolchain_option("The first compiler without the bug.", "--fixed-in", default="")
 @click.option("--replaced-by", default="", type=param_types.QUIRK, metavar="ID", help="The entry that takes its place.")
 @click.option("--force", is_flag=True, help="Also where a supported compiler has the bug.")
-@json_option
+@output.json_option
 def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: bool, as_json: bool) -> None:
     """Turn an entry into a tombstone: it applies no more, and its id stays taken.
 
@@ -322,12 +315,12 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
     from portattn.tools.quirks.bisect_retire import retire as bury
 
     registry = Registry.load()
-    quirk_id = quirk_of("quirks retire", quirk_id, registry).id
+    quirk_id = output.quirk_of("quirks retire", quirk_id, registry).id
     if replaced_by:
-        replaced_by = quirk_of("quirks retire", replaced_by, registry, "--replaced-by").id
+        replaced_by = output.quirk_of("quirks retire", replaced_by, registry, "--replaced-by").id
     made = bury(quirk_id, registry, reason, fixed_in=fixed_in, replaced_by=replaced_by, force=force)
     if as_json:
-        emit_json(made)
+        output.emit_json(made)
         return
     click.echo(f"{made.id} is retired since {made.date}: {made.file}")
     if made.still_in_range:
@@ -336,16 +329,16 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
 
 
 @click.command()
-@toolchain_option("The compiler that is left.", "--from", "before", required=True)
-@toolchain_option("The compiler that comes.", "--to", "after", required=True)
-@target_option("A chip; may be given several times.", "--target", "targets", multiple=True)
+@output.toolchain_option("The compiler that is left.", "--from", "before", required=True)
+@output.toolchain_option("The compiler that comes.", "--to", "after", required=True)
+@output.target_option("A chip; may be given several times.", "--target", "targets", multiple=True)
 @click.option(
     "--strict",
     is_flag=True,
     help="Red too: an entry that is less sure with the new compiler (no probe has looked there, and it newly applies, "
     "falls away, or was probed with the old one), and a variant that refuses what it took.",
 )
-@json_option
+@output.json_option
 def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
     """List the changes that another compiler brings: entries that fall away, stay or newly apply, and changed plans.
 
@@ -360,16 +353,16 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
 
     registry = Registry.load()
     sides = {"from": parse_compiler(OP, "--from", before), "to": parse_compiler(OP, "--to", after)}
-    tell_unknown(sides.values())
+    output.tell_unknown(sides.values())
     targets = tuple(registry.target(target, "none").name for target in targets)
-    with status("planning") as say:
+    with output.status("planning") as say:
         made = compare(before, after, registry, targets, say)
     less_sure = [entry.id for entry in made.entries if entry.less_sure]
     if as_json:
         unverified = [entry.id for entry in made.entries if entry.unverified]
         known = {name: {"toolchain": str(one), "known": not one.unknown_release()} for name, one in sides.items()}
         less = {"unverified": unverified, "less_sure": less_sure}
-        emit_json({**known, "compiled": False, "upgrade": made, "lost": made.lost, **less})
+        output.emit_json({**known, "compiled": False, "upgrade": made, "lost": made.lost, **less})
     else:
         _show_upgrade(made)
     if made.lost or (strict and (less_sure or any(one.refuses for one in made.variants))):
@@ -377,13 +370,13 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
 
 
 def _show_upgrade(made: Upgrade) -> None:
-    click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
+    click.secho(f"{made.before} -> {made.after} on {output.plural(len(made.targets), 'target')}", bold=True)
     tell_outcomes(made.entries)
     for change in ("falls away", "newly applies", "stays"):
         found = [entry for entry in made.entries if entry.change == change]
-        heading(f"{change}: {len(found)}")
-        pairs((entry.id, entry_line(entry)) for entry in found)
-    heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
+        output.heading(f"{change}: {len(found)}")
+        output.pairs((entry.id, entry_line(entry)) for entry in found)
+    output.heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
     for moved in made.moved:
         click.secho(f"  {moved.problem} on {', '.join(moved.targets)}", fg="red" if moved.lost else None)
         for line in moved.differs:

@@ -7,17 +7,7 @@ from typing import Any
 
 import click
 
-from portattn.cli import RED, require_some
-from portattn.cli.output import (
-    emit_json,
-    json_option,
-    plural,
-    status,
-    table,
-    target_option,
-    tell_unknown,
-    toolchain_option,
-)
+from portattn.cli import RED, output, require_some
 from portattn.errors import DataError
 from portattn.tools import display_text, param_types
 from portattn.tools.param_types import FLAG, options
@@ -26,11 +16,11 @@ from portattn.tools.problem_options import CausalCommand, problem_from, problem_
 
 @click.command(cls=CausalCommand)
 @click.argument("op", metavar="OP", type=param_types.OP)
-@target_option(
+@output.target_option(
     help="Where it would run, such as rocm:gfx942, gfx942, mi300x or a family (rdna3: a plan for each of its chips); "
     "this machine by default."
 )
-@toolchain_option("The compiler, such as triton==3.6.0; the installed one by default.")
+@output.toolchain_option("The compiler, such as triton==3.6.0; the installed one by default.")
 @problem_options
 @options(
     ("--grad", FLAG, "Gradients of the tensors will be asked for."),
@@ -41,7 +31,7 @@ from portattn.tools.problem_options import CausalCommand, problem_from, problem_
     ("--quirks", {"type": param_types.OVERRIDES, "metavar": "+ID,-ID"}, "Apply (+) or switch off (-) quirks."),
     ("--legend explained", FLAG, "Say what the names in a schedule mean."),
 )  # fmt: skip
-@json_option
+@output.json_option
 def plan(
     op: str, target: str | None, toolchain: str | None, backend: str | None, quirks: str | None, grad: bool,
     dropout: bool, deterministic: bool, explained: bool, as_json: bool, **described: Any,
@@ -74,7 +64,7 @@ def plan(
     problem = training_problem(problem_from(op, **described), grad, dropout, deterministic)
     members = Registry.load().family(target or "")
     places = [target_from(name, toolchain) for name in members] or [target_from(target, toolchain)]
-    tell_unknown([places[0].toolchain] if toolchain else [])
+    output.tell_unknown([places[0].toolchain] if toolchain else [])
     changes = {name: value for name, value in (("backend", backend), ("quirks", quirks)) if value is not None}
     try:
         Registry.load().overrides(quirks or "")
@@ -85,7 +75,7 @@ def plan(
     records = NO_RECORDS if named else store(settings)
     made = [plan_problem(problem, where, records=records, settings=settings) for where in places]
     if as_json:
-        emit_json(made if len(made) > 1 else made[0])
+        output.emit_json(made if len(made) > 1 else made[0])
     else:
         click.echo("\n\n".join(one.explain() for one in made))
         lines = display_text.of_plans(made)
@@ -99,7 +89,7 @@ def plan(
 @click.argument("specs", metavar="SPECS.json", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--device", metavar="TYPE[:INDEX]", help="Where the calls' tensors would be; this machine's accelerator.")
 @click.option("--jobs", type=click.IntRange(1, 256), help="Child processes that compile side by side.")
-@json_option
+@output.json_option
 def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> None:
     """Compile the kernels of the calls in SPECS.json, run their canaries, and run each call once.
 
@@ -125,18 +115,18 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
         where = None if device is None else torch.device(device)
     except RuntimeError:
         raise ArgumentError("warmup", "--device", device, "must be a device of torch, such as cuda:0") from None
-    with status("looking at the specs") as say, warnings.catch_warnings():
+    with output.status("looking at the specs") as say, warnings.catch_warnings():
         warnings.simplefilter("ignore", CompileWarning)  # shown below
         report = warm(given, device=where, jobs=jobs, say=say)
     if as_json:
-        emit_json(report)
+        output.emit_json(report)
     else:
-        table(
+        output.table(
             ("call", "path", "launched by", "s", "what was done"),
             [(one.call, one.path, one.way, f"{one.seconds:.2f}", _done(one)) for one in report.specs],
         )
         compiles = f"{report.compile_seconds:.1f} s of compiles side by side"
-        click.echo(f"{plural(len(report.specs), 'call')} in {report.seconds:.1f} s, {compiles}")
+        click.echo(f"{output.plural(len(report.specs), 'call')} in {report.seconds:.1f} s, {compiles}")
     if report.failed:
         raise click.exceptions.Exit(RED)
     require_some(len(report.specs), "warmed up", [f"{specs} has no call"])

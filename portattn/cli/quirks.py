@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import INTERRUPTED, RED, lifecycle, require_some
-from portattn.cli.output import (
-    emit_json,
-    heading,
-    json_option,
-    pairs,
-    plural,
-    quirk_of,
-    setting,
-    table,
-    target_option,
-    tell_unknown,
-    toolchain_option,
-)
+from portattn.cli import INTERRUPTED, RED, lifecycle, output, require_some
 from portattn.errors import ArgumentError
 from portattn.tools import param_types
 from portattn.tools.param_types import SECONDS
@@ -42,9 +29,11 @@ OP = "quirks probe"
 
 @click.command()
 @click.argument("ids", metavar="[ID]...", nargs=-1, type=param_types.QUIRK)
-@toolchain_option("The compiler, of the lab or installed; repeat it. The installed one by default.", multiple=True)
+@output.toolchain_option(
+    "The compiler, of the lab or installed; repeat it. The installed one by default.", multiple=True
+)
 @click.option("--all-toolchains", is_flag=True, help="Every toolchain that the lab has, and the installed one.")
-@target_option("Another chip than the probe's own.")
+@output.target_option("Another chip than the probe's own.")
 @click.option("--record", is_flag=True, help="Write what was seen into the quirks' files, as [[verified]] tables.")
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Probes run at a time.")
 @click.option(
@@ -56,7 +45,7 @@ OP = "quirks probe"
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Quirk files to probe; portattn's own and installed packages' by default.",
 )
-@json_option
+@output.json_option
 def probe(
     ids: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, target: str | None, record: bool, jobs: int,
     seconds: float, folder: Path | None, as_json: bool,
@@ -81,16 +70,16 @@ def probe(
     if target is not None and not ids:
         quirks = [quirk for quirk in quirks if _is_example_target(quirk, target, registry)]
     wanted = probing.jobs(quirks, names, target, registry)
-    pairs: list[tuple[probing.Job, ProbeResult]] = []
+    probed: list[tuple[probing.Job, ProbeResult]] = []
     written = 0
 
     def done(job: probing.Job, result: ProbeResult) -> None:
         nonlocal written
-        pairs.append((job, result))
+        probed.append((job, result))
         if record:
             written += write(job.quirk, [result])
         colour = {"fg": "red"} if result.red else {}
-        text = f"[{len(pairs)}/{len(wanted)}] {result.verdict:<12} {job.quirk.id}  {result.target}  {result.toolchain}"
+        text = f"[{len(probed)}/{len(wanted)}] {result.verdict:<12} {job.quirk.id}  {result.target}  {result.toolchain}"
         click.secho(f"{text}  {result.seconds:.0f} s", err=True, **colour)  # type: ignore[arg-type]
 
     interrupted = False
@@ -99,15 +88,15 @@ def probe(
     except KeyboardInterrupt:
         interrupted = True
     order = {(job.quirk.id, job.toolchain): index for index, job in enumerate(wanted)}
-    pairs.sort(key=lambda pair: order[pair[0].quirk.id, pair[0].toolchain])
-    results = probing.with_diffs(pairs, registry)
+    probed.sort(key=lambda pair: order[pair[0].quirk.id, pair[0].toolchain])
+    results = probing.with_diffs(probed, registry)
     if as_json:
         found = {"results": results, "red": sum(r.red for r in results), "recorded": written, "missing": missing}
-        emit_json(found | {"interrupted": interrupted})
+        output.emit_json(found | {"interrupted": interrupted})
     else:
         _tell(results, missing, written if record else None)
     if interrupted:
-        click.echo(f"interrupted after {len(results)} of {plural(len(wanted), 'probe')}", err=True)
+        click.echo(f"interrupted after {len(results)} of {output.plural(len(wanted), 'probe')}", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
     if any(result.red for result in results):
         raise click.exceptions.Exit(RED)
@@ -140,7 +129,7 @@ def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) ->
 def _chosen(ids: tuple[str, ...], registry: Registry) -> list[Quirk]:
     if not ids:
         return list(registry.quirks.values())
-    found = {quirk.id: quirk for quirk in (quirk_of(OP, text, registry) for text in ids)}
+    found = {quirk.id: quirk for quirk in (output.quirk_of(OP, text, registry) for text in ids)}
     return list(found.values())
 
 
@@ -155,7 +144,7 @@ def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -
         (r.quirk, r.target, r.toolchain, r.off.word, r.on.word, r.verdict, r.reason if r.verdict != "confirmed" else "")
         for r in results
     ]
-    table(["id", "target", "toolchain", "off", "on", "verdict", "what was seen"], rows)
+    output.table(["id", "target", "toolchain", "off", "on", "verdict", "what was seen"], rows)
     for result in results:
         if result.red:
             click.secho(f"{result.verdict}: {result.quirk} on {result.toolchain}: {result.reason}", fg="red")
@@ -165,10 +154,10 @@ def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -
         click.echo(f"{name} is not here: `portattn lab create {name}` makes it")
     counts = Counter(result.verdict for result in results)
     click.echo(
-        f"{plural(len(results), 'probe')}: " + (", ".join(f"{n} {v}" for v, n in counts.most_common()) or "none")
+        f"{output.plural(len(results), 'probe')}: " + (", ".join(f"{n} {v}" for v, n in counts.most_common()) or "none")
     )
     if written is not None:
-        click.echo(f"{plural(written, 'table')} recorded")
+        click.echo(f"{output.plural(written, 'table')} recorded")
 
 
 @click.group()
@@ -185,9 +174,9 @@ def quirks() -> None:
     help="Only work-arounds, or only limits of hardware and language.",
 )  # fmt: skip
 @click.option("--symptom", type=param_types.SYMPTOM, metavar="WORD", help="Only this symptom, such as wrong-result.")
-@target_option("Only those that can apply on this target.", "--active-on")
-@toolchain_option("The compiler for --active-on; the installed one by default.")
-@json_option
+@output.target_option("Only those that can apply on this target.", "--active-on")
+@output.toolchain_option("The compiler for --active-on; the installed one by default.")
+@output.json_option
 def list_(
     backend: str | None, kind: str | None, symptom: str | None, active_on: str | None, toolchain: str | None,
     as_json: bool,
@@ -212,23 +201,23 @@ def list_(
         and (target is None or (quirk.in_range(target.toolchain) and _concerns(quirk, target)))
     ]
     if as_json:
-        emit_json([_summary(quirk) for quirk in found])
+        output.emit_json([_summary(quirk) for quirk in found])
         return
-    table(["id", "symptom", "kind", "what goes wrong"], [(q.id, q.symptom, q.kind, q.title) for q in found])
-    click.echo(plural(len(found), "quirk"))
+    output.table(["id", "symptom", "kind", "what goes wrong"], [(q.id, q.symptom, q.kind, q.title) for q in found])
+    click.echo(output.plural(len(found), "quirk"))
 
 
 @quirks.command()
 @click.argument("quirk_id", metavar="ID", type=param_types.QUIRK)
-@json_option
+@output.json_option
 def show(quirk_id: str, as_json: bool) -> None:
     """Show everything that is known about one quirk. ID may end with its number, as in cuda-0012."""
     from portattn.planning.registry import Registry
     from portattn.schema.quirk import describe_effect
 
-    quirk = quirk_of("quirks show", quirk_id, Registry.load())
+    quirk = output.quirk_of("quirks show", quirk_id, Registry.load())
     if as_json:
-        emit_json(quirk)
+        output.emit_json(quirk)
         return
     click.secho(f"{quirk.id}: {quirk.title}", bold=True)
     when = {name: value for name, value in msgspec.structs.asdict(quirk.when).items() if value}
@@ -244,7 +233,7 @@ def show(quirk_id: str, as_json: bool) -> None:
           for v in quirk.verified),
         ("file", quirk.file),
     ]  # fmt: skip
-    pairs((name, value) for name, value in rows if value)
+    output.pairs((name, value) for name, value in rows if value)
 
 
 def because(target: Target) -> dict[str, Any]:
@@ -297,37 +286,37 @@ def _why_not(quirk: Quirk, target: Target) -> str:
         return f"a slow quirk, last seen on {quirk.evidence.last_seen or 'a toolchain of unknown version'}"
     conditions = [*quirk.when.features]
     for values in (quirk.when.lowering, quirk.when.launch):
-        conditions += [setting(name, value) for name, value in values.items()]
+        conditions += [output.setting(name, value) for name, value in values.items()]
     return f"when {', '.join(conditions)}" if conditions else "switched off, or of no effect on these kernels"
 
 
 @quirks.command()
 @click.argument("target", metavar="TARGET", type=param_types.TARGET)
-@toolchain_option("The compiler; the installed one by default.")
-@json_option
+@output.toolchain_option("The compiler; the installed one by default.")
+@output.json_option
 def why(target: str, toolchain: str | None, as_json: bool) -> None:
     """List the quirks that apply on TARGET, with their kernels, problems and effects.
 
     TARGET is BACKEND:ARCH or a chip's name. The problems are the quick set, as in `portattn matrix run --quick`. Quirks
     that concern the target but apply to no problem are listed with the reason."""
     where = target_from(target, toolchain, "TARGET")
-    tell_unknown([where.toolchain] if toolchain else [])
+    output.tell_unknown([where.toolchain] if toolchain else [])
     found = because(where)
     if as_json:
-        emit_json(found)
+        output.emit_json(found)
         return
     click.secho(f"{found['target']} with {found['toolchain']}", bold=True)
     for use in found["applied"]:
-        heading(f"{use['id']}: {use['sentence']}")
+        output.heading(f"{use['id']}: {use['sentence']}")
         shown = use | {"kernels": ", ".join(use["kernels"]), "problems": "\n".join(use["problems"])}
         shown["changes"] = _words(use["sets"]) or "nothing"
         names = ("kernels", "changes", "cost", "note", "problems", "upstream")
-        pairs((name, shown[name]) for name in names if shown[name])
+        output.pairs((name, shown[name]) for name in names if shown[name])
     if not found["applied"]:
         click.echo("no quirk applies to the problems asked about")
     if found["others"]:
-        heading("concern this target, and apply to none of these problems")
-        pairs((other["id"], other["reason"]) for other in found["others"])
+        output.heading("concern this target, and apply to none of these problems")
+        output.pairs((other["id"], other["reason"]) for other in found["others"])
     for conflict in found["conflicts"]:
         click.secho(f"conflict: {conflict}", fg="red")
     if found["conflicts"]:
@@ -341,7 +330,7 @@ def why(target: str, toolchain: str | None, as_json: bool) -> None:
     help="Quirk files to audit; portattn's own and installed packages' by default.",
 )
 @click.option("--today", type=click.DateTime(["%Y-%m-%d"]), help="The day that review dates are compared with.")
-@json_option
+@output.json_option
 def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -> None:
     """Check every quirk file: readable, fresh, of use, and at peace with the others.
 
@@ -358,11 +347,11 @@ def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -
             findings += beside_shipped(folder)
     errors = [finding for finding in findings if finding.severity == "error"]
     if as_json:
-        emit_json({"errors": len(errors), "warnings": len(findings) - len(errors), "findings": findings})
+        output.emit_json({"errors": len(errors), "warnings": len(findings) - len(errors), "findings": findings})
     else:
         for finding in findings:
             click.echo(str(finding))
-        click.echo(f"{plural(len(errors), 'error')}, {plural(len(findings) - len(errors), 'warning')}")
+        click.echo(f"{output.plural(len(errors), 'error')}, {output.plural(len(findings) - len(errors), 'warning')}")
     if errors:
         raise click.exceptions.Exit(RED)
 
@@ -390,5 +379,5 @@ def _summary(quirk: Quirk) -> dict[str, Any]:
 
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(setting(name, item) for name, item in value.items())
+        return ", ".join(output.setting(name, item) for name, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -107,6 +107,27 @@ VLLM_SPARSE = Interface("vLLM", "0.33", "0.33", {
         "align_blocks_to_rows": "given spec",
         "flat_kv_row_view": "given kv_cache block_size",
     },
+    # The indexer, in place of vLLM's own operation.
+    "vllm._custom_ops": {"indexer_k_quant_and_cache": "given k kv_cache slot_mapping quant_block_size kv_cache_dtype"},
+    "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": "given fn"},
+    "vllm.model_executor.layers.sparse_attn_indexer": {
+        "SparseAttnIndexer": "has __init__ forward_native",
+        "SparseAttnIndexer.__init__": "takes k_cache quant_block_size scale_fmt topk_tokens head_dim max_model_len"
+        " max_total_seq_len topk_indices_buffer skip_k_cache_insert use_fp4_cache compress_ratio candidate_blocks"
+        " candidate_block_size candidate_write",
+        "SparseAttnIndexer.forward_native": "takes hidden_states q_quant k weights",
+        "SparseAttnIndexer.register_oot": "given _decorated_op_cls",
+    },
+    "vllm.model_executor.models.deepseek_mtp": {"": "has DeepSeekMTP"},
+    "vllm.model_executor.models.deepseek_v2": {"": "has DeepseekV3ForCausalLM GlmMoeDsaForCausalLM"},
+    "vllm.utils.torch_utils": {
+        "": "has LayerNameType _encode_layer_name _resolve_layer_name",
+        "direct_register_custom_op": "given op_name op_func mutates_args fake_impl",
+    },
+    "vllm.v1.attention.backends.mla.indexer": {"DeepseekV32IndexerBackend": "has get_builder_cls get_impl_cls"},
+    "vllm.v1.attention.backends.utils": {
+        "split_decodes_and_prefills": "given common_attn_metadata decode_threshold require_uniform"
+    },
 })  # fmt: skip
 _FORWARD = "takes q k v layer forward_batch save_kv_cache"
 SGLANG = Interface("SGLang", "0.5.20", "0.5.23", {

@@ -8,6 +8,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +38,7 @@ from transformers.generation import continuous_batching
 
 from portattn.api import ops
 from portattn.api.transform_checks import leave_out, left_out
-from portattn.integrations.transformers_mask import (
-    ELSEWHERE,
-    WHO,
-    CompactMask,
-    check_window,
-    compact_mask,
-    refuse,
-)
+from portattn.integrations.transformers_mask import ELSEWHERE, WHO, CompactMask, check_window, compact_mask, refuse
 from portattn.planning.planner import check_path
 from portattn.validate import wants_gradients
 
@@ -54,7 +48,6 @@ RESERVED = ("flash", "sdpa", "flex_attention", "eager", "/", "|")
 # Arguments of attention functions that change the result, and that have no counterpart here; and the paged cache.
 _SPECIAL = {
     "sinks": "sinks of each query's own are not supported; use attn_implementation='eager'",
-    "indices": "sparse attention is not supported here; use attn_implementation='eager'",
     "block_indices": "sparse attention is not supported here; use attn_implementation='eager'",
     "output_attentions": "weights are never written out; use attn_implementation='eager'",
     "cache": f"is none of transformers' caches for continuous batching; {ELSEWHERE}",
@@ -341,12 +334,15 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
         cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None,
         max_length_q: int | None = None, max_length_k: int | None = None, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        cache = None
+        cache, indices = None, kwargs.pop("indices", None)
         for feature in kwargs:
             if feature in _SPECIAL and kwargs[feature] is not None:
                 cache = _special(feature, kwargs[feature], cache)
         in_batch = cache is not None or "read_index" in kwargs
         mask, bias = _read(module, query, key, attention_mask, is_causal, in_batch)
+        if indices is not None and in_batch:
+            raise refuse("indices", indices, f"{_WHAT} has no sparse attention; {ELSEWHERE}")
+        mask = mask if indices is None else _selected(mask, indices)
         options = {"scale": scaling, "softcap": softcap, "sinks": _acceptable(s_aux, query), "backend": backend}
         if in_batch:
             if bias is not None or position_bias is not None or dropout > 0.0:
@@ -425,6 +421,13 @@ def _read(
     raise refuse(
         "attention_mask", mask, f"this model does not make its masks through AttentionMaskInterface; {ELSEWHERE}"
     )
+
+
+def _selected(mask: CompactMask, indices: torch.Tensor) -> CompactMask:
+    """Return a mask that shows, of the keys that `mask` shows, those in indices (B, Sq, topk): DSA's selection."""
+    chosen = indices.new_zeros(mask.shape, dtype=torch.bool).scatter_(-1, indices[:, None].long(), True)
+    chosen, written = chosen[..., : mask.kv_used], mask.written
+    return replace(mask, mask=chosen if written is None else chosen & written, packed=None, _dense=None)
 
 
 def _acceptable(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:

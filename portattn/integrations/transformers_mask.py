@@ -5,6 +5,7 @@ masking_utils are recognised by their makers; dynamo, which cannot look into the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -324,16 +325,23 @@ def compact_mask(
     attention_mask: torch.Tensor | CompactMask | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> CompactMask:
-    """Return the CompactMask of one forward, as transformers' mask interface.
+) -> CompactMask | torch.Tensor:
+    """Return the CompactMask of one forward, as transformers' mask interface; for models with an indexer a whole mask.
 
     attention_mask is (B, T) bool by position, or a CompactMask that generate() made before, returned unchanged. Static
     caches give q_offset as a tensor. A graph never reads a mask back."""
     if isinstance(attention_mask, CompactMask):
         return attention_mask
+    whole_mask = functools.partial(
+        masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_offset=kv_offset, device=device,
+        mask_function=mask_function, attention_mask=attention_mask,
+        **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+    )  # fmt: skip
+    if getattr(kwargs.get("config"), "index_topk", None) is not None:  # an indexer adds the mask to its scores
+        return whole_mask(kv_length=kv_length, q_offset=q_offset)
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size):
-        shape = tuple(attention_mask.shape)
-        raise refuse("attention_mask.shape", shape, f"must be ({batch_size}, tokens so far); {ELSEWHERE}")
+        limit = f"must be ({batch_size}, tokens so far); {ELSEWHERE}"
+        raise refuse("attention_mask.shape", tuple(attention_mask.shape), limit)
     traced = _is_traced(q_offset, attention_mask)
     read_back = not traced and reads_back(torch.device(device), q_length)
     # A step's number would have a static cache's graph compiled for each step.
@@ -354,8 +362,7 @@ def compact_mask(
     by_position = mask.left is not None or mask.right is not None
     aligned = not by_position or (stop == mask.kv_used if isinstance(stop, int) else causal)
     whole = pattern.whole and aligned
-    if pattern.packed is not None:
-        whole &= attention_mask is None and q_length == kv_length
+    whole &= pattern.packed is None or (attention_mask is None and q_length == kv_length)
     if pattern.chunk is not None:
         begins = pattern.chunk[1]
         whole &= pattern.packed is None and kv_offset == 0 and read_back and _are_first(begins, attention_mask)
@@ -367,11 +374,7 @@ def compact_mask(
 
     if not whole:
         mask.written_out = True
-        mask.mask = masking_utils.sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=mask.kv_used, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, device=device,
-            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )  # fmt: skip
+        mask.mask = whole_mask(kv_length=mask.kv_used, q_offset=q_offset)
     elif pattern.packed is not None:
         mask.packed = pattern.packed.expand(batch_size, -1)
     if attention_mask is not None and whole:

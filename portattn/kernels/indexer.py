@@ -1,13 +1,13 @@
 """index_scores: the logits of a lightning indexer, Σ w·ReLU(q·k) over its heads. topk_rows: each row's k largest.
 
-Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: a search in registers, over a whole
-row or the part of it above a sampled pivot.
+Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: a search in registers, over a whole row
+or the part of it above a sampled pivot.
 """
 
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import IMPRECISE_DEPTH, operand
+from portattn.kernels.attend import operand
 from portattn.kernels.split_bf16 import dot
 
 LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # -inf as `sortable` has it, and +inf
@@ -107,6 +107,9 @@ def index_scores(
                     queries = tl.load(q_rows, mask=there, other=0.0)
                 w = tl.load(w_base + row.to(tl.int64) * weights_stride_s + heads * weights_stride_h,
                             mask=heads < HEADS, other=0.0)  # fmt: skip
+                # Before the product, which hides the latency of reading them.
+                first, end = key_range(sequence * seq_q + row, row, sequence, row_starts, row_ends, seqlens_k, seq_q,
+                                       seq_k, row < seq_q, PAGE_SIZE)  # fmt: skip
                 if Q_OPERAND == "reload":
                     key_rows = left_operand(k_places, columns, HEAD_DIM, BLOCK_D, KV_FORMAT, OPERANDS)
                 if KV_FORMAT == "as_q":
@@ -114,16 +117,16 @@ def index_scores(
                 elif OPERANDS == "widened":
                     scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)), input_precision="ieee")
                 else:
+                    # sm_90's matrix unit rounds sums of 8-bit products to 14 bits; to add up 32 at a time outside of it
+                    # takes half of the time.
                     scores = tl.dot(key_rows, tl.trans(operand(queries, KV_FORMAT, OPERANDS)),
-                                    max_num_imprecise_acc=IMPRECISE_DEPTH)  # fmt: skip
+                                    max_num_imprecise_acc=BLOCK_D)  # fmt: skip
                 scores = tl.where(scores < 0.0, 0.0, scores)  # NaN stays
                 if HEADS != BLOCK_H:  # a key's infinity times a query of 0 would be NaN
                     scores = tl.where((heads < HEADS)[None, :], scores, 0.0)
                 logits = tl.sum(scores * w[None, :], axis=1)
                 if k_scale is not None:
                     logits = logits * scales
-                first, end = key_range(sequence * seq_q + row, row, sequence, row_starts, row_ends, seqlens_k, seq_q,
-                                       seq_k, row < seq_q, PAGE_SIZE)  # fmt: skip
                 logits = tl.where((keys >= first) & (keys < end), logits, float("-inf"))
                 tl.store(to + row.to(tl.int64) * result_stride_s + keys, logits, mask=keys < seq_k)
         else:

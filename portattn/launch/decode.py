@@ -124,6 +124,11 @@ def combine_calls(plan: Plan, call: Call, outputs: Outputs, cores: int) -> list[
     return [KernelCall(COMBINE, "combine", grid, arguments, constexprs, few, COMBINE_UNSPECIALISED)]
 
 
+def list_rows(indices: torch.Tensor) -> torch.Tensor:
+    """Return lists (B, Sq, tokens) or (Tq, tokens) so that stride(-2) is the distance between two queries' lists."""
+    return indices[:, 0] if indices.ndim == 3 and indices.shape[1] == 1 else indices
+
+
 MODULE = "portattn.kernels.decode"
 UNSPECIALISED = frozenset(
     {"heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right", "chunk"}
@@ -136,9 +141,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     lowering, launch = plan.specialised
     outputs = Outputs.of(plan, call)
     tiles = kernel.tiles(problem, launch)
-    table = call.page_table
-    if call.indices is not None:  # lists of queries at equal distances, as one sequence of them has
-        table = call.indices[:, 0] if call.indices.ndim == 3 and call.indices.shape[1] == 1 else call.indices
+    table = call.page_table if call.indices is None else list_rows(call.indices)
     arguments = {
         "q": call.q, "q_rope": call.q_rope, "k": call.k, "v": call.v,
         "k_scale": call.k_scale, "v_scale": call.v_scale,

@@ -207,6 +207,13 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             self._check_written()
         if row.allocates and self.heads_k != 1:
             raise ArgumentError(self.op, "heads_k", self.heads_k, "must be 1: all heads of a row share the keys")
+        for name in self.demands() if row.allocates else ():  # FOREIGN and STORAGE have the op's own
+            if name in DEMANDS and name not in ("seqlens_k", "paged", "kv_format", "gqa"):
+                field = {"causal_top_left": "causal", "window": "window_left, window_right"}.get(name, name)
+                value = tuple(getattr(self, one) for one in field.split(", "))
+                raise ArgumentError(self.op, field, value if len(value) > 1 else value[0], f"{self.op} has none")
+        if row.allocates and "k" not in row.tensors and (self.heads_q, self.head_dim) != (1, 1):
+            raise ArgumentError(self.op, "heads_q, head_dim", (self.heads_q, self.head_dim), "must be 1, 1: of logits")
         if row.latent and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
             raise ArgumentError(
                 self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"

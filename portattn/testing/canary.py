@@ -100,7 +100,8 @@ def cases(made: Plan) -> tuple[Problem, ...]:
     They have the plan's cache format: a miscompiled dequantization of one format says nothing of the others."""
     variant, p = variant_of(made), made.problem
     found = (variant.canaries if variant else ()) or CASES[p.op]
-    return tuple(over(problem, p.kv_format, p.kv_scales) for problem in found)
+    stored = tuple(problem for problem in found if problem.kv_format == p.kv_format)
+    return stored or tuple(over(problem, p.kv_format, p.kv_scales) for problem in found)
 
 
 def over(problem: Problem, kv_format: str, kv_scales: str) -> Problem:

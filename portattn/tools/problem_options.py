@@ -9,20 +9,9 @@ import click
 import msgspec
 
 from portattn.errors import ArgumentError
+from portattn.schema import problem_limits
 from portattn.schema.ops import FEATURES, ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import (
-    ASKED,
-    DTYPES,
-    FORMATS,
-    MAX_SPLITS,
-    UNLIMITED,
-    KvFormat,
-    KvScales,
-    Rotary,
-    cache_format,
-    chunk_or_none,
-)
 from portattn.schema.target import Target
 from portattn.tools import param_types
 from portattn.tools.param_types import ALIGNMENTS as CAUSAL
@@ -50,14 +39,14 @@ _FORMATS = {
     "fp8": "e4m3", "float8": "e4m3", "fp8_e4m3": "e4m3", "e4m3fn": "e4m3", "float8_e4m3fn": "e4m3",
     "fp8_e5m2": "e5m2", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "fp4": "nvfp4",
 }  # fmt: skip
-_FORMATS |= {name: name for name in FORMATS}
-_BY_TOKEN = " and ".join(name for name, row in FORMATS.items() if row.default_scales == "token")
+_FORMATS |= {name: name for name in problem_limits.FORMATS}
+_BY_TOKEN = " and ".join(name for name, row in problem_limits.FORMATS.items() if row.default_scales == "token")
 # Numbers with their limits.
 _NUMBERS: tuple[tuple[str, int, int | None], ...] = (
-    ("page_size", 1, None), ("tokens", 0, None), ("num_splits", 1, MAX_SPLITS), ("total_q", 0, None),
+    ("page_size", 1, None), ("tokens", 0, None), ("num_splits", 1, problem_limits.MAX_SPLITS), ("total_q", 0, None),
     ("total_k", 0, None),
 )  # fmt: skip
-_FLAGS = tuple(name for name in ASKED if name != "return_lse")  # which is --lse
+_FLAGS = tuple(name for name in problem_limits.ASKED if name != "return_lse")  # which is --lse
 
 
 class CausalCommand(click.Command):
@@ -92,7 +81,7 @@ def _offered() -> list[tuple[str, dict[str, Any], str]]:
         ("--q", _SHAPE, "Shape of the queries, or of new keys, in this order; packed: B sequences, the longest of S."),
         ("--kv", _SHAPE, "Shape of the keys; of a cache S is its capacity, for mla_attention D a whole latent row."),
         ("--dv", _NUMBER, "Width of the values, for mla_attention the latent rank; D by default."),
-        ("--dtype", _choice(DTYPES, type=param_types.DTYPE, required=True),
+        ("--dtype", _choice(problem_limits.DTYPES, type=param_types.DTYPE, required=True),
          "Type of q, k and v; with --kv-format, of the queries or results that are not quantised."),
         ("--causal", causal, "Causal mask; the last query sees the last key, or with top_left query i sees keys 0..i."),
         ("--window", {"metavar": "L,R"}, "Keys seen before and after a query's own position; -1 for all of them."),
@@ -100,11 +89,11 @@ def _offered() -> list[tuple[str, dict[str, Any], str]]:
         *((name, FLAG, f"{FEATURES[name].help}.") for name in _FLAGS),
         ("--bias-by-key", FLAG, "A bias is given, one row for all heads and queries."),
         ("--mask-by-key", FLAG, "A boolean mask is given, one row for all heads and queries."),
-        ("--kv-format", _choice(get_args(KvFormat), "as_q"),
+        ("--kv-format", _choice(get_args(problem_limits.KvFormat), "as_q"),
          "Format of the numbers of a quantised cache, or of quantised q, k and v (portattn.quantize)."),
-        ("--kv-scales", _choice(get_args(KvScales)),
+        ("--kv-scales", _choice(get_args(problem_limits.KvScales)),
          f"What a scale of quantised tensors belongs to; of {_BY_TOKEN} token by default, of float8 none."),
-        ("--rotary", _choice(get_args(Rotary), "none"), "New keys are rotated on their way into the cache."),
+        ("--rotary", _choice(get_args(problem_limits.Rotary), "none"), "New keys are rotated on the way to the cache."),
         ("--rotary-dim", _NUMBER, "Columns that are rotated; all by default."),
         ("--total-q", _NUMBER, "Queries are packed, N rows together."),
         ("--total-k", _NUMBER, "Keys are packed, N rows together."),
@@ -179,7 +168,7 @@ def problem_from(
     packed = "total_q" not in row.needs and given["total_q"] is not None
     unpacked = "goes with queries that are not packed (--total-q)"
     _check(op, [(packed and given[name], _option(name), True, unpacked) for name in ("bias", "mask")])
-    given["kv_scales"] = given["kv_scales"] or cache_format(given["kv_format"]).default_scales
+    given["kv_scales"] = given["kv_scales"] or problem_limits.cache_format(given["kv_format"]).default_scales
     lengths = (row.always_lengths and not given["tokens"]) or bool(row.allocates and page_size)
     given["seqlens_k"] = given["seqlens_k"] or lengths
     if given["rotary"] != _DEFAULTS["rotary"] and given["rotary_dim"] is None:
@@ -238,13 +227,13 @@ def _check_taken(op: str, given: dict[str, Any]) -> None:
 
 def _check_dtype(op: str, dtype: str) -> None:
     """Check the queries' dtype: a quantised call has the results' here, and its numbers' in --kv-format."""
-    if dtype in DTYPES:
+    if dtype in problem_limits.DTYPES:
         return
-    limit, kind, row = f"must be one of {', '.join(DTYPES)}", _FORMATS.get(dtype.lower(), ""), ROWS[op]
+    limit, kind, row = f"must be one of {', '.join(problem_limits.DTYPES)}", _FORMATS.get(dtype.lower(), ""), ROWS[op]
     operands = "q_scale" in row.tensors
     if dtype.lower() in _TYPES:
         limit += f": write {_TYPES[dtype.lower()]}"
-    elif kind and "kv_format" in row.options and (not operands or op in FORMATS[kind].ops):
+    elif kind and "kv_format" in row.options and (not operands or op in problem_limits.FORMATS[kind].ops):
         stored = "q and k" if kind == "int8" else "q, k and v"
         whose = f"{stored} of {kind}, as portattn.quantize makes them," if operands else f"a cache of {kind}"
         limit += f"; for {whose} write --dtype bf16 --kv-format {kind}, where --dtype is the type of the results"
@@ -256,22 +245,22 @@ def _masked(op: str, causal: str | None, window: str | None, chunk: int | None, 
     alignment = _causal(causal or "none")
     if alignment not in CAUSAL:
         raise ArgumentError(op, "--causal", causal, f"must be one of {', '.join(CAUSAL)}, or stand alone")
-    left = right = UNLIMITED
+    left = right = problem_limits.UNLIMITED
     if window is not None:
         try:
             left, right = (int(part) for part in window.split(","))
         except ValueError:
-            left = UNLIMITED - 1
-        if min(left, right) < UNLIMITED:
+            left = problem_limits.UNLIMITED - 1
+        if min(left, right) < problem_limits.UNLIMITED:
             raise ArgumentError(op, "--window", window, "must be L,R, whole numbers from -1 (no limit) on, as in 127,0")
-        left, right = (UNLIMITED if side >= rows + keys else side for side in (left, right))
+        left, right = (problem_limits.UNLIMITED if side >= rows + keys else side for side in (left, right))
     if chunk is not None and chunk < 1:
         raise ArgumentError(op, "--chunk", chunk, "must be 1 or more")
     if alignment == "none" and right == 0:
         alignment = "bottom_right"
     if alignment != "none":
-        right = UNLIMITED
-    given = {} if chunk is None else {"chunk": chunk_or_none(chunk, alignment, rows, keys)}
+        right = problem_limits.UNLIMITED
+    given = {} if chunk is None else {"chunk": problem_limits.chunk_or_none(chunk, alignment, rows, keys)}
     return {"causal": alignment, "window_left": left, "window_right": right} | given
 
 

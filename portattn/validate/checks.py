@@ -98,7 +98,9 @@ def other_rank(op: str, name: str, ndim: int) -> str:
 
 def check_like(op: str, name: str, tensor: torch.Tensor, whose: str, like: torch.Tensor) -> None:
     if tensor.dtype != like.dtype:
-        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be {whose}'s, {like.dtype}")
+        kept = ROWS[op].writes and torch._C._is_any_autocast_enabled()
+        limit = f"must be {whose}'s, {like.dtype}{': torch.autocast casts no argument of ' + op if kept else ''}"
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit)
     if tensor.device != like.device:
         raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be {whose}'s, {like.device}")
 

@@ -31,6 +31,7 @@ from portattn.validate.checks import (
 )
 from portattn.validate.paged import check_table
 from portattn.validate.quantized import as_stored, check_scale, dtypes_of, format_of
+from portattn.validate.write import check_apart
 
 LOGITS: Op = "indexer_logits"
 TOPK: Op = "topk_indices"
@@ -114,20 +115,24 @@ def logits_call(
     if k_scale is not None and reads:
         of = values.Tokens(keys, seqlens_k, None, page_table)
         values.scales(op, {"k_scale": k_scale[:, None] if paged else k_scale[None, None]}, of)
-    _check_out(op, out, (*rows, k.shape[1] * page_table.shape[1] if paged else keys), torch.float32, device)
+    read = {"q": q, "k": k, "weights": weights, "k_scale": k_scale, "row_starts": row_starts, "row_ends": row_ends}
+    read |= {"page_table": page_table, "seqlens_k": seqlens_k}
+    _check_out(op, out, (*rows, k.shape[1] * page_table.shape[1] if paged else keys), torch.float32, read)
     refuse_gradients_of_writes(op, q, k, weights, k_scale, out)
     queries, columns = as_stored(q, kind), as_stored(k, kind)
     queries = queries.transpose(1, 2) if paged else queries.transpose(0, 1)[None]
     columns = columns[:, None] if paged else columns[None, None]
+    weights = weights if paged else weights[None]
     problem = Problem(
         op=op, batch=rows[0] if paged else 1, heads_q=heads, heads_k=1, seq_q=rows[-1], seq_k=keys, head_dim=width,
         dtype=DTYPES[q.dtype] if kind == "as_q" else "bf16",  # type: ignore[arg-type]
         kv_format=kind, kv_scales="none" if k_scale is None else "token",  # type: ignore[arg-type]
         page_size=k.shape[1] if paged else 0, seqlens_k=paged,
-        aligned=all(rows_aligned(tensor) for tensor in (queries, columns)), large=is_large(queries, columns, out),
+        aligned=all(rows_aligned(tensor) for tensor in (queries, columns, weights[:, None])),
+        large=is_large(queries, columns, out),
     )  # fmt: skip
     return Call(
-        problem=problem, q=queries, k=columns, v=columns, scale=1.0, weights=weights if paged else weights[None],
+        problem=problem, q=queries, k=columns, v=columns, scale=1.0, weights=weights,
         k_scale=None if k_scale is None else k_scale[:, None] if paged else k_scale[None, None],
         row_starts=row_starts, row_ends=row_ends, page_table=page_table, seqlens_k=seqlens_k,
         result=out if paged else out[None],
@@ -146,7 +151,8 @@ def topk_call(
         raise ArgumentError(op, "k", k, f"must be an integer in 1..{MAX_LENGTH}")
     rows, keys = tuple(logits.shape[:-1]), logits.shape[-1]
     _check_ranges(op, row_starts, row_ends, rows, keys, logits.device, values.reads(settings, logits))
-    _check_out(op, out, (*rows, k), torch.int32, logits.device)
+    read = {"logits": logits, "row_starts": row_starts, "row_ends": row_ends}
+    _check_out(op, out, (*rows, k), torch.int32, read)
     refuse_gradients_of_writes(op, logits, out)
     found = logits[:, None] if len(rows) == 2 else logits[None, None]
     problem = Problem(
@@ -172,10 +178,13 @@ def _check_ranges(
             raise ArgumentError(op, f"{name}{place}", int(tensor[tuple(place)]), limit)
 
 
-def _check_out(op: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def _check_out(op: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, read: dict[str, Any]) -> None:
     if not isinstance(out, torch.Tensor) or out.dtype != dtype or tuple(out.shape) != shape:
         given = (tuple(out.shape), out.dtype) if isinstance(out, torch.Tensor) else type(out).__name__
         raise ArgumentError(op, "out", given, f"must be {shape} of {dtype}")
-    check_place(op, "out", out, device, contiguous=False)
+    check_place(op, "out", out, next(iter(read.values())).device, contiguous=False)
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ArgumentError(op, "out.stride()", out.stride(), "must not be 0: each number is written")
+    for name, tensor in read.items():
+        if tensor is not None:
+            check_apart(op, (name, "out"), (tensor, out))

@@ -153,34 +153,32 @@ def _check_integers(op: str, name: str, tensor: Any, count: int, device: torch.d
     check_place(op, name, tensor, device, contiguous=True)
 
 
-def _check_apart(op: str, names: Sequence[str], caches: Sequence[torch.Tensor]) -> None:
-    """Raise ArgumentError if K's and V's tensors share an element: one write would destroy the other's."""
+def check_apart(op: str, names: Sequence[str], memory: Sequence[torch.Tensor]) -> None:
+    """Raise ArgumentError if two tensors share a byte, and the second one is written."""
     # Views of one buffer that share no element are legal, such as the halves of (…, 2·D) or of (2, …).
-    first, second = caches
+    first, second = memory
     # Subclasses may have no address: a trace over sizes has none.
     plain = (torch.Tensor, torch.nn.Parameter)
-    if any(type(each) not in plain or has_no_data(each) or not each.numel() for each in caches):
-        return
-    if first.device != second.device or first.element_size() != second.element_size():
+    if any(type(each) not in plain or has_no_data(each) or not each.numel() for each in memory):
         return
     distance = second.data_ptr() - first.data_ptr()
-    if distance % first.element_size():
-        return
-    if _meet(distance // first.element_size(), _axes(first, second), _axes(second, first)):
+    if first.device == second.device and _meet(distance, _axes(first, second), _axes(second, first)):
         limit = f"must share no element with {names[0]}, whose numbers it would overwrite"
         raise ArgumentError(op, f"{names[1]}.data_ptr()", second.data_ptr(), limit)
 
 
 def _axes(tensor: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
-    """Return (stride, size) pairs, the largest stride first; an axis of one element takes the other tensor's stride."""
-    found = zip(tensor.stride(), tensor.shape, other.stride(), other.shape, strict=True)
-    return sorted(
-        ((far if size == 1 else own, size) for own, size, far, many in found if size * many > 1), reverse=True
-    )
+    """Return (stride in bytes, size) pairs, the largest stride first, an element's bytes last; an axis of one element
+    takes the stride of the other tensor, if that has as many axes."""
+    like = other if other.ndim == tensor.ndim else tensor
+    found = zip(tensor.stride(), tensor.shape, like.stride(), like.shape, strict=True)
+    size_of, other_size_of = tensor.element_size(), like.element_size()
+    axes = [(far * other_size_of if n == 1 else own * size_of, n) for own, n, far, many in found if n * many > 1]
+    return [*sorted(axes, reverse=True), (1, size_of)]
 
 
 def _meet(distance: int, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
-    """Return whether two tensors share an element; the second begins `distance` elements after the first."""
+    """Return whether two tensors share an element; the second begins `distance` bytes after the first."""
     # Axes that differ in stride, or are longer than the stride of the axis around them, are compared by their ends.
     tangled = not first or first[0][0] <= max(_reach(first[1:]), _reach(second[1:]))
     if tangled or first[0][0] != second[0][0]:
@@ -213,7 +211,7 @@ class _Writing:
             stored.check_width(name, tensor, other, like.shape[3])
             check_width(op, name, like.shape[3])
             _check_own_memory(op, name, tensor)
-        _check_apart(op, names, (k_cache, v_cache))
+        check_apart(op, names, (k_cache, v_cache))
         by_block = stored.block_scales()
         for name, tensor in by_block.items():
             _check_own_memory(op, name, tensor)
@@ -224,7 +222,7 @@ class _Writing:
         if self.scales == "token":
             for name in SCALES:
                 _check_own_memory(op, name, found[name])
-            _check_apart(op, SCALES, tuple(found[name] for name in SCALES))
+            check_apart(op, SCALES, tuple(found[name] for name in SCALES))
         elif self.reads:
             values.scales(op, found, values.Tokens(0, None, None))
         self._rotary(k, *tables, rotary)

@@ -1,4 +1,4 @@
-"""Sets of single operators beside a peer: float8 attention, and writes into a paged cache."""
+"""Sets of single operators beside a peer: float8 attention, writes into a paged cache, sparse latent attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import portattn
 from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.peers.flash import has_vllm, neutral
-from portattn.tools.bench.workloads import Measure, Row, attend
+from portattn.tools.bench.peers.packages import has_op
+from portattn.tools.bench.workloads import Measure, Row, attend, judge_attention, judge_result
 
 TOKENS, COLUMNS, CHECKED = 16384, 2048, 256
 MOST_RMS = 0.1  # root mean square error by the root mean square of the result
@@ -157,3 +158,84 @@ def written_bytes(given: dict[str, Any]) -> int:
 def _stored(given: dict[str, Any]) -> list[torch.Tensor]:
     names = [name for name in ("k_pages", "v_pages", "k_scale", "v_scale") if name in given]
     return [given[name].view(torch.uint8) for name in names]
+
+
+CHOSEN, RANK, ROPE, SLOTS = 2048, 512, 64, 65536
+INDEX_HEADS, INDEX_WIDTH = 64, 128
+# Of each operation (rows, keys), (rows, logits), (queries, heads), and the tiny ones.
+SPARSE = {
+    "indexer bf16": [(1024, 32768)], "indexer e4m3": [(1024, 32768)], "topk": [(1, SLOTS), (64, SLOTS), (1024, SLOTS)],
+    "lists": [(1, 16), (16, 16), (1, 128), (64, 128), (4096, 128)],
+}  # fmt: skip
+SPARSE_TINY = {"indexer bf16": [(5, 70)], "indexer e4m3": [(5, 70)], "topk": [(3, 70)], "lists": [(3, 2)]}
+
+
+def sparse_latent(measure: Measure) -> Iterator[Row]:
+    """DeepSeek Sparse Attention's three operations, each alone: indexer: rows x keys, topk: rows x logits, lists:
+    queries x heads.
+
+    The indexer has 64 heads of 128 columns; 2,048 of a row's logits are chosen, beside torch.topk and vllm's
+    `persistent_topk`; attention is over 2,048 slots of a cache of 65,536 in bfloat16, beside FlashMLA. The last row of
+    each result is compared with float64, and all that is chosen with torch.topk."""
+    for kind, sizes in (SPARSE_TINY if measure.tiny else SPARSE).items():
+        for rows, count in sizes:
+            if measure.wanted(name := f"{kind} {rows} x {count}"):
+                torch.manual_seed(0)
+                runs, judge, flops = SPARSE_RUNS[kind.split()[0]](measure, rows, count, kind.endswith("e4m3"))
+                judges = {n: lambda run=run, judge=judge: judge(run()) for n, run in runs.items()}
+                for row in measure.rows(name, runs, judges, peer=[*runs][-1]):
+                    yield row | ({"tflops": flops / row["ms"] * 1e-9} if flops and "ms" in row else {})
+
+
+SparseRuns = tuple[dict[str, Callable[[], torch.Tensor]], Callable[[torch.Tensor], Row], float]
+
+
+def _indexer(measure: Measure, rows: int, keys: int, narrow: bool) -> SparseRuns:
+    q, k = measure.normal(rows, INDEX_HEADS, INDEX_WIDTH), measure.normal(keys, INDEX_WIDTH)
+    q, k = (x.to(E4M3) if narrow else x for x in (q, k))
+    weights = torch.rand(rows, INDEX_HEADS, device=measure.device)
+    exact, same = (
+        (torch.einsum("hd,sd->hs", q[-1].to(t), k.to(t)).relu() * weights[-1, :, None]).sum(0).to(t)
+        for t in (torch.float64, torch.bfloat16)
+    )
+
+    def judge(out: torch.Tensor) -> Row:
+        return judge_result(out[-1], exact, same) | {"path": portattn.last_plan().path}
+
+    flops = 2.0 * rows * keys * INDEX_HEADS * INDEX_WIDTH
+    return {OURS: lambda: portattn.indexer_logits(q, k, weights)}, judge, flops
+
+
+def _topk(measure: Measure, rows: int, keys: int, narrow: bool) -> SparseRuns:
+    logits, k = torch.randn(rows, keys, device=measure.device), min(CHOSEN, keys)
+    runs = {OURS: lambda: portattn.topk_indices(logits, k), "torch": lambda: logits.topk(k, sorted=False).indices}
+    if has_op("_C", "persistent_topk"):
+        ends, out = (torch.full(n, keys, dtype=torch.int32, device=measure.device) for n in ((rows,), (rows, k)))
+        space = torch.zeros(1 << 20, dtype=torch.uint8, device=measure.device)
+        runs = {"vllm": lambda: (torch.ops._C.persistent_topk(logits, ends, out, space, k, keys), out)[1]} | runs
+    best = logits.topk(k).values
+
+    def judge(out: torch.Tensor) -> Row:
+        return {"right": torch.equal(logits.gather(1, out.long()).sort(descending=True).values, best)}
+
+    return runs, judge, 0.0
+
+
+def _lists(measure: Measure, rows: int, heads: int, narrow: bool) -> SparseRuns:
+    q = measure.normal(rows, heads, RANK + ROPE)
+    cache = measure.normal(128 if measure.tiny else SLOTS, 1, RANK + ROPE)
+    slots = torch.randint(len(cache), (rows, CHOSEN), dtype=torch.int32, device=measure.device)
+    scale, given = (RANK + ROPE) ** -0.5, (q[..., :RANK], q[..., RANK:], cache)
+    runs = {OURS: lambda: portattn.mla_attention(*given, indices=slots, scale=scale)}
+    if has_op("_flashmla_C", "sparse_prefill_fwd"):
+        sparse = torch.ops._flashmla_C.sparse_prefill_fwd
+        runs["FlashMLA"] = lambda: sparse(q, cache, slots[:, None], scale, RANK, None, None, None)[0]
+    keys = cache[slots[-1].long()]
+
+    def judge(out: torch.Tensor) -> Row:
+        return judge_attention(out[-1:], q[-1:], keys, keys[..., :RANK], causal=False)
+
+    return runs, judge, 2.0 * rows * heads * CHOSEN * (2 * RANK + ROPE)
+
+
+SPARSE_RUNS = {"indexer": _indexer, "topk": _topk, "lists": _lists}

@@ -2,8 +2,11 @@
 with empty bodies (fakechip.py). For a process that was started with `environment`. What of portattn and Triton has to
 be replaced for it is here alone."""
 
+import importlib.metadata
+import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +87,59 @@ class Recorder:
                     parameters.append(bytes_.hex())
             found.append([name, *one[:4], one.stream, parameters])
         return found
+
+
+class StartedEngines(Recorder):
+    """Layers of engines that warmed their calls up, and what batches behind it plan and compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[Any] = []
+        self.planned: list[str] = []
+
+    def watch(self, adapter: Any) -> None:
+        """Let an adapter's module warm up on a CPU."""
+        from portattn.api import dispatch, warmup
+        from portattn.integrations import engine_warmup
+
+        adapter.needs_warmup = lambda device: True
+        adapter.compile_calls = lambda *given: self.reports.append(engine_warmup.compile_calls(*given))
+        warmup.synchronize = lambda device: None
+        run = dispatch.run
+        dispatch.run = lambda *given: self.planned.append(str(given[0].problem)) or run(*given)
+
+    def found(self, settings: Any, batches: int, run_one: Callable[[], Any]) -> dict[str, Any]:
+        """Run batches through the layers of one engine, whose warm-up is over; `wrong` are those it lacked."""
+        import portattn
+
+        report, wrong = self.reports.pop(), []
+        assert not self.reports
+        self.planned.clear()
+        for _ in range(batches):
+            before = len(self.planned)
+            what, compiled = run_one(), portattn.monitor()
+            self.fake.library.fake_clear()  # its memory has an end
+            if compiled or len(self.planned) > before:
+                wrong.append([sorted(compiled), self.planned[before:], what])
+        return {
+            "settings": str(settings), "wrong": wrong, "loaded": len({each.key for each in report.specs}),
+            "failed": [one.failed for one in report.failed],
+        }  # fmt: skip
+
+    def print_engines(self, engine: Callable[[int, int], dict[str, Any]]) -> None:
+        """Print, as JSON, what `engine` finds for each seed of the program's arguments."""
+        import portattn
+
+        with portattn.settings(isolate="never", canary="never", validate="never"):
+            found = [engine(int(seed), int(sys.argv[2])) for seed in sys.argv[1].split(",")]
+        print(json.dumps({"engines": found}))
+
+
+def assert_no_batch_compiles(child: str, folder: Path, seeds: str, batches: int) -> None:
+    """Run a program that prints engines; no batch of theirs may compile a kernel."""
+    triton = fakedriver.triton_folders()[importlib.metadata.version("triton")]
+    for one in fakedriver.run(child, folder, triton, seeds, str(batches))["engines"]:
+        assert one["failed"] == []
+        assert one["loaded"] > 3
+        assert [kernels for kernels, *_ in one["wrong"] if kernels] == [], one["settings"]
+        assert len(one["wrong"]) <= 2, "nearly every shape class is cached too"

@@ -71,6 +71,20 @@ def test_planted_errors_show(models: dict[str, Any], family: str, error: str, mo
     assert difference(last.logits, eager[:, -1:], None) > PLANTED
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_an_indexers_selection(cache: str) -> None:
+    """DeepSeek V3.2's layers name the keys of each query. `eager` over its caches is not equal to a dense forward."""
+    ids, mask = tokens(), padding("left")
+    model, wider = build("DeepseekV32"), build("DeepseekV32", index_topk=LENGTH)
+    for sizes in ((LENGTH,), (LENGTH - 4, 3, 1)):
+        eager, everything = (in_chunks(one, ids, mask, CACHES[cache](one), sizes) for one in (model, wider))
+        with using(model, "portattn"):
+            ours = in_chunks(model, ids, mask, CACHES[cache](model), sizes)
+        assert difference(ours, eager, mask) < TOLERANCE
+        assert difference(everything, eager, mask) > PLANTED
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", ["Mistral", "GptOss"])
 @torch.no_grad()

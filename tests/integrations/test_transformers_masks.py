@@ -327,5 +327,6 @@ def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -
     assert wider.window is None
     forward(layer, q, kv, kv, wider, sliding_window=4)  # the mask's own window counts
     for feature in ("sinks", "indices", "block_indices", "cache"):
+        more = {"read_index": None} if feature == "indices" else {}  # of continuous batching
         with pytest.raises(portattn.ArgumentError, match=rf"{feature} is 'tensor of shape \(1,\)', but .*'eager'"):
-            forward(layer, q, kv, kv, whole, **{feature: torch.zeros(1)})
+            forward(layer, q, kv, kv, whole, **{feature: torch.zeros(1)}, **more)

@@ -40,6 +40,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"], "num_local_experts": 2,
         "intermediate_size_mlp": 48,
     },
+    "DeepseekV32": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "index_topk": WINDOW, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 2,
+    },
 }  # fmt: skip
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GptOss")
 TEXT = ("Gemma3", "Llama4")  # whose configurations of the text model alone have a name of their own

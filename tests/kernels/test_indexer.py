@@ -235,6 +235,8 @@ def test_memory_of_the_caller_s_is_filled() -> None:
     given = rows()
     out, places = torch.full((6, 60), torch.nan)[:, :50], torch.full((6, 5), 42, dtype=torch.int32)
     assert portattn.indexer_logits(**given, out=out) is out
+    beside = torch.cat([out, given["weights"]], dim=1)
+    assert torch.equal(portattn.indexer_logits(**given | {"weights": beside[:, 50:]}, out=beside[:, :50]), out)
     assert torch.equal(out, portattn.indexer_logits(**given))
     for ordered in (False, True):
         assert portattn.topk_indices(out, 5, sorted=ordered, out=places) is places
@@ -258,15 +260,16 @@ def test_compiled_they_are_one_node_each() -> None:
     assert torch.equal(choose(given["q"]), compiled(given["q"]))
 
 
+ENDS, BUFFER = torch.tensor([3, 4]).int(), torch.rand(6, 54)
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("indexer_logits", {"k": torch.randn(50, 8)}, "k's head_dim is 8, but must be q's, 16"),
     ("indexer_logits", {"k": torch.randn(50, 16).half()}, "k.dtype is torch.float16, but must be q's, torch.float32"),
     ("indexer_logits", {"weights": torch.randn(6, 3)}, "weights' heads is 3, but must be q's, 4"),
-    ("indexer_logits", {"weights": torch.randn(6, 4).half()}, "weights.dtype is torch.float16, but must be"),
+    ("indexer_logits", {"weights": torch.randn(6, 4).half()}, "weights.dtype is torch.float16, but must be torch.fl"),
     ("indexer_logits", {"k_scale": torch.ones(50)}, "k_scale is (50,), but goes with q and k of torch.float8_e4m3fn"),
     ("indexer_logits", {"row_ends": torch.full((6,), 51).int()}, "row_ends[0] is 51, but must be in 0..50"),
     ("indexer_logits", {"seqlens_k": torch.ones(6).int()}, "seqlens_k is (6,), but goes with page_table"),
-    ("indexer_logits", {"q": torch.randn(6, 4, 16).requires_grad_()}, "indexer_logits writes in place and has no grad"),
+    ("indexer_logits", {"q": torch.randn(6, 4, 16).requires_grad_()}, "writes in place and has no gradient"),
     ("indexer_logits", {"out": torch.empty(6, 49)}, "out is ((6, 49), torch.float32), but must be (6, 50) of torch.f"),
     ("topk_indices", {"k": 0}, "k is 0, but must be an integer in 1.."),
     ("topk_indices", {"k": True}, "k is True, but must be an integer in 1.."),
@@ -276,7 +279,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("topk_indices", {"row_starts": torch.tensor([0, -1]).int()}, "row_starts[1] is -1, but must be in 0..9"),
     ("topk_indices", {"sorted": 1}, "sorted is 1, but must be True or False"),
     ("topk_indices", {"out": torch.zeros(1, 3).int().expand(2, 3)}, "out.stride() is (0, 1), but must not be 0"),
-]  # fmt: skip
+    ("topk_indices", {"k": 1, "row_ends": ENDS, "out": ENDS[:, None]}, "must share no element with row_ends, whose"),
+    ("indexer_logits", {"weights": BUFFER[:, 50:], "out": BUFFER[:, 3:53]}, "must share no element with weights"),
+]
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: str(case[2]))
@@ -286,3 +291,11 @@ def test_wrong_arguments_are_named(case: tuple[str, dict[str, Any], str]) -> Non
     with pytest.raises(portattn.ArgumentError) as error:
         getattr(portattn, op)(**given | fields)
     assert text in str(error.value)
+
+
+def test_autocast_casts_nothing_and_says_so() -> None:
+    given, expected = rows(), portattn.indexer_logits(**rows())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(portattn.indexer_logits(**given), expected)
+        with pytest.raises(portattn.ArgumentError, match=r"torch.float32: torch.autocast casts no argument of in"):
+            portattn.indexer_logits(**given | {"k": given["k"].bfloat16()})

@@ -269,7 +269,7 @@ def test_plans_split_few_queries_and_other_paths_say_why_not() -> None:
         made = plan(Problem(**wide | {"heads_q": heads, "batch": rows, "seq_q": 1}), target)
         assert made.kernel == "mla_split"
         assert made.specialised[1].splits > 1
-        assert any("gluon_mla: it takes no tokens" in note for note in made.notes)
+        assert any("gluon_mla: it takes pages that follow each other in memory" in note for note in made.notes)
     assert plan(Problem(**wide | {"heads_q": 128, "batch": 1, "seq_q": 4096}), target).specialised[1].splits == 1
     with pytest.raises(portattn.ArgumentError, match="causal is True, but goes without tokens"):
         Problem(**LISTED | {"causal": "bottom_right"})

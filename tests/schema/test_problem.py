@@ -40,6 +40,7 @@ def test_errors_name_field_value_and_limit(field: str, value: object, limit: str
 PAGES = {"op": "paged_attention", "page_size": 16}
 PACKED = {"op": "varlen_attention", "total_q": 30, "total_k": 60}
 SPARSE = {"op": "sparse_attention", "seq_q": 1, "tokens": 8}
+INDEXER = {"op": "indexer_logits", "heads_k": 1, "return_lse": False}
 LATENT = {"op": "mla_attention", "heads_k": 1, "head_dim_v": 8, "page_size": 16}
 
 
@@ -54,6 +55,9 @@ LATENT = {"op": "mla_attention", "heads_k": 1, "head_dim_v": 8, "page_size": 16}
         ({"page_size": 16}, "page_size", "attention has none"),
         ({"op": "decode_attention", "tokens": 4}, "tokens", "decode_attention has none"),
         (PAGES | {"seqlens_q": True}, "seqlens_q", "paged_attention has none"),
+        (INDEXER | {"causal": "top_left"}, "causal", "indexer_logits has none"),
+        (INDEXER | {"window_left": 3}, "window_left, window_right", "indexer_logits has none"),
+        (INDEXER | {"op": "topk_indices", "tokens": 4}, "heads_q, head_dim", "must be 1, 1"),
         (PACKED | {"leftpad_k": True}, "leftpad_k", "varlen_attention has none"),
         ({"tree_mask": True}, "tree_mask", "attention has none"),
         (PAGES | {"total_k": 3}, "total_k", "paged_attention has none"),

@@ -7,6 +7,9 @@ one sequence over one share of its keys, 64 keys a tile:
     consumer w   one warp group, w = 0 or 1: owns columns [256·w, 256·w + 256) of the output for all 64 rows, and the
                  tiles of parity w, whose scores and softmax it computes; the other gets P through shared memory
 
+Lists (LISTED) name each key's slot: then the producer is a warp group, which gathers rows by cp.async; a hole is a row
+of zeros in shared memory, and its score is masked.
+
 So nothing is computed twice, an accumulator takes 128 registers a thread, and while one warp group is in its softmax
 the other has the tensor cores. The idea is FlashMLA's (github.com/deepseek-ai/FlashMLA, "seesaw"); here both warp
 groups take the tiles in order, so one running maximum serves both. A tile's parity is also its buffer. Per tile:
@@ -23,6 +26,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -31,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, store, sync
+from portattn.backends.cuda.gluon_names import aggregate, arrive, gather, load, reinterpreted, store, sync
 from portattn.backends.cuda.hopper_latent import KEYS, ROPE, ROWS
 from portattn.backends.cuda.hopper_latent import RANK as LATENT  # columns that are V too: the kernel's word for them
 
@@ -43,7 +47,6 @@ _MAXIMUM: gl.constexpr = gl.constexpr(7)  # 7, 8    the row maxima up to and wit
 _FREE: gl.constexpr = gl.constexpr(9)  # 9..12   half w of buffer b may be loaded again: FREE + 2·b + w
 _DONE: gl.constexpr = gl.constexpr(13)  # both warp groups have left their row sums
 _CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads that meet there: both warp groups
-_LOADERS: gl.constexpr = gl.constexpr(160)  # threads that meet at FREE: one warp group and the producer
 
 _ROWS: gl.constexpr = gl.constexpr(ROWS)
 _KEYS: gl.constexpr = gl.constexpr(KEYS)
@@ -59,6 +62,13 @@ _OUTPUT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [
 _PROBS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=_OUTPUT.value, k_width=2))
 _ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _OUTPUT_ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
+_SCORE_COLUMN: gl.constexpr = gl.constexpr(gl.SliceLayout(0, _SCORES.value))
+# Gathered rows: 16 bytes a thread. Of bytes, four numbers a word, a row takes four threads: once they are widened,
+# eight threads write half of two rows' 128 bytes each, which the swizzle puts in different banks.
+_GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_BYTES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+_BYTES_TAIL: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+_LISTED_KEYS: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all of a tile
 
 
 @aggregate
@@ -86,18 +96,23 @@ class LatentSharedMemory:
 class LatentWork:
     """Rows and keys of this block."""
 
+    table: gl.tensor  # the sequence's pages, or the query's list
     batch: gl.tensor
     head: gl.tensor  # the first of the block's heads
     query: gl.tensor  # the first of its queries
-    length: gl.tensor  # keys of the sequence
+    length: gl.tensor  # keys of the sequence, or places of the list
     unmasked: gl.tensor  # how many of them every row of the block sees
     first: gl.tensor  # tile of the sequence with which the share begins
     tiles: gl.tensor  # tiles of the share
+    LISTED: gl.constexpr
+    LOADERS: gl.constexpr  # threads that meet at FREE
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, query, length, unmasked, first, tiles):
-        self.batch, self.head, self.query = batch, head, query
+    def __init__(self, table, batch, head, query, length, unmasked, first, tiles, LISTED):
+        self.table, self.batch, self.head, self.query = table, batch, head, query
         self.length, self.unmasked, self.first, self.tiles = length, unmasked, first, tiles
+        self.LISTED = gl.constexpr(LISTED)
+        self.LOADERS = gl.constexpr(256 if LISTED else 160)
 
 
 @aggregate
@@ -124,26 +139,39 @@ def _zero():
 # producer
 # ---------------------------------------------------------------------------------------------------------------------
 @gluon.jit
-def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, shared):
-    """Load the queries once, then every tile of the share into the buffer of its parity, by one warp."""
+def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, k, row_units, slots, work, shared):
+    """Load the queries once, then every tile of the share into the buffer of its parity."""
     mbarrier.expect(shared.q_full, _ROWS * (_LATENT + _ROPE) * 2)
     for j in gl.static_range(_CHUNKS):
         q_at = [work.batch, work.head, work.query, j * _CHUNK]
         load(q_desc, q_at, shared.q_full, shared.q.index(j))
     tail_at = [work.batch, work.head, work.query, 0]
     load(q_tail_desc, tail_at, shared.q_full, shared.q_tail.index(0))
+    if not work.LISTED:
+        _copy(k_desc, k_tail_desc, page_tiles, work, shared)
+    elif k.dtype.element_ty.is_int():
+        _gather_bytes(k, row_units, slots - 1, work, shared)
+    else:
+        _gather(k, row_units, slots - 1, work, shared)
+    for i in range(gl.maximum(work.tiles - 2, 0), work.tiles):  # the last arrivals, for which nothing is loaded
+        for side in gl.static_range(2):
+            sync(_FREE + 2 * (i % 2) + side, work.LOADERS)
 
+
+@gluon.jit
+def _copy(k_desc, k_tail_desc, page_tiles, work, shared):
+    """Load every tile of the share into the buffer of its parity, by one warp."""
     last = work.first + work.tiles - 1
-    page = gl.load(table + work.first // page_tiles, mask=work.tiles > 0, other=0)
+    page = gl.load(work.table + work.first // page_tiles, mask=work.tiles > 0, other=0)
     for i in range(work.tiles):
         buffer = i % 2
         tile = work.first + i
         row = (page * page_tiles + tile % page_tiles) * _KEYS
-        page = gl.load(table + gl.minimum(tile + 1, last) // page_tiles)  # ahead of the waits below
+        page = gl.load(work.table + gl.minimum(tile + 1, last) // page_tiles)  # ahead of the waits below
         for turn in gl.static_range(2):
             half = buffer ^ turn  # the owner's first: it is free first
             if i >= 2:
-                sync(_FREE + 2 * buffer + half, _LOADERS)
+                sync(_FREE + 2 * buffer + half, work.LOADERS)
             for j in gl.static_range(_CHUNKS // 2):
                 chunk = half * (_CHUNKS // 2) + j
                 slot = buffer * _CHUNKS + chunk
@@ -154,9 +182,128 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, 
                 else:
                     mbarrier.expect(full, _KEYS * _CHUNK * 2)
                 load(k_desc, [row, chunk * _CHUNK], full, shared.k.index(slot))
-    for i in range(gl.maximum(work.tiles - 2, 0), work.tiles):  # the last arrivals, for which nothing is loaded
-        for side in gl.static_range(2):
-            sync(_FREE + 2 * (i % 2) + side, _LOADERS)
+
+
+@gluon.jit
+def _listed(tile, work, layout: gl.constexpr):
+    """Return the slots of a tile's keys [KEYS], below 0 for holes and behind the list's length."""
+    places = tile * _KEYS + gl.arange(0, _KEYS, layout)
+    return gl.load(work.table + places, mask=places < work.length, other=-1)
+
+
+@gluon.jit
+def _row_places(k, slots, most, row_units):
+    """Return pointers to the rows of slots [KEYS, 1], which are row_units times 16 bytes apart."""
+    unit: gl.constexpr = 16 // (k.dtype.element_ty.primitive_bitwidth // 8)
+    return (k + gl.minimum(gl.maximum(slots, 0), most).to(gl.int64) * row_units * unit)[:, None]
+
+
+@gluon.jit
+def _gather(k, row_units, most, work, shared):
+    """Load the rows of every tile's slots, by one warp group; holes become rows of zeros."""
+    columns = gl.arange(0, _CHUNK, gl.SliceLayout(0, _GATHER))[None, :]
+    tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _GATHER))[None, :]
+    slots = _listed(work.first, work, gl.SliceLayout(1, _GATHER))
+    for i in range(work.tiles):
+        buffer = i % 2
+        rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
+        slots = _listed(work.first + i + 1, work, gl.SliceLayout(1, _GATHER))  # ahead of the waits below
+        for turn in gl.static_range(2):
+            half = buffer ^ turn  # the owner's first: it is free first
+            if i >= 2:
+                sync(_FREE + 2 * buffer + half, work.LOADERS)
+            if turn == 0:  # the owner has read the tail before it frees its half
+                place = shared.k_tail.index(buffer)
+                gather(place, rows + (_LATENT + tail_columns), mask=there)
+            for j in gl.static_range(_CHUNKS // 2):
+                chunk = half * (_CHUNKS // 2) + j
+                place = shared.k.index(buffer * _CHUNKS + chunk)
+                gather(place, rows + (chunk * _CHUNK + columns), mask=there)
+                # Every thread arrives when its copies so far are there.
+                full = shared.k_full.index(buffer * _CHUNKS + chunk)
+                async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _load_bytes(rows, there, chunk):
+    """Load a chunk of fp8_ds_mla rows as words of four numbers [KEYS, CHUNK / 4], and its scales [KEYS, 1]."""
+    words = gl.arange(0, _CHUNK // 4, gl.SliceLayout(0, _BYTES))[None, :]
+    found = gl.load(rows.to(gl.pointer_type(gl.int32)) + (chunk * (_CHUNK // 4) + words), mask=there, other=0)
+    scales = gl.load(rows.to(gl.pointer_type(gl.float32)) + (_LATENT // 4 + chunk), mask=there, other=0.0)
+    return found, scales
+
+
+@gluon.jit
+def _store_widened(place, words, scales):
+    """Write e4m3 numbers times their scales, as bfloat16, to a chunk in shared memory."""
+    low, high = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 a, b, c, d, e, f;
+        .reg .b32 x, y;
+        .reg .f32 p, q, r, s;
+        mov.b32 {a, b}, $2;
+        cvt.rn.f16x2.e4m3x2 x, a;
+        cvt.rn.f16x2.e4m3x2 y, b;
+        mov.b32 {c, d}, x;
+        mov.b32 {e, f}, y;
+        cvt.f32.f16 p, c;
+        cvt.f32.f16 q, d;
+        cvt.f32.f16 r, e;
+        cvt.f32.f16 s, f;
+        mul.f32 p, p, $3;
+        mul.f32 q, q, $3;
+        mul.f32 r, r, $3;
+        mul.f32 s, s, $3;
+        cvt.rn.bf16x2.f32 $0, q, p;
+        cvt.rn.bf16x2.f32 $1, s, r;
+        }
+        """,
+        "=r,=r,r,r",
+        [words, scales],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    pairs = gl.join(low, high).reshape([_KEYS, _CHUNK // 2])
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    reinterpreted(place, gl.int32, [_KEYS, _CHUNK // 2], layout).store(pairs)
+
+
+@gluon.jit
+def _gather_bytes(k, row_units, most, work, shared):
+    """Like `_gather`, of fp8_ds_mla rows (bytes): 512 e4m3 numbers, 4 float32 scales, 64 bfloat16 numbers."""
+    tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _BYTES_TAIL))[None, :]
+    slots = _listed(work.first, work, gl.SliceLayout(1, _BYTES))
+    rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
+    found, scales = _load_bytes(rows, there, 0)
+    for i in range(work.tiles):
+        buffer = i % 2
+        tail_slots = gl.convert_layout(slots, gl.SliceLayout(1, _BYTES_TAIL))
+        slots = _listed(work.first + i + 1, work, gl.SliceLayout(1, _BYTES))
+        for step in gl.static_range(_CHUNKS):
+            half = buffer ^ (step // (_CHUNKS // 2))  # the owner's first: it is free first
+            chunk = half * (_CHUNKS // 2) + step % (_CHUNKS // 2)
+            # The next chunk's bytes are under way while this one's are widened, or wait for their place.
+            if step + 1 < _CHUNKS:
+                after = (buffer ^ ((step + 1) // (_CHUNKS // 2))) * (_CHUNKS // 2) + (step + 1) % (_CHUNKS // 2)
+            else:
+                after = (1 - buffer) * (_CHUNKS // 2)
+                rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
+            next_found, next_scales = _load_bytes(rows, there, after)
+            if step % (_CHUNKS // 2) == 0 and i >= 2:
+                sync(_FREE + 2 * buffer + half, work.LOADERS)
+            full = shared.k_full.index(buffer * _CHUNKS + chunk)
+            if step == 0:  # the owner has read the tail before it frees its half
+                tails = _row_places(k, tail_slots, most, row_units) + (_LATENT + 16)
+                tails = tails.to(gl.pointer_type(gl.bfloat16)) + tail_columns
+                tail_there = (tail_slots >= 0)[:, None]
+                gather(shared.k_tail.index(buffer), tails, mask=tail_there)
+                async_copy.mbarrier_arrive(full, increment_count=False)
+            _store_widened(shared.k.index(buffer * _CHUNKS + chunk), found, scales)
+            fence_async_shared()
+            mbarrier.arrive(full, count=1)
+            found, scales = next_found, next_scales
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,11 +317,18 @@ def _values(shared, buffer: gl.constexpr, half: gl.constexpr):
 
 
 @gluon.jit
-def _values_there(shared, buffer: gl.constexpr, half: gl.constexpr, phase):
+def _chunk_there(shared, chunk, phase, work):
+    mbarrier.wait(shared.k_full.index(chunk), phase)
+    if work.LISTED:  # other threads' cp.async wrote what a product reads
+        fence_async_shared()
+
+
+@gluon.jit
+def _values_there(shared, buffer: gl.constexpr, half: gl.constexpr, phase, work):
     # They are, long since, as the tile's scores are known; but the wait is a branch, over which ptxas does not move the
     # rescaling of the accumulator. Without it the rescaling ends up where the other warp group, or P, waits for it.
     for j in gl.static_range(_CHUNKS // 2):
-        mbarrier.wait(shared.k_full.index(_CHUNKS * buffer + half * (_CHUNKS // 2) + j), phase)
+        _chunk_there(shared, _CHUNKS * buffer + half * (_CHUNKS // 2) + j, phase, work)
 
 
 @gluon.jit
@@ -199,13 +353,13 @@ def _rescaled(acc, factor):
 
 
 @gluon.jit
-def _scores(shared, half: gl.constexpr, phase):
+def _scores(shared, half: gl.constexpr, phase, work):
     """Begin Q Kᵀ of an own tile, chunk by chunk as they are loaded, the own half's chunks first."""
     zero = _zero()
     s = gl.zeros([_ROWS, _KEYS], gl.float32, _SCORES)
     for j in gl.static_range(_CHUNKS):
         chunk = (half * (_CHUNKS // 2) + j) % _CHUNKS
-        mbarrier.wait(shared.k_full.index(_CHUNKS * half + chunk), phase)
+        _chunk_there(shared, _CHUNKS * half + chunk, phase, work)
         q = shared.q.index(zero + chunk).reshape([_ROWS, _CHUNK])
         k = shared.k.index(zero + _CHUNKS * half + chunk)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=j != 0, is_async=True)
@@ -217,9 +371,21 @@ def _scores(shared, half: gl.constexpr, phase):
 
 
 @gluon.jit
-def _maximum(s, row_max, shared, key, work, row_end, scale, half: gl.constexpr):
+def _holes(tile, work):
+    """Return how many of a tile's keys a list does not have."""
+    if work.LISTED:
+        return gl.sum((_listed(tile, work, _LISTED_KEYS) < 0).to(gl.int32), 0)
+    else:
+        return 0
+
+
+@gluon.jit
+def _maximum(s, row_max, shared, key, holes, work, row_end, scale, half: gl.constexpr):
     """Return an own tile's masked scores and new row maxima, and send the maxima to the other warp group."""
-    if key + _KEYS > work.unmasked:
+    if work.LISTED:
+        if holes != 0:
+            s = gl.where((_listed(key // _KEYS, work, _SCORE_COLUMN) >= 0)[None, :], s, -float("inf"))
+    elif key + _KEYS > work.unmasked:
         columns = key + gl.arange(0, _KEYS, gl.SliceLayout(0, _SCORES))
         s = gl.where(columns[None, :] < row_end[:, None], s, -float("inf"))
     row_max = gl.maximum(row_max, gl.max(s, 1) * scale)
@@ -231,7 +397,7 @@ def _maximum(s, row_max, shared, key, work, row_end, scale, half: gl.constexpr):
 @gluon.jit
 def _own_values(state, s, new_max, shared, phase, key, work, scale, half: gl.constexpr):
     """Process an own tile from its scores on: P, also for the other warp group, and acc += P V."""
-    if key + _KEYS > work.length:
+    if not work.LISTED and key + _KEYS > work.length:
         for side in gl.static_range(2):
             _clear_unwritten(_values(shared, half, side), work.length - key)
     base = _finite(new_max)
@@ -240,35 +406,35 @@ def _own_values(state, s, new_max, shared, phase, key, work, scale, half: gl.con
     shared.p.store(weights)
     fence_async_shared()
     arrive(_READY + half, _CONSUMERS)
-    _values_there(shared, half, half, phase)
+    _values_there(shared, half, half, phase, work)
     alpha = gl.exp2(state.row_max - base)
     acc = _rescaled(state.acc, alpha)
     acc = warpgroup_mma(gl.convert_layout(weights, _PROBS), _values(shared, half, half), acc, is_async=True)
     row_sum = state.row_sum * alpha + gl.sum(p, 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    arrive(_FREE + 2 * half + half, _LOADERS)
+    arrive(_FREE + 2 * half + half, work.LOADERS)
     return LatentState(acc, new_max, row_sum)
 
 
 @gluon.jit
-def _other_values(state, shared, phase, half: gl.constexpr):
+def _other_values(state, shared, phase, work, half: gl.constexpr):
     """Begin acc += P V of a tile of the other parity; return the accumulator and the rest of the new state."""
     buffer: gl.constexpr = 1 - half
     sync(_MAXIMUM + buffer, _CONSUMERS)
     new_max = shared.row_max.load(_ROW)
     alpha = gl.exp2(state.row_max - _finite(new_max))
     acc = _rescaled(state.acc, alpha)
-    _values_there(shared, buffer, half, phase)
+    _values_there(shared, buffer, half, phase, work)
     sync(_READY + buffer, _CONSUMERS)
     acc = warpgroup_mma(shared.p, _values(shared, buffer, half), acc, is_async=True)
     return acc, new_max, state.row_sum * alpha
 
 
 @gluon.jit
-def _other_tile(state, shared, phase, half: gl.constexpr):
-    acc, row_max, row_sum = _other_values(state, shared, phase, half)
+def _other_tile(state, shared, phase, work, half: gl.constexpr):
+    acc, row_max, row_sum = _other_values(state, shared, phase, work, half)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    arrive(_FREE + 2 * (1 - half) + half, _LOADERS)
+    arrive(_FREE + 2 * (1 - half) + half, work.LOADERS)
     return LatentState(acc, row_max, row_sum)
 
 
@@ -278,11 +444,12 @@ def _even_owner(state, shared, work, row_end, scale):
     for i in range(0, work.tiles, 2):
         phase = i // 2 & 1
         key = (work.first + i) * _KEYS
-        s = warpgroup_mma_wait(0, deps=[_scores(shared, 0, phase)])
-        s, new_max = _maximum(s, state.row_max, shared, key, work, row_end, scale, 0)
+        holes = _holes(work.first + i, work)
+        s = warpgroup_mma_wait(0, deps=[_scores(shared, 0, phase, work)])
+        s, new_max = _maximum(s, state.row_max, shared, key, holes, work, row_end, scale, 0)
         state = _own_values(state, s, new_max, shared, phase, key, work, scale, 0)
         if i + 1 < work.tiles:
-            state = _other_tile(state, shared, phase, 0)
+            state = _other_tile(state, shared, phase, work, 0)
     return state
 
 
@@ -295,15 +462,16 @@ def _odd_owner(state, shared, work, row_end, scale):
         # Waits for nothing, but ptxas does not see over the loop's edge that the accumulator is complete.
         acc = warpgroup_mma_wait(0, deps=[state.acc])
         state = LatentState(acc, state.row_max, state.row_sum)
-        s = _scores(shared, 1, phase)
-        acc, row_max, row_sum = _other_values(state, shared, phase, 1)
+        holes = _holes(work.first + i + 1, work)
+        s = _scores(shared, 1, phase, work)
+        acc, row_max, row_sum = _other_values(state, shared, phase, work, 1)
         s = warpgroup_mma_wait(1, deps=[s])
-        s, new_max = _maximum(s, row_max, shared, key, work, row_end, scale, 1)
+        s, new_max = _maximum(s, row_max, shared, key, holes, work, row_end, scale, 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        arrive(_FREE + 1, _LOADERS)
+        arrive(_FREE + 1, work.LOADERS)
         state = _own_values(LatentState(acc, row_max, row_sum), s, new_max, shared, phase, key, work, scale, 1)
     if work.tiles % 2 == 1:
-        state = _other_tile(state, shared, work.tiles // 2 & 1, 1)
+        state = _other_tile(state, shared, work.tiles // 2 & 1, work, 1)
     return state
 
 
@@ -356,10 +524,16 @@ def _consume(out_desc, partial, lse, heads, seq_q, batches, scale, work, shared,
 # kernel
 # ---------------------------------------------------------------------------------------------------------------------
 @gluon.jit
-def _work(seqlens_k, capacity, head_tiles, seq_q, HEADS: gl.constexpr, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+def _work(table, table_stride, seqlens_k, capacity, head_tiles, seq_q, HEADS: gl.constexpr, QUERIES: gl.constexpr,
+          CAUSAL: gl.constexpr, LISTED: gl.constexpr):  # fmt: skip
     row_tile, split, batch = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    length = gl.minimum(gl.maximum(gl.load(seqlens_k + batch), 0), capacity)
     head, query = row_tile % head_tiles * HEADS, row_tile // head_tiles * QUERIES
+    sequence = batch
+    if LISTED:  # every query is a sequence of its own
+        sequence, batch, query = query, query // seq_q, query % seq_q
+    length = capacity
+    if seqlens_k is not None:
+        length = gl.minimum(gl.maximum(gl.load(seqlens_k + sequence), 0), capacity)
     unmasked, end = length, length
     if CAUSAL:  # what the block's first query sees, and its last; blocks with the most keys begin first
         query = (gl.num_programs(0) // head_tiles - 1 - row_tile // head_tiles) * QUERIES
@@ -368,34 +542,43 @@ def _work(seqlens_k, capacity, head_tiles, seq_q, HEADS: gl.constexpr, QUERIES: 
     tiles = gl.cdiv(end, _KEYS)
     share = gl.cdiv(tiles, gl.num_programs(1))
     first = gl.minimum(split * share, tiles)
-    return LatentWork(batch, head, query, length, unmasked, first, gl.minimum(share, tiles - first))
+    table += sequence.to(gl.int64) * table_stride
+    return LatentWork(table, batch, head, query, length, unmasked, first, gl.minimum(share, tiles - first), LISTED)
 
 
 @gluon.jit(
-    do_not_specialize=["scale", "heads", "seq_q", "batches", "head_tiles", "page_tiles", "pages", "table_stride"]
-)
+    do_not_specialize=[
+        "scale", "heads", "seq_q", "batches", "head_tiles", "page_tiles", "capacity", "table_stride", "row_units",
+        "slots",
+    ],
+    do_not_specialize_on_alignment=["page_table", "seqlens_k"],
+)  # fmt: skip
 def latent_decode(
-    q_desc, q_tail_desc, k_desc, k_tail_desc, out_desc, partial, lse, page_table, seqlens_k,
-    scale, heads, seq_q, batches, head_tiles, page_tiles, pages, table_stride,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, out_desc, k, partial, lse, page_table, seqlens_k,
+    scale, heads, seq_q, batches, head_tiles, page_tiles, capacity, table_stride, row_units, slots,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, LISTED: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """One block (row tile, split, sequence): HEADS × QUERIES = 64 rows over one share of the keys.
 
-    Queries and output by descriptors of (B, H, Sq, columns), latent rows by descriptors of (pages · page size, 576);
-    page_tiles: tiles of a page, pages: entries of a table row. scale: the softmax scale times log2(e), positive.
+    Queries and output by descriptors of (B, H, Sq, columns), latent rows by descriptors of (slots, 576); page_tiles:
+    tiles of a page, capacity: the most keys of a sequence. scale: the softmax scale times log2(e), positive.
+    LISTED: page_table (B · Sq, capacity) has the slots of each query's keys, seqlens_k (B · Sq,) or None how many of
+    them count. Rows of k, row_units times 16 bytes apart, are gathered, and QUERIES is 1. Bytes are rows of fp8_ds_mla.
     SPLIT: `partial` (splits, B, H, Sq, 512) and `lse` (splits, B, H, Sq), float32, are to be merged. Otherwise the
     output goes to `out_desc`, and `lse` (B, H, Sq) may be None. CONSUMER, PRODUCER: registers of a thread.
     """
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = q_desc.dtype
+    BYTES: gl.constexpr = LISTED and k.dtype.element_ty.is_int()
+    k_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = LatentSharedMemory(
         gl.allocate_shared_memory(dtype, [_CHUNKS, 1, HEADS, QUERIES, _CHUNK], q_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, HEADS, QUERIES, _ROPE], q_tail_desc.layout),
-        gl.allocate_shared_memory(dtype, [2 * _CHUNKS, _KEYS, _CHUNK], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [2, _KEYS, _ROPE], k_tail_desc.layout),
-        gl.allocate_shared_memory(dtype, [_ROWS, _KEYS], k_tail_desc.layout),
+        gl.allocate_shared_memory(dtype, [2 * _CHUNKS, _KEYS, _CHUNK], k_layout),
+        gl.allocate_shared_memory(dtype, [2, _KEYS, _ROPE], k_layout),
+        gl.allocate_shared_memory(dtype, [_ROWS, _KEYS], k_layout),
         gl.allocate_shared_memory(gl.float32, [_ROWS], vector),
         gl.allocate_shared_memory(gl.float32, [2, _ROWS], vector),
         gl.allocate_shared_memory(gl.int64, [1], barriers),
@@ -403,16 +586,19 @@ def latent_decode(
     )
     mbarrier.init(shared.q_full, count=1)
     for j in gl.static_range(2 * _CHUNKS):
-        mbarrier.init(shared.k_full.index(j), count=1)
+        if BYTES:  # and the copies of the tail, beside the chunk that comes first
+            mbarrier.init(shared.k_full.index(j), count=129 if j == 0 or j == _CHUNKS + _CHUNKS // 2 else 1)
+        else:
+            mbarrier.init(shared.k_full.index(j), count=128 if LISTED else 1)
     fence_async_shared()
-    work = _work(seqlens_k, pages * page_tiles * _KEYS, head_tiles, seq_q, HEADS, QUERIES, CAUSAL)
-    table = page_table + work.batch.to(gl.int64) * table_stride
+    work = _work(page_table, table_stride, seqlens_k, capacity, head_tiles, seq_q, HEADS, QUERIES, CAUSAL, LISTED)
+    WARPS: gl.constexpr = 4 if LISTED else 1
     gl.warp_specialize(
         [
             (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 0, QUERIES, CAUSAL, SPLIT)),
             (_consume, (out_desc, partial, lse, heads, seq_q, batches, scale, work, shared, 1, QUERIES, CAUSAL, SPLIT)),
-            (_produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, shared)),
+            (_produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, k, row_units, slots, work, shared)),
         ],
-        [4, 1],
+        [4, WARPS],
         [CONSUMER, PRODUCER],
     )

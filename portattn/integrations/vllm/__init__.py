@@ -17,6 +17,12 @@ _CLASSES = {
     MLA_NAME: ("mla", "PortattnMLABackend"),
     SPARSE_NAME: ("mla_sparse", "PortattnSparseMLABackend"),
 }
+# Names in this module of vLLM's own classes of models whose indexer is portattn's, for `model_class_overrides`.
+_MODELS = {
+    "DeepseekV32ForCausalLM": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "GlmMoeDsaForCausalLM": ("deepseek_v2", "GlmMoeDsaForCausalLM"),
+    "DeepseekV32MTP": ("deepseek_mtp", "DeepSeekMTP"),
+}
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
 log = logging.getLogger(__name__)
@@ -43,13 +49,18 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a backend's class. Raises PortattnError for a release of vLLM that it cannot serve."""
-    modules = {backend: module for module, backend in _CLASSES.values()}
+    """Return a backend's or model's class. Raises PortattnError for a release of vLLM that it cannot serve."""
+    modules = {backend: module for module, backend in _CLASSES.values()} | dict.fromkeys(_MODELS, "mla_sparse")
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for interface in (VLLM, VLLM_SPARSE)[: 1 + (modules[name] == "mla_sparse")]:
         check_release(interface, import_module("vllm").__version__)
-    return getattr(import_module(f"{__name__}.{modules[name]}"), name)
+    made = import_module(f"{__name__}.{modules[name]}")
+    if name not in _MODELS:
+        return getattr(made, name)
+    made.register_indexer()
+    module, model = _MODELS[name]
+    return getattr(import_module(f"vllm.model_executor.models.{module}"), model)
 
 
 def _restored(name: str) -> Any:

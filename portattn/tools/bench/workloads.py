@@ -182,6 +182,7 @@ WORKLOADS = {
     "engines": Workload("engines.py", "engines"),
     "fp8-forward": Workload("operators.py", "fp8_forward"),
     "cache-write": Workload("operators.py", "cache_write"),
+    "sparse-latent": Workload("operators.py", "sparse_latent"),
     "transformers": Workload("models.py", "transformers"),
     "training-step": Workload("models.py", "training_step"),
     "host-cost": Workload("host_cost.py", "host_cost", tables=True),

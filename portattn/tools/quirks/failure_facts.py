@@ -23,18 +23,9 @@ from portattn.schema import compilers
 from portattn.schema.compile_record import Incident
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPONENTS, Toolchain
+from portattn.tools.quirks import recognise
 from portattn.tools.quirks.failure_log import Stream, normalise, patterns
 from portattn.tools.quirks.probe_plans import Specialisation
-from portattn.tools.quirks.recognise import (
-    UNKNOWN,
-    Failure,
-    LoggedFailure,
-    environment_in,
-    generalise,
-    recognise,
-    split,
-    stage_of,
-)
 
 LARGEST = 4 * 2**20  # bytes of a file that is saved beside a draft
 # A module that MLIR printed: aliases, the module, and what a reproducer says about its passes.
@@ -189,7 +180,7 @@ OP = "quirks new"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    failure: Failure
+    failure: recognise.Failure
     origin: str
     date: datetime.date
     log: str
@@ -231,7 +222,7 @@ def from_log(
 ) -> list[Facts]:  # fmt: skip
     """Read a log; return the facts of every failure, in order. The arguments override the log. Raises ArgumentError."""
     log = normalise(text)
-    failures = split(log)
+    failures = recognise.split(log)
     if not failures:
         limit = "must hold the output of a compiler that failed: nothing in it is recognised (docs/logging-a-bug.md)"
         raise ArgumentError(OP, "--from-log", origin, limit)
@@ -245,12 +236,12 @@ def from_log(
 
 
 def _of_failure(
-    found: LoggedFailure, log: Stream, alone: bool, origin: str, registry: Registry, named: dict[str, Any]
+    found: recognise.LoggedFailure, log: Stream, alone: bool, origin: str, registry: Registry, named: dict[str, Any]
 ) -> Facts:
     """Return the facts of one failure; chip and compiler come from its own lines, its test's heading, then the log."""
     failure = found.failure
     texts = [log.text] if alone and not found.test else [found.text, found.test, found.rest]
-    around, *others = (environment_in(text, failure.family, registry) for text in texts)
+    around, *others = (recognise.environment_in(text, failure.family, registry) for text in texts)
     for other in others:
         around = around.completed(other)
     chosen = named["backend"] or (around.backend.value if around.backend else "")
@@ -363,18 +354,18 @@ def text_of(incident: Incident) -> str:
     return f"{incident.message}\n{incident.log}"
 
 
-def failure_of(incident: Incident) -> Failure:
+def failure_of(incident: Incident) -> recognise.Failure:
     """Return the failure of an incident: the incident gives stage and symptom, its log the cause."""
     # "RuntimeError at ttgir: PassManager::run failed": the words after the stage are the compiler's.
     said = incident.message.partition(f" at {incident.stage}: ")[2] or incident.message
-    found = recognise(incident.log) or recognise(said)
+    found = recognise.recognise(incident.log) or recognise.recognise(said)
     if incident.symptom in ("hang", "wrong-result"):
         found = None
     if found is None:
         textless = incident.symptom in ("hang", "wrong-result", "slow")
-        found = Failure(
+        found = recognise.Failure(
             kind=incident.symptom, family="portattn", stage=incident.stage, symptom=incident.symptom, cause=said,
-            line=1, signature="" if textless else generalise(said),
+            line=1, signature="" if textless else recognise.generalise(said),
         )  # fmt: skip
-    stage = incident.stage if incident.stage not in ("", UNKNOWN) else stage_of(incident.log)
+    stage = incident.stage if incident.stage not in ("", recognise.UNKNOWN) else recognise.stage_of(incident.log)
     return msgspec.structs.replace(found, symptom=incident.symptom, stage=stage)

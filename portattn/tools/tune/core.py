@@ -31,17 +31,8 @@ from portattn.schema.target import TRAITS, Arch, Target
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.schema.tuning import Entry, Provenance, Tuning
 from portattn.testing.executor import analyst
+from portattn.tools.tune import tunable
 from portattn.tools.tune.gradients import combine_sweeps, swept
-from portattn.tools.tune.tunable import (
-    BuiltCandidate,
-    Choice,
-    CompileResult,
-    Facts,
-    NotBuilt,
-    RunnableCandidate,
-    Setting,
-    apply_settings,
-)
 from portattn.worker.client import Worker
 
 AXES = Path(__file__).with_name("axes.toml")
@@ -52,7 +43,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One setting and the values to try; chip: required traits of the chip; when: conditions on the problem."""
 
     name: str
-    values: tuple[Setting, ...]
+    values: tuple[tunable.Setting, ...]
     chip: tuple[str, ...] = ()
     when: tuple[str, ...] = ()
 
@@ -117,10 +108,10 @@ def spaces(path: Path = AXES) -> dict[str, tuple[Axis, ...]]:
     return found
 
 
-Rule = Callable[[Choice, Problem, Target], "str | None"]
+Rule = Callable[[tunable.Choice, Problem, Target], "str | None"]
 
 
-def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
+def _buffers(choice: tunable.Choice, problem: Problem, target: Target) -> str | None:
     """Reject tiles of K and V, or Q and dO, that do not fit: Triton keeps at least num_stages − 1 of them."""
     width = problem.head_dim if problem.op == "mla_attention" else problem.head_dim + problem.head_dim_v
     item = float((KV_STORED if problem.kv_format != "as_q" else TORCH_DTYPE[problem.dtype]).itemsize)
@@ -132,7 +123,7 @@ def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
     return f"its K and V tiles alone take {least} bytes, {target.arch.name} has {target.arch.scratchpad_bytes}"
 
 
-def _accumulators(choice: Choice, problem: Problem, target: Target) -> str | None:
+def _accumulators(choice: tunable.Choice, problem: Problem, target: Target) -> str | None:
     """Reject tiles whose float32 scores and result exceed the registers."""
     launch, arch = Launch().changed(choice.launch), target.arch
     if problem.backward:
@@ -161,7 +152,7 @@ def _gradient_accumulators(launch: Launch, problem: Problem, arch: Arch) -> str 
     return None
 
 
-def _rows_a_warp(choice: Choice, problem: Problem, target: Target) -> str | None:
+def _rows_a_warp(choice: tunable.Choice, problem: Problem, target: Target) -> str | None:
     """Reject fewer than 16 rows a warp for narrow heads; wide heads need the registers of more warps."""
     launch = Launch().changed(choice.launch)
     if max(head_columns(problem)[0], problem.head_dim_v) > 128 or problem.op not in ("attention", "varlen_attention"):
@@ -170,7 +161,7 @@ def _rows_a_warp(choice: Choice, problem: Problem, target: Target) -> str | None
     return f"{launch.num_warps} warps share {launch.block_m} rows" if few else None
 
 
-def _capped_registers(choice: Choice, problem: Problem, target: Target) -> str | None:
+def _capped_registers(choice: tunable.Choice, problem: Problem, target: Target) -> str | None:
     """Reject maxnreg with other than four warps: it is for more programs of four warps a core."""
     launch = Launch().changed(choice.launch)
     if launch.get("maxnreg") and launch.num_warps != 4:
@@ -190,22 +181,22 @@ def axes_of(kernel: str, problem: Problem, target: Target) -> list[Axis]:
 
 
 def candidates(
-    kernel: str, reads: tuple[str, ...], problem: Problem, target: Target, base: Choice,
+    kernel: str, reads: tuple[str, ...], problem: Problem, target: Target, base: tunable.Choice,
     without: Collection[str] = (), among: Collection[str] = (),
-) -> Iterator[Choice]:  # fmt: skip
+) -> Iterator[tunable.Choice]:  # fmt: skip
     """Return combinations of the kernel's axes, nearest to the base first; reads: Lowering choices; among: axes."""
     axes = [axis for axis in axes_of(kernel, problem, target) if axis.name not in CHOICES or axis.name in reads]
     axes = [axis for axis in axes if axis.name not in without and (not among or axis.name in among)]
-    found: dict[str, Choice] = {}
+    found: dict[str, tunable.Choice] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
-        choice = apply_settings(
+        choice = tunable.apply_settings(
             base, {axis.name: value for axis, value in zip(axes, values, strict=True)}, tuple(CHOICES)
         )
         found.setdefault(choice.key, choice)
     yield from sorted(found.values(), key=lambda choice: (choice.differs(base), str(choice)))
 
 
-def left_out(choice: Choice, problem: Problem, target: Target) -> str:
+def left_out(choice: tunable.Choice, problem: Problem, target: Target) -> str:
     """Return why a candidate is useless whatever the compiler does, or ""."""
     return next((why for rule in RULES if (why := rule(choice, problem, target))), "")
 
@@ -217,34 +208,34 @@ class CoreTunable:
         self.kernel, self.name = kernel, kernel.name
         self.ops: tuple[str, ...] = (kernel.op,)
 
-    def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
+    def space(self, problem: Problem, target: Target, base: tunable.Choice) -> Iterator[tunable.Choice]:
         found = candidates(self.name, self.kernel.choices, problem, target, base)
         return (choice for choice in found if not left_out(choice, problem, target))
 
-    def today(self, problem: Problem, target: Target) -> Choice | None:
+    def today(self, problem: Problem, target: Target) -> tunable.Choice | None:
         return None
 
-    def build(self, problem: Problem, choice: Choice, target: Target) -> BuiltCandidate:
+    def build(self, problem: Problem, choice: tunable.Choice, target: Target) -> tunable.BuiltCandidate:
         made = plan_choice(self.name, problem, choice, target)
         launches, _, _ = kernel_calls(made, meta_call(problem), target.arch.cores)
         code = code_key(made, launches)
         # The split over keys is no part of the code, and so not of its key.
         told = f"{code} {made.specialised[1].splits} {[launch.grid for launch in launches]}"
 
-        def start(call: Call) -> RunnableCandidate:
+        def start(call: Call) -> tunable.RunnableCandidate:
             calls, out, _ = kernel_calls(made, call, target.arch.cores)
-            return RunnableCandidate(lambda: launch_all(calls, made, call.q), out)
+            return tunable.RunnableCandidate(lambda: launch_all(calls, made, call.q), out)
 
-        def compile_it(worker: Worker, seconds: float) -> CompileResult:
+        def compile_it(worker: Worker, seconds: float) -> tunable.CompileResult:
             return compile_plan(made, launches, target, worker, seconds)
 
-        return BuiltCandidate(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it)
+        return tunable.BuiltCandidate(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it)
 
 
 class CoreBackwardTunable(CoreTunable):
     """The gradients' kernels: keys' and rows' are swept one after the other, and the best of each are joined."""
 
-    def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
+    def space(self, problem: Problem, target: Target, base: tunable.Choice) -> Iterator[tunable.Choice]:
         whole, names = swept(base), tuple(OF_ROWS.values())
         found = candidates(self.name, self.kernel.choices, problem, target, whole, without=names)
         rows = candidates(self.name, self.kernel.choices, problem, target, whole, among=names)
@@ -252,7 +243,7 @@ class CoreBackwardTunable(CoreTunable):
             if choice is not None and not left_out(choice, problem, target):
                 yield choice
 
-    def joined(self, base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
+    def joined(self, base: tunable.Choice, ranked: Sequence[tunable.Choice]) -> Iterator[tunable.Choice]:
         return combine_sweeps(base, ranked)
 
 
@@ -260,7 +251,7 @@ def core_tunable(kernel: CoreKernel) -> CoreTunable:
     return CoreBackwardTunable(kernel) if kernel.of_rows else CoreTunable(kernel)
 
 
-def plan_choice(kernel: str, problem: Problem, choice: Choice, target: Target) -> Plan:
+def plan_choice(kernel: str, problem: Problem, choice: tunable.Choice, target: Target) -> Plan:
     """Return the core plan of this choice as a tuning entry, quirks and limits applied. Raises NotBuilt."""
     registry = Registry.load()
     entry = Entry(
@@ -275,43 +266,43 @@ def plan_choice(kernel: str, problem: Problem, choice: Choice, target: Target) -
     try:
         return plan(problem, target, own, settings=settings)
     except PathUnavailable as error:
-        raise NotBuilt(error.rejected[0].reason if error.rejected else first_line(str(error))) from None
+        raise tunable.NotBuilt(error.rejected[0].reason if error.rejected else first_line(str(error))) from None
 
 
 def compile_plan(
     made: Plan, launches: Sequence[KernelCall | Signature], target: Target, worker: Worker, seconds: float,
     working: tuple[str, ...] = (),
-) -> CompileResult:  # fmt: skip
+) -> tunable.CompileResult:  # fmt: skip
     """Compile every launch of a plan in a child; facts are the first launch's, or maxima over kernels with products."""
     kernel = CORES[made.problem.op]
     if kernel.of_rows and made.kernel == kernel.name:
         working = kernel.functions
-    found: Facts | None = None
+    found: tunable.Facts | None = None
     reader = analyst(target)
     for launch in launches:
         reply = compile_in(worker, launch, made, target, seconds, reader.asks if reader else "full")
         if reply.outcome != "ok":
-            return CompileResult(
+            return tunable.CompileResult(
                 f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found
             )
-        facts: Facts = dict(reply.facts)
+        facts: tunable.Facts = dict(reply.facts)
         if reader is not None and isinstance(launch, KernelCall):
             facts, lints = reader.analyze(reply, launch, target)
             red = "; ".join(str(lint) for lint in lints if lint.red)
             if red:
-                return CompileResult(red, facts)
+                return tunable.CompileResult(red, facts)
         if working:
             found = _most(found, facts) if launch.function in working else found
         else:
             found = facts if found is None else found
         over = over_limit(reply, target)
         if over:
-            return CompileResult(over, found)
-    return CompileResult("", found)
+            return tunable.CompileResult(over, found)
+    return tunable.CompileResult("", found)
 
 
-def _most(one: Facts | None, other: Facts) -> Facts:
-    found: Facts = dict(other)
+def _most(one: tunable.Facts | None, other: tunable.Facts) -> tunable.Facts:
+    found: tunable.Facts = dict(other)
     for name, value in (one or {}).items():
         there = found.get(name)
         found[name] = max(value, there) if isinstance(value, int) and isinstance(there, int) else value

@@ -23,25 +23,13 @@ from portattn.schema.target import Target
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.tune import race
+from portattn.tools.tune import race, search
 from portattn.tools.tune.classes import Class, workload
 from portattn.tools.tune.core import core_tunable
 from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.log import History
 from portattn.tools.tune.race import SampleClock
 from portattn.tools.tune.records import CandidateRecord, CodeRecord, Outcome, ProblemResult, Record
-from portattn.tools.tune.search import (
-    Entrant,
-    Field,
-    Race,
-    candidate_record,
-    compilers_error,
-    facts_of,
-    larger_tiles_first,
-    proposals,
-    usable_entrants,
-    witnesses,
-)
 from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, NotBuilt, Tunable, compile_all, verdict
 from portattn.worker.client import Worker
 
@@ -111,7 +99,7 @@ def warm(asked: CandidateJob) -> str:
         tunable.build(workload(asked.case).problem, asked.choice, target).start(call).run()
         synchronize(device)
     except Exception as error:  # noqa: BLE001 - as above
-        return f"{type(error).__name__}: {reason(error)}" if compilers_error(error) else ""
+        return f"{type(error).__name__}: {reason(error)}" if search.compilers_error(error) else ""
     return ""
 
 
@@ -155,7 +143,7 @@ class Tuner:
 
     def run(self, classes: Sequence[Class], done: Callable[[Class, Outcome], None]) -> list[Outcome]:
         left = [one for one in classes if one.name not in self.history.done]
-        fields = proposals(left, self.tunables, self.target, self.options.candidates, self.options.only)
+        fields = search.proposals(left, self.tunables, self.target, self.options.candidates, self.options.only)
         for ground in fields:
             for record in ground.dropped:
                 self.note(record)
@@ -188,7 +176,7 @@ class Tuner:
             lambda: time.monotonic() >= end,
         )  # fmt: skip
 
-    def warm(self, grounds: Sequence[Field]) -> None:
+    def warm(self, grounds: Sequence[search.Field]) -> None:
         """Run in children the candidates that could not be compiled there, if there is a device."""
         if self.device is None or self.device.type == "cpu":
             return
@@ -215,9 +203,9 @@ class Tuner:
     def _end(self, share: float = 1.0) -> float:
         return float("inf") if self.options.budget is None else self._begun + self.options.budget * share
 
-    def _one(self, ground: Field, classes_left: int) -> Outcome:
+    def _one(self, ground: search.Field, classes_left: int) -> Outcome:
         begun = time.monotonic()
-        entrants = usable_entrants(ground, self.codes, self.target, self._spills(ground))
+        entrants = search.usable_entrants(ground, self.codes, self.target, self._spills(ground))
         for record in ground.dropped:
             self.note(record)
         complete = not any(record.verdict == "not reached" for record in ground.dropped)
@@ -231,7 +219,7 @@ class Tuner:
         seconds = round(time.monotonic() - begun, 3)
         return msgspec.structs.replace(outcome, seconds=seconds, complete=complete and outcome.complete)
 
-    def _spills(self, ground: Field) -> int:
+    def _spills(self, ground: search.Field) -> int:
         most = self.options.spills
         if self.options.spills_as_today:
             own = (code for one in ground.entrants if one.incumbent for code, _ in one.codes)
@@ -239,16 +227,16 @@ class Tuner:
             most = max([most, *(int(facts.get("spills", 0)) for facts in found)])
         return most
 
-    def _nothing(self, ground: Field, why: str) -> Outcome:
+    def _nothing(self, ground: search.Field, why: str) -> Outcome:
         nothing = {"name": ground.of.name, "incumbent": ground.of.incumbent, "reason": why}
         return Outcome(choice=None, replaces=False, measured=self.device is not None, **nothing)  # type: ignore[arg-type]
 
-    def serving(self, ground: Field, entrants: Sequence[Entrant]) -> list[Entrant]:
+    def serving(self, ground: search.Field, entrants: Sequence[search.Entrant]) -> list[search.Entrant]:
         """Return entrants whose code also fits with features that the class's problems lack (LSE, lengths)."""
         asked: dict[str, list[tuple[str, BuiltCandidate]]] = {}
         for entrant in entrants:
             asked[entrant.choice.key] = []
-            for problem in witnesses(ground.of):
+            for problem in search.witnesses(ground.of):
                 try:
                     built = ground.tunable.build(problem, entrant.choice, self.target)
                 except NotBuilt:  # it is another candidate's then, or the core's
@@ -265,16 +253,18 @@ class Tuner:
             why = next(filter(None, whys), "")
             if why and not entrant.incumbent:
                 for load in ground.of.workloads:
-                    known = facts_of(entrant.built[load.name], self.codes)
+                    known = search.facts_of(entrant.built[load.name], self.codes)
                     told, times = f"with lengths and LSE: {why}", entrant.times.get(load.name)
                     self.note(
-                        candidate_record(ground.of, load, entrant.choice, "ruled out", told, times=times, **known)
+                        search.candidate_record(
+                            ground.of, load, entrant.choice, "ruled out", told, times=times, **known
+                        )
                     )
             else:
                 left.append(entrant)
         return left
 
-    def joined(self, ground: Field, ranked: Sequence[Choice]) -> list[Entrant]:
+    def joined(self, ground: search.Field, ranked: Sequence[Choice]) -> list[search.Entrant]:
         """Return the tunable's joined choices of the probed ones (fastest first), compiled: the best of each sweep."""
         join = getattr(ground.tunable, "joined", None)
         if join is None:
@@ -286,13 +276,13 @@ class Tuner:
             if choice.among(self.options.only):
                 ground.enter(choice, self.target, seen)
         self.compile([one.codes for one in ground.entrants])
-        entrants = usable_entrants(ground, self.codes, self.target, most)
+        entrants = search.usable_entrants(ground, self.codes, self.target, most)
         ground.entrants = [*before, *ground.entrants]
         for record in ground.dropped[told:]:
             self.note(record)
         return entrants
 
-    def _compile_only(self, ground: Field, entrants: list[Entrant]) -> Outcome:
+    def _compile_only(self, ground: search.Field, entrants: list[search.Entrant]) -> Outcome:
         """Return the incumbent if it compiles without spills, else the largest tile that does."""
         of, chosen = ground.of, None
         own = next((one for one in entrants if one.incumbent), None)
@@ -306,7 +296,7 @@ class Tuner:
             why = next(filter(None, verdicts), "")
             chosen = own if of.measured or not why else None
         clean = [one for one in entrants if not one.incumbent or not why]
-        for one in [chosen] if chosen else sorted(clean, key=larger_tiles_first):
+        for one in [chosen] if chosen else sorted(clean, key=search.larger_tiles_first):
             if one is chosen or self.serving(ground, [one]):
                 chosen = one
                 break
@@ -316,23 +306,23 @@ class Tuner:
                     word = "kept" if one.incumbent else "chosen"
                 else:
                     word = "ruled out" if one.incumbent and why else "compiles"
-                known = facts_of(one.built[load.name], self.codes)
+                known = search.facts_of(one.built[load.name], self.codes)
                 told = why if one.incumbent else ""
-                self.note(candidate_record(of, load, one.choice, word, told, **known))  # type: ignore[arg-type]
+                self.note(search.candidate_record(of, load, one.choice, word, told, **known))  # type: ignore[arg-type]
         if chosen is None:
             return self._nothing(ground, "no candidate compiles, fits and does not spill")
-        known = facts_of(chosen.built[of.workloads[0].name], self.codes)
+        known = search.facts_of(chosen.built[of.workloads[0].name], self.codes)
         return Outcome(
             name=of.name, choice=chosen.choice, replaces=not chosen.incumbent, measured=False, incumbent=of.incumbent,
             results=tuple(ProblemResult(problem=load.name) for load in of.workloads),
             counts=_counts(entrants, ground), reason=why, **known,
         )  # fmt: skip
 
-    def _timed(self, ground: Field, entrants: list[Entrant], end: float) -> Outcome:
+    def _timed(self, ground: search.Field, entrants: list[search.Entrant], end: float) -> Outcome:
         assert self.device is not None
         assert self.clock is not None
         of = ground.of
-        runs = Race(
+        runs = search.Race(
             ground, self.codes, self.device, self.clock, self.note, self.history.fatal, lambda: time.monotonic() >= end
         )
         probed = runs.probe(entrants)
@@ -366,15 +356,15 @@ class Tuner:
             name=of.name, choice=best.choice, replaces=best is not own, measured=True, incumbent=of.incumbent,
             runner_up=other.choice if other else None, ratio=ratio, noise=noise, results=results,
             counts=_counts(entrants, ground), complete=runs.complete, timed_with=of.timed_with if own else "",
-            **facts_of(best.built[names[0]], self.codes),
+            **search.facts_of(best.built[names[0]], self.codes),
         )  # fmt: skip
 
 
-def _counts(entrants: Sequence[Entrant], ground: Field) -> dict[str, int]:
+def _counts(entrants: Sequence[search.Entrant], ground: search.Field) -> dict[str, int]:
     return {"looked at": len(entrants)} | dict(Counter(record.verdict for record in ground.dropped))
 
 
-def interleaved(grounds: Sequence[Field]) -> list[list[tuple[str, BuiltCandidate]]]:
+def interleaved(grounds: Sequence[search.Field]) -> list[list[tuple[str, BuiltCandidate]]]:
     """Return codes of all classes in turn, each class's nearest candidates first: the best order for a short budget."""
     rows = zip_longest(*([entrant.codes for entrant in ground.entrants] for ground in grounds), fillvalue=[])
     return [codes for row in rows for codes in row]

@@ -45,6 +45,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
     "top left": ({"causal": "top_left"}, "aligns causal masks at the bottom right"),
     "empty": ({"batch": 0}, "batch is 0"),
+    "bytes": ({"kv_format": "fp8_ds_mla"}, "takes no rows of fp8_ds_mla without lists"),
+    "listed e4m3": ({"kv_format": "e4m3", "tokens": 70}, "takes no rows of e4m3"),
+    "listed sinks": ({"sinks": True, "tokens": 70}, "takes no sinks"),
 }  # fmt: skip
 
 
@@ -53,6 +56,8 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
     assert plan(problem(causal="bottom_right", seq_q=3, layout="bshd", num_splits=2), SM_90).path == "gluon_mla"
     assert not plan(BASE, SM_90).fell_back
     assert plan(BASE, SM_90, settings=Settings(backend="triton")).path == "triton"
+    for fields in ({}, {"kv_format": "fp8_ds_mla"}, {"total_q": 9, "batch": 1}, {"page_size": 1, "heads_q": 128}):
+        assert plan(problem(tokens=2048, **fields), SM_90).path == "gluon_mla"
     other = plan(BASE, parse_target("cuda:sm_90", "flagtree==3.6.0"))
     assert (other.path, other.fell_back) == ("triton", False)
     assert any("not gluon_mla: it needs Triton 3.6 or newer" in note for note in other.notes)
@@ -101,14 +106,14 @@ def test_blocks_bring_what_their_rows_see_and_no_more(
         for tile in range(head_tiles * query_tiles):
             seen, shares = 0, []
             for split in range(splits):
-                at, of = (tile, split, 1), (head_tiles * query_tiles, splits, 2)
+                at, of = (tile, split, Number(1)), (head_tiles * query_tiles, splits, 2)
                 numbers = SimpleNamespace(
                     program_id=at.__getitem__, num_programs=of.__getitem__, minimum=min, maximum=max, cdiv=ceil_div,
-                    load=lambda lengths: lengths,
+                    load=lambda lengths: lengths, int64=int,
                 )  # fmt: skip
                 monkeypatch.setattr(kernel, "gl", numbers)
-                work = kernel._work.fn(length - 1, 4096, head_tiles, seq_q, heads, queries, causal)
-                assert (work.batch, work.length) == (1, length)
+                work = kernel._work.fn(100, 7, length - 1, 4096, head_tiles, seq_q, heads, queries, causal, False)
+                assert (work.table, work.batch, work.length) == (107, 1, length)
                 assert work.tiles >= 0
                 assert work.first == seen or work.tiles == 0
                 seen += work.tiles
@@ -125,10 +130,17 @@ def test_blocks_bring_what_their_rows_see_and_no_more(
         assert sorted(rows) == sorted((h * heads, q * queries) for h in range(head_tiles) for q in range(query_tiles))
 
 
-WORK = ("batch", "head", "query", "length", "unmasked", "first", "tiles")
+class Number(int):
+    def to(self, dtype: type) -> int:
+        return dtype(self)
+
+
+WORK = ("table", "batch", "head", "query", "length", "unmasked", "first", "tiles", "LISTED")
 FORMS: dict[str, dict[str, Any]] = {
     "split": {"num_splits": 2}, "whole": {"num_splits": 1},
     "causal": {"num_splits": 2, "seq_q": 2, "causal": "bottom_right"},
+    "lists": {"num_splits": 2, "tokens": 300},
+    "lists of bytes": {"num_splits": 1, "tokens": 300, "kv_format": "fp8_ds_mla"},
 }  # fmt: skip
 
 
@@ -167,6 +179,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "a long chunk of prefill": {"seq_q": 300, "seq_k": 704, "causal": "bottom_right", "heads_q": 3, "batch": 2},
     "pages of 128": {"page_size": 128, "seq_k": 384}, "pages of 256": {"page_size": 256, "seq_k": 512, "dtype": "fp16"},
     "bshd": {"layout": "bshd", "seq_q": 2, "causal": "bottom_right"}, "no lse": {"return_lse": False},
+    "lists": {"tokens": 300, "seq_q": 3, "dtype": "fp16"}, "lists, 128 heads": {"tokens": 77, "heads_q": 128},
+    "lists, packed": {"tokens": 200, "batch": 1, "seq_q": 9, "total_q": 9, "page_size": 5},
+    "lists, bshd, no lengths": {"tokens": 64, "layout": "bshd", "seq_q": 2, "seqlens_k": False},
+    "lists of bytes": {"tokens": 300, "kv_format": "fp8_ds_mla", "heads_q": 70},
+    "lists of bytes, short": {"tokens": 3, "kv_format": "fp8_ds_mla", "page_size": 1, "seq_q": 4},
 }  # fmt: skip
 
 

@@ -99,23 +99,18 @@ def test_four_processes(outputs: Outputs) -> None:
     assert_right(outputs(4, "auto"), "unified")
 
 
+REFUSED = {
+    "is_causal": ": is_causal", "key.shape[2]": ": GQA", "enable_gqa": ": GQA",
+    "return_lse": ": gradients with an LSE", "attn_mask.shape": ", ring: masks", "dropout_p": ", ring: dropout",
+    "attn_mask.requires_grad": ": gradients of a mask",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "argument",
     [
-        pytest.param("is_causal", marks=pytest.mark.engine_feature("context parallelism: is_causal", refused=True)),
-        pytest.param("key.shape[2]", marks=pytest.mark.engine_feature("context parallelism: GQA", refused=True)),
-        "enable_gqa",
-        pytest.param(
-            "return_lse", marks=pytest.mark.engine_feature("context parallelism: gradients with an LSE", refused=True)
-        ),
-        pytest.param(
-            "attn_mask.shape", marks=pytest.mark.engine_feature("context parallelism, ring: masks", refused=True)
-        ),
-        pytest.param("dropout_p", marks=pytest.mark.engine_feature("context parallelism, ring: dropout", refused=True)),
-        pytest.param(
-            "attn_mask.requires_grad",
-            marks=pytest.mark.engine_feature("context parallelism: gradients of a mask", refused=True),
-        ),
+        pytest.param(argument, marks=pytest.mark.engine_feature(f"context parallelism{feature}", refused=True))
+        for argument, feature in REFUSED.items()
     ],
 )
 def test_what_context_parallelism_refuses(argument: str, outputs: Outputs, refusal: Callable[..., Any]) -> None:

@@ -195,20 +195,24 @@ class Served:
     def run(
         self, mode: ForwardMode, before: Sequence[int], new: Sequence[int], rows: Sequence[int] | None = None,
         layer: RadixAttention | None = None, tree: Sequence[torch.Tensor] | None = None, backend: Any = None,
-        full: bool = True, sinks: torch.Tensor | None = None,
+        full: bool = True, spec_info: Any = None, stored: bool = False, changed: dict[str, Any] | None = None,
+        **named: Any,
     ) -> tuple[torch.Tensor, ForwardBatch, tuple[torch.Tensor, ...], RadixAttention]:  # fmt: skip
-        """One eager forward through the layer, compared with float64."""
+        """One eager forward through the layer, compared with float64. stored: earlier tokens are in the pool already;
+        changed: fields of the batch; named: further arguments of the layer."""
         rows = list(range(1, len(before) + 1)) if rows is None else rows
         layer = self.layer() if layer is None else layer
-        more = {} if tree is None else {"spec_info": verify_input(before, new[0], tree, full)}
-        batch = self.batch(mode, rows, before, new, **more)
+        if spec_info is None and tree is not None:
+            spec_info = verify_input(before, new[0], tree, full)
+        batch = self.batch(mode, rows, before, new, spec_info=spec_info)
+        vars(batch).update(changed or {})
         for row, a in zip(rows, before, strict=True):
-            self.store(layer, row, 0, self.encoder + a)
+            self.store(layer, row, 0, 0 if stored else self.encoder + a)
         qkv = self.new_tokens(batch, before, new)
         backend = self.backend if backend is None else backend
         backend.init_forward_metadata(batch)
-        out = forward(backend, layer, qkv, batch, **({} if sinks is None else {"sinks": sinks}))
-        self.check(out, qkv[0], batch, before, new, layer, tree, sinks)
+        out = forward(backend, layer, qkv, batch, **named)
+        self.check(out, qkv[0], batch, before, new, layer, tree, named.get("sinks"))
         return out, batch, qkv, layer
 
     def check(

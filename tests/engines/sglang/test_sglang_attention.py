@@ -78,11 +78,7 @@ def test_pages_dropped_from_the_window_pool_are_not_read() -> None:
     dropped = served.slots(1, 0, 28)  # what decoding position 39 sees begins at 31
     served.pool.swa_kv_pool.k_buffer[0][served.pool.full_to_swa_index_mapping[dropped]] = torch.nan
     served.pool.full_to_swa_index_mapping[dropped] = 0  # as the allocator does
-    batch = served.batch(DECODE, [1], [39], [1])
-    qkv = served.new_tokens(batch, [39], [1])
-    backend = served.backend
-    backend.init_forward_metadata(batch)
-    served.check(forward(backend, layer, qkv, batch), qkv[0], batch, [39], [1], layer)
+    served.run(DECODE, [39], [1], layer=layer, stored=True)
 
 
 @pytest.mark.engine_feature("capped scores")
@@ -129,12 +125,7 @@ def test_float8_cache(kind: torch.dtype, scale: float | None) -> None:
 def test_encoder_only(window: int, save: bool) -> None:
     served = Served([37, 20])
     layer = served.layer(attn_type=AttentionType.ENCODER_ONLY, sliding_window_size=window)
-    batch = served.batch(EXTEND, [1, 2], [0, 0], [37, 20])
-    qkv = served.new_tokens(batch, [0, 0], [37, 20])
-    backend = served.backend
-    backend.init_forward_metadata(batch)
-    out = forward(backend, layer, qkv, batch, save_kv_cache=save)
-    served.check(out, qkv[0], batch, [0, 0], [37, 20], layer)
+    served.run(EXTEND, [0, 0], [37, 20], layer=layer, save_kv_cache=save)
     assert torch.isnan(served.pool.get_key_buffer(0)[served.slots(1, 0, 37)]).all() == (not save)
 
 
@@ -193,17 +184,10 @@ def test_keys_stored_before() -> None:
 @pytest.mark.engine_feature("lengths that the host does not know")
 def test_lengths_only_on_the_device() -> None:
     served = Served([37, 20], page=16)
-    backend = served.backend
-    assert backend.needs_cpu_seq_lens is False
-    layer = served.layer()
+    assert served.backend.needs_cpu_seq_lens is False
+    unknown = dict.fromkeys(("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu"))
     for mode, before, new in ((EXTEND, [17, 0], [20, 20]), (DECODE, [36, 19], [1, 1])):
-        batch = served.batch(mode, [1, 2], before, new)
-        batch.seq_lens_cpu = batch.extend_seq_lens_cpu = batch.extend_prefix_lens_cpu = None
-        for row, a in zip([1, 2], before, strict=True):
-            served.store(layer, row, 0, a)
-        qkv = served.new_tokens(batch, before, new)
-        backend.init_forward_metadata(batch)
-        served.check(forward(backend, layer, qkv, batch), qkv[0], batch, before, new, layer)
+        served.run(mode, before, new, changed=unknown)
 
 
 @pytest.mark.engine_feature("equal to SGLang's torch_native backend")

@@ -53,17 +53,6 @@ def test_rows_without_rotary_columns() -> None:
     assert torch.equal(out, forward(backend, layer, (q, k, v), batch, **none))
 
 
-@pytest.mark.engine_feature("latent attention (MLA): float8 pools")
-def test_rows_without_rotary_columns_in_float8() -> None:
-    served = Served([37, 20], page=16, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, latent=True, rope=0)
-    layer, backend = served.layer(), served.backend
-    layer.k_scale = torch.tensor(0.5)
-    batch = served.batch(EXTEND, [1, 2], [0, 0], [37, 20])
-    q, k, v = served.new_tokens(batch, [0, 0], [37, 20])
-    backend.init_forward_metadata(batch)
-    served.check(forward(backend, layer, (q, k.clone(), v), batch), q, batch, [0, 0], [37, 20], layer)
-
-
 @pytest.mark.engine_feature("latent attention (MLA): verification of drafted trees")
 @pytest.mark.parametrize("page", [1, 16])
 def test_trees(page: int) -> None:
@@ -74,17 +63,13 @@ def test_trees(page: int) -> None:
 
 
 @pytest.mark.engine_feature("latent attention (MLA): float8 pools")
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_float8(scale: float | None) -> None:
-    served = Served([37, 20], page=16, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, latent=True)
+@pytest.mark.parametrize(("scale", "rope"), [(None, ROPE), (0.5, ROPE), (0.5, 0)])
+def test_float8(scale: float | None, rope: int) -> None:
+    served = Served([37, 20], page=16, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, latent=True, rope=rope)
     layer = served.layer()
     if scale is not None:
         layer.k_scale = torch.tensor(scale)
-    batch = served.batch(EXTEND, [1, 2], [0, 0], [37, 20])
-    q, k, v = served.new_tokens(batch, [0, 0], [37, 20])
-    backend = served.backend
-    backend.init_forward_metadata(batch)
-    served.check(forward(backend, layer, (q, k.clone(), v), batch), q, batch, [0, 0], [37, 20], layer)
+    _, _, (_, k, _), _ = served.run(EXTEND, [0, 0], [37, 20], layer=layer)
     assert torch.equal(k, torch.cat([served.keys[0], served.keys[1]]).flatten(1))
 
 

@@ -126,34 +126,26 @@ def test_layers_are_refused_before_the_first_token(feature: str, refusal: Any) -
         _ = served.backend
 
 
-@pytest.mark.engine_feature("context parallelism", refused=True)
-def test_context_parallelism_is_refused(refusal: Any) -> None:
-    with get_parallel().override(attn_dcp_size=2), refusal(ArgumentError, match="attn_dcp_size is 2"):
-        _ = Served([4]).backend
+SETTINGS: dict[str, Any] = {
+    "context parallelism": (lambda: get_parallel().override(attn_dcp_size=2), "attn_dcp_size is 2"),
+    "CUDA graphs of whole prefills": (
+        lambda: get_exec().graph.override(cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(backend="full"))),
+        "CUDA graphs of prefill is",
+    ),
+    "deterministic inference": (lambda: get_exec().deterministic.override(enable_deterministic_inference=True),
+        "--enable-deterministic-inference is True"),
+    "more than 64 drafted tokens": (lambda: get_spec().override(speculative_num_draft_tokens=65),
+        "--speculative-num-draft-tokens is 65, but must be at most 64"),
+}  # fmt: skip
 
 
-@pytest.mark.engine_feature("CUDA graphs of whole prefills", refused=True)
-def test_full_graphs_of_prefill_are_refused(refusal: Any) -> None:
-    config = CudaGraphConfig(prefill=PhaseConfig(backend="full"))
-    served = Served([4])
-    with get_exec().graph.override(cuda_graph_config=config), refusal(ArgumentError, match="CUDA graphs of prefill is"):
+@pytest.mark.parametrize(
+    "feature", [pytest.param(n, marks=pytest.mark.engine_feature(n, refused=True)) for n in SETTINGS]
+)
+def test_settings_of_the_server_are_refused(feature: str, refusal: Any) -> None:
+    served, (override, match) = Served([4]), SETTINGS[feature]
+    with override(), refusal(ArgumentError, match=match):
         _ = served.backend
-
-
-@pytest.mark.engine_feature("deterministic inference", refused=True)
-def test_deterministic_inference_is_refused(refusal: Any) -> None:
-    served = Served([4])
-    with get_exec().deterministic.override(enable_deterministic_inference=True):  # noqa: SIM117
-        with refusal(ArgumentError, match="--enable-deterministic-inference is True"):
-            _ = served.backend
-
-
-@pytest.mark.engine_feature("more than 64 drafted tokens", refused=True)
-def test_large_trees_are_refused(refusal: Any) -> None:
-    served = Served([4])
-    with get_spec().override(speculative_num_draft_tokens=65):  # noqa: SIM117
-        with refusal(ArgumentError, match="--speculative-num-draft-tokens is 65, but must be at most 64"):
-            _ = served.backend
 
 
 @pytest.mark.engine_feature("arguments of a layer's own call: score_mod, rel_bias, an LSE", refused=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from served import Served, forward, random_tree, verify_input
+from served import Served, random_tree, verify_input
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import eagle_utils
@@ -55,14 +55,8 @@ def test_trees_with_window_cap_and_sinks(poison: str, full: bool) -> None:
 
 @pytest.mark.engine_feature("verification of a chain (no mask)")
 def test_chain() -> None:
-    served = Served([21, 44], page=16)
-    layer = served.layer()
-    batch = served.batch(VERIFY, [1, 2], [17, 40], [4, 4], spec_info=verify_input([17, 40], 4, None, False))
-    for row, a in ((1, 17), (2, 40)):
-        served.store(layer, row, 0, a)
-    qkv, backend = served.new_tokens(batch, [17, 40], [4, 4]), served.backend
-    backend.init_forward_metadata(batch)
-    served.check(forward(backend, layer, qkv, batch), qkv[0], batch, [17, 40], [4, 4], layer)
+    chained = verify_input([17, 40], 4, None, False)
+    Served([21, 44], page=16).run(VERIFY, [17, 40], [4, 4], spec_info=chained)
 
 
 @pytest.mark.engine_feature("extend of a draft model (DRAFT_EXTEND_V2)")
@@ -104,9 +98,4 @@ def test_the_lent_buffer_has_the_layout_that_is_read() -> None:
     lent.buffer[: 2 * 4 * 4] = torch.stack(made).flatten()
     info = verify_input([17, 40], 4, made, full=True)
     info.custom_mask = lent.buffer
-    layer, batch = served.layer(), served.batch(VERIFY, [1, 2], [17, 40], [4, 4], spec_info=info)
-    for row, a in ((1, 17), (2, 40)):
-        served.store(layer, row, 0, a)
-    qkv = served.new_tokens(batch, [17, 40], [4, 4])
-    backend.init_forward_metadata(batch)
-    served.check(forward(backend, layer, qkv, batch), qkv[0], batch, [17, 40], [4, 4], layer, made)
+    served.run(VERIFY, [17, 40], [4, 4], spec_info=info, tree=made, backend=backend)

@@ -5,15 +5,14 @@ their warm-up, and then random batches. Prints as JSON the calls planned, and th
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-from fuzz.recorded import Recorder
+from fuzz.recorded import StartedEngines
 
-recorder = Recorder()
+started = StartedEngines()
 sys.path.append(str(Path(__file__).parent / "stubs"))
 import torch
 from served import Served, random_tree, verify_input
@@ -21,22 +20,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_schedule, get_spec, publish
 from sglang.srt.server_args import ServerArgs
 
-import portattn
-from portattn.api import dispatch, warmup
-from portattn.integrations import engine_warmup
 from portattn.integrations import sglang as adapter
 from portattn.integrations.sglang import capabilities
 
 REQUESTS, TOKENS, CONTEXT, DRAFTED = 24, 512, 1024, 5
 adapter.activate()
 publish(ServerArgs(model_path="none", device="cpu", attention_backend="portattn"), role="scheduler")
-capabilities.needs_warmup = lambda device: True
-warmup.synchronize = lambda device: None  # type: ignore[assignment]
-reports: list[Any] = []
-capabilities.compile_calls = lambda *given: reports.append(engine_warmup.compile_calls(*given))
-planned: list[str] = []
-run = dispatch.run
-dispatch.run = lambda *given: planned.append(str(given[0].problem)) or run(*given)  # type: ignore[func-returns-value]
+started.watch(capabilities)
 
 
 def draw(r: random.Random) -> tuple[ForwardMode, list[int], list[int]]:
@@ -65,11 +55,10 @@ def attend(backend: Any, layer: Any, served: Served, r: random.Random) -> list[A
         q = torch.zeros(total, row, dtype=served.dtype)[:, : heads * dim]
         q = q.contiguous() if r.random() < 0.5 else q
         backend._attend_latent(q, None, layer, None) if served.latent else backend._attend(q, layer, None)
-    recorder.fake.library.fake_clear()  # its memory has an end
     return [mode.name, len(new), total, max(new), int(backend.forward_metadata.table.shape[1])]
 
 
-def seen(seed: int, batches: int) -> dict[str, Any]:
+def engine(seed: int, batches: int) -> dict[str, Any]:
     r = random.Random(seed)
     latent = r.random() < 0.3
     heads_k = r.choice((1, 2, 4))
@@ -83,25 +72,11 @@ def seen(seed: int, batches: int) -> dict[str, Any]:
     window = {"sliding_window_size": 8} if settings["windowed"] else {}
     layers = [served.layer(0, **window)] + ([served.layer(1)] if settings["windowed"] else [])
     served.runner.model = torch.nn.ModuleList(layers)
-    reports.clear()
     backend = served.backend
-    (report,) = reports
-    planned.clear()
-    wrong = []
-    for _ in range(batches):
-        before = len(planned)
-        what, compiled = attend(backend, r.choice(layers), served, r), portattn.monitor()
-        if compiled or len(planned) > before:
-            wrong.append([sorted(compiled), planned[before:], what])
-    return {
-        "settings": str(settings), "classes": len(report.specs), "wrong": wrong,
-        "loaded": len({each.key for each in report.specs}),
-        "failed": [one.failed for one in report.failed], "seconds": report.seconds,
-    }  # fmt: skip
+    return started.found(settings, batches, lambda: attend(backend, r.choice(layers), served, r))
 
 
 limits = get_schedule().override(chunked_prefill_size=TOKENS, max_prefill_tokens=TOKENS)
 drafted = get_spec().override(speculative_num_draft_tokens=DRAFTED)
-with limits, drafted, portattn.settings(isolate="never", canary="never", validate="never"):
-    found = [seen(int(seed), int(sys.argv[2])) for seed in sys.argv[1].split(",")]
-print(json.dumps({"engines": found}))
+with limits, drafted:
+    started.print_engines(engine)

@@ -138,26 +138,13 @@ def infer_errors(causal: str, seqlens_k: list[int] | None) -> dict[str, float]:
 
 
 def main() -> None:
-    print(
-        json.dumps(
-            {
-                "version": torch_npu.__version__,
-                "arch": AscendBackend().detect(0),
-                "formula": formula_errors(),
-                "fusion": {
-                    f"{causal}, {loss}": fusion_errors(causal, loss)
-                    for causal in ("none", "top_left", "bottom_right")
-                    for loss in LOSSES
-                },
-                "infer": {
-                    f"{causal}, {seqlens_k}": infer_errors(causal, seqlens_k)
-                    for causal in ("none", "top_left", "bottom_right")
-                    for seqlens_k in (None, [7, 3])
-                },
-            }
-        ),
-        flush=True,
-    )
+    kinds = ("none", "top_left", "bottom_right")
+    found = {
+        "version": torch_npu.__version__, "arch": AscendBackend().detect(0), "formula": formula_errors(),
+        "fusion": {f"{causal}, {loss}": fusion_errors(causal, loss) for causal in kinds for loss in LOSSES},
+        "infer": {f"{causal}, {keys}": infer_errors(causal, keys) for causal in kinds for keys in (None, [7, 3])},
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -127,14 +127,10 @@ def test_rows_that_the_device_alone_knows() -> None:
         batch, layer = Batch(requests), Layer()
         common = batch.common()
         assert common.max_query_len == max(rows for rows, _ in requests)
-        built = layer.builder.build(
-            0,
-            common.replace(
-                query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32, device="cpu"),
-                seq_lens_cpu_upper_bound=torch.tensor(bounds, dtype=torch.int32, device="cpu"),
-                mm_req_doc_ranges=ranges,
-            ),
-        )
+        host = [torch.tensor(numbers, dtype=torch.int32, device="cpu") for numbers in (starts, bounds)]
+        built = layer.builder.build(0, common.replace(
+            query_start_loc_cpu=host[0], seq_lens_cpu_upper_bound=host[1], mm_req_doc_ranges=ranges,
+        ))  # fmt: skip
         assert (built.mm_prefix_range is None) == (2 not in ranges)
         check(layer.run(batch, metadata=built), batch, ranges=ranges)
 

@@ -6,13 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import vllm.triton_utils
-
-from portattn.integrations.vllm import metadata
 
 works = pytest.mark.engine_feature("decode context parallelism")
 CHILD = Path(__file__).with_name("sharded_child.py")
@@ -50,19 +47,3 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(case: str, outputs: list[str]) -> None:
     assert all(f"right {case}\n" in output for output in outputs), "\n".join(output[-4000:] for output in outputs)
-
-
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"has_sliding_window": True}, "sliding windows with DCP not supported"),
-        ({"use_non_causal": True}, "attention in both directions with DCP not supported"),
-        ({"use_mm_prefix": True}, "partial multimodal token full attention with DCP not supported"),
-        ({"attn_type": "encoder_decoder"}, "cross attention with DCP not supported"),
-        ({"head_size": 80}, "head size 80 with DCP not supported: no power of 2"),
-    ],
-)
-def test_what_it_does_not_go_with(asked: dict[str, Any], reason: str) -> None:
-    assert metadata.reasons(use_dcp=True, **{"head_size": 128, **asked}) == [reason]
-    assert metadata.reasons(use_dcp=False, **asked) == []
-    assert metadata.reasons(use_dcp=True, head_size=128) == []

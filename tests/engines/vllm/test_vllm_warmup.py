@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fakedriver import run, triton_folders
+from fuzz.recorded import assert_no_batch_compiles
 from vllm_batches import DECODE, Batch, Layer, check
 
 from portattn.integrations.vllm import metadata
@@ -18,12 +17,7 @@ from portattn.integrations.vllm import metadata
 @pytest.mark.engine_feature("kernels compiled at the start")
 @pytest.mark.parametrize("seeds", ["0,1,2,3", "4,6,7,11"])  # every third is of latent attention
 def test_no_batch_compiles_a_kernel(tmp_path: Path, seeds: str) -> None:
-    triton = triton_folders()[importlib.metadata.version("triton")]
-    for one in run("engines/vllm/warmup_child.py", tmp_path, triton, seeds, "40")["engines"]:
-        assert one["failed"] == []
-        assert one["loaded"] > 3
-        assert [kernels for kernels, *_ in one["wrong"] if kernels] == [], one["settings"]
-        assert len(one["wrong"]) <= 2, "nearly every shape class is cached too"
+    assert_no_batch_compiles("engines/vllm/warmup_child.py", tmp_path, seeds, 40)
 
 
 def test_all_groups_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +51,9 @@ def test_tables_of_an_encoder_decoder_model() -> None:
     model = SimpleNamespace(max_model_len=100, dtype=torch.bfloat16, is_encoder_decoder=True)
     graphs = SimpleNamespace(cudagraph_capture_sizes=None)
     config = SimpleNamespace(
-        scheduler_config=scheduler,
-        model_config=model,
-        compilation_config=graphs,
+        scheduler_config=scheduler, model_config=model, compilation_config=graphs,
         parallel_config=layer.config.parallel_config,
-    )
+    )  # fmt: skip
     blocks = -(-1500 // layer.spec.block_size)
     assert min(metadata.engine_of(config, layer.spec, torch.device("cpu")).columns) == blocks
     model.is_encoder_decoder = False

@@ -5,33 +5,22 @@ warm-up, and then random batches. Prints as JSON the calls that were planned, an
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from typing import Any
 
-from fuzz.recorded import Recorder
+from fuzz.recorded import StartedEngines
 
-recorder = Recorder()
+started = StartedEngines()
 import torch
 from test_vllm_latent import HEADS, NOPE, RANK, ROPE, Latent
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_batches import BLOCK, Layer
 
-import portattn
-from portattn.api import dispatch, warmup
-from portattn.integrations import engine_warmup
 from portattn.integrations.vllm import backend, metadata, register
 
 register()
-metadata.needs_warmup = lambda device: True
-warmup.synchronize = lambda device: None  # type: ignore[assignment]
+started.watch(metadata)
 SEQUENCES, TOKENS, LENGTH = 48, 1024, 2048
-reports: list[Any] = []
-metadata.compile_calls = lambda *given: reports.append(engine_warmup.compile_calls(*given))
-planned: list[str] = []
-run = dispatch.run
-dispatch.run = lambda *given: planned.append(str(given[0].problem)) or run(*given)  # type: ignore[func-returns-value]
 
 
 class Limited(Layer):
@@ -43,7 +32,7 @@ class Limited(Layer):
         return config
 
 
-def engine(r: random.Random) -> dict[str, Any]:
+def random_settings(r: random.Random) -> dict[str, Any]:
     """Random settings of an engine's layer."""
     kv_heads = r.choice((1, 2, 8))
     heads = kv_heads * r.choice((1, 2, 4, 5, 8))
@@ -134,35 +123,19 @@ def latent_batch(layer: Latent, r: random.Random, buffers: Buffers) -> str:
     return f"{count} requests, {total} rows, {max(rows)} of the longest"
 
 
-def seen(seed: int, batches: int) -> dict[str, Any]:
+def engine(seed: int, batches: int) -> dict[str, Any]:
     r = random.Random(seed)
     backend.envs.VLLM_BATCH_INVARIANT = invariant = r.random() < 0.25
-    reports.clear()
     if seed % 3 == 2:
         settings: dict[str, Any] = {"cache_dtype": r.choice(("auto", "fp8")), "speculative": r.choice((0, 3))}
         layer, run_one = Latent(**settings), latent_batch
         width = -(-layer.config.model_config.max_model_len // BLOCK)
     else:
-        settings, width = engine(r), -(-LENGTH // BLOCK)
+        settings, width = random_settings(r), -(-LENGTH // BLOCK)
         layer, run_one = Limited(blocks=64, **settings), batch
         layer.layer.bind_kv_cache(layer.layer.kv_cache)
-    (report,) = reports
     buffers = Buffers(-(-width // 8) * 8)  # as vLLM 0.33 widens its block tables
-    planned.clear()
-    wrong = []
-    for _ in range(batches):
-        before = len(planned)
-        what, compiled = run_one(layer, r, buffers), portattn.monitor()
-        recorder.fake.library.fake_clear()  # its memory has an end
-        if compiled or len(planned) > before:
-            wrong.append([sorted(compiled), planned[before:], what])
-    return {
-        "settings": str(settings | {"invariant": invariant}), "classes": len(report.specs), "wrong": wrong,
-        "loaded": len({each.key for each in report.specs}),
-        "failed": [one.failed for one in report.failed], "seconds": report.seconds,
-    }  # fmt: skip
+    return started.found(settings | {"invariant": invariant}, batches, lambda: run_one(layer, r, buffers))
 
 
-with portattn.settings(isolate="never", canary="never", validate="never"):
-    found = [seen(int(seed), int(sys.argv[2])) for seed in sys.argv[1].split(",")]
-print(json.dumps({"engines": found}))
+started.print_engines(engine)

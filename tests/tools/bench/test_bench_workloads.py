@@ -131,6 +131,14 @@ def test_every_cache_write_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "decode, bf16, portattn: other bits than the reference's" in called.stderr
 
 
+def test_each_sparse_operation_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of("--set", "sparse-latent")
+    assert [row["contender"] for row in rows] == ["portattn", "portattn", "portattn", "torch", "portattn"]
+    monkeypatch.setattr(portattn, "topk_indices", lambda logits, k: torch.zeros(len(logits), k))
+    called = bench("--set", "sparse-latent", "--tiny", "--only", "topk")
+    assert called.exit_code == 1
+
+
 class Clock:
     """Each call takes 1 ms, a peer's 2."""
 

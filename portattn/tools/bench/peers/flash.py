@@ -13,16 +13,7 @@ import torch
 
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build, Contender, as_is, transpose_heads
-from portattn.tools.bench.peers.packages import (
-    first_of,
-    has_op,
-    missing,
-    module,
-    row_starts,
-    used_keys,
-    window_of,
-    with_sequences,
-)
+from portattn.tools.bench.peers import packages
 from portattn.tools.bench.tensors import Tensors
 
 WIDEST = 256
@@ -41,7 +32,7 @@ LATENT = (576, 512, 64)  # FlashMLA's row width, width of the values and page
 
 
 def has_vllm() -> bool:
-    return has_op("_vllm_fa3_C", "fwd")
+    return packages.has_op("_vllm_fa3_C", "fwd")
 
 
 def neutral() -> dict[str, Any]:
@@ -49,7 +40,7 @@ def neutral() -> dict[str, Any]:
 
 
 def fa3_absent() -> str:
-    if has_vllm() or has_op("flash_attn_3", "fwd"):
+    if has_vllm() or packages.has_op("flash_attn_3", "fwd"):
         return ""
     return "no library has registered torch.ops._vllm_fa3_C or torch.ops.flash_attn_3"
 
@@ -63,7 +54,7 @@ def fa3(case: Case, t: Tensors) -> dict[str, Build]:
         found["fa3/vllm"] = functools.partial(_fa3, case, t, "_vllm_fa3_C", scheduled=False)
         if case.reads_cache:
             found["fa3/vllm, schedule given"] = functools.partial(_fa3, case, t, "_vllm_fa3_C", scheduled=True)
-    if has_op("flash_attn_3", "fwd"):
+    if packages.has_op("flash_attn_3", "fwd"):
         found["fa3/upstream"] = functools.partial(_fa3, case, t, "flash_attn_3", scheduled=False)
     return found
 
@@ -85,7 +76,7 @@ def _fa3(case: Case, t: Tensors, library: str, scheduled: bool) -> Contender:
 
 def _fa3_call(case: Case, t: Tensors) -> tuple[dict[str, Any], Any]:
     """Return the arguments of `fwd` without those left at their defaults, and the map of its result to (B, H, S, D)."""
-    left, right = window_of(case)
+    left, right = packages.window_of(case)
     given: dict[str, Any] = {
         "softmax_scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         # For one row it says nothing, and picks better tiles over pages of width 128, as vllm does.
@@ -97,19 +88,19 @@ def _fa3_call(case: Case, t: Tensors) -> tuple[dict[str, Any], Any]:
         given |= {"q": t.q, "k": t.k, "v": t.v, "cu_seqlens_q": t.cu_seqlens_q, "cu_seqlens_k": t.cu_seqlens_k}
         given |= {"max_seqlen_q": max(case.queries), "max_seqlen_k": max(case.keys)}
         return given, as_is
-    given["seqused_k"] = used_keys(case, t)
+    given["seqused_k"] = packages.used_keys(case, t)
     if not case.page_size:
         given |= {"q": transpose_heads(t.q), "k": transpose_heads(t.k), "v": transpose_heads(t.v)}
         return given | ({} if t.seqlens_q is None else {"seqused_q": t.seqlens_q}), transpose_heads
     given |= {"page_table": t.page_table, "max_seqlen_k": max(case.keys)}
-    rows = {"cu_seqlens_q": row_starts(case, t), "max_seqlen_q": case.seq_q}
+    rows = {"cu_seqlens_q": packages.row_starts(case, t), "max_seqlen_q": case.seq_q}
     if case.op == "mla_attention":
         # Scores are q·k of the part with positions and q_v·v of the rest.
         if case.packed:
             raise ValueError("packed latent queries are not written for it")
         rank, q, latent = case.width_v, t.q.flatten(0, 1), t.k[:, :, None]
         given |= {"q": q[..., rank:], "q_v": q[..., :rank], "k": latent[..., rank:], "v": latent[..., :rank]}
-        return given | rows, with_sequences(case)
+        return given | rows, packages.with_sequences(case)
     given |= {"k": t.k, "v": t.v}
     if case.packed:
         return given | {"q": t.q, "cu_seqlens_q": t.cu_seqlens_q, "max_seqlen_q": max(case.queries)}, as_is
@@ -141,7 +132,9 @@ def schedule(given: dict[str, Any], batch: int, page_size: int | None) -> torch.
 
 
 def flashmla_absent() -> str:
-    return "" if has_op("_flashmla_C", "dense_decode_fwd") else "no library has registered torch.ops._flashmla_C"
+    return (
+        "" if packages.has_op("_flashmla_C", "dense_decode_fwd") else "no library has registered torch.ops._flashmla_C"
+    )
 
 
 def flashmla(case: Case, t: Tensors) -> dict[str, Build]:
@@ -163,7 +156,7 @@ def _flashmla(case: Case, t: Tensors) -> Contender:
 
 def package_absent(places: Sequence[str]) -> str:
     """Return "" if one of the places has the module, else why the first has not."""
-    return "" if any(not missing(place) for place in places) else missing(places[0])
+    return "" if any(not packages.missing(place) for place in places) else packages.missing(places[0])
 
 
 def package(
@@ -184,9 +177,9 @@ def package(
 
 
 def _package(case: Case, t: Tensors, places: Sequence[str], pages: str) -> Contender:
-    functions: Any = module(next(place for place in places if not missing(place)))
+    functions: Any = packages.module(next(place for place in places if not packages.missing(place)))
     options: dict[str, Any] = {
-        "softmax_scale": case.scale, "causal": case.causal != "none", "window_size": window_of(case),
+        "softmax_scale": case.scale, "causal": case.causal != "none", "window_size": packages.window_of(case),
     }  # fmt: skip
     if case.dropout:
         options["dropout_p"] = case.dropout
@@ -203,9 +196,9 @@ def _package(case: Case, t: Tensors, places: Sequence[str], pages: str) -> Conte
         if case.op == "attention":
             function = functions.flash_attn_func
         else:
-            options["cache_seqlens"] = used_keys(case, t)
+            options["cache_seqlens"] = packages.used_keys(case, t)
     else:
-        used = used_keys(case, t)
+        used = packages.used_keys(case, t)
         options[pages] = t.page_table
         if not case.packed:
             given, shaped = (transpose_heads(t.q), t.k, t.v), transpose_heads
@@ -215,4 +208,4 @@ def _package(case: Case, t: Tensors, places: Sequence[str], pages: str) -> Conte
         else:  # 2 takes them by its function of packed sequences, which reads as many keys as cu_seqlens_k says
             cu = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)
             function, given = functions.flash_attn_varlen_func, (*given, t.cu_seqlens_q, cu, *longest)
-    return Contender(lambda: first_of(function(*given, **options)), shaped)
+    return Contender(lambda: packages.first_of(function(*given, **options)), shaped)
