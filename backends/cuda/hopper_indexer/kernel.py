@@ -108,7 +108,8 @@ def _key_range(sequence, place, row_starts, row_ends, seqlens_k, sizes):
 @gluon.jit
 def _seen(tile, row_starts, row_ends, seqlens_k, sizes, ROWS: gl.constexpr):
     """Return whether a row of the tile sees a key of it; rows behind the last repeat it."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    # Each warp has all rows: to reduce them takes no barrier.
+    layout: gl.constexpr = gl.BlockedLayout([ROWS // 32 if ROWS > 32 else 1], [32], [gl.num_warps()], [0])
     places = tile.row + gl.minimum(gl.arange(0, ROWS, layout), tile.rows - 1)
     first, end = _key_range(tile.sequence, places, row_starts, row_ends, seqlens_k, sizes)
     return (gl.min(first, 0) < tile.key + _CONSUMERS * _KEYS) & (gl.max(end, 0) > tile.key)
