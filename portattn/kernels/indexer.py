@@ -165,10 +165,11 @@ def threshold(numbers, wanted, spare, low, reached):
     while low < high:
         # The next number to try is interpolated from both ends' counts, each fourth time in the middle: few steps for
         # most rows, and for none more than four times as many as numbers have bits.
-        share = (reached - wanted - spare // 2).to(tl.float32) / (reached - above)
-        half = ((high >> 1) - (low >> 1)).to(tl.float32)  # of the distance, which may overflow
-        step = tl.minimum(tl.minimum(tl.maximum(share, 0.0625), 0.9375) * half * 2.0, 1073741824.0).to(tl.int32)
-        middle = tl.minimum(tl.maximum(low + step, low + 1), high)
+        surplus = tl.maximum(reached - wanted - spare // 2, 0).to(tl.uint32).to(tl.float32)
+        share = surplus / (reached - above).to(tl.uint32).to(tl.float32)
+        half = ((high >> 1) - (low >> 1)).to(tl.uint32).to(tl.float32)  # of the distance, which may overflow
+        step = tl.minimum(tl.minimum(tl.maximum(share, 0.0625), 0.9375) * half * 2.0, 1073741824.0)
+        middle = tl.minimum(tl.maximum(low + step.to(tl.uint32).to(tl.int32), low + 1), high)
         middle = tl.where(turn % 4 == 3, (low | high) - ((low ^ high) >> 1), middle)
         count = count_of(numbers >= middle)
         low = tl.where(count >= wanted, middle, low)
@@ -253,7 +254,7 @@ def sampled_pivot(source, first, end, seq_k, stride, wanted, BLOCK_N: tl.constex
     length = end - first
     groups = first + (tl.arange(0, size // 4).to(tl.int64) * length // (size // 4)).to(tl.int32)
     keys = (groups // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]  # four are one read of 16 bytes
-    rank = tl.minimum(tl.maximum(wanted * size / length, 1.0), 1.0 * size).to(tl.int32)
+    rank = tl.minimum(tl.maximum(wanted * size // length, 1), size)
     numbers = load_sortable(source, keys, first, end, seq_k, stride)
     return threshold(numbers, rank - rank // 16, rank // 8, LOWEST, size)
 
@@ -291,9 +292,9 @@ def topk_rows(
             memory = candidates + tl.program_id(0).to(tl.int64) * BLOCK_N
             long = end - begin > BLOCK_N
             if long:
-                # In the middle between too few and too many: by a sample of 4,096 of 65,536 numbers, with 2,048 wanted
-                # of up to 4,096, more than four standard deviations from both.
-                aim = tl.sqrt(tokens.to(tl.float32) * BLOCK_N)
+                # Between too few and too many: by a sample of 4,096 of 65,536 numbers, with 2,048 wanted of up to 4,096,
+                # more than four standard deviations from both.
+                aim = tl.minimum(tokens, BLOCK_N) + tl.maximum(BLOCK_N - tokens, 0) * 7 // 16
                 pivot, high = LOWEST, HIGHEST
                 searching, attempt = 1, 0
                 while searching == 1:
@@ -309,11 +310,11 @@ def topk_rows(
                         written = ((pivot == LOWEST) | (equals >= wanted)).to(tl.int32)
                         searching = 1 - written
                         high = pivot - 1
-                        aim *= 1.25
+                        aim += aim // 4
                     else:
                         searching = (held > BLOCK_N).to(tl.int32)
                         low = pivot
-                        aim *= 0.75
+                        aim -= aim // 4
                     # The middle, rounded up; for the next sample, the least number that is left.
                     middle = (low | high) - ((low ^ high) >> 1)
                     attempt += 1
