@@ -292,8 +292,8 @@ def topk_rows(
             memory = candidates + tl.program_id(0).to(tl.int64) * BLOCK_N
             long = end - begin > BLOCK_N
             if long:
-                # Between too few and too many: by a sample of 4,096 of 65,536 numbers, with 2,048 wanted of up to 4,096,
-                # more than four standard deviations from both.
+                # Between too few and too many: for 2,048 to 4,096 of 65,536 numbers and a sample of 4,096,
+                # some four standard deviations from both.
                 aim = tl.minimum(tokens, BLOCK_N) + tl.maximum(BLOCK_N - tokens, 0) * 7 // 16
                 pivot, high = LOWEST, HIGHEST
                 searching, attempt = 1, 0
