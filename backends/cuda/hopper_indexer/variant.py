@@ -16,7 +16,6 @@ from portattn.schema.kernel_step import Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
 from portattn.schema.symbolic_int import least, pin_sizes
-from portattn.validate.quantized import as_stored
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call
@@ -71,6 +70,8 @@ class IndexerVariant(Variant):
         return str(TIMED_WITH)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        from portattn.validate.quantized import as_stored  # torch: not where backends are only imported
+
         found = {name: tensors[name] for name in ("row_starts", "row_ends", "page_table", "seqlens_k")}
         paged = problem.page_size > 0
         for name in ("weights", "result"):
