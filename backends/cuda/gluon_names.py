@@ -4,6 +4,7 @@ Read in the sources of 3.6.0, 3.7.1, 3.8.0 and 3.9.0, and compiled with each of 
 
                 3.6.0, 3.7.1                 3.8.0                          3.9.0
 load            async_copy_global_to_shared  async_load, and the old name   async_load; the old name raises
+gather          async_copy_global_to_shared  async_load, and the old name   async_load; the old name raises
 store           async_copy_shared_to_global  async_store, and the old name  async_store; the old name raises
 reduce_add      a method of the builder      async_atomic_add               async_atomic_add
 reinterpreted   descriptor._reinterpret      descriptor._reinterpret        descriptor.reinterpret
@@ -23,6 +24,7 @@ hardware barriers  only sync and arrive (gluon_names.py) name one. Compilers tak
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
@@ -30,6 +32,9 @@ if hasattr(tma, "async_load"):
     load, store = tma.async_load, tma.async_store
 else:
     load, store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+# gather(place, pointers, mask): cp.async; where the mask is False zeros are written
+gather = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 if hasattr(tma, "async_atomic_add"):
     reduce_add = tma.async_atomic_add
@@ -59,7 +64,7 @@ CARRIES_ADDRESSES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
-__all__ = ["CARRIES_ADDRESSES", "aggregate", "arrive", "load", "reduce_add", "reinterpreted", "store", "sync"]
+__all__ = ["CARRIES_ADDRESSES", "aggregate", "arrive", "gather", "load", "reduce_add", "reinterpreted", "store", "sync"]
 
 
 # The hardware's named barriers. A call names a barrier, and how many threads meet there. There are 16 in a block.

@@ -1,6 +1,7 @@
 """index_scores: the logits of a lightning indexer, Σ w·ReLU(q·k) over its heads. topk_rows: each row's k largest.
 
-Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection in registers, over a tile or the part of a row above a sampled pivot.
+Formula: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1. Selection: bisection in registers, over a tile or the part of
+a row above a sampled pivot.
 """
 
 import triton
@@ -13,6 +14,7 @@ LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # -inf as `sortable` has it, a
 HIGHEST: tl.constexpr = tl.constexpr(2139095040)
 LANES: tl.constexpr = tl.constexpr(32)
 SAMPLE: tl.constexpr = tl.constexpr(4096)
+SAMPLED: tl.constexpr = tl.constexpr(3)  # pivots that samples give, before bisection
 
 
 @triton.jit
@@ -244,19 +246,18 @@ def load_sortable(source, keys, first, end, seq_k, stride):
 
 
 @triton.jit
-def sampled_pivot(source, first, end, seq_k, stride, tokens, BLOCK_N: tl.constexpr):
-    """Return a number that more than `tokens` and less than BLOCK_N numbers of a row exceed, most likely."""
+def sampled_pivot(source, first, end, seq_k, stride, wanted, BLOCK_N: tl.constexpr):
+    """Return a number that about `wanted` numbers of a row reach, by a sample of the row."""
     size: tl.constexpr = BLOCK_N if BLOCK_N < SAMPLE else SAMPLE
     length = end - first
     groups = first + (tl.arange(0, size // 4).to(tl.int64) * length // (size // 4)).to(tl.int32)
     keys = (groups // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]  # four are one read of 16 bytes
-    rank = (tokens + tl.maximum(BLOCK_N - tokens, 0) // 4).to(tl.int64) * size // length
-    rank = tl.minimum(tl.maximum(rank, 1), size).to(tl.int32)
-    return threshold(load_sortable(source, keys, first, end, seq_k, stride), rank, rank // 4, LOWEST,
-                     size)
+    rank = tl.minimum(tl.maximum(wanted * size / length, 1.0), 1.0 * size).to(tl.int32)
+    numbers = load_sortable(source, keys, first, end, seq_k, stride)
+    return threshold(numbers, rank - rank // 16, rank // 8, LOWEST, size)
 
 
-@triton.jit(do_not_specialize=["seq_q", "rows"])
+@triton.jit(do_not_specialize=["seq_q", "tokens", "rows"])
 def topk_rows(
     q, row_starts, row_ends, result, candidates,
     q_stride_b, q_stride_s, q_stride_d, result_stride_b, result_stride_s,
@@ -284,9 +285,15 @@ def topk_rows(
             memory = candidates + tl.program_id(0).to(tl.int64) * BLOCK_N
             long = end - begin > BLOCK_N
             if long:
-                pivot, high = sampled_pivot(source, first, end, seq_k, q_stride_d, tokens, BLOCK_N), HIGHEST
-                searching = 1
+                # In the middle between too few and too many: by a sample of 4,096 of 65,536 numbers, with 2,048 wanted
+                # of up to 4,096, more than four standard deviations from both.
+                aim = tl.sqrt(tokens.to(tl.float32) * BLOCK_N)
+                pivot, high = LOWEST, HIGHEST
+                searching, attempt = 1, 0
                 while searching == 1:
+                    if attempt < SAMPLED:
+                        sampled = sampled_pivot(source, first, end, seq_k, q_stride_d, aim, BLOCK_N)
+                        pivot = tl.where(attempt == 0, sampled, tl.minimum(tl.maximum(sampled, pivot), high))
                     held, _ = take_from_row(source, memory, pivot, 0, BLOCK_N, first, end, seq_k, q_stride_d, BLOCK_N,
                                             False)  # fmt: skip
                     if held < tokens:
@@ -296,10 +303,15 @@ def topk_rows(
                         written = ((pivot == LOWEST) | (equals >= wanted)).to(tl.int32)
                         searching = 1 - written
                         high = pivot - 1
+                        aim *= 1.25
                     else:
                         searching = (held > BLOCK_N).to(tl.int32)
                         low = pivot
-                    pivot = tl.where(searching == 1, (low | high) - ((low ^ high) >> 1), pivot)
+                        aim *= 0.75
+                    # The middle, rounded up; for the next sample, the least number that is left.
+                    middle = (low | high) - ((low ^ high) >> 1)
+                    attempt += 1
+                    pivot = tl.where(searching == 1, tl.where(attempt < SAMPLED, low + 1, middle), pivot)
             tl.debug_barrier()  # before reading what other threads have stored
             stored = tl.load(memory + places, mask=long & (places < held), other=seq_k)
             keys = tl.where(long, stored, keys)

@@ -51,7 +51,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
 
 INDEXER = "portattn.kernels.indexer"
 LOGITS_UNSPECIALISED = frozenset({"seq_q", "seq_k", "pages", "row_tiles", "key_tiles", "tiles"})
-TOPK_UNSPECIALISED = frozenset({"seq_q", "rows"})
+TOPK_UNSPECIALISED = frozenset({"seq_q", "tokens", "rows"})
 MOST_SEARCHES = 1024  # programs that search long rows: each has memory for a tile
 
 

@@ -128,7 +128,8 @@ def logits_call(
         dtype=DTYPES[q.dtype] if kind == "as_q" else "bf16",  # type: ignore[arg-type]
         kv_format=kind, kv_scales="none" if k_scale is None else "token",  # type: ignore[arg-type]
         page_size=k.shape[1] if paged else 0, seqlens_k=paged,
-        aligned=all(rows_aligned(tensor) for tensor in (queries, columns, weights[:, None])), large=is_large(queries, columns, out),
+        aligned=all(rows_aligned(tensor) for tensor in (queries, columns, weights[:, None])),
+        large=is_large(queries, columns, out),
     )  # fmt: skip
     return Call(
         problem=problem, q=queries, k=columns, v=columns, scale=1.0, weights=weights,

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import PropagateNan
 
 from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, sync
-from portattn.backends.cuda.hopper_indexer import CONSUMERS, DIM, KEYS, KEY_STAGES, ROW_STAGES
+from portattn.backends.cuda.hopper_indexer import CONSUMERS, DIM, KEY_STAGES, KEYS, ROW_STAGES
 
 # Named barriers of the hardware, of which there are 16. Triton's warp specialisation takes 0 to 4 (3.6).
 _ROW_FREE: gl.constexpr = gl.constexpr(5)  # 5..12   a row's heads may be loaded into this buffer again
@@ -108,7 +108,8 @@ def _key_range(sequence, place, row_starts, row_ends, seqlens_k, sizes):
 @gluon.jit
 def _seen(tile, row_starts, row_ends, seqlens_k, sizes, ROWS: gl.constexpr):
     """Return whether a row of the tile sees a key of it; rows behind the last repeat it."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    # Each warp has all rows: to reduce them takes no barrier.
+    layout: gl.constexpr = gl.BlockedLayout([ROWS // 32 if ROWS > 32 else 1], [32], [gl.num_warps()], [0])
     places = tile.row + gl.minimum(gl.arange(0, ROWS, layout), tile.rows - 1)
     first, end = _key_range(tile.sequence, places, row_starts, row_ends, seqlens_k, sizes)
     return (gl.min(first, 0) < tile.key + _CONSUMERS * _KEYS) & (gl.max(end, 0) > tile.key)
@@ -211,9 +212,14 @@ def _consume(k_scale, scale_stride_b, scale_stride_s, page_table, row_starts, ro
                 to += result_stride_s
 
 
+# Callers pass parts of longer tensors, at any place: to specialise on it would compile the kernel again.
 @gluon.jit(
-    do_not_specialize=["seq_q", "seq_k", "row_tiles", "key_tiles", "tiles", "pages", "page_size", "table_stride"]
-)
+    do_not_specialize=[
+        "scale_stride_b", "result_stride_b", "result_stride_s", "seq_q", "seq_k", "row_tiles",
+        "key_tiles", "tiles", "pages", "page_size", "table_stride",
+    ],
+    do_not_specialize_on_alignment=["k_scale", "page_table", "row_starts", "row_ends", "seqlens_k", "result"],
+)  # fmt: skip
 def scheduled_index_scores(
     q_desc, weights_desc, k_desc, k_scale, scale_stride_b, scale_stride_s, page_table, row_starts, row_ends, seqlens_k,
     result, result_stride_b, result_stride_s, seq_q, seq_k, row_tiles, key_tiles, tiles, pages, page_size, table_stride,

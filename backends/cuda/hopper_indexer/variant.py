@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.hopper_indexer import CONSUMERS, DIM, KEYS
-from portattn.backends.cuda.launch_parts import multiprocessors
+from portattn.backends.cuda.launch_parts import multiprocessors, with_copies
 from portattn.backends.cuda.schedules import INDEXER, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.kernel_step import Step, StepLauncher
 from portattn.schema.lowering import FUSED
 from portattn.schema.plan import Rejection
-from portattn.schema.symbolic_int import least, next_power_of_two, pin_sizes
+from portattn.schema.symbolic_int import least, pin_sizes
 from portattn.validate.quantized import as_stored
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 HEADS = (32, 64)  # a row of fewer weights is no 128 bytes of shared memory, on which TMA writes begin
 PAGE = 64  # keys of a page that are loaded at a time; of packed keys KEYS
-MOST_ROWS = 64  # of a tile
-FEW_ROWS = 16  # of such tiles each core takes several, whose keys are loaded ahead
+FEW_ROWS, MANY_ROWS = 4, 64  # of a tile. Of tiles of few each core takes several, whose keys are loaded ahead
 # 4 × 128 threads (one warp counts as four) with 128 registers each, which the kernel's roles then share out anew.
-REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 128, 160, 24
+REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 128, 160, 32
 
 
 class IndexerVariant(Variant):
@@ -38,7 +37,8 @@ class IndexerVariant(Variant):
     ops = ("indexer_logits",)
     takes = frozenset({"seqlens_k", "kv_format", "gqa", "paged"})
     arches = ("sm_90",)
-    needs = f"sm_90, {NEEDS}, e4m3 queries and keys of {DIM} columns, {', '.join(map(str, HEADS))} heads, pages of a multiple of {PAGE} rows"
+    needs = f"sm_90, {NEEDS}, e4m3 queries and keys of {DIM} columns, {' or '.join(map(str, HEADS))} heads"
+    needs += f", pages of a multiple of {PAGE} rows"
     legend = MappingProxyType({"rows": "query rows of a tile", "keys": "keys of a tile"})
     canaries = INDEXER
 
@@ -50,7 +50,7 @@ class IndexerVariant(Variant):
             f"needs {NEEDS}, and this is {found}": foreign(found),
             f"takes e4m3 queries and keys, not {p.kv_format}": p.kv_format != "e4m3",
             f"takes heads of {DIM} columns, not {p.head_dim}": p.head_dim != DIM,
-            f"takes {', '.join(map(str, HEADS))} heads, not {p.heads_q}": p.heads_q not in HEADS,
+            f"takes {' or '.join(map(str, HEADS))} heads, not {p.heads_q}": p.heads_q not in HEADS,
             f"takes pages of a multiple of {PAGE} rows, not {p.page_size}": p.page_size % PAGE != 0,
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
@@ -59,6 +59,9 @@ class IndexerVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        return with_copies(self.described(call), call, ("q", "k", "weights"), ())
+
+    def described(self, call: Call) -> StepLauncher:
         return _IndexerLauncher(call)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
@@ -80,8 +83,8 @@ class IndexerVariant(Variant):
 
 
 def rows_of(seq_q: int) -> int:
-    """Return the rows of a tile, a power of two."""
-    return min(next_power_of_two(seq_q), MOST_ROWS)
+    """Return the rows of a tile: one of two numbers, since each is a kernel of its own."""
+    return FEW_ROWS if seq_q <= FEW_ROWS else MANY_ROWS
 
 
 class _IndexerLauncher(StepLauncher):
@@ -116,7 +119,7 @@ class _IndexerLauncher(StepLauncher):
             "HEADS": p.heads_q, "ROWS": rows, "CONSUMER": CONSUMER_REGISTERS, "PRODUCER": PRODUCER_REGISTERS,
         }  # fmt: skip
         options = {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
-        blocks = tiles if rows >= FEW_ROWS else least(tiles, self._cores)
+        blocks = tiles if rows > FEW_ROWS else least(tiles, self._cores)
         return [Step(scheduled_index_scores, (blocks,), arguments, options, roles)]
 
 

@@ -26,6 +26,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,9 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, store, sync
+from portattn.backends.cuda.gluon_names import aggregate, arrive, gather, load, reinterpreted, store, sync
 from portattn.backends.cuda.hopper_latent import KEYS, ROPE, ROWS
 from portattn.backends.cuda.hopper_latent import RANK as LATENT  # columns that are V too: the kernel's word for them
 
@@ -63,8 +63,8 @@ _PROBS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=
 _ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _OUTPUT_ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
 _SCORE_COLUMN: gl.constexpr = gl.constexpr(gl.SliceLayout(0, _SCORES.value))
-# Gathered rows: 16 bytes a thread. Of bytes, four numbers a word, a row takes four threads: when they are widened, eight
-# threads write half of two rows' 128 bytes each, which the swizzle puts in different banks.
+# Gathered rows: 16 bytes a thread. Of bytes, four numbers a word, a row takes four threads: once they are widened,
+# eight threads write half of two rows' 128 bytes each, which the swizzle puts in different banks.
 _GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _BYTES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 _BYTES_TAIL: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
@@ -214,11 +214,11 @@ def _gather(k, row_units, most, work, shared):
                 sync(_FREE + 2 * buffer + half, work.LOADERS)
             if turn == 0:  # the owner has read the tail before it frees its half
                 place = shared.k_tail.index(buffer)
-                async_copy.async_copy_global_to_shared(place, rows + (_LATENT + tail_columns), mask=there)
+                gather(place, rows + (_LATENT + tail_columns), mask=there)
             for j in gl.static_range(_CHUNKS // 2):
                 chunk = half * (_CHUNKS // 2) + j
                 place = shared.k.index(buffer * _CHUNKS + chunk)
-                async_copy.async_copy_global_to_shared(place, rows + (chunk * _CHUNK + columns), mask=there)
+                gather(place, rows + (chunk * _CHUNK + columns), mask=there)
                 # Every thread arrives when its copies so far are there.
                 full = shared.k_full.index(buffer * _CHUNKS + chunk)
                 async_copy.mbarrier_arrive(full, increment_count=False)
@@ -298,7 +298,7 @@ def _gather_bytes(k, row_units, most, work, shared):
                 tails = _row_places(k, tail_slots, most, row_units) + (_LATENT + 16)
                 tails = tails.to(gl.pointer_type(gl.bfloat16)) + tail_columns
                 tail_there = (tail_slots >= 0)[:, None]
-                async_copy.async_copy_global_to_shared(shared.k_tail.index(buffer), tails, mask=tail_there)
+                gather(shared.k_tail.index(buffer), tails, mask=tail_there)
                 async_copy.mbarrier_arrive(full, increment_count=False)
             _store_widened(shared.k.index(buffer * _CHUNKS + chunk), found, scales)
             fence_async_shared()
@@ -548,8 +548,10 @@ def _work(table, table_stride, seqlens_k, capacity, head_tiles, seq_q, HEADS: gl
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "heads", "seq_q", "batches", "head_tiles", "page_tiles", "capacity", "table_stride", "row_units", "slots",
-    ]
+        "scale", "heads", "seq_q", "batches", "head_tiles", "page_tiles", "capacity", "table_stride", "row_units",
+        "slots",
+    ],
+    do_not_specialize_on_alignment=["page_table", "seqlens_k"],
 )  # fmt: skip
 def latent_decode(
     q_desc, q_tail_desc, k_desc, k_tail_desc, out_desc, k, partial, lse, page_table, seqlens_k,
@@ -561,8 +563,8 @@ def latent_decode(
 
     Queries and output by descriptors of (B, H, Sq, columns), latent rows by descriptors of (slots, 576); page_tiles:
     tiles of a page, capacity: the most keys of a sequence. scale: the softmax scale times log2(e), positive.
-    LISTED: page_table (B · Sq, capacity) has the slots of each query's keys, seqlens_k (B · Sq,) how many count or None;
-    rows of k, row_units times 16 bytes apart, are gathered, and QUERIES is 1. Bytes are rows of fp8_ds_mla.
+    LISTED: page_table (B · Sq, capacity) has the slots of each query's keys, seqlens_k (B · Sq,) or None how many of
+    them count. Rows of k, row_units times 16 bytes apart, are gathered, and QUERIES is 1. Bytes are rows of fp8_ds_mla.
     SPLIT: `partial` (splits, B, H, Sq, 512) and `lse` (splits, B, H, Sq), float32, are to be merged. Otherwise the
     output goes to `out_desc`, and `lse` (B, H, Sq) may be None. CONSUMER, PRODUCER: registers of a thread.
     """

@@ -34,7 +34,7 @@ REGISTERS_OF = {"": (240, 24), "as_q": (208, 88), "fp8_ds_mla": (208, 88)}
 
 
 class LatentVariant(Variant):
-    """mla_attention on sm_90: fp16 and bf16 queries, latent rows of 512 + 64 in pages of a multiple of 64, or listed."""
+    """mla_attention on sm_90: fp16 and bf16 queries, rows of 512 + 64 in pages of a multiple of 64, or in lists."""
 
     name = "gluon_mla"
     ops = ("mla_attention",)

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import test_gluon_backward as backward
 import test_gluon_forms as forward
+import test_gluon_indexer as indexer
 import test_gluon_mla as latent
 import test_gluon_narrow as narrow
 import tomlkit
@@ -81,7 +82,9 @@ def forms() -> list[Form]:
         found.append(Form(f"{variant.name}: {form} D={dim} {causal}", variant, narrow.problem(form, dim, causal, kind)))
     found += [Form(f"gluon_backward: {name}", backward.VARIANT, p) for name, p in backward.FORMS.items()]
     return found + [
-        Form(f"gluon_mla: {name}", latent.VARIANT, latent.problem(**fields)) for name, fields in latent.FORMS.items()
+        Form(f"{of.VARIANT.name}: {name}", of.VARIANT, of.problem(**fields))
+        for of in (latent, indexer)
+        for name, fields in of.FORMS.items()
     ]
 
 

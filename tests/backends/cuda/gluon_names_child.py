@@ -14,6 +14,13 @@ def origin(name: str) -> str:
     return f"{found.__module__}.{found.__qualname__}"
 
 
-names = {"aggregate", "load", "reduce_add", "reinterpreted", "store"}  # a release's own; others are gluon_names'
+names = {
+    "aggregate",
+    "gather",
+    "load",
+    "reduce_add",
+    "reinterpreted",
+    "store",
+}  # a release's own; others are gluon_names'
 assert names < set(gluon_names.__all__)
 print(json.dumps({"triton": triton.__version__, **{name: origin(name) for name in names}}))

@@ -44,7 +44,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another rank": ({"head_dim": 320, "head_dim_v": 256}, "takes rows of 512 + 64 columns, not 256 + 64"),
     "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
     "top left": ({"causal": "top_left"}, "aligns causal masks at the bottom right"),
-    "empty": ({"batch": 0}, "batch is 0"), "bytes": ({"kv_format": "fp8_ds_mla"}, "no rows of fp8_ds_mla without lists"),
+    "empty": ({"batch": 0}, "batch is 0"),
+    "bytes": ({"kv_format": "fp8_ds_mla"}, "takes no rows of fp8_ds_mla without lists"),
     "listed e4m3": ({"kv_format": "e4m3", "tokens": 70}, "takes no rows of e4m3"),
     "listed sinks": ({"sinks": True, "tokens": 70}, "takes no sinks"),
 }  # fmt: skip
@@ -138,7 +139,8 @@ WORK = ("table", "batch", "head", "query", "length", "unmasked", "first", "tiles
 FORMS: dict[str, dict[str, Any]] = {
     "split": {"num_splits": 2}, "whole": {"num_splits": 1},
     "causal": {"num_splits": 2, "seq_q": 2, "causal": "bottom_right"},
-    "lists": {"num_splits": 2, "tokens": 300}, "lists of bytes": {"num_splits": 1, "tokens": 300, "kv_format": "fp8_ds_mla"},
+    "lists": {"num_splits": 2, "tokens": 300},
+    "lists of bytes": {"num_splits": 1, "tokens": 300, "kv_format": "fp8_ds_mla"},
 }  # fmt: skip
 
 

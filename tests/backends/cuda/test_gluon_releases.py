@@ -9,6 +9,8 @@ from fakedriver import run, triton_folders
 from packaging.version import Version
 from test_gluon_backward import FORMS as BACKWARD_FORMS
 from test_gluon_forms import problem as forward_problem
+from test_gluon_indexer import PAGED
+from test_gluon_indexer import problem as indexer_problem
 from test_gluon_mla import problem as latent_problem
 from test_gluon_narrow import problem as narrow_problem
 
@@ -25,13 +27,18 @@ from portattn.worker.client import Worker
 TRITONS = triton_folders()
 HERE = Path(__file__).parent
 TMA = "triton.experimental.gluon.language.nvidia.hopper.tma"
+COPY = "triton.experimental.gluon.language.nvidia.ampere.async_copy"
 MEMORY = "triton.experimental.gluon.language._core.shared_memory_descriptor"
 OLD = {
-    "load": f"{TMA}.async_copy_global_to_shared", "store": f"{TMA}.async_copy_shared_to_global",
+    "load": f"{TMA}.async_copy_global_to_shared", "gather": f"{COPY}.async_copy_global_to_shared",
+    "store": f"{TMA}.async_copy_shared_to_global",
     "reduce_add": "portattn.backends.cuda.gluon_names.reduce_add", "reinterpreted": f"{MEMORY}._reinterpret",
     "aggregate": "triton.language.core._aggregate",
 }  # fmt: skip
-NEW = OLD | {"load": f"{TMA}.async_load", "store": f"{TMA}.async_store", "reduce_add": f"{TMA}.async_atomic_add"}
+NEW = OLD | {
+    "load": f"{TMA}.async_load", "gather": f"{COPY}.async_load", "store": f"{TMA}.async_store",
+    "reduce_add": f"{TMA}.async_atomic_add",
+}  # fmt: skip
 NAMES = {"3.6.0": OLD, "3.7.1": OLD, "3.8.0": NEW, "3.9.0": NEW | {"reinterpreted": f"{MEMORY}.reinterpret"}}
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in Registry.load().backends["cuda"].variants}
 # One form of each kernel; between them every name, masks, packed rows and split keys.
@@ -46,6 +53,11 @@ FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
     ),
     "forward, int8, full": ("gluon_forward_int8", narrow_problem("plain", 128, "none", "int8"), ("scheduled_forward",)),
     "latent": ("gluon_mla", latent_problem(num_splits=1), ("latent_decode",)),
+    "latent, lists": ("gluon_mla", latent_problem(num_splits=1, tokens=300), ("latent_decode",)),
+    "latent, lists of bytes": (
+        "gluon_mla", latent_problem(num_splits=1, tokens=300, kv_format="fp8_ds_mla"), ("latent_decode",),
+    ),
+    "indexer": ("gluon_indexer", indexer_problem(**PAGED), ("scheduled_index_scores",)),
     "backward": (
         "gluon_backward", BACKWARD_FORMS["64, packed, causal"],
         ("row_statistics", "scheduled_backward", "query_gradients"),
