@@ -85,6 +85,11 @@ class Spec:
             return torch.stack(columns, 1)
         return torch.cartesian_prod(*columns).view(-1, len(columns))
 
+    @functools.cached_property
+    def kept(self) -> dict[str, bool]:
+        """Which described tensors are made outside of inference mode: the launch cache tells them from others."""
+        return {name: value.kept for name, value in self.given.items() if isinstance(value, TensorSpec)}
+
     def at(self, values: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.sizes, values, strict=True))
 
@@ -482,7 +487,8 @@ def _classes(before: Sequence[_Warming], spec: Spec, device: torch.device, say: 
         left = left[(left != torch.tensor([*sizes.values()], device="cpu")).any(1)]  # whatever their class covers
         left = left if empty else left[~last.covers(left)]
         for one in before if count == 1 else ():
-            if one.recipe == last.recipe and one.shape is not None and not one.shape.why and len(left):
+            alike = one.recipe == last.recipe and one.spec.kept == spec.kept
+            if alike and one.shape is not None and not one.shape.why and len(left):
                 left = left[~last.covers(left, one.shape)]
         sizes = spec.at(left[-1 if empty else 0].tolist()) if len(left) else {}
 

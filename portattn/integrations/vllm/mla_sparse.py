@@ -175,7 +175,7 @@ class PortattnSparseMLABackend(Capabilities):
 
 
 @dataclass
-class Span:
+class IndexerRows:
     """Consecutive rows of one request, or of several whose lists hold all their keys; then `table` is None."""
 
     first: int
@@ -195,7 +195,7 @@ class PortattnIndexerMetadata(AttentionMetadata):
     ends: torch.Tensor  # (tokens,) int32: keys that each row sees
     num_decodes: int
     decode_rows: int  # of each decoding request
-    spans: list[Span]
+    spans: list[IndexerRows]
 
 
 class PortattnIndexerMetadataBuilder(AttentionMetadataBuilder[PortattnIndexerMetadata]):
@@ -228,11 +228,11 @@ class PortattnIndexerMetadataBuilder(AttentionMetadataBuilder[PortattnIndexerMet
         before = torch.repeat_interleave(common.seq_lens - stops, stops - begins, output_size=count)
         torch.add(before, self._counted[:count], out=ends[:count])
         ends[count:] = 0
-        spans: list[Span] = []
+        spans: list[IndexerRows] = []
         bound = common.seq_lens_cpu_upper_bound
         keys = [common.max_seq_len] * len(starts) if bound is None else bound.tolist()
         for request in range(decodes, common.num_reqs):
-            span, short = Span(starts[request], starts[request + 1]), keys[request] <= self.topk
+            span, short = IndexerRows(starts[request], starts[request + 1]), keys[request] <= self.topk
             if short and spans and spans[-1].table is None:
                 spans[-1].end = span.end
             elif span.first < span.end:
