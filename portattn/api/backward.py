@@ -16,9 +16,10 @@ from portattn.api.request import Request, request_from, settings_for
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature, arguments_of
 from portattn.config import Settings, current
 from portattn.errors import PathUnavailable
+from portattn.launch.backward import rows_by_block
 from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import backward_problem, own_names, own_path
-from portattn.planning.kernel_specs import CORES
+from portattn.planning.kernel_specs import CORES, ceil_div
 from portattn.schema.ops import BACKWARD, ROWS
 from portattn.schema.problem import Problem
 
@@ -90,6 +91,8 @@ def gradients(
     for name, own in way.summed:
         if name in asked:
             given[at[own]] = _memory(name, tensors[way.source[name]], lse)
+    if "block_rows" in at and lse.numel():
+        given[at["block_rows"]], given[at["block_starts"]] = way.listed(tensors, values)
     if lse.numel():
         ready, before = tuple(given), dispatch.last_plan_state()
         delta = lookup(way.op, ready, fixed, tuple(lengths))
@@ -132,6 +135,15 @@ class _Way:
         self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
         self._known: dict[Any, Any] = {}
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
+
+    def listed(self, tensors: Sequence[Any], values: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows whose lists name each block of keys, and their beginnings."""
+        named = dict(zip(self._forward, values, strict=True))
+        k, indices, counts = (tensors[self.source[name]] for name in ("k", "indices", "counts"))
+        if named["layout"] == "bshd":
+            k, indices = k.transpose(1, 2), indices.transpose(1, 2)
+            counts = None if counts is None else counts.transpose(1, 2)
+        return rows_by_block(indices, counts, ceil_div(k.shape[2], named["block_size"]))
 
     def values(
         self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None

@@ -116,6 +116,7 @@ _NO_OPTION = frozenset({
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
     "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
+    "block_rows", "block_starts",
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
@@ -230,6 +231,7 @@ _NO_LSE: dict[str, Any] = {"return_lse": False}
 _PACKED: dict[str, Any] = _ROWS | {"total_q": 150, "total_k": 280}
 _CACHE: dict[str, Any] = {"seq_q": 1, "seq_k": 301, "seqlens_k": True}
 _PAGES: dict[str, Any] = {"seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True}
+_BLOCKS: dict[str, Any] = _ROWS | {"causal": "bottom_right", "tokens": 5, "block_k": 32, "seqlens_k": True}
 _LATENT: dict[str, Any] = _COMMON | _PAGES | {
     "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16",
 }  # fmt: skip
@@ -379,6 +381,34 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     _COMMON | _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},
                     _COMMON | _PAGES | {"seq_q": 1, "head_dim": 128, "dtype": "bf16", "tokens": 50, "sinks": True},
                 ),
+            ),
+            OpRow(
+                name="block_sparse_attention",
+                title="Chosen blocks",
+                tensors=_tensors("q k v indices counts seqlens_k sinks", indices="block_indices", counts="block_counts"),
+                values=("block_size", "scale", "causal", "num_splits", "return_lse", "layout"),
+                validate="portattn.validate.sparse:block_call",
+                launches="portattn.launch.decode:block_calls",
+                needs=("tokens",),
+                takes=("tokens",),
+                packs_heads=True,
+                canaries=(_PLAIN | _BLOCKS, _SINGLE | _BLOCKS | {"sinks": True, "num_splits": 2}),
+            ),
+            OpRow(
+                name="block_sparse_attention_backward",
+                title="Gradients of chosen blocks",
+                gradient_of="block_sparse_attention",
+                tensors=_tensors(
+                    f"q k v {_GRADIENTS} indices counts block_rows block_starts seqlens_k sinks",
+                    indices="block_indices",
+                    counts="block_counts",
+                ),
+                values=("block_size", "scale", "causal", "deterministic", "return_lse", "layout"),
+                validate="portattn.validate.backward:block_backward_call",
+                launches="portattn.launch.backward:block_calls",
+                needs=("tokens",),
+                takes=("tokens",),
+                canaries=(_PLAIN | _BLOCKS | _NO_LSE, _SINGLE | _BLOCKS | _NO_LSE | {"sinks": True}),
             ),
             OpRow(
                 name="mla_attention",

@@ -229,6 +229,53 @@ class PagedSplit(DecodeSplit):
         return found
 
 
+class BlockForward(DecodeSplit):
+    """Chosen blocks: a tile is one query row's heads of a group, which list blocks of keys."""
+
+    name = "block_forward"
+    function = "block_forward"
+    op = "block_sparse_attention"
+    takes = (TAKES - {"softcap"}) | score_tensors(op) | {"causal", "causal_top_left", "num_splits", "needs_grad"}
+    forms = ()
+    choices: tuple[str, ...] = tuple(n for n in DecodeSplit.choices if n not in ("pipeline", "unpack", "warps"))
+    max_head_dim = WIDEST_TILE
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.seq_q * ceil_div(problem.group, launch.block_m)
+
+    def rows(self, problem: Problem) -> int:
+        return problem.group
+
+    def keys(self, problem: Problem) -> int:
+        return problem.tokens * problem.block_k
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return tuple(limit for limit in super().limits(problem, lowering, launch) if limit[0] in self.choices)
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        launch = msgspec.structs.replace(launch, block_n=min(launch.block_n, problem.block_k))  # tiles of one block
+        return super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        found = super().constexprs(problem, lowering, launch) | {"BLOCK_KEYS": problem.block_k}
+        return {name: found[name] for name in (*_OF_BLOCKS, *(choice.upper() for choice in self.choices))}
+
+
+_OF_BLOCKS = (
+    "GROUP", "SPLIT", "BLOCK_KEYS", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
+    "NEGATED",
+)  # fmt: skip
+
+
 class MlaSplit(PagedSplit):
     """Decode and short prefill over a latent cache, by decode_split: each row is read once, as key and as value."""
 
