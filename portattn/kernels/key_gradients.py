@@ -328,8 +328,8 @@ def backward_block_keys(
         batch = tile // PARTS // blocks // heads_k
         key_0 = block * BLOCK_KEYS + tile % PARTS * BLOCK_M
         keys = key_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        _, k_end = sequence_bounds(seqlens_k, None, batch, seq_k)
-        inside = keys < k_end
+        origin, k_end = sequence_bounds(seqlens_k, None, batch, seq_k)
+        inside = (keys >= origin) & (keys < k_end)
         slot, kv_slot = batch.to(tl.int64), kv_head.to(tl.int64)
         k_pointers = k + slot * k_stride_b + kv_slot * k_stride_h + keys.to(tl.int64) * k_stride_s
         v_pointers = v + slot * v_stride_b + kv_slot * v_stride_h + keys.to(tl.int64) * v_stride_s
