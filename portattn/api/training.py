@@ -91,8 +91,7 @@ def lookup_trained(
         kind = _known.get(_key(op, tensors, values))
         if kind is None or not identical(values, kind.values):  # (1, 0) == (True, 0), and validation tells them apart
             return None
-        share, seed = _DROPOUT.get(op, (None, None))
-        if share is not None and values[share] and tensors[seed] is None:
+        if op in _DROPOUT and values[_DROPOUT[op][0]] and tensors[_DROPOUT[op][1]] is None:
             return None
     except (TypeError, RuntimeError, IndexError):  # an unhashable argument, no sizes, no axes: validation names it
         return None

@@ -1,5 +1,5 @@
-"""decode_split: a few query rows a sequence over a long cache, contiguous or paged, plain or latent. block_forward: each
-query row over the blocks of keys that it lists for a key/value head.
+"""decode_split: a few query rows a sequence over a long cache, contiguous or paged, plain or latent. block_forward:
+each query row over the blocks of keys that it lists for a key/value head.
 
 The rows of one key/value head's whole group are packed into one tile, so that the cache is read once. Where there
 are fewer such tiles than cores, the keys are split over programs, and combine.py merges the partial results.
@@ -341,7 +341,7 @@ def block_forward(
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, NEGATED: tl.constexpr, LOAD: tl.constexpr, K_TILE: tl.constexpr,
     BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr, MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr,
-    GRID: tl.constexpr, Q_OPERAND: tl.constexpr, READS: tl.constexpr,
+    GRID: tl.constexpr, Q_OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Attend one share of the blocks that one query row lists, for up to BLOCK_M heads of a group: one program.
 
@@ -384,7 +384,7 @@ def block_forward(
         row_end = tl.full([BLOCK_M], 0, tl.int32) + end
         scores = ScoreTerms(
             row_valid, row_end, row_end, row_end, None, None, 0, None, 0, scale, 0.0, None, None, None,
-            False, False, False, False, EXP, MASK_VALUE, READS == "inside",
+            False, False, False, False, EXP, MASK_VALUE, False,
         )  # fmt: skip
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         row_max, row_sum = init_softmax(sinks, head, split == 0, BLOCK_M, EXP, False, MASK_VALUE)

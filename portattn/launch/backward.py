@@ -213,10 +213,8 @@ def _given(call: Call) -> dict[str, Any]:
 UNSPECIALISED_BLOCKS = frozenset({"heads_k", "seq_q", "seq_k", "places", "blocks", "entries", "tiles"})
 
 
-def rows_by_block(
-    indices: torch.Tensor, counts: torch.Tensor | None, blocks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a Call's block_rows and block_starts for lists (B, Hk, Sq, T) of blocks of keys, of which there are `blocks`.
+def rows_by_block(indices: torch.Tensor, counts: torch.Tensor | None, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a Call's block_rows and block_starts for lists (B, Hk, Sq, T); keys have so many blocks.
 
     Rows of a block keep their order, so that sums over them repeat bit by bit."""
     places = indices.shape[-1]

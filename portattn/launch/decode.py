@@ -1,5 +1,5 @@
-"""Launches of decode_split, sparse_split and block_forward, which split keys over programs, and of combine, which merges
-the parts."""
+"""Launches of decode_split, sparse_split and block_forward, which split keys over programs, and of combine, which
+merges the parts."""
 
 from __future__ import annotations
 

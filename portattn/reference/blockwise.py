@@ -299,12 +299,12 @@ def run_backward(call: Call) -> tuple[torch.Tensor, None]:
     """(delta, None) as Call.new_out says; dQ, dK, dV and what else is asked for go where the call has memory for them.
 
     grad_slopes has the sums of all of a sequence's rows in the first one, and 0 in the others."""
-    assert call.forward_out is not None
-    assert call.forward_lse is not None
-    assert call.grad_out is not None
     delta = call.new_out()
     if call.problem.has_blocks:
         call = by_block_mask(call)
+    assert call.forward_out is not None
+    assert call.forward_lse is not None
+    assert call.grad_out is not None
     nothing = torch.isneginf(call.forward_lse)
     out = RowTensor.of(call, call.forward_out)
     largest = RowTensor.of(call, call.forward_lse.masked_fill(nothing, 0.0)[..., None])

@@ -248,6 +248,7 @@ _SCORES = ("scale", "causal", "window", "chunk", "softcap")
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _STORED = "k_scale v_scale k_block_scale v_block_scale"  # of a quantised cache
+_BLOCK_LISTS = {"indices": "block_indices", "counts": "block_counts"}
 _LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
 
 ROWS: Mapping[str, OpRow] = MappingProxyType(
@@ -385,7 +386,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="block_sparse_attention",
                 title="Chosen blocks",
-                tensors=_tensors("q k v indices counts seqlens_k sinks", indices="block_indices", counts="block_counts"),
+                tensors=_tensors("q k v indices counts seqlens_k sinks", **_BLOCK_LISTS),
                 values=("block_size", "scale", "causal", "num_splits", "return_lse", "layout"),
                 validate="portattn.validate.sparse:block_call",
                 launches="portattn.launch.decode:block_calls",
@@ -399,9 +400,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Gradients of chosen blocks",
                 gradient_of="block_sparse_attention",
                 tensors=_tensors(
-                    f"q k v {_GRADIENTS} indices counts block_rows block_starts seqlens_k sinks",
-                    indices="block_indices",
-                    counts="block_counts",
+                    f"q k v {_GRADIENTS} indices counts block_rows block_starts seqlens_k sinks", **_BLOCK_LISTS
                 ),
                 values=("block_size", "scale", "causal", "deterministic", "return_lse", "layout"),
                 validate="portattn.validate.backward:block_backward_call",

@@ -329,11 +329,10 @@ def attended_keys(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor
     indices, counts = features.get("indices"), features.get("counts")
     if p.has_blocks and indices is not None and counts is not None:
         counted = (torch.arange(p.tokens) < counts[..., None]) & (indices >= 0)
-        own = torch.arange(p.seq_k) // p.block_k
-        for place in range(p.tokens):
-            listed = torch.where(counted[..., place], indices[..., place], -1)
-            chosen = own == listed[..., None] if place == 0 else chosen | (own == listed[..., None])
-        attended &= chosen.any(dim=2)
+        count = -(-p.seq_k // p.block_k)
+        named = torch.where(counted, indices.clamp(max=count), count).long().flatten(2)
+        chosen = torch.zeros(p.batch, p.heads_k, count + 1, dtype=torch.bool).scatter_(2, named, True)
+        attended &= chosen[..., :-1].repeat_interleave(p.block_k, dim=2)[..., : p.seq_k]
     elif indices is not None and counts is not None:
         token = indices.long()
         counted = (torch.arange(p.tokens) < counts[..., None]) & (token >= 0) & (token < lengths.k[:, None, None])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from support import Device, assert_right, random_call, run_core
 
 from portattn import Problem
@@ -39,9 +38,7 @@ def call_of(name: str, seed: int, place: str, **fields: Any) -> Call:
 def test_the_kernel_gives_the_oracles_results(device: Device, name: str, seed: int) -> None:
     """NaN lies in blocks that no row lists, behind the sequences, and in the memory of results."""
     call = call_of(name, seed, device.name, return_lse=True)
-    whole = call.problem.head_dim == LISTED["head_dim"]  # reads inside have no wider tiles
-    lowering = {"reads": "inside" if seed and whole else "masked"}
-    assert_right(call, *run_core(device, call, lowering, launch={"splits": 1 + 2 * seed}))
+    assert_right(call, *run_core(device, call, launch={"splits": 1 + 2 * seed}))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

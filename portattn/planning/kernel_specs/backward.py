@@ -104,11 +104,16 @@ class BlockBackward(DenseBackward):
     of_rows = "backward_block_rows"
     op = "block_sparse_attention_backward"
     takes = (TAKES - {"softcap"}) | score_tensors(op) | {"causal", "causal_top_left", "grad_lse", "deterministic"}
-    choices: tuple[str, ...] = ("exp", "dot_precision", "grid")
+
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        return _READ_OF_BLOCKS
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return ()
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         if problem.group > MOST_GROUP:
-            return f"{problem.group} query heads share a key/value head, and a tile holds {MOST_GROUP}", "use the reference"
+            return f"{problem.group} query heads share a key/value head, and a tile holds {MOST_GROUP}", "group them"
         return super().cannot(problem)
 
     def key_tiles(self, problem: Problem, launch: Launch) -> int:
@@ -137,11 +142,12 @@ class BlockBackward(DenseBackward):
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         found = CoreKernel.constexprs(self, problem, lowering, launch)
-        found = {name: found[name] for name in (*_OF_BLOCKS, *(choice.upper() for choice in self.choices))}
+        found = {name: found[name] for name in (*_OF_BLOCKS, *map(str.upper, _READ_OF_BLOCKS))}
         return found | {"GROUP": problem.group, "BLOCK_KEYS": problem.block_k}
 
 
 MOST_GROUP = 128
+_READ_OF_BLOCKS = ("exp", "dot_precision", "grid")
 _OF_BLOCKS = ("HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL")
 
 

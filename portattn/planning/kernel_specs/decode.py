@@ -24,6 +24,7 @@ from portattn.planning.kernel_specs.base import (
     warp_split_limits,
     warp_split_unread,
 )
+from portattn.planning.kernel_specs.dense import DenseForward
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import ADDED
 from portattn.schema.problem import Problem
@@ -237,8 +238,11 @@ class BlockForward(DecodeSplit):
     op = "block_sparse_attention"
     takes = (TAKES - {"softcap"}) | score_tensors(op) | {"causal", "causal_top_left", "num_splits", "needs_grad"}
     forms = ()
-    choices: tuple[str, ...] = tuple(n for n in DecodeSplit.choices if n not in ("pipeline", "unpack", "warps"))
+    choices = DenseForward.choices  # by its name, tuning and quirks of every forward kernel are its own
     max_head_dim = WIDEST_TILE
+
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        return _READ_OF_BLOCKS
 
     def row_tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.seq_q * ceil_div(problem.group, launch.block_m)
@@ -250,7 +254,7 @@ class BlockForward(DecodeSplit):
         return problem.tokens * problem.block_k
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
-        return tuple(limit for limit in super().limits(problem, lowering, launch) if limit[0] in self.choices)
+        return tuple(limit for limit in super().limits(problem, lowering, launch) if limit[0] in _READ_OF_BLOCKS)
 
     def fit(
         self,
@@ -267,9 +271,10 @@ class BlockForward(DecodeSplit):
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         found = super().constexprs(problem, lowering, launch) | {"BLOCK_KEYS": problem.block_k}
-        return {name: found[name] for name in (*_OF_BLOCKS, *(choice.upper() for choice in self.choices))}
+        return {name: found[name] for name in (*_OF_BLOCKS, *map(str.upper, _READ_OF_BLOCKS))}
 
 
+_READ_OF_BLOCKS = ("load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand")
 _OF_BLOCKS = (
     "GROUP", "SPLIT", "BLOCK_KEYS", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
     "NEGATED",
