@@ -92,7 +92,8 @@ def gradients(
         if name in asked:
             given[at[own]] = _memory(name, tensors[way.source[name]], lse)
     if "block_rows" in at and lse.numel():
-        given[at["block_rows"]], given[at["block_starts"]] = way.listed(tensors, values)
+        for name, made in zip(("block_rows", "block_starts", "block_chunks"), way.listed(tensors, values), strict=True):
+            given[at[name]] = made
     if lse.numel():
         ready, before = tuple(given), dispatch.last_plan_state()
         delta = lookup(way.op, ready, fixed, tuple(lengths))
@@ -136,14 +137,15 @@ class _Way:
         self._known: dict[Any, Any] = {}
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
 
-    def listed(self, tensors: Sequence[Any], values: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows whose lists name each block of keys, and their beginnings."""
+    def listed(self, tensors: Sequence[Any], values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the rows whose lists name each block of keys, their beginnings and their chunks."""
         named = dict(zip(self._forward, values, strict=True))
-        k, indices, counts = (tensors[self.source[name]] for name in ("k", "indices", "counts"))
+        q, k, indices, counts = (tensors[self.source[name]] for name in ("q", "k", "indices", "counts"))
         if named["layout"] == "bshd":
-            k, indices = k.transpose(1, 2), indices.transpose(1, 2)
+            q, k, indices = (tensor.transpose(1, 2) for tensor in (q, k, indices))
             counts = None if counts is None else counts.transpose(1, 2)
-        return rows_by_block(indices, counts, ceil_div(k.shape[2], named["block_size"]))
+        blocks = ceil_div(k.shape[2], named["block_size"])
+        return rows_by_block(indices, counts, blocks, q.shape[1] // k.shape[1])
 
     def values(
         self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None

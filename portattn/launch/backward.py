@@ -23,6 +23,7 @@ from portattn.planning.kernel_specs import (
     CORES,
     DenseBackward,
     ceil_div,
+    chunks_of,
     heads_together,
     packed_keys,
     packed_tiles,
@@ -210,11 +211,16 @@ def _given(call: Call) -> dict[str, Any]:
     return {name: tensor for name, tensor in features(call).items() if name != "sinks"}
 
 
-UNSPECIALISED_BLOCKS = frozenset({"heads_k", "seq_q", "seq_k", "places", "blocks", "entries", "tiles"})
+UNSPECIALISED_BLOCKS = frozenset(
+    {"heads_k", "seq_q", "seq_k", "places", "blocks", "entries", "chunks", "chunk_rows", "tiles"}
+)
+SUM_ROWS = 16  # keys of a program of backward_block_sum
 
 
-def rows_by_block(indices: torch.Tensor, counts: torch.Tensor | None, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a Call's block_rows and block_starts for lists (B, Hk, Sq, T); keys have so many blocks.
+def rows_by_block(
+    indices: torch.Tensor, counts: torch.Tensor | None, blocks: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a Call's block_rows, block_starts and block_chunks for lists (B, Hk, Sq, T); keys have so many blocks.
 
     Rows of a block keep their order, so that sums over them repeat bit by bit."""
     places = indices.shape[-1]
@@ -224,7 +230,12 @@ def rows_by_block(indices: torch.Tensor, counts: torch.Tensor | None, blocks: in
     ordered, order = torch.where(counted, indices, blocks).flatten(2).sort(dim=-1, stable=True)
     bounds = torch.arange(blocks + 1, dtype=torch.int32, device=indices.device).expand(*ordered.shape[:2], blocks + 1)
     starts = torch.searchsorted(ordered, bounds.contiguous(), out_int32=True)
-    return (order // places).int(), starts
+    chunks, rows = chunks_of(ordered.shape[2], blocks, group)
+    needed = (starts.diff(dim=-1) + (rows - 1)).div(rows, rounding_mode="floor").clamp(min=1)  # an empty block has one
+    firsts = torch.nn.functional.pad(needed.cumsum(-1, dtype=torch.int32), (1, 0))
+    numbers = torch.arange(chunks, dtype=torch.int32, device=indices.device).expand(*ordered.shape[:2], chunks)
+    owners = torch.searchsorted(firsts, numbers.contiguous(), out_int32=True, right=True) - 1
+    return (order // places).int(), starts, torch.cat([firsts, owners], dim=-1)
 
 
 def block_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -247,17 +258,31 @@ def block_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], t
         **strides("v", call.v, "bhsd"), **strides("do", call.grad_out, "bhsd"),
     }  # fmt: skip
     sizes = {"heads_k": problem.heads_k, "seq_q": problem.seq_q, "seq_k": problem.seq_k}
+    blocks, entries = ceil_div(problem.seq_k, problem.block_k), problem.seq_q * problem.tokens
+    chunks, chunk_rows = chunks_of(entries, blocks, problem.group)
+    width = problem.head_dim + problem.head_dim_v
+    partial = call.empty(problem.batch, problem.heads_k, chunks, problem.block_k, width, dtype=torch.float32)
     tiles = kernel.key_tiles(problem, launch)
     by_keys = KernelCall(
         BY_KEYS, kernel.function, grid(tiles),
         {
-            **tensors, "grad_k": call.grad_k, "grad_v": call.grad_v, "seqlens_k": call.seqlens_k,
-            "block_rows": call.block_rows, "block_starts": call.block_starts, **inputs,
-            **outer_strides("dk", call.grad_k, "bhs"), **outer_strides("dv", call.grad_v, "bhs"), **sizes,
-            "blocks": ceil_div(problem.seq_k, problem.block_k), "entries": problem.seq_q * problem.tokens,
-            "tiles": tiles,
+            **tensors, "partial": partial, "seqlens_k": call.seqlens_k, "block_rows": call.block_rows,
+            "block_starts": call.block_starts, "block_chunks": call.block_chunks, **inputs, **sizes, "blocks": blocks,
+            "entries": entries, "chunks": chunks, "chunk_rows": chunk_rows, "tiles": tiles,
         },
         constants, launch, UNSPECIALISED_BLOCKS,
+    )  # fmt: skip
+    tiles = problem.batch * problem.heads_k * blocks * (problem.block_k // SUM_ROWS)
+    summed = KernelCall(
+        BY_KEYS, "backward_block_sum", grid(tiles),
+        {
+            "partial": partial, "grad_k": call.grad_k, "grad_v": call.grad_v, "block_chunks": call.block_chunks,
+            "scale": float(call.scale), **outer_strides("dk", call.grad_k, "bhs"),
+            **outer_strides("dv", call.grad_v, "bhs"), "heads_k": problem.heads_k, "seq_k": problem.seq_k,
+            "blocks": blocks, "chunks": chunks, "tiles": tiles,
+        },
+        {name: constants[name] for name in (*_DELTA, "BLOCK_KEYS", "HEAD_DIM", "BLOCK_D")} | {"BLOCK_M": SUM_ROWS},
+        Launch(num_warps=launch.num_warps, num_stages=1, options=launch.options), UNSPECIALISED_BLOCKS,
     )  # fmt: skip
     tiles = kernel.row_tiles(problem, launch)
     by_rows = KernelCall(
@@ -269,7 +294,7 @@ def block_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], t
         },
         kernel.constexprs(problem, lowering, of_rows), of_rows, UNSPECIALISED_BLOCKS,
     )  # fmt: skip
-    return [_delta_call(call, delta, constants, launch, grid), by_keys, by_rows], delta, None
+    return [_delta_call(call, delta, constants, launch, grid), by_keys, summed, by_rows], delta, None
 
 
 MODULE = "portattn.kernels.gradients"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import torch
 
+from portattn.planning.kernel_specs.backward import chunks_of
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.kernel_step import Step
 from portattn.schema.lowering import FUSED, Launch
@@ -325,7 +326,9 @@ def _gradients(p: Problem, view: Callable[..., torch.Tensor], keys: Callable[[in
 
 
 def _rows_of_blocks(p: Problem) -> dict[str, Any]:
-    sizes = {"block_rows": p.seq_q * p.tokens, "block_starts": -(-p.seq_k // p.block_k) + 1}
+    entries, blocks = p.seq_q * p.tokens, -(-p.seq_k // p.block_k)
+    chunks, _ = chunks_of(entries, blocks, p.group)
+    sizes = {"block_rows": entries, "block_starts": blocks + 1, "block_chunks": blocks + 1 + chunks}
     return {
         name: torch.empty(p.batch, p.heads_k, size, dtype=torch.int32, device="meta") for name, size in sizes.items()
     }

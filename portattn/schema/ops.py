@@ -116,7 +116,7 @@ _NO_OPTION = frozenset({
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
     "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
-    "block_rows", "block_starts",
+    "block_rows", "block_starts", "block_chunks",
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
@@ -400,7 +400,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Gradients of chosen blocks",
                 gradient_of="block_sparse_attention",
                 tensors=_tensors(
-                    f"q k v {_GRADIENTS} indices counts block_rows block_starts seqlens_k sinks", **_BLOCK_LISTS
+                    f"q k v {_GRADIENTS} indices counts block_rows block_starts block_chunks seqlens_k sinks",
+                    **_BLOCK_LISTS,
                 ),
                 values=("block_size", "scale", "causal", "deterministic", "return_lse", "layout"),
                 validate="portattn.validate.backward:block_backward_call",

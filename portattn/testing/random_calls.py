@@ -49,7 +49,8 @@ def random_gradients(problem: Problem, forward: Any, seed: int, device: str) -> 
         setattr(call, f"grad_{name}", _memory(getattr(call, name)))
     if p.has_blocks and call.indices is not None:
         blocks = -(-p.seq_k // p.block_k)
-        call.block_rows, call.block_starts = rows_by_block(call.indices, call.counts, blocks)
+        lists = rows_by_block(call.indices, call.counts, blocks, p.group)
+        call.block_rows, call.block_starts, call.block_chunks = lists
     if p.grad_bias and call.bias is not None:
         own = [1 if stride == 0 else size for size, stride in zip(call.bias.shape, call.bias.stride(), strict=True)]
         call.grad_bias = torch.full(own, float("nan"), device=device)

@@ -26,7 +26,7 @@ def dense_backward_call(**given: Any) -> Call:
 
 
 def block_backward_call(**given: Any) -> Call:
-    listed = ("block_rows", "block_starts")
+    listed = ("block_rows", "block_starts", "block_chunks")
     call = _call(block_call, {name: given[name] for name in given if name not in listed}, _view(given), lambda lse: lse)
     for name in listed:
         setattr(call, name, given[name])

@@ -43,7 +43,11 @@ def test_the_kernel_gives_the_oracles_results(device: Device, name: str, seed: i
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_give_the_oracles_gradients(device: Device, name: str, seed: int) -> None:
+def test_the_kernels_give_the_oracles_gradients(
+    monkeypatch: pytest.MonkeyPatch, device: Device, name: str, seed: int
+) -> None:
+    """Of odd seeds the rows that list a block are several chunks."""
+    monkeypatch.setattr("portattn.planning.kernel_specs.backward.CHUNK", 12 if seed else 16384)
     fields = {"op": "block_sparse_attention_backward", "grad_lse": bool(seed)}
     call = call_of(name, seed, device.name, **fields)
     whole = {"block_n": 32, "rows_m": 32, "rows_n": 16} if call.problem.group > 16 else {}  # tiles hold a group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from portattn.planning.kernel_specs.backward import BlockBackward, DenseBackward, VarlenBackward, packed_keys
+from portattn.planning.kernel_specs.backward import BlockBackward, DenseBackward, VarlenBackward, chunks_of, packed_keys
 from portattn.planning.kernel_specs.base import (
     MIN_DOT,
     CoreKernel,
@@ -28,6 +28,7 @@ __all__ = [
     "DecodeSplit",
     "DenseBackward",
     "ceil_div",
+    "chunks_of",
     "head_columns",
     "heads_together",
     "occupied_tiles",

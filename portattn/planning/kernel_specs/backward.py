@@ -118,7 +118,8 @@ class BlockBackward(DenseBackward):
 
     def key_tiles(self, problem: Problem, launch: Launch) -> int:
         blocks = ceil_div(problem.seq_k, problem.block_k)
-        return problem.batch * problem.heads_k * blocks * (problem.block_k // launch.block_m)
+        chunks, _ = chunks_of(problem.seq_q * problem.tokens, blocks, problem.group)
+        return problem.batch * problem.heads_k * chunks * (problem.block_k // launch.block_m)
 
     def row_tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.batch * problem.heads_k * problem.seq_q
@@ -147,6 +148,15 @@ class BlockBackward(DenseBackward):
 
 
 MOST_GROUP = 128
+CHUNK = 16384  # pairs of a query row and a head that one program goes through: some blocks are in nearly all lists
+
+
+def chunks_of(entries: int, blocks: int, group: int) -> tuple[int, int]:
+    """Return the most chunks of the query rows that list a key/value head's blocks, and the rows of one."""
+    rows = most(CHUNK // group, 1)
+    return blocks + entries // rows, rows
+
+
 _READ_OF_BLOCKS = ("exp", "dot_precision", "grid")
 _OF_BLOCKS = ("HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL")
 
