@@ -285,7 +285,7 @@ def _blocks() -> Iterator[NamedProblem]:
         yield from (make(**CAUSAL | {"dtype": dtype, "head_dim": dim}) for dtype in DTYPES for dim in (64, 128))
         yield make("24 heads of Q, 2 of K", **CAUSAL | wide)
         yield make("one head a group", **CAUSAL, heads_q=4, tokens=5, block_k=128)
-        yield make("of 16 keys, sinks", **CAUSAL, block_k=16, tokens=64, sinks=True)
+        yield make("of 16 keys, lengths, sinks", **CAUSAL, block_k=16, tokens=64, seqlens_k=True, sinks=True)
         yield make("unaligned", **CAUSAL, aligned=False)
     yield blocks("decode", **WIDE, **decode)
     yield blocks("decode, one split", **WIDE, **decode, num_splits=1)
