@@ -296,7 +296,7 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "blocks", "entries", "chunks", "chunk_rows", "tiles"])
 def backward_block_keys(
-    q, k, v, grad_out, forward_lse, delta, partial,
+    q, k, v, grad_out, forward_lse, delta, grad_parts,
     seqlens_k, block_rows, block_starts, block_chunks,
     scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
@@ -310,7 +310,7 @@ def backward_block_keys(
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_M keys of a block, a part of it, by one chunk of its query rows: one program.
 
-    partial       (B, Hk, chunks, BLOCK_KEYS, D + Dv) float32: dK / scale and dV of each chunk
+    grad_parts    (B, Hk, chunks, BLOCK_KEYS, D + Dv) float32: dK / scale and dV of each chunk
     block_rows    (B, Hk, entries) int32: the query rows whose lists name each block, in order
     block_starts  (B, Hk, blocks + 1) int32: the place of each block's first row in block_rows
     block_chunks  (B, Hk, blocks + 1 + chunks) int32: each block's first chunk, of chunk_rows rows, then each chunk's
@@ -375,14 +375,14 @@ def backward_block_keys(
         columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
         needed = tl.full([BLOCK_M], owner, tl.int32) < blocks
         rows = (of_head * chunks + chunk) * BLOCK_KEYS + tile % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
-        to = partial + rows[:, None] * (HEAD_DIM + HEAD_DIM_V)
+        to = grad_parts + rows[:, None] * (HEAD_DIM + HEAD_DIM_V)
         tl.store(to + columns[None, :], dk, mask=needed[:, None] & (columns < HEAD_DIM)[None, :])
         tl.store(to + HEAD_DIM + columns_v[None, :], dv, mask=needed[:, None] & (columns_v < HEAD_DIM_V)[None, :])
 
 
 @triton.jit(do_not_specialize=["heads_k", "seq_k", "blocks", "chunks", "tiles"])
 def backward_block_sum(
-    partial, grad_k, grad_v, block_chunks,
+    grad_parts, grad_k, grad_v, block_chunks,
     scale,
     dk_stride_b, dk_stride_h, dk_stride_s,
     dv_stride_b, dv_stride_h, dv_stride_s,
@@ -411,8 +411,8 @@ def backward_block_sum(
         dv = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         for chunk in range(first, stop):
             at = ((of_head * chunks + chunk) * BLOCK_KEYS + rows)[:, None] * (HEAD_DIM + HEAD_DIM_V)
-            dk += tl.load(partial + at + columns[None, :], mask=there, other=0.0)
-            dv += tl.load(partial + at + HEAD_DIM + columns_v[None, :], mask=there_v, other=0.0)
+            dk += tl.load(grad_parts + at + columns[None, :], mask=there, other=0.0)
+            dv += tl.load(grad_parts + at + HEAD_DIM + columns_v[None, :], mask=there_v, other=0.0)
         keys = block * BLOCK_KEYS + rows
         stored = (keys < seq_k)[:, None]
         slot, kv_slot, keys = batch.to(tl.int64), kv_head.to(tl.int64), keys.to(tl.int64)

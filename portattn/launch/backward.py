@@ -261,12 +261,12 @@ def block_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], t
     blocks, entries = ceil_div(problem.seq_k, problem.block_k), problem.seq_q * problem.tokens
     chunks, chunk_rows = chunks_of(entries, blocks, problem.group)
     width = problem.head_dim + problem.head_dim_v
-    partial = call.empty(problem.batch, problem.heads_k, chunks, problem.block_k, width, dtype=torch.float32)
+    parts = call.empty(problem.batch, problem.heads_k, chunks, problem.block_k, width, dtype=torch.float32)
     tiles = kernel.key_tiles(problem, launch)
     by_keys = KernelCall(
         BY_KEYS, kernel.function, grid(tiles),
         {
-            **tensors, "partial": partial, "seqlens_k": call.seqlens_k, "block_rows": call.block_rows,
+            **tensors, "grad_parts": parts, "seqlens_k": call.seqlens_k, "block_rows": call.block_rows,
             "block_starts": call.block_starts, "block_chunks": call.block_chunks, **inputs, **sizes, "blocks": blocks,
             "entries": entries, "chunks": chunks, "chunk_rows": chunk_rows, "tiles": tiles,
         },
@@ -276,7 +276,7 @@ def block_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], t
     summed = KernelCall(
         BY_KEYS, "backward_block_sum", grid(tiles),
         {
-            "partial": partial, "grad_k": call.grad_k, "grad_v": call.grad_v, "block_chunks": call.block_chunks,
+            "grad_parts": parts, "grad_k": call.grad_k, "grad_v": call.grad_v, "block_chunks": call.block_chunks,
             "scale": float(call.scale), **outer_strides("dk", call.grad_k, "bhs"),
             **outer_strides("dv", call.grad_v, "bhs"), "heads_k": problem.heads_k, "seq_k": problem.seq_k,
             "blocks": blocks, "chunks": chunks, "tiles": tiles,
