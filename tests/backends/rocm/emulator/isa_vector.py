@@ -53,6 +53,7 @@ INTEGER: dict[str, Entry] = {
     "min_i32": ("u32", "u32 u32", lambda a, b: min(signed(a), signed(b))),
     "min3_i32": ("u32", "u32 u32 u32", lambda a, b, c: min(signed(a), signed(b), signed(c))),
     "maxmin_i32": ("u32", "u32 u32 u32", lambda a, b, c: min(max(signed(a), signed(b)), signed(c))),
+    "minmax_i32": ("u32", "u32 u32 u32", lambda a, b, c: max(min(signed(a), signed(b)), signed(c))),
     "pack_b32_f16": ("u32", "u16 u16", lambda a, b: a | b << 16),
     "xnor_b32": ("u32", "u32 u32", lambda a, b: ~(a ^ b)),
     "mul_hi_i32": ("u32", "u32 u32", lambda a, b: signed(a) * signed(b) >> 32),
