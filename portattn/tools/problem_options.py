@@ -34,14 +34,9 @@ AXES = ("B", "H", "S", "D")
 
 # Options that an op cannot do without.
 NEEDS: dict[str, tuple[str, ...]] = {
-    "paged_attention": ("page_size",),
-    "sparse_attention": ("tokens",),
-    "block_sparse_attention": ("tokens",),
-    "block_sparse_attention_backward": ("tokens",),
-    "mla_attention": ("page_size", "dv"),
-    "write_pages": ("page_size",),
-    "topk_indices": ("tokens",),
-}
+    "paged_attention": ("page_size",), "mla_attention": ("page_size", "dv"), "write_pages": ("page_size",),
+    **{op: ("tokens",) for op, row in ROWS.items() if "tokens" in row.needs},
+}  # fmt: skip
 # Of options that are no flag and not None by default.
 _DEFAULTS = {"layout": "bhsd", "page_layout": "phd", "kv_format": "as_q", "rotary": "none"}
 

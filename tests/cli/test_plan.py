@@ -151,8 +151,7 @@ SAME = {
     ),
     "paged_attention, of a cache with both": (
         "--q 2,4,3,64 --kv 2,2,64,64 --page-size 16 --pages-apart",
-        (meta(2, 4, 3, 64), meta(9, 2, 16, 2, 64)[:, 0], meta(9, 2, 16, 2, 64)[:, 1], integers(2, 4), integers(2)),
-        {},
+        (meta(2, 4, 3, 64), meta(9, 2, 16, 2, 64)[:, 0], meta(9, 2, 16, 2, 64)[:, 1], integers(2, 4), integers(2)), {},
     ),
     "paged_attention, packed": (
         "--q 2,4,3,64 --kv 2,2,64,64 --page-size 16 --total-q 5 --causal",

@@ -27,9 +27,9 @@ _VARLEN: Fields = _DENSE | {"batch": 8, "total_q": 8192, "total_k": 8192}
 _FEWER: Fields = {"heads_q": 8, "heads_k": 8}
 _DECODE: Fields = {"batch": 16, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True}
 _PAGED: Fields = _DECODE | {"pages_in_line": True}
-_BLOCKS: Fields = {"batch": 1, "heads_q": 64, "heads_k": 4, "seq_q": 8192, "seq_k": 8192, "tokens": 16, "block_k": 64}
 # A chunk of a prompt of DeepSeek V3.2.
 _INDEXER: Fields = {"batch": 1, "heads_q": 64, "heads_k": 1, "seq_q": 1024, "seq_k": 16384}
+_BLOCKS: Fields = _INDEXER | {"heads_k": 4, "seq_q": 8192, "seq_k": 8192, "tokens": 16, "block_k": 64}
 # op -> its word in names, and its sizes
 SIZES: dict[str, tuple[str, Fields]] = {
     "attention": ("dense", _DENSE),
@@ -84,8 +84,7 @@ gradients = partial(named_problem, "attention_backward")
 packed_gradients = partial(named_problem, "varlen_attention_backward")
 decode = partial(named_problem, "decode_attention")
 sparse = partial(named_problem, "sparse_attention")
-blocks = partial(named_problem, "block_sparse_attention")
-block_gradients = partial(named_problem, "block_sparse_attention_backward")
+blocks, block_gradients = (partial(named_problem, f"block_sparse_attention{end}") for end in ("", "_backward"))
 mla = partial(named_problem, "mla_attention")
 append = partial(named_problem, "append_kv")
 write = partial(named_problem, "write_pages")
@@ -110,8 +109,7 @@ def quick() -> list[NamedProblem]:
         decode("GQA", **WIDE),
         paged("GQA", **WIDE, page_size=16),
         sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
-        blocks(**CAUSAL),
-        block_gradients(**CAUSAL),
+        *(make(**CAUSAL) for make in (blocks, block_gradients)),
         mla(**LATENT),
         append(**WIDE),
         write("rotary, e4m3 cache, scales token", **WIDE, **E4M3, **ROTARY),
@@ -122,7 +120,7 @@ def quick() -> list[NamedProblem]:
 
 def full() -> list[NamedProblem]:
     """Return for each op every supported dtype × head_dim × mask or page size, and each feature once or more."""
-    parts = (_dense(), _varlen(), _gradients(), _decode(), _paged(), _sparse(), _blocks(), _mla(), _append(), _write())
+    parts = (_dense(), _varlen(), _gradients(), _decode(), _paged(), _sparse(), _mla(), _append(), _write())
     return list(itertools.chain(*parts, _indexer()))
 
 
@@ -276,19 +274,13 @@ def _sparse() -> Iterator[NamedProblem]:
     yield sparse(**LATENT)
     yield from (sparse(words, **WIDE | fields) for words, fields in _quantised("sparse_attention"))
     yield sparse("MagicPIG, e4m3 cache, scales token", **of_16, magicpig=True, **E4M3)
-
-
-def _blocks() -> Iterator[NamedProblem]:
-    decode: Fields = {"batch": 64, "seq_q": 1, "seq_k": 32768, "tokens": 32, "seqlens_k": True}
-    wide: Fields = {"head_dim": 256, "heads_q": 24, "heads_k": 2}
     for make in (blocks, block_gradients):
         yield from (make(**CAUSAL | {"dtype": dtype, "head_dim": dim}) for dtype in DTYPES for dim in (64, 128))
-        yield make("24 heads of Q, 2 of K", **CAUSAL | wide)
-        yield make("one head a group", **CAUSAL, heads_q=4, tokens=5, block_k=128)
+        yield make("24 heads of Q, 2 of K", **CAUSAL | {"head_dim": 256, "heads_q": 24, "heads_k": 2})
+        yield make("one head a group, unaligned", **CAUSAL, heads_q=4, tokens=5, block_k=128, aligned=False)
         yield make("of 16 keys, lengths, sinks", **CAUSAL, block_k=16, tokens=64, seqlens_k=True, sinks=True)
-        yield make("unaligned", **CAUSAL, aligned=False)
-    yield blocks("decode", **WIDE, **decode)
-    yield blocks("decode, one split", **WIDE, **decode, num_splits=1)
+    decode: Fields = WIDE | {"batch": 64, "seq_q": 1, "seq_k": 32768, "tokens": 32, "seqlens_k": True}
+    yield from (blocks(word, **decode, num_splits=n) for n, word in enumerate(("decode", "decode, one split")))
 
 
 def _mla() -> Iterator[NamedProblem]:
