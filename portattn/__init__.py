@@ -25,6 +25,7 @@ _PUBLIC = {
     "decode_attention": "portattn.api.ops",
     "paged_attention": "portattn.api.ops",
     "sparse_attention": "portattn.api.ops",
+    "block_sparse_attention": "portattn.api.ops",
     "mla_attention": "portattn.api.ops",
     "append_kv": "portattn.api.ops",
     "write_pages": "portattn.api.ops",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from portattn.api.monitor import monitor as monitor
     from portattn.api.ops import append_kv as append_kv
     from portattn.api.ops import attention as attention
+    from portattn.api.ops import block_sparse_attention as block_sparse_attention
     from portattn.api.ops import decode_attention as decode_attention
     from portattn.api.ops import explain as explain
     from portattn.api.ops import indexer_logits as indexer_logits

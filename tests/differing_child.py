@@ -3,8 +3,7 @@ Python, on CPU tensors that count as an H100's.
 
 Every call is made twice, where native.c has the kind and where only Python does. Prints as JSON how each was answered.
 
-    differing_child.py [names of PARTS]
-"""
+    differing_child.py [names of PARTS]"""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
@@ -153,8 +152,7 @@ def arguments() -> None:
         "subclass": {"k": torch.nn.Parameter(k, requires_grad=False)}, "negated": {"k": torch._neg_view(k)},
         # Of k's type and axes. Torch's guards would end the process at the nested one, which has no sizes.
         "nested": {"k": torch.nested.nested_tensor(list(k))}, "sparse": {"k": k.to_sparse()},
-        "oneDNN's": {"k": k.to_mkldnn()},
-        "64 axes": {name: torch.zeros([1] * 64) for name in "qkv"},
+        "oneDNN's": {"k": k.to_mkldnn()}, "64 axes": {name: torch.zeros([1] * 64) for name in "qkv"},
     }  # fmt: skip
     for name, change in changes.items():
         tell(name, "attention", given | change)

@@ -36,8 +36,7 @@ def pretend(
     current  index of the current device, None as a CPU tensor's is
     stream   the current stream of a device
     empty    allocates what a cached call needs, from a shape, strides and a dtype
-    zeros    allocates memory that variants' counters lie in
-    """
+    zeros    allocates memory that variants' counters lie in"""
     import triton
 
     target = parse_target("cuda:sm_90", f"triton=={triton.__version__}")
@@ -83,8 +82,7 @@ class Chip:
     allocated       what cached calls allocated, in order
     counters        memory that variants' counters lie in
     allocating      called before each of them, where one is set: what another thread could do meanwhile
-    compiled_calls  one item for every call that was planned
-    """
+    compiled_calls  one item for every call that was planned"""
 
     def __init__(self, fake: fakedriver.Fake) -> None:
         self.fake = fake

@@ -55,8 +55,7 @@ def packed() -> None:
     ours, theirs = ([x.clone().requires_grad_() for x in given] for _ in range(2))
     at_q, at_k = bounds(LENGTHS_Q), bounds(LENGTHS_K)
     out = portattn.varlen_attention(
-        *ours[:3], at_q, at_k, max(LENGTHS_Q), max(LENGTHS_K), causal=True, alibi_slopes=ours[3],
-        backend="interpreter",
+        *ours[:3], at_q, at_k, max(LENGTHS_Q), max(LENGTHS_K), causal=True, alibi_slopes=ours[3], backend="interpreter",
     )  # fmt: skip
     out.backward(grad)
     q, k, v, slopes = theirs

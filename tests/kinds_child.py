@@ -4,8 +4,7 @@ H100's.
 Each call is made twice: by what was kept of calls with other sizes, and in a process that has forgotten everything.
 Prints as JSON whether the launches are the same, and how many classes of sizes there were.
 
-    kinds_child.py [seed] [names of cases]
-"""
+    kinds_child.py [seed] [names of cases]"""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
@@ -211,8 +210,7 @@ with portattn.settings(isolate="never", canary="never", validate="never"):
         kinds = cache.every_kind()
         found[name] = {
             "calls": count, "planned": planned, "wrong": wrong[:3], "wrong calls": len(wrong), "by python": others,
-            "missed": len(missed),
-            "kinds": len(kinds), "classes": [len(kind.classes) for kind in kinds],
+            "missed": len(missed), "kinds": len(kinds), "classes": [len(kind.classes) for kind in kinds],
             "fixed": sorted({cached.why_fixed for kind in kinds for cached in kind.classes}),
             "hit": all(kind.hit is not None for kind in kinds),
             "paths": sorted({cached.plan.path for kind in kinds for cached in kind.classes}),

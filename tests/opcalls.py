@@ -44,8 +44,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "paged": PAGED | {"op": "paged_attention", "seq_q": 3},
     "ragged": PAGED | {"op": "paged_attention", "seq_q": 19, "total_q": 33},
     "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 37, "tokens": 20, "seqlens_k": True},
-    "sparse paged": PAGED | {"op": "sparse_attention", "seq_q": 1, "tokens": 20},
-    "mla": LATENT | {"seq_q": 3},
+    "sparse paged": PAGED | {"op": "sparse_attention", "seq_q": 1, "tokens": 20}, "mla": LATENT | {"seq_q": 3},
     "mla ragged": LATENT | {"seq_q": 19, "total_q": 33},
 }  # fmt: skip
 LENGTHS = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")

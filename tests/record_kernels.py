@@ -60,8 +60,7 @@ def both(
 def add_rows(x, y, out, stride, count, WIDTH: tl.constexpr):
     for row in range(count):
         x_rows = Rows(
-            x,
-            stride, WIDTH,
+            x, stride, WIDTH,
         )  # fmt: skip
         total = both(x_rows, Rows(y, stride, WIDTH), row)
         tl.store(out + row * WIDTH + tl.arange(0, WIDTH), total)

@@ -23,8 +23,7 @@ OPS: dict[str, dict[str, Any]] = {
     "paged": PAGED | {"op": "paged_attention", "seq_q": 3},
     "paged_packed": PAGED | {"op": "paged_attention", "seq_q": 13, "total_q": 22, "page_layout": "hpd"},
     "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 29, "tokens": 12, "seqlens_k": True},
-    "sparse_paged": PAGED | {"op": "sparse_attention", "seq_q": 1, "tokens": 12},
-    "mla": LATENT | {"seq_q": 3},
+    "sparse_paged": PAGED | {"op": "sparse_attention", "seq_q": 1, "tokens": 12}, "mla": LATENT | {"seq_q": 3},
     "mla_packed": LATENT | {"seq_q": 13, "total_q": 22},
 }  # fmt: skip
 TERMS: dict[str, dict[str, Any]] = {

@@ -142,8 +142,7 @@ def complete(q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     Examples:
         >>> import torch
         >>> torch.ones(1) * 2
-        tensor([2.])
-    """
+        tensor([2.])"""
     raise NotImplementedError
 
 

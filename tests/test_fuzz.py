@@ -1,7 +1,6 @@
 """The fuzzers for a minute with fixed seeds, what they have found before, and that they see what is wrong.
 
-`make fuzz ARGS="values --seconds 600 --processes 2"` is the long way.
-"""
+`make fuzz ARGS="values --seconds 600 --processes 2"` is the long way."""
 
 from __future__ import annotations
 

@@ -191,8 +191,7 @@ def test_times_make_the_list() -> None:
             ("tests/a.py::one", "setup", 2.0, "tests/a.py model=None"),
             ("tests/a.py::one", "call", 0.1, "tests/a.py model=None"),
             ("tests/a.py::two", "call", 0.1, "tests/a.py model=None"), ("tests/b.py::three[x]", "call", 1.1, ""),
-            ("tests/b.py::three[y]", "call", 0.9, ""),
-            ("tests/b.py::four[z]", "setup", 1.5, ""),
+            ("tests/b.py::three[y]", "call", 0.9, ""), ("tests/b.py::four[z]", "setup", 1.5, ""),
         )
     )  # fmt: skip
     slow = tiers.slow_by(*seconds, mutants=[], share=0.8)

@@ -20,7 +20,7 @@ from places import ROOT
 
 FUNCTIONS = {
     "portattn": ("attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention",
-                 "mla_attention"),
+                 "block_sparse_attention", "mla_attention"),
     "portattn.integrations.flash_attn": ("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
         "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
         "flash_attn_with_kvcache"),

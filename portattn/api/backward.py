@@ -16,9 +16,10 @@ from portattn.api.request import Request, request_from, settings_for
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature, arguments_of
 from portattn.config import Settings, current
 from portattn.errors import PathUnavailable
+from portattn.launch.backward import rows_by_block
 from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import backward_problem, own_names, own_path
-from portattn.planning.kernel_specs import CORES
+from portattn.planning.kernel_specs import CORES, ceil_div
 from portattn.schema.ops import BACKWARD, ROWS
 from portattn.schema.problem import Problem
 
@@ -90,6 +91,9 @@ def gradients(
     for name, own in way.summed:
         if name in asked:
             given[at[own]] = _memory(name, tensors[way.source[name]], lse)
+    if "block_rows" in at and lse.numel():
+        for name, made in zip(("block_rows", "block_starts", "block_chunks"), way.listed(tensors, values), strict=True):
+            given[at[name]] = made
     if lse.numel():
         ready, before = tuple(given), dispatch.last_plan_state()
         delta = lookup(way.op, ready, fixed, tuple(lengths))
@@ -132,6 +136,16 @@ class _Way:
         self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
         self._known: dict[Any, Any] = {}
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
+
+    def listed(self, tensors: Sequence[Any], values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the rows whose lists name each block of keys, their beginnings and their chunks."""
+        named = dict(zip(self._forward, values, strict=True))
+        q, k, indices, counts = (tensors[self.source[name]] for name in ("q", "k", "indices", "counts"))
+        if named["layout"] == "bshd":
+            q, k, indices = (tensor.transpose(1, 2) for tensor in (q, k, indices))
+            counts = None if counts is None else counts.transpose(1, 2)
+        blocks = ceil_div(k.shape[2], named["block_size"])
+        return rows_by_block(indices, counts, blocks, q.shape[1] // k.shape[1])
 
     def values(
         self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None

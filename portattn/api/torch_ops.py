@@ -25,7 +25,7 @@ _TYPES = {
 # Parameters that every call of an operation that has them gives.
 _GIVEN = frozenset({
     "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "indices", "counts",
-    "cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "logits", "weights", "out",
+    "cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "logits", "weights", "out", "block_indices",
 })  # fmt: skip
 # Of an operation over pages or latent rows, packed queries are an option.
 _OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q", "q_rope", "indices"}}
@@ -46,7 +46,7 @@ def _window(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return list(value) if isinstance(value, tuple) else [value] if isinstance(value, int) else value
 
 
 # Converters of an argument to the operator schema's form, and back.
@@ -60,7 +60,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "causal": lambda value: value or False,
     "window": lambda value: None if value is None else tuple(value),
     "magicpig": lambda value: None if value is None else tuple(value),
-    "block_size": lambda value: None if value is None else tuple(value),
+    "block_size": lambda value: None if value is None else tuple(value) if len(value) > 1 else value[0],
 }
 
 

@@ -27,8 +27,12 @@ from portattn.schema.tensors import are_mapped
 # The place of return_lse among a Request's fixed values, and of V among its tensors.
 _LSE = {op: ROWS[op].fixed.index("return_lse") for op in BACKWARD}
 _V = {op: tuple(ROWS[op].tensors).index("v") for op in BACKWARD}
-_SEED = {op: tuple(ROWS[op].tensors).index("dropout_seed") for op in BACKWARD}
-_DROPPED = {op: ROWS[op].fixed.index("dropout_p") for op in BACKWARD}
+# (place of dropout_p among the values, of its seed among the tensors) of operations that have it.
+_DROPOUT = {
+    op: (ROWS[op].fixed.index("dropout_p"), tuple(ROWS[op].tensors).index("dropout_seed"))
+    for op in BACKWARD
+    if "dropout_p" in ROWS[op].fixed
+}
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _MOST_KNOWN = 1024
 
@@ -87,7 +91,7 @@ def lookup_trained(
         kind = _known.get(_key(op, tensors, values))
         if kind is None or not identical(values, kind.values):  # (1, 0) == (True, 0), and validation tells them apart
             return None
-        if values[_DROPPED[op]] and tensors[_SEED[op]] is None:
+        if op in _DROPOUT and values[_DROPOUT[op][0]] and tensors[_DROPOUT[op][1]] is None:
             return None
     except (TypeError, RuntimeError, IndexError):  # an unhashable argument, no sizes, no axes: validation names it
         return None

@@ -38,11 +38,11 @@ def plan(
 ) -> None:  # fmt: skip
     """Plan OP on a target: its path, lowering and quirks, and why no other path.
 
-    OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, mla_attention, append_kv,
-    write_pages, indexer_logits, topk_indices, or the gradients of the first two: attention_backward,
-    varlen_attention_backward. There --lse says that the LSE has a gradient, too. Nothing is run or compiled, and the
-    target need not be here. With a named target the plan does not depend on this machine; without one, what failed to
-    compile here before is taken into account.
+    OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, block_sparse_attention,
+    mla_attention, append_kv, write_pages, indexer_logits, topk_indices, or the gradients of three of them:
+    attention_backward, varlen_attention_backward, block_sparse_attention_backward. There --lse says that the LSE has a
+    gradient, too. Nothing is run or compiled, and the target need not be here. With a named target the plan does not
+    depend on this machine; without one, what failed to compile here before is taken into account.
 
     Exit status 1: the path named by --backend cannot run this.
 

@@ -94,6 +94,7 @@ class TileRange(NamedTuple):
 
     full_begin, full_end  the tiles that every row attends whole
     end                   no row attends a key from here on, and none is read
+    blocks, BLOCK         None, or a list of blocks of BLOCK keys, through which tiles are found (attend.listed_start)
     """
 
     origin: Any
@@ -102,6 +103,8 @@ class TileRange(NamedTuple):
     full_end: Any
     last: Any
     end: Any
+    blocks: Any = None
+    BLOCK: constexpr = 1  # type: ignore[assignment]
 
 
 class ScoreTerms(NamedTuple):

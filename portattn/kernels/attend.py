@@ -19,7 +19,7 @@ from portattn.kernels.dequantize import (
 )
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.split_bf16 import add_dot, dot, split_product
-from portattn.kernels.tiles import load_query_rows, read_columns, read_rows, softmax_step
+from portattn.kernels.tiles import load_query_rows, read_columns, read_rows, sequence_bounds, softmax_step
 
 # Depth of the float8 products whose sum a chip may keep in fewer bits than float32's; longer ones are added in float32.
 # Source: NVIDIA's warpgroup products of 8-bit operands are this deep, and Triton adds those in full between them.
@@ -222,6 +222,47 @@ def step_start(step, origin, first_step, full_begin, full, BLOCK_N: tl.constexpr
     return origin + tile * BLOCK_N
 
 
+@triton.jit
+def listed_start(blocks, place, end, BLOCK: tl.constexpr):
+    """Return the first key of the tile at a place of a list of blocks of BLOCK keys; `end` for a hole.
+
+    A block behind the end, whatever its number, gives `end` too, from which on nothing is read.
+    """
+    block = tl.load(blocks + place // BLOCK)
+    start = tl.minimum(block, tl.cdiv(end, BLOCK)) * BLOCK + place % BLOCK
+    return tl.where(block < 0, end, tl.minimum(start, end))
+
+
+@triton.jit
+def listed_keys(seqlens_k, indices, counts, list_stride_b, list_stride_h, list_stride_s, count_stride_b,
+                count_stride_h, count_stride_s, batch, kv_head, query, seq_q, seq_k, places,
+                CAUSAL: tl.constexpr):  # fmt: skip
+    """Return the end of the keys that a query sees, its list of blocks and how many places of it count."""
+    _, k_end = sequence_bounds(seqlens_k, None, batch, seq_k)
+    end = seen_end(query, seq_q, k_end, CAUSAL)
+    listed = (
+        indices + batch.to(tl.int64) * list_stride_b + kv_head.to(tl.int64) * list_stride_h
+        + query.to(tl.int64) * list_stride_s
+    )  # fmt: skip
+    count = places
+    if counts is not None:
+        at = batch * count_stride_b + kv_head * count_stride_h + query * count_stride_s
+        count = tl.minimum(tl.maximum(tl.load(counts + at), 0), places)
+    return end, listed, count
+
+
+@triton.jit
+def seen_end(query, seq_q, k_end, CAUSAL: tl.constexpr):
+    """Return the end of the keys that queries see, of a sequence of seq_q queries whose keys end at k_end."""
+    if CAUSAL == "bottom_right":
+        end = tl.maximum(tl.minimum(query + (k_end - seq_q) + 1, k_end), 0)
+    elif CAUSAL == "top_left":
+        end = tl.minimum(query + 1, k_end)
+    else:
+        end = query - query + k_end
+    return end
+
+
 @records.jit
 def attend_single(
     acc, row_max, row_sum, q_tile, q_tail,
@@ -302,6 +343,8 @@ def attend_passes(
                 start = steps.origin + (steps.first + i + skipped) * C.BLOCK_N
             else:
                 start = steps.origin + (steps.full_end + i) * C.BLOCK_N
+            if steps.blocks is not None:
+                start = listed_start(steps.blocks, start, steps.end, steps.BLOCK)
             if C.Q_OPERAND == "reload":
                 q_tile, q_tail = read_query(q, scores.row_valid)
             raw, read = qk(q_tile, q_tail, q, keys, pages, start, steps.end, C, edge == 1)
@@ -326,7 +369,8 @@ def attend(
     attends, where the unused values of a tile are decided over its rows; their results may be anything.
 
     Of quantised queries the products of values are float16, which holds each number of every format exactly. With
-    PIPELINE "single" there is at most one tile, which begins at the origin. No key from scores.tree_first on lies in a
+    PIPELINE "single" there is at most one tile, which begins at the origin. With "masked", steps may be places of a
+    list of blocks. No key from scores.tree_first on lies in a
     tile that is attended whole.
 
     Returns acc, row_max and row_sum.

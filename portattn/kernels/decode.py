@@ -1,4 +1,5 @@
-"""decode_split: a few query rows a sequence over a long cache, contiguous or paged, plain or latent.
+"""decode_split: a few query rows a sequence over a long cache, contiguous or paged, plain or latent. block_forward:
+each query row over the blocks of keys that it lists for a key/value head.
 
 The rows of one key/value head's whole group are packed into one tile, so that the cache is read once. Where there
 are fewer such tiles than cores, the keys are split over programs, and combine.py merges the partial results.
@@ -19,7 +20,7 @@ from portattn.kernels.arguments import (
     ScoreTerms,
     TileRange,
 )
-from portattn.kernels.attend import attend, in_chunk, kv_tile_range
+from portattn.kernels.attend import attend, in_chunk, kv_tile_range, listed_keys
 from portattn.kernels.attend_packed16 import attend_packed16
 from portattn.kernels.attend_packed16_swap_ab import attend_packed16_swap_ab
 from portattn.kernels.combine import store_rows, with_sink
@@ -323,4 +324,77 @@ def decode_split(
             acc, row_max, row_sum,
             Output(out, lse, o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT),
             sinks, split, slot, sequences, head, heads_q, q_row, seq_q, row_valid, EXP, NATURAL,
+        )  # fmt: skip
+
+
+@records.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "places", "row_tiles", "splits", "tiles", "batches"])
+def block_forward(
+    q, k, v, out, lse, seqlens_k, indices, counts, sinks,
+    scale,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    o_stride_p, o_stride_b, o_stride_h, o_stride_s,
+    list_stride_b, list_stride_h, list_stride_s, count_stride_b, count_stride_h, count_stride_s,
+    heads_k, seq_q, seq_k, places, row_tiles, splits, tiles, batches,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, NEGATED: tl.constexpr, LOAD: tl.constexpr, K_TILE: tl.constexpr,
+    BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr, MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    GRID: tl.constexpr, Q_OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Attend one share of the blocks that one query row lists, for up to BLOCK_M heads of a group: one program.
+
+    indices  (B, Hk, Sq, places) int32, the last axis contiguous: blocks of BLOCK_KEYS keys, a multiple of BLOCK_N
+    counts   (B, Hk, Sq) int32 or None: how many places count
+    Other arguments as of decode_split.
+    """
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        split = tile % splits
+        part = tile // splits % row_tiles
+        query = tile // splits // row_tiles % seq_q
+        kv_head = tile // splits // row_tiles // seq_q % heads_k
+        batch = tile // splits // row_tiles // seq_q // heads_k
+        rows = part * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M] heads of the group
+        row_valid = rows < GROUP
+        head = kv_head * GROUP + rows % GROUP
+        end, listed, count = listed_keys(
+            seqlens_k, indices, counts, list_stride_b, list_stride_h, list_stride_s, count_stride_b, count_stride_h,
+            count_stride_s, batch, kv_head, query, seq_q, seq_k, places, CAUSAL,
+        )  # fmt: skip
+        steps = count * (BLOCK_KEYS // BLOCK_N)
+        share = tl.cdiv(steps, splits)
+        first_step = tl.minimum(split * share, steps)
+        last_step = tl.minimum(first_step + share, steps)
+        slot = batch.to(tl.int64)
+        q_row = tl.full([BLOCK_M], 0, tl.int64) + query
+        q_pointers = q + slot * q_stride_b + head.to(tl.int64) * q_stride_h + q_row * q_stride_s
+        k_base = k + slot * k_stride_b + kv_head.to(tl.int64) * k_stride_h
+        v_base = v + slot * v_stride_b + kv_head.to(tl.int64) * v_stride_h
+        k_rows = row_source(k_base, end, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
+        v_rows = row_source(v_base, end, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+        query_rows = Query(q_pointers, q_pointers, q_stride_d, q_stride_d, None, HEAD_DIM, BLOCK_D, 0, 0, NEGATED)
+        main = Rows(k_rows, k_stride_b, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_D, LOAD, "as_q")
+        values = Rows(v_rows, v_stride_b, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_DV, LOAD, "as_q")
+        row_end = tl.full([BLOCK_M], 0, tl.int32) + end
+        scores = ScoreTerms(
+            row_valid, row_end, row_end, row_end, None, None, 0, None, 0, scale, 0.0, None, None, None,
+            False, False, False, False, EXP, MASK_VALUE, False,
+        )  # fmt: skip
+        acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+        row_max, row_sum = init_softmax(sinks, head, split == 0, BLOCK_M, EXP, False, MASK_VALUE)
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, query_rows, KeyRows(main, main), values, Pages(),
+            TileRange(end - end, first_step, first_step, first_step, last_step, end, listed, BLOCK_KEYS), scores,
+            Dropout(), LoopShape(BLOCK_N, K_TILE, BLOCK_ORDER, DOT_PRECISION, "masked", Q_OPERAND, False, True),
+        )  # fmt: skip
+        store_rows(
+            acc, row_max, row_sum,
+            Output(out, lse, o_stride_p, o_stride_b, o_stride_h, o_stride_s, HEAD_DIM_V, BLOCK_DV, SPLIT),
+            sinks, split, slot, batches, head, heads_k * GROUP, q_row, seq_q, row_valid, EXP, False,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """backward_keys: dK and dV. A program holds a tile of keys and goes through the query rows that see it, of all heads
-of the group.
+of the group. backward_block_keys: of a part of a block of keys, and a chunk of the query rows whose lists name
+it. backward_block_sum: the sums of a block's chunks.
 
 gradients.py says what is computed.
 """
@@ -7,7 +8,7 @@ gradients.py says what is computed.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import in_chunk, kv_tile_range
+from portattn.kernels.attend import in_chunk, kv_tile_range, seen_end
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import (
     load_numbers,
@@ -17,7 +18,9 @@ from portattn.kernels.gradients import (
     score_tile,
 )
 from portattn.kernels.split_bf16 import (
+    add_dot,
     bfloat16_parts,
+    dot,
     held_parts,
     load_parts,
     part_sources,
@@ -289,3 +292,131 @@ def backward_keys(
         )  # fmt: skip
         tl.store(dk_pointers, dk.to(grad_k.dtype.element_ty), mask=stored[:, None] & (columns < HEAD_DIM)[None, :])
         tl.store(dv_pointers, dv.to(grad_v.dtype.element_ty), mask=stored[:, None] & (columns_v < HEAD_DIM_V)[None, :])
+
+
+@triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "blocks", "entries", "chunks", "chunk_rows", "tiles"])
+def backward_block_keys(
+    q, k, v, grad_out, forward_lse, delta, grad_parts,
+    seqlens_k, block_rows, block_starts, block_chunks,
+    scale,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    do_stride_b, do_stride_h, do_stride_s, do_stride_d,
+    heads_k, seq_q, seq_k, blocks, entries, chunks, chunk_rows, tiles,
+    GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of BLOCK_M keys of a block, a part of it, by one chunk of its query rows: one program.
+
+    grad_parts    (B, Hk, chunks, BLOCK_KEYS, D + Dv) float32: dK / scale and dV of each chunk
+    block_rows    (B, Hk, entries) int32: the query rows whose lists name each block, in order
+    block_starts  (B, Hk, blocks + 1) int32: the place of each block's first row in block_rows
+    block_chunks  (B, Hk, blocks + 1 + chunks) int32: each block's first chunk, of chunk_rows rows, then each chunk's
+                  block; `blocks` for chunks that are not needed
+    A step takes whole groups: BLOCK_N // GROUP query rows, with all their heads.
+    """
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    TOGETHER: tl.constexpr = BLOCK_N // GROUP
+    PARTS: tl.constexpr = BLOCK_KEYS // BLOCK_M
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        chunk = tile // PARTS % chunks
+        kv_head = tile // PARTS // chunks % heads_k
+        batch = tile // PARTS // chunks // heads_k
+        of_head = batch.to(tl.int64) * heads_k + kv_head
+        owners = block_chunks + of_head * (blocks + 1 + chunks)
+        owner = tl.load(owners + blocks + 1 + chunk)
+        block = tl.minimum(owner, blocks - 1)
+        key_0 = block * BLOCK_KEYS + tile % PARTS * BLOCK_M
+        keys = key_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        origin, k_end = sequence_bounds(seqlens_k, None, batch, seq_k)
+        inside = (keys >= origin) & (keys < k_end)
+        slot, kv_slot = batch.to(tl.int64), kv_head.to(tl.int64)
+        k_pointers = k + slot * k_stride_b + kv_slot * k_stride_h + keys.to(tl.int64) * k_stride_s
+        v_pointers = v + slot * v_stride_b + kv_slot * v_stride_h + keys.to(tl.int64) * v_stride_s
+        k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
+        v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        starts = block_starts + of_head * (blocks + 1) + block
+        listing = block_rows + of_head * entries
+        first = tl.load(starts) + (chunk - tl.load(owners + block)) * chunk_rows
+        stop = tl.minimum(first + chunk_rows, tl.load(starts + 1))
+        stop = tl.where(owner < blocks, stop, first)
+        places = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        heads = (kv_head * GROUP + places % GROUP).to(tl.int64)
+        q_base = q + slot * q_stride_b + heads * q_stride_h
+        do_base = grad_out + slot * do_stride_b + heads * do_stride_h
+        dk = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        dv = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+        for i in range(tl.cdiv(stop - first, TOGETHER)):
+            entry = first + i * TOGETHER + places // GROUP
+            real = (entry < stop) & (places < TOGETHER * GROUP)
+            rows = tl.load(listing + entry, mask=real, other=0)
+            row_end = seen_end(rows, seq_q, k_end, CAUSAL)
+            # A row that sees no key of the tile may be hidden from all, and hold NaN: 0·NaN is NaN.
+            real = real & (row_end > key_0)
+            row_end = tl.where(real, row_end, 0)
+            at = rows.to(tl.int64)
+            q_tile = load_query_rows(q_base + at * q_stride_s, real, q_stride_d, HEAD_DIM, BLOCK_D, False)
+            do_tile = load_query_rows(do_base + at * do_stride_s, real, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+            numbers = (slot * heads_k * GROUP + heads) * seq_q + at
+            lse, row_delta = load_row_numbers(forward_lse, delta, numbers, real)
+            products = dot(k_tile, tl.trans(q_tile), DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+            dp = dot(v_tile, tl.trans(do_tile), DOT_PRECISION)
+            p, _, keep = score_gradients(products, lse[None, :], 0, keys[:, None], 0, row_end[None, :], None, None,
+                                         None, scale, 0.0, True, False, False, EXP)  # fmt: skip
+            ds = tl.where(keep, p * (dp - row_delta[None, :]), 0.0)
+            dv = add_dot(p.to(do_tile.dtype), do_tile, dv, DOT_PRECISION)
+            dk = add_dot(ds.to(q_tile.dtype), q_tile, dk, DOT_PRECISION)
+        columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        needed = tl.full([BLOCK_M], owner, tl.int32) < blocks
+        rows = (of_head * chunks + chunk) * BLOCK_KEYS + tile % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
+        to = grad_parts + rows[:, None] * (HEAD_DIM + HEAD_DIM_V)
+        tl.store(to + columns[None, :], dk, mask=needed[:, None] & (columns < HEAD_DIM)[None, :])
+        tl.store(to + HEAD_DIM + columns_v[None, :], dv, mask=needed[:, None] & (columns_v < HEAD_DIM_V)[None, :])
+
+
+@triton.jit(do_not_specialize=["heads_k", "seq_k", "blocks", "chunks", "tiles"])
+def backward_block_sum(
+    grad_parts, grad_k, grad_v, block_chunks,
+    scale,
+    dk_stride_b, dk_stride_h, dk_stride_s,
+    dv_stride_b, dv_stride_h, dv_stride_s,
+    heads_k, seq_k, blocks, chunks, tiles,
+    BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """Sum up the parts of dK and dV of BLOCK_M keys in the order of their chunks, and write them."""
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    PARTS: tl.constexpr = BLOCK_KEYS // BLOCK_M
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        block = tile // PARTS % blocks
+        kv_head = tile // PARTS // blocks % heads_k
+        batch = tile // PARTS // blocks // heads_k
+        of_head = batch.to(tl.int64) * heads_k + kv_head
+        owners = block_chunks + of_head * (blocks + 1 + chunks) + block
+        first, stop = tl.load(owners), tl.load(owners + 1)
+        columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        there, there_v = (columns < HEAD_DIM)[None, :], (columns_v < HEAD_DIM_V)[None, :]
+        rows = tile % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
+        dk = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        dv = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+        for chunk in range(first, stop):
+            at = ((of_head * chunks + chunk) * BLOCK_KEYS + rows)[:, None] * (HEAD_DIM + HEAD_DIM_V)
+            dk += tl.load(grad_parts + at + columns[None, :], mask=there, other=0.0)
+            dv += tl.load(grad_parts + at + HEAD_DIM + columns_v[None, :], mask=there_v, other=0.0)
+        keys = block * BLOCK_KEYS + rows
+        stored = (keys < seq_k)[:, None]
+        slot, kv_slot, keys = batch.to(tl.int64), kv_head.to(tl.int64), keys.to(tl.int64)
+        dk_rows = grad_k + slot * dk_stride_b + kv_slot * dk_stride_h + keys * dk_stride_s
+        dv_rows = grad_v + slot * dv_stride_b + kv_slot * dv_stride_h + keys * dv_stride_s
+        tl.store(dk_rows[:, None] + columns[None, :], (dk * scale).to(grad_k.dtype.element_ty), mask=stored & there)
+        tl.store(dv_rows[:, None] + columns_v[None, :], dv.to(grad_v.dtype.element_ty), mask=stored & there_v)

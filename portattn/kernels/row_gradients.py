@@ -2,6 +2,7 @@
 
 backward_delta   of each row: the sum of its gradient times its result, less the gradient of its LSE
 backward_rows    holds a tile of query rows and goes through the keys that it sees: dQ, and a sum for ALiBi's slopes
+backward_block_rows  holds one query row's heads of a group and goes through the blocks of keys that it lists: dQ
 
 gradients.py says what is computed.
 """
@@ -9,11 +10,13 @@ gradients.py says what is computed.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import in_chunk, kv_tile_range
+from portattn.kernels.attend import in_chunk, kv_tile_range, listed_keys, listed_start
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.split_bf16 import (
+    add_dot,
     bfloat16_parts,
+    dot,
     held_parts,
     load_parts,
     part_sources,
@@ -277,3 +280,68 @@ def backward_rows(
         tl.store(dq_pointers, dq.to(grad_q.dtype.element_ty), mask=stored[:, None] & (columns < HEAD_DIM)[None, :])
         if grad_slopes is not None:
             tl.store(grad_slopes + numbers + rows, tl.where(row_valid, by_distance, 0.0), mask=stored)
+
+
+@triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "places", "tiles"])
+def backward_block_rows(
+    q, k, v, grad_out, forward_lse, delta, grad_q,
+    seqlens_k, indices, counts,
+    scale,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    do_stride_b, do_stride_h, do_stride_s, do_stride_d,
+    dq_stride_b, dq_stride_h, dq_stride_s,
+    list_stride_b, list_stride_h, list_stride_s, count_stride_b, count_stride_h, count_stride_s,
+    heads_k, seq_q, seq_k, places, tiles,
+    GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """Compute dQ of one query row's heads of a group, at most BLOCK_M; arguments as of decode.py's block_forward."""
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        query = tile % seq_q
+        kv_head = tile // seq_q % heads_k
+        batch = tile // seq_q // heads_k
+        rows = tl.arange(0, BLOCK_M)  # [BLOCK_M] heads of the group
+        valid = rows < GROUP
+        head = kv_head * GROUP + rows % GROUP
+        end, listed, count = listed_keys(
+            seqlens_k, indices, counts, list_stride_b, list_stride_h, list_stride_s, count_stride_b, count_stride_h,
+            count_stride_s, batch, kv_head, query, seq_q, seq_k, places, CAUSAL,
+        )  # fmt: skip
+        slot, row, heads = batch.to(tl.int64), query.to(tl.int64), head.to(tl.int64)
+        q_tile = load_query_rows(
+            q + slot * q_stride_b + heads * q_stride_h + row * q_stride_s, valid, q_stride_d, HEAD_DIM, BLOCK_D, False
+        )
+        do_tile = load_query_rows(
+            grad_out + slot * do_stride_b + heads * do_stride_h + row * do_stride_s, valid, do_stride_d, HEAD_DIM_V,
+            BLOCK_DV, False,
+        )  # fmt: skip
+        numbers = (slot * heads_k * GROUP + heads) * seq_q + row
+        lse, row_delta = load_row_numbers(forward_lse, delta, numbers, valid)
+        k_base = k + slot * k_stride_b + kv_head.to(tl.int64) * k_stride_h
+        v_base = v + slot * v_stride_b + kv_head.to(tl.int64) * v_stride_h
+        dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        for i in range(count * (BLOCK_KEYS // BLOCK_N)):
+            start = listed_start(listed, i * BLOCK_N, end, BLOCK_KEYS)
+            keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            k_tile = load_rows(k_base, None, start, end, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D, True,
+                               "pointer", 0, "per_page", "masked")  # fmt: skip
+            v_tile = load_rows(v_base, None, start, end, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV,
+                               True, "pointer", 0, "per_page", "masked")  # fmt: skip
+            products = dot(q_tile, tl.trans(k_tile), DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+            dp = dot(do_tile, tl.trans(v_tile), DOT_PRECISION)
+            p, _, keep = score_gradients(products, lse[:, None], 0, keys[None, :], 0, end, None, None, None, scale, 0.0,
+                                         True, False, False, EXP)  # fmt: skip
+            ds = tl.where(keep, p * (dp - row_delta[:, None]), 0.0)
+            dq = add_dot(ds.to(k_tile.dtype), k_tile, dq, DOT_PRECISION)
+        columns = tl.arange(0, BLOCK_D)
+        dq_pointers = grad_q + slot * dq_stride_b + heads * dq_stride_h + row * dq_stride_s
+        inside = valid[:, None] & (columns < HEAD_DIM)[None, :]
+        tl.store(dq_pointers[:, None] + columns[None, :], (dq * scale).to(grad_q.dtype.element_ty), mask=inside)

@@ -67,6 +67,11 @@ def block_strides(call: Call) -> dict[str, int | None]:
     return {f"block_mask_stride_{axis}": stride for axis, stride in zip("bhq", given, strict=True)}
 
 
+def list_strides(call: Call) -> dict[str, int]:
+    """Return the strides of lists of blocks and of their counts; rows of lists are contiguous."""
+    return outer_strides("list", call.indices, "bhs") | strides("count", call.counts, "bhs")
+
+
 def score_strides(call: Call) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in _tensors(ROWS[call.problem.op].launches):

@@ -8,12 +8,22 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn.launch.arguments import alibi_stride, dropping, features, outer_strides, score_strides, strides, window
+from portattn.launch.arguments import (
+    alibi_stride,
+    dropping,
+    features,
+    list_strides,
+    outer_strides,
+    score_strides,
+    strides,
+    window,
+)
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import (
     CORES,
     DenseBackward,
     ceil_div,
+    chunks_of,
     heads_together,
     packed_keys,
     packed_tiles,
@@ -54,7 +64,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     assert call.grad_k is not None
     assert call.grad_v is not None
     delta = call.new_out()
-    batch, rows = problem.query_rows
+    _, rows = problem.query_rows
     of_rows = launch.of_rows()
     constants = kernel.constexprs(problem, lowering, launch)
     together = heads_together(problem, Registry.load().arch(plan.target))
@@ -62,19 +72,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     def grid(tiles: int) -> tuple[int, ...]:
         return (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
 
-    delta_tiles = ceil_div(rows, DELTA_ROWS)
-    count = batch * problem.heads_q * delta_tiles
-    first = KernelCall(
-        BY_ROWS, "backward_delta", grid(count),
-        {
-            "forward_out": call.forward_out, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
-            "grad_lse": call.grad_lse, "delta": delta,
-            **strides("o", call.forward_out, "bhsd"), **strides("do", call.grad_out, "bhsd"),
-            "heads_q": problem.heads_q, "seq_q": rows, "row_tiles": delta_tiles, "tiles": count,
-        },
-        {name: constants[name] for name in _DELTA} | {"BLOCK_M": DELTA_ROWS}, launch, UNSPECIALISED,
-    )  # fmt: skip
-
+    first = _delta_call(call, delta, constants, launch, grid)
     operands = {name: getattr(call, field) for name, field in _OPERANDS.items()}
     inputs: dict[str, int] = {}
     made: list[KernelCall] = []
@@ -138,6 +136,24 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     return launches, delta, None
 
 
+def _delta_call(
+    call: Call, delta: torch.Tensor, constants: dict[str, Any], launch: Launch, grid: Callable[[Any], tuple[int, ...]]
+) -> KernelCall:
+    batch, rows = call.problem.query_rows
+    row_tiles = ceil_div(rows, DELTA_ROWS)
+    tiles = batch * call.problem.heads_q * row_tiles
+    return KernelCall(
+        BY_ROWS, "backward_delta", grid(tiles),
+        {
+            "forward_out": call.forward_out, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
+            "grad_lse": call.grad_lse, "delta": delta,
+            **strides("o", call.forward_out, "bhsd"), **strides("do", call.grad_out, "bhsd"),
+            "heads_q": call.problem.heads_q, "seq_q": rows, "row_tiles": row_tiles, "tiles": tiles,
+        },
+        {name: constants[name] for name in _DELTA} | {"BLOCK_M": DELTA_ROWS}, launch, UNSPECIALISED,
+    )  # fmt: skip
+
+
 def _in_parts(
     name: str, call: Call, tensor: Any, launch: Launch, grid: Callable[[Any], tuple[int, ...]], lowering: Lowering
 ) -> tuple[KernelCall, torch.Tensor, dict[str, int]]:
@@ -193,6 +209,92 @@ def _numbers_by(call: Call, lowering: Lowering, launch: Launch, causal: str) -> 
 def _given(call: Call) -> dict[str, Any]:
     """Return the features' tensors except sinks: the LSE counts them, and their own gradient needs no kernel."""
     return {name: tensor for name, tensor in features(call).items() if name != "sinks"}
+
+
+UNSPECIALISED_BLOCKS = frozenset(
+    {"heads_k", "seq_q", "seq_k", "places", "blocks", "entries", "chunks", "chunk_rows", "tiles"}
+)
+SUM_ROWS = 16  # keys of a program of backward_block_sum
+
+
+def rows_by_block(
+    indices: torch.Tensor, counts: torch.Tensor | None, blocks: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a Call's block_rows, block_starts and block_chunks for lists (B, Hk, Sq, T); keys have so many blocks.
+
+    Rows of a block keep their order, so that sums over them repeat bit by bit."""
+    places = indices.shape[-1]
+    counted = (indices >= 0) & (indices < blocks)
+    if counts is not None:
+        counted &= torch.arange(places, device=indices.device) < counts[..., None]
+    ordered, order = torch.where(counted, indices, blocks).flatten(2).sort(dim=-1, stable=True)
+    bounds = torch.arange(blocks + 1, dtype=torch.int32, device=indices.device).expand(*ordered.shape[:2], blocks + 1)
+    starts = torch.searchsorted(ordered, bounds.contiguous(), out_int32=True)
+    chunks, rows = chunks_of(ordered.shape[2], blocks, group)
+    needed = (starts.diff(dim=-1) + (rows - 1)).div(rows, rounding_mode="floor").clamp(min=1)  # an empty block has one
+    firsts = torch.nn.functional.pad(needed.cumsum(-1, dtype=torch.int32), (1, 0))
+    numbers = torch.arange(chunks, dtype=torch.int32, device=indices.device).expand(*ordered.shape[:2], chunks)
+    owners = torch.searchsorted(firsts, numbers.contiguous(), out_int32=True, right=True) - 1
+    return (order // places).int(), starts, torch.cat([firsts, owners], dim=-1)
+
+
+def block_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
+    """Return the launches of the gradients over chosen blocks, with delta (B,Hq,Sq) float32."""
+    problem, kernel = plan.problem, CORES[plan.problem.op]
+    assert isinstance(kernel, DenseBackward)
+    lowering, launch = plan.specialised
+    delta = call.new_out()
+
+    def grid(tiles: int) -> tuple[int, ...]:
+        return (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
+
+    constants, of_rows = kernel.constexprs(problem, lowering, launch), launch.of_rows()
+    tensors = {
+        "q": call.q, "k": call.k, "v": call.v, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
+        "delta": delta,
+    }  # fmt: skip
+    inputs = {
+        "scale": float(call.scale), **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"),
+        **strides("v", call.v, "bhsd"), **strides("do", call.grad_out, "bhsd"),
+    }  # fmt: skip
+    sizes = {"heads_k": problem.heads_k, "seq_q": problem.seq_q, "seq_k": problem.seq_k}
+    blocks, entries = ceil_div(problem.seq_k, problem.block_k), problem.seq_q * problem.tokens
+    chunks, chunk_rows = chunks_of(entries, blocks, problem.group)
+    width = problem.head_dim + problem.head_dim_v
+    parts = call.empty(problem.batch, problem.heads_k, chunks, problem.block_k, width, dtype=torch.float32)
+    tiles = kernel.key_tiles(problem, launch)
+    by_keys = KernelCall(
+        BY_KEYS, kernel.function, grid(tiles),
+        {
+            **tensors, "grad_parts": parts, "seqlens_k": call.seqlens_k, "block_rows": call.block_rows,
+            "block_starts": call.block_starts, "block_chunks": call.block_chunks, **inputs, **sizes, "blocks": blocks,
+            "entries": entries, "chunks": chunks, "chunk_rows": chunk_rows, "tiles": tiles,
+        },
+        constants, launch, UNSPECIALISED_BLOCKS,
+    )  # fmt: skip
+    tiles = problem.batch * problem.heads_k * blocks * (problem.block_k // SUM_ROWS)
+    summed = KernelCall(
+        BY_KEYS, "backward_block_sum", grid(tiles),
+        {
+            "grad_parts": parts, "grad_k": call.grad_k, "grad_v": call.grad_v, "block_chunks": call.block_chunks,
+            "scale": float(call.scale), **outer_strides("dk", call.grad_k, "bhs"),
+            **outer_strides("dv", call.grad_v, "bhs"), "heads_k": problem.heads_k, "seq_k": problem.seq_k,
+            "blocks": blocks, "chunks": chunks, "tiles": tiles,
+        },
+        {name: constants[name] for name in (*_DELTA, "BLOCK_KEYS", "HEAD_DIM", "BLOCK_D")} | {"BLOCK_M": SUM_ROWS},
+        Launch(num_warps=launch.num_warps, num_stages=1, options=launch.options), UNSPECIALISED_BLOCKS,
+    )  # fmt: skip
+    tiles = kernel.row_tiles(problem, launch)
+    by_rows = KernelCall(
+        BY_ROWS, kernel.of_rows, grid(tiles),
+        {
+            **tensors, "grad_q": call.grad_q, "seqlens_k": call.seqlens_k, "indices": call.indices,
+            "counts": call.counts, **inputs, **outer_strides("dq", call.grad_q, "bhs"), **list_strides(call), **sizes,
+            "places": problem.tokens, "tiles": tiles,
+        },
+        kernel.constexprs(problem, lowering, of_rows), of_rows, UNSPECIALISED_BLOCKS,
+    )  # fmt: skip
+    return [_delta_call(call, delta, constants, launch, grid), by_keys, summed, by_rows], delta, None
 
 
 MODULE = "portattn.kernels.gradients"

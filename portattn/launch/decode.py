@@ -1,4 +1,5 @@
-"""Launches of decode_split and sparse_split, which split keys over programs, and of combine, which merges the parts."""
+"""Launches of decode_split, sparse_split and block_forward, which split keys over programs, and of combine, which
+merges the parts."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from portattn.launch.arguments import (
     BLOCK_SCALES,
     alibi_stride,
     features,
+    list_strides,
     numbers,
     outer_strides,
     scale_strides,
@@ -21,7 +23,7 @@ from portattn.launch.arguments import (
     window,
 )
 from portattn.launch.kernelcall import KernelCall
-from portattn.planning.kernel_specs import CORES, MIN_DOT, DecodeSplit
+from portattn.planning.kernel_specs import CORES, MIN_DOT, DecodeSplit, ceil_div
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.plan import Plan
@@ -206,4 +208,30 @@ def sparse_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], 
     first = KernelCall(
         SPARSE, kernel.function, grid, arguments, constexprs, splitting_launch(launch), SPARSE_UNSPECIALISED
     )
+    return [first, *combine_calls(plan, call, outputs, cores)], outputs.out, outputs.lse
+
+
+BLOCK_UNSPECIALISED = frozenset({"heads_k", "seq_q", "seq_k", "places", "row_tiles", "splits", "tiles", "batches"})
+
+
+def block_calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
+    problem, kernel = plan.problem, CORES[plan.problem.op]
+    assert isinstance(kernel, DecodeSplit)
+    lowering, launch = plan.specialised
+    outputs = Outputs.of(plan, call)
+    tiles = kernel.tiles(problem, launch)
+    arguments = {
+        "q": call.q, "k": call.k, "v": call.v, "out": outputs.partial, "lse": outputs.partial_state,
+        "seqlens_k": call.seqlens_k, "indices": call.indices, "counts": call.counts, "sinks": call.sinks,
+        "scale": abs(float(call.scale)),
+        **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
+        **outputs.strides("pbhs"), **list_strides(call),
+        "heads_k": problem.heads_k, "seq_q": problem.seq_q, "seq_k": problem.seq_k, "places": problem.tokens,
+        "row_tiles": ceil_div(problem.group, launch.block_m), "splits": launch.splits, "tiles": tiles,
+        "batches": problem.batch,
+    }  # fmt: skip
+    constexprs = kernel.constexprs(problem, lowering, launch)
+    grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
+    launches = splitting_launch(launch)
+    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, launches, BLOCK_UNSPECIALISED)
     return [first, *combine_calls(plan, call, outputs, cores)], outputs.out, outputs.lse

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import torch
 
+from portattn.planning.kernel_specs.backward import chunks_of
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.kernel_step import Step
 from portattn.schema.lowering import FUSED, Launch
@@ -228,6 +229,8 @@ def meta_call(problem: Problem) -> Call:
     latent, kind = p.op == "mla_attention", p.cache_format
     paged, by_head = p.page_size > 0 and not p.writes and not p.has_lists, p.op == "sparse_attention"
     lists = (p.batch, p.heads_q) if by_head else (batch_q, rows_q)[p.packed :]
+    if p.has_blocks:
+        lists = p.batch, p.heads_k, p.seq_q
     rope = p.head_dim - p.head_dim_v if latent else 0
     k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if kind.latent else p.head_dim // kind.per_byte)
     if kind.block:
@@ -255,8 +258,8 @@ def meta_call(problem: Problem) -> Call:
         cu_seqlens_q=integers(p.packed and not p.has_lists, p.batch + 1),
         cu_seqlens_k=integers(p.total_k is not None, p.batch + 1),
         page_table=integers(paged, p.batch, p.seq_k // p.page_size if p.page_size else 0),
-        indices=integers(by_head or p.has_lists, *lists, p.tokens),
-        counts=integers(by_head or (p.has_lists and p.seqlens_k), *lists),
+        indices=integers(by_head or p.has_lists or p.has_blocks, *lists, p.tokens),
+        counts=integers(by_head or (p.has_lists and p.seqlens_k) or p.has_blocks, *lists),
         magicpig_bits=integers(p.magicpig, p.heads_q),
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,
@@ -318,4 +321,14 @@ def _gradients(p: Problem, view: Callable[..., torch.Tensor], keys: Callable[[in
         "forward_out": queries(p.head_dim_v), "grad_out": queries(p.head_dim_v), "grad_q": queries(p.head_dim),
         "grad_k": keys(p.head_dim), "grad_v": keys(p.head_dim_v), "forward_lse": numbers(),
         "grad_lse": numbers(p.grad_lse), "grad_slopes": numbers(p.grad_slopes), "grad_bias": bias,
+        **(_rows_of_blocks(p) if p.has_blocks else {}),
     }  # fmt: skip
+
+
+def _rows_of_blocks(p: Problem) -> dict[str, Any]:
+    entries, blocks = p.seq_q * p.tokens, -(-p.seq_k // p.block_k)
+    chunks, _ = chunks_of(entries, blocks, p.group)
+    sizes = {"block_rows": entries, "block_starts": blocks + 1, "block_chunks": blocks + 1 + chunks}
+    return {
+        name: torch.empty(p.batch, p.heads_k, size, dtype=torch.int32, device="meta") for name, size in sizes.items()
+    }

@@ -102,6 +102,7 @@ if hasattr(os, "register_at_fork"):
 KERNELS = (
     "dense_forward", "backward_keys", "backward_rows", "backward_bias", "decode_split", "sparse_split", "combine",
     "write_cache", "merge_rows", "pause", "store_parts", "warps_apart", "index_scores", "topk_rows",
+    "block_forward", "backward_block_keys", "backward_block_sum", "backward_block_rows",
 )  # fmt: skip
 NOT_TO_INTERPRET = "Triton was imported for compiling, so its interpreter is not available in this process"
 INTERPRET_HINT = "start Python with TRITON_INTERPRET=1"

@@ -140,7 +140,22 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     derivatives, transforms of torch.func and dropout without a seed."""
     if call.problem.has_lists:
         return _run_lists(call)
-    return _run(call)
+    return _run(by_block_mask(call) if call.problem.has_blocks else call)
+
+
+def by_block_mask(call: Call) -> Call:
+    """Return a call over chosen blocks as one with a block mask of single rows: (B, Hk, Sq, blocks) bools."""
+    p = call.problem
+    assert call.indices is not None
+    blocks = -(-p.seq_k // p.block_k)
+    counted = (call.indices >= 0) & (call.indices < blocks)
+    if call.counts is not None:
+        counted &= torch.arange(p.tokens, device=call.q.device) < call.counts[..., None]
+    listed = torch.zeros(*call.indices.shape[:3], blocks + 1, dtype=torch.bool, device=call.q.device)
+    listed.scatter_(3, torch.where(counted, call.indices, blocks).long(), True)
+    shown = listed[..., :-1].repeat_interleave(p.group, dim=1)
+    problem = msgspec.structs.replace(p, op="attention", block_mask=True, block_q=1, tokens=0)
+    return replace(call, problem=problem, block_mask=shown, indices=None, counts=None)
 
 
 def _run_lists(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -284,6 +299,9 @@ def run_backward(call: Call) -> tuple[torch.Tensor, None]:
     """(delta, None) as Call.new_out says; dQ, dK, dV and what else is asked for go where the call has memory for them.
 
     grad_slopes has the sums of all of a sequence's rows in the first one, and 0 in the others."""
+    delta = call.new_out()
+    if call.problem.has_blocks:
+        call = by_block_mask(call)
     assert call.forward_out is not None
     assert call.forward_lse is not None
     assert call.grad_out is not None
@@ -304,10 +322,10 @@ def run_backward(call: Call) -> tuple[torch.Tensor, None]:
         memory.copy_(gradient.sum(axes, keepdim=True) if axes else gradient)
     if call.grad_slopes is not None:
         _put_first(call, found["alibi_slopes"], call.grad_slopes)
-    delta = (call.forward_out.float() * call.grad_out.float()).masked_fill(nothing[..., None], 0.0).sum(-1)
+    sums = (call.forward_out.float() * call.grad_out.float()).masked_fill(nothing[..., None], 0.0).sum(-1)
     if call.grad_lse is not None:
-        delta = delta - call.grad_lse
-    return call.new_out().copy_(delta.masked_fill(nothing, 0.0)), None
+        sums = sums - call.grad_lse
+    return delta.copy_(sums.masked_fill(nothing, 0.0)), None
 
 
 def _put_first(call: Call, sums: torch.Tensor, parts: torch.Tensor) -> None:

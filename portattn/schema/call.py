@@ -55,7 +55,14 @@ class Call(FeatureTensors):
     # (B, Hq, Lmax) int32: tokens that each head attends. With Problem.has_lists (B, Sq, tokens) or packed (Tq, tokens):
     # slots of each query's keys, page·page_size + row, below 0 for none
     indices: torch.Tensor | None = None
-    counts: torch.Tensor | None = None  # (B, Hq), (B, Sq) or (Tq,) int32: how many places of `indices` count
+    # (B, Hq), (B, Sq) or (Tq,) int32: how many places of `indices` count. With Problem.has_blocks (B, Hk, Sq), and
+    # indices (B, Hk, Sq, tokens): blocks of keys, below 0 for none.
+    counts: torch.Tensor | None = None
+    # Gradients with Problem.has_blocks: the rows whose lists name each block, in order (B, Hk, Sq·tokens) int32, their
+    # beginnings (B, Hk, blocks + 1), and chunks of them (launch/backward.py, rows_by_block).
+    block_rows: torch.Tensor | None = None
+    block_starts: torch.Tensor | None = None
+    block_chunks: torch.Tensor | None = None
     magicpig_bits: torch.Tensor | None = None  # (Hq,) int32: bits a hash table (MagicPIG's K)
     magicpig_tables: torch.Tensor | None = None  # (Hq,) int32: number of tables (its L)
     magicpig: tuple[int, int] = (0, 0)  # both as numbers, for all heads; (0, 0): tensors, or not given

@@ -116,6 +116,7 @@ _NO_OPTION = frozenset({
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
     "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
+    "block_rows", "block_starts", "block_chunks",
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
@@ -219,6 +220,10 @@ def _pages(function: str) -> Expansion:
     return Expansion("page_table", f"portattn.api.signatures:{function}", ("page_table", "seqlens_k"), or_tensor=True)
 
 
+_MAGICPIG = Expansion(
+    "magicpig", "portattn.api.signatures:magicpig_tensors", ("magicpig", "magicpig_bits", "magicpig_tables")
+)
+
 # Problems of canaries: ragged tails, grouped heads, masks, windows, sinks, keys split over programs.
 _COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
 _PLAIN: dict[str, Any] = _COMMON | {"head_dim": 64, "dtype": "fp16", "causal": "bottom_right"}
@@ -230,6 +235,7 @@ _NO_LSE: dict[str, Any] = {"return_lse": False}
 _PACKED: dict[str, Any] = _ROWS | {"total_q": 150, "total_k": 280}
 _CACHE: dict[str, Any] = {"seq_q": 1, "seq_k": 301, "seqlens_k": True}
 _PAGES: dict[str, Any] = {"seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True}
+_BLOCKS: dict[str, Any] = _ROWS | {"causal": "bottom_right", "tokens": 5, "block_k": 32, "seqlens_k": True}
 _LATENT: dict[str, Any] = _COMMON | _PAGES | {
     "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16",
 }  # fmt: skip
@@ -246,6 +252,8 @@ _SCORES = ("scale", "causal", "window", "chunk", "softcap")
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _STORED = "k_scale v_scale k_block_scale v_block_scale"  # of a quantised cache
+_BLOCK_LISTS = {"indices": "block_indices", "counts": "block_counts"}
+_INVERTED = "block_rows block_starts block_chunks"  # the rows that list each block
 _LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
 
 ROWS: Mapping[str, OpRow] = MappingProxyType(
@@ -256,7 +264,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="attention",
                 title="Dense",
                 tensors=_tensors(
-                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask block_mask {_LENGTH_NAMES} dropout_seed",
+                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask block_mask {_LENGTH_NAMES} dropout_seed"
                 ),
                 values=(*_SCORES, "block_size", "dropout_p", "out_dtype", "return_lse", "layout"),
                 expansions=(
@@ -290,7 +298,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 gradient_of="attention",
                 tensors=_tensors(
                     f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask {_LENGTH_NAMES}"
-                    " dropout_seed",
+                    " dropout_seed"
                 ),
                 values=(*_SCORES, "dropout_p", "deterministic", "return_lse", "layout"),
                 validate="portattn.validate.backward:dense_backward_call",
@@ -317,8 +325,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Decode over a contiguous cache",
                 tensors=_tensors(
                     f"q k v {_STORED} alibi_slopes sinks bias mask tree_mask seqlens_k leftpad_k",
-                    k="k_cache",
-                    v="v_cache",
+                    **{"k": "k_cache", "v": "v_cache"},
                 ),
                 values=(*_SCORES, "num_splits", "return_lse", "layout"),
                 validate="portattn.validate.dense:decode_call",
@@ -357,19 +364,11 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 tensors=_tensors(
                     "q k v indices counts k_scale v_scale page_table seqlens_k alibi_slopes sinks log_weights"
                     " magicpig_bits magicpig_tables",
-                    k="k_cache",
-                    v="v_cache",
+                    **{"k": "k_cache", "v": "v_cache"},
                 ),
                 words={"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
                 values=("scale", "softcap", "num_splits", "return_lse", "layout", "page_layout", "magicpig"),
-                expansions=(
-                    _pages("sparse_table"),
-                    Expansion(
-                        "magicpig",
-                        "portattn.api.signatures:magicpig_tensors",
-                        ("magicpig", "magicpig_bits", "magicpig_tables"),
-                    ),
-                ),
+                expansions=(_pages("sparse_table"), _MAGICPIG),
                 validate="portattn.validate.sparse:sparse_call",
                 launches="portattn.launch.decode:sparse_calls",
                 needs=("tokens",),
@@ -381,16 +380,36 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 ),
             ),
             OpRow(
+                name="block_sparse_attention",
+                title="Chosen blocks",
+                tensors=_tensors("q k v indices counts seqlens_k sinks", **_BLOCK_LISTS),
+                values=("block_size", "scale", "causal", "num_splits", "return_lse", "layout"),
+                validate="portattn.validate.sparse:block_call",
+                launches="portattn.launch.decode:block_calls",
+                needs=("tokens",),
+                takes=("tokens",),
+                packs_heads=True,
+                canaries=(_PLAIN | _BLOCKS, _SINGLE | _BLOCKS | {"sinks": True, "num_splits": 2}),
+            ),
+            OpRow(
+                name="block_sparse_attention_backward",
+                title="Gradients of chosen blocks",
+                gradient_of="block_sparse_attention",
+                tensors=_tensors(f"q k v {_GRADIENTS} indices counts {_INVERTED} seqlens_k sinks", **_BLOCK_LISTS),
+                values=("block_size", "scale", "causal", "deterministic", "return_lse", "layout"),
+                validate="portattn.validate.backward:block_backward_call",
+                launches="portattn.launch.backward:block_calls",
+                needs=("tokens",),
+                takes=("tokens",),
+                canaries=(_PLAIN | _BLOCKS | _NO_LSE, _SINGLE | _BLOCKS | _NO_LSE | {"sinks": True}),
+            ),
+            OpRow(
                 name="mla_attention",
                 title="Latent cache",
                 tensors=_tensors(
                     "q q_rope k v k_scale v_scale page_table seqlens_k indices counts alibi_slopes sinks bias mask"
                     " tree_mask cu_seqlens_q",
-                    q="q_nope",
-                    k="kv_pages",
-                    v="kv_pages",
-                    k_scale="kv_scale",
-                    v_scale="kv_scale",
+                    **{"q": "q_nope", "k": "kv_pages", "v": "kv_pages", "k_scale": "kv_scale", "v_scale": "kv_scale"},
                     counts="topk_length",
                 ),
                 values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout"),
@@ -429,11 +448,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Writing pages",
                 tensors=_tensors(
                     f"q new_v k v slots {_STORED} cos sin positions",
-                    q="k",
-                    new_v="v",
-                    k="k_pages",
-                    v="v_pages",
-                    slots="slot_mapping",
+                    **{"q": "k", "new_v": "v", "k": "k_pages", "v": "v_pages", "slots": "slot_mapping"},
                 ),
                 values=("rotary", "page_layout"),
                 validate="portattn.validate.write:pages_call",

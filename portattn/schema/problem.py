@@ -17,6 +17,7 @@ from portattn.schema.problem_limits import (
     DS_GROUP,
     DTYPES,
     FOREIGN,
+    KEY_BLOCKS,
     LIMITS,
     MAX_TREE,
     OPS,
@@ -78,8 +79,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         pages_in_line: each page follows the page before it at the distance of two rows: a head's rows of all pages are
             one matrix
         tokens: places for chosen tokens of each head (Lmax of sparse_attention), or of each query (mla_attention's
-            indices: seq_k is always the same number)
-        block_q, block_k: queries and keys of a block of block_mask
+            indices: seq_k is always the same number), or for chosen blocks (block_sparse_attention)
+        block_q, block_k: queries and keys of a block of block_mask; block_k also of a chosen block
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
         aligned: rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
@@ -202,6 +203,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             raise ArgumentError(self.op, name, True, "goes without block_mask, whose blocks count from the first row")
         if self.has_lists and (ordered := sorted(BY_POSITION & {*self.demands()})):
             raise ArgumentError(self.op, ordered[0], True, "goes without tokens, which have no order")
+        if self.has_blocks and self.block_k not in KEY_BLOCKS:
+            raise ArgumentError(self.op, "block_k", self.block_k, f"must be one of {', '.join(map(str, KEY_BLOCKS))}")
         self._check_cache()
         if "new_v" in row.tensors:
             self._check_written()
@@ -305,6 +308,11 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
     def has_lists(self) -> bool:
         """Return whether each query has a list of the slots of its keys, which all heads share."""
         return self.tokens > 0 and ROWS[self.op].latent
+
+    @property
+    def has_blocks(self) -> bool:
+        """Return whether each query and key/value head has a list of blocks of keys."""
+        return ROWS[self.op].tensors.get("indices") == "block_indices"
 
     @property
     def window(self) -> bool:
@@ -417,7 +425,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         A causal mask's hidden pairs do not count; windows, chunks and other masks count as if they hid nothing."""
         if self.writes and self.op != "indexer_logits":
             return 0
-        pairs = self.seq_q * (self.tokens or self.seq_k)
+        pairs = self.seq_q * (self.seq_k if self.has_blocks else self.tokens or self.seq_k)
         if self.causal != "none":
             # Keys that row i sees: bottom_right i + 1 + (Sk - Sq), top_left i + 1, both clamped to 0..Sk.
             shift = self.seq_k - self.seq_q if self.causal == "bottom_right" else 0
@@ -425,6 +433,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             low, high = max(first, 0), min(last, self.seq_k)
             pairs = (low + high) * (high - low + 1) // 2 if high >= low else 0
             pairs += max(last - max(self.seq_k, first - 1), 0) * self.seq_k
+        if self.has_blocks:
+            pairs = min(pairs, self.seq_q * self.tokens * self.block_k)
         width = self.head_dim if self.writes else self.head_dim + self.head_dim_v
         forward = 2 * self.batch * self.heads_q * pairs * width
         return forward * 5 // 2 if self.backward else forward

@@ -12,7 +12,8 @@ from portattn.schema.symbolic_int import is_size
 
 Op = Literal[
     "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",
-    "paged_attention", "sparse_attention", "mla_attention", "append_kv", "write_pages",
+    "paged_attention", "sparse_attention", "block_sparse_attention", "block_sparse_attention_backward",
+    "mla_attention", "append_kv", "write_pages",
     "indexer_logits", "topk_indices",
 ]  # fmt: skip
 Dtype = Literal["fp16", "bf16", "fp32"]
@@ -106,6 +107,7 @@ MAX_LENGTH = 2**29  # and rows and keys too: a position, a window's sides and a 
 MAX_TREE = 64  # new tokens of a tree mask: the bits of a query's word
 MAX_SPLITS = 128  # programs that share one row's keys
 ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
+KEY_BLOCKS = (16, 32, 64, 128)  # keys of a block that block_sparse_attention lists: whole tiles of keys
 QUERY_TILE = 128  # rows: the unit of the condition `query_tiles`
 SAGE_BLOCK = 64  # tokens that share an int8 scale of `quantize`. Source: SageAttention's blocks of keys
 WORD_ALIGNMENT = 4  # bytes: of the float32 scales that engines keep in a cache's rows (Problem.word_aligned)

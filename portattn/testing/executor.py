@@ -66,7 +66,7 @@ def _scaled(problem: Problem, batch: int, heads_k: int, rows: int, keys: int, le
     """Return the problem cut to these sizes, in whole pages; `keys` counts the keys that one row attends."""
     p = problem
     heads_k = min(p.heads_k, heads_k)
-    rows, tokens = min(p.seq_q, rows), min(p.tokens, keys)
+    rows, tokens = min(p.seq_q, rows), min(p.tokens, ceil_div(keys, p.block_k) if p.has_blocks else keys)
     keys = min(p.seq_k, keys * SPARSITY if p.op == "sparse_attention" else keys)
     if p.page_size:
         keys = ceil_div(keys, p.page_size) * p.page_size

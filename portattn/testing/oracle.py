@@ -241,7 +241,9 @@ def _dense_view(call: Call, rows: torch.Tensor | None) -> DenseView:
     keep = allowed_keys(call, i)[:, None]
     if p.has_lists and call.page_table is not None:
         keep = keep & (call.page_table >= 0)[:, None, None]
-    if call.indices is not None and call.counts is not None:
+    if p.has_blocks:
+        keep = keep & _listed(call, i)
+    elif call.indices is not None and call.counts is not None:
         token = call.indices.long()  # (B, Hq, Lmax)
         place = torch.arange(p.tokens, device=call.q.device)
         real = (place < call.counts[..., None]) & (token >= 0) & (token < b.k_end[:, None, None])
@@ -274,6 +276,18 @@ def _dense_view(call: Call, rows: torch.Tensor | None) -> DenseView:
         distance=(b.query_positions(p.causal, i)[:, None, :, None] - j).abs(),
         rows=i,
     )
+
+
+def _listed(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """Return the keys that lie in a block of each row's list: bool (B, Hq, rows, keys)."""
+    p = call.problem
+    assert call.indices is not None
+    own = torch.arange(p.seq_k, device=call.q.device) // p.block_k
+    listed = torch.zeros(p.batch, p.heads_k, len(rows), p.seq_k, dtype=torch.bool, device=call.q.device)
+    for place in range(p.tokens):
+        counts = True if call.counts is None else (call.counts[:, :, rows] > place)[..., None]
+        listed |= (call.indices[:, :, rows, place, None] == own) & counts
+    return listed.repeat_interleave(p.group, dim=1)
 
 
 def _inside(b: Bounds, rows: torch.Tensor) -> torch.Tensor:

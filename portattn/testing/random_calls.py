@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from portattn.launch.backward import rows_by_block
 from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
@@ -46,6 +47,10 @@ def random_gradients(problem: Problem, forward: Any, seed: int, device: str) -> 
         call.grad_lse = torch.randn(lse.shape, generator=generator).to(device)
     for name in ("q", "k", "v"):
         setattr(call, f"grad_{name}", _memory(getattr(call, name)))
+    if p.has_blocks and call.indices is not None:
+        blocks = -(-p.seq_k // p.block_k)
+        lists = rows_by_block(call.indices, call.counts, blocks, p.group)
+        call.block_rows, call.block_starts, call.block_chunks = lists
     if p.grad_bias and call.bias is not None:
         own = [1 if stride == 0 else size for size, stride in zip(call.bias.shape, call.bias.stride(), strict=True)]
         call.grad_bias = torch.full(own, float("nan"), device=device)

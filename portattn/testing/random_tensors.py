@@ -163,10 +163,12 @@ PIG_BITS, PIG_TABLES = (4, 10), (20, 150)  # MagicPIG's K and L, both ends inclu
 def chosen_tokens(
     p: Problem, lengths: Lengths, generator: torch.Generator, seed: int, extremes: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Return chosen tokens of sparse_attention, their counts and weights.
+    """Return chosen tokens of sparse_attention, their counts and weights; chosen blocks of block_sparse_attention.
 
     Each head has a random subset in random order; odd seeds repeat the first token in the second place. Ids that do not
     count fill missing places and one place of eight; behind `counts` lie garbage and existing tokens."""
+    if p.has_blocks:
+        return _chosen_blocks(p, generator, extremes)
     if p.op != "sparse_attention":
         return {}
     shape = (p.batch, p.heads_q, p.tokens)
@@ -202,6 +204,24 @@ def chosen_tokens(
         "magicpig_bits": bits,
         "magicpig_tables": tables,
     }
+
+
+def _chosen_blocks(p: Problem, generator: torch.Generator, extremes: bool) -> dict[str, torch.Tensor | None]:
+    """Return random lists of different blocks with holes, and their counts, behind which garbage lies.
+
+    Block 1 is in no list; with `extremes` the first row lists nothing and the last as much as it can."""
+    shape, blocks = (p.batch, p.heads_k, p.seq_q), -(-p.seq_k // p.block_k)
+    order = torch.rand(*shape, max(blocks, p.tokens), generator=generator).argsort(dim=-1)[..., : p.tokens]
+    ignored = torch.tensor(GARBAGE_IDS)
+    hole = (order >= blocks) | (order == 1) | (torch.rand(order.shape, generator=generator) < 0.125)
+    counts = torch.randint(0, p.tokens + 1, shape, generator=generator)
+    if extremes:
+        counts[..., :1] = 0
+        counts[..., 1:][..., -1:] = p.tokens
+    behind = torch.arange(p.tokens) >= counts[..., None]
+    garbage = ignored[torch.randint(len(ignored), order.shape, generator=generator)]
+    indices = torch.where(behind, garbage, torch.where(hole, -1 - garbage.clamp(0, 7), order))
+    return {"indices": indices.int(), "counts": counts.int()}
 
 
 def drawn_features(p: Problem, generator: torch.Generator, seed: int) -> dict[str, torch.Tensor | None]:
@@ -307,7 +327,13 @@ def attended_keys(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor
             shown = shown.any(dim=2).expand(p.batch, p.heads_q, p.seq_k)
             attended &= shown.reshape(p.batch, p.heads_k, p.group, p.seq_k).any(dim=2)
     indices, counts = features.get("indices"), features.get("counts")
-    if indices is not None and counts is not None:
+    if p.has_blocks and indices is not None and counts is not None:
+        counted = (torch.arange(p.tokens) < counts[..., None]) & (indices >= 0)
+        count = -(-p.seq_k // p.block_k)
+        named = torch.where(counted, indices.clamp(max=count), count).long().flatten(2)
+        chosen = torch.zeros(p.batch, p.heads_k, count + 1, dtype=torch.bool).scatter_(2, named, True)
+        attended &= chosen[..., :-1].repeat_interleave(p.block_k, dim=2)[..., : p.seq_k]
+    elif indices is not None and counts is not None:
         token = indices.long()
         counted = (torch.arange(p.tokens) < counts[..., None]) & (token >= 0) & (token < lengths.k[:, None, None])
         weights = features.get("log_weights")

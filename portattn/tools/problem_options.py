@@ -10,7 +10,7 @@ import msgspec
 
 from portattn.errors import ArgumentError
 from portattn.schema import problem_limits
-from portattn.schema.ops import FEATURES, ROWS
+from portattn.schema.ops import BACKWARD, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.tools import param_types
@@ -23,12 +23,9 @@ AXES = ("B", "H", "S", "D")
 
 # Options that an op cannot do without.
 NEEDS: dict[str, tuple[str, ...]] = {
-    "paged_attention": ("page_size",),
-    "sparse_attention": ("tokens",),
-    "mla_attention": ("page_size", "dv"),
-    "write_pages": ("page_size",),
-    "topk_indices": ("tokens",),
-}
+    "paged_attention": ("page_size",), "mla_attention": ("page_size", "dv"), "write_pages": ("page_size",),
+    **{op: ("tokens",) for op, row in ROWS.items() if "tokens" in row.needs},
+}  # fmt: skip
 # Of options that are no flag and not None by default.
 _DEFAULTS = {"layout": "bhsd", "page_layout": "phd", "kv_format": "as_q", "rotary": "none"}
 
@@ -198,13 +195,13 @@ def _number(name: str, value: int | None, least: int, most: int | None) -> tuple
 
 def training_problem(problem: Problem, grad: bool, dropout: bool, deterministic: bool) -> Problem:
     p, backward = problem, problem.backward
-    forward = p.op in ("attention", "varlen_attention")
+    forward = p.op in BACKWARD
     _check(p.op, [
-        (grad and not forward, "--grad", True, "goes with attention and varlen_attention, which have gradients"),
-        (dropout and not (forward or backward), "--dropout", True,
+        (grad and not forward, "--grad", True, f"goes with {' and '.join(BACKWARD)}, which have gradients"),
+        (dropout and "dropout_p" not in ROWS[p.op].values, "--dropout", True,
          "goes with attention, varlen_attention and their gradients"),
         (deterministic and not backward, "--deterministic", True,
-         "goes with attention_backward and varlen_attention_backward: a forward is repeatable"),
+         "goes with the gradients' operations: a forward is repeatable"),
     ])  # fmt: skip
     if backward and p.return_lse:
         p = msgspec.structs.replace(p, return_lse=False, grad_lse=True)

@@ -1,4 +1,4 @@
-"""Calls of the gradients of attention and varlen_attention.
+"""Calls of the gradients of attention, varlen_attention and block_sparse_attention.
 
 api/backward.py makes them of arguments that the forward has validated, its results, and their gradients.
 """
@@ -17,12 +17,25 @@ from portattn.schema.ops import BACKWARD
 from portattn.schema.problem import Problem
 from portattn.validate.checks import is_large, reachable, rows_aligned, starts_aligned
 from portattn.validate.dense import dense_call
+from portattn.validate.sparse import block_call
 from portattn.validate.varlen import packed, varlen_call
 
 
 def dense_backward_call(**given: Any) -> Call:
+    return _call(dense_call, given, _view(given), lambda lse: lse)
+
+
+def block_backward_call(**given: Any) -> Call:
+    listed = ("block_rows", "block_starts", "block_chunks")
+    call = _call(block_call, {name: given[name] for name in given if name not in listed}, _view(given), lambda lse: lse)
+    for name in listed:
+        setattr(call, name, given[name])
+    return call
+
+
+def _view(given: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     swapped = given["layout"] == "bshd"
-    return _call(dense_call, given, lambda tensor: tensor.transpose(1, 2) if swapped else tensor, lambda lse: lse)
+    return lambda tensor: tensor.transpose(1, 2) if swapped else tensor
 
 
 def varlen_backward_call(**given: Any) -> Call:
@@ -44,7 +57,7 @@ def _call(
     call = forward(**{name: value for name, value in given.items() if name not in own})
     op = BACKWARD[call.problem.op]
     tensors: dict[str, Any] = {name: view(given[name]) for name in _RESULTS}
-    tensors |= {name: None if given[name] is None else by_row(given[name]) for name in _BY_ROW}
+    tensors |= {name: None if given.get(name) is None else by_row(given[name]) for name in _BY_ROW}
     tensors["grad_bias"] = given.get("grad_bias")
     out, rows = (*call.q.shape[:3], call.v.shape[3]), tuple(call.q.shape[:3])
     shapes = {

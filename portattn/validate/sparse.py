@@ -1,4 +1,4 @@
-"""Calls of sparse_attention, over chosen tokens of a cache."""
+"""Calls of sparse_attention, over chosen tokens of a cache, and of block_sparse_attention, over chosen blocks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem_limits import Op
+from portattn.schema.problem import check_groups
+from portattn.schema.problem_limits import KEY_BLOCKS, MAX_LENGTH, Op
 from portattn.validate import values
 from portattn.validate.checks import (
     check_equal,
     check_int32,
+    check_like,
     check_place,
     check_tensor,
     check_width,
 )
 from portattn.validate.dense import AXES, check_layout
-from portattn.validate.features import Features, Scores, build
+from portattn.validate.features import Features, Scores, build, ceil_div
 from portattn.validate.paged import PAGE_AXES, check_page_layout, check_pages, check_table
 from portattn.validate.quantized import ScaleShapes, StoredCache, as_stored, dtypes_of, format_of
 
@@ -168,3 +170,87 @@ def _weights(
                         raise ArgumentError(OP, f"{name}[{head}]", value, f"must be at least {least}")
         found["magicpig_bits"], found["magicpig_tables"] = magicpig
     return found
+
+
+BLOCKS: Op = "block_sparse_attention"
+
+
+def block_call(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_counts: torch.Tensor | None = None,
+    block_size: int,
+    seqlens_k: torch.Tensor | None = None,
+    settings: Settings,
+    layout: str = "bhsd",
+    **asked: Any,
+) -> Call:
+    """Check block_sparse_attention's arguments and build the Call; Features checks `asked`."""
+    check_layout(BLOCKS, layout)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(BLOCKS, name, tensor, AXES[layout])
+        check_like(BLOCKS, name, tensor, "q's", q)
+    if block_size not in KEY_BLOCKS:
+        raise ArgumentError(BLOCKS, "block_size", block_size, f"must be one of {', '.join(map(str, KEY_BLOCKS))}")
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    batch, heads_q, seq_q, head_dim = q.shape
+    heads_k, seq_k = k.shape[1:3]
+    check_equal(BLOCKS, "k's batch", k.shape[0], "q's", batch)
+    check_equal(BLOCKS, "k's head_dim", k.shape[3], "q's", head_dim)
+    for axis, word in enumerate(("batch", "heads", "seq")):
+        check_equal(BLOCKS, f"v's {word}", v.shape[axis], "k's", k.shape[axis])
+    check_width(BLOCKS, "q", head_dim)
+    check_width(BLOCKS, "v", v.shape[3])
+    check_groups(BLOCKS, heads_q, heads_k)
+    axes, rows = ("batch, heads_k, seq_q", (batch, heads_k, seq_q))
+    if layout == "bshd":
+        axes, rows = ("batch, seq_q, heads_k", (batch, seq_q, heads_k))
+    if isinstance(block_indices, torch.Tensor) and block_indices.ndim != 4:
+        raise ArgumentError(BLOCKS, "block_indices.ndim", block_indices.ndim, f"must be 4: ({axes}, places)")
+    places = block_indices.shape[-1] if isinstance(block_indices, torch.Tensor) else 0
+    check_int32(
+        BLOCKS, "block_indices", block_indices, (*rows, places), f"({axes}, places)", q.device, contiguous=False
+    )
+    if not 1 <= places <= MAX_LENGTH // max(KEY_BLOCKS):
+        limit = f"must be from 1 to {MAX_LENGTH // max(KEY_BLOCKS)}"
+        raise ArgumentError(BLOCKS, "block_indices.shape[-1]", places, limit)
+    if places > 1 and block_indices.stride(-1) != 1:
+        limit = "must be 1: a row's places are neighbours"
+        raise ArgumentError(BLOCKS, "block_indices.stride(-1)", block_indices.stride(-1), limit)
+    if block_counts is not None:
+        check_int32(BLOCKS, "block_counts", block_counts, rows, f"({axes})", q.device, contiguous=False)
+    if seqlens_k is not None:
+        check_int32(BLOCKS, "seqlens_k", seqlens_k, (batch,), "(batch,)", q.device)
+    if values.reads(settings, q):
+        values.lengths(BLOCKS, "k", seqlens_k, None, seq_k)
+        values.blocks(BLOCKS, block_indices, block_counts, ceil_div(seq_k, block_size))
+    if layout == "bshd":
+        block_indices = block_indices.transpose(1, 2)
+        block_counts = None if block_counts is None else block_counts.transpose(1, 2)
+    found = Features(BLOCKS, q.device, q.dtype, asked, head_dim)
+    found.check_numbers()
+    found.check_scored(Scores(batch, heads_q, seq_q, seq_k, seq_q + seq_k))
+    return build(
+        BLOCKS,
+        {"q": q, "k": k, "v": v},
+        found,
+        problem={
+            "batch": batch,
+            "heads_q": heads_q,
+            "heads_k": heads_k,
+            "seq_q": seq_q,
+            "seq_k": seq_k,
+            "head_dim": head_dim,
+            "head_dim_v": v.shape[3],
+            "seqlens_k": seqlens_k is not None,
+            "tokens": places,
+            "block_k": block_size,
+            "layout": layout,
+        },
+        call={"seqlens_k": seqlens_k, "indices": block_indices, "counts": block_counts},
+        differentiable=(q, k, v),
+    )

@@ -213,3 +213,22 @@ def tokens(op: str, indices: torch.Tensor, counts: torch.Tensor, lengths: Sequen
     for b, h, n in (counted & (indices >= sizes)).nonzero().tolist():
         limit = f"must be below {lengths[b]}, the sequence's length (negative ones are passed over)"
         raise ArgumentError(op, f"indices[{b}, {h}, {n}]", int(indices[b, h, n]), limit)
+
+
+def blocks(op: str, indices: torch.Tensor, counts: torch.Tensor | None, most: int) -> None:
+    """Check block_counts, and each row's counted blocks against the `most` blocks of keys: no number is repeated."""
+    places = indices.shape[-1]
+    counted = indices >= 0
+    if counts is not None:
+        for place in ((counts < 0) | (counts > places)).nonzero().tolist()[:1]:
+            limit = f"must be in 0..{places}, the places there are"
+            raise ArgumentError(op, f"block_counts{place}", int(counts[tuple(place)]), limit)
+        counted &= torch.arange(places, device=indices.device) < counts[..., None]
+    for place in (counted & (indices >= most)).nonzero().tolist()[:1]:
+        limit = f"must be below {most}, the blocks of keys (negative ones are holes)"
+        raise ArgumentError(op, f"block_indices{place}", int(indices[tuple(place)]), limit)
+    ordered, _ = torch.where(counted, indices, -1).sort(dim=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    for place in twice.nonzero().tolist()[:1]:
+        row, limit = place[:-1], "must be in a row's list once"
+        raise ArgumentError(op, f"block_indices{row}", int(ordered[..., 1:][tuple(place)]), limit)

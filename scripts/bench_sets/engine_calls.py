@@ -128,8 +128,7 @@ def _cached(measure: Measure, name: str, batch: int, room: int, page: int | None
         found = judge(ours()) | {"path": portattn.last_plan().path}
         replay = _replayed()
         return found | {
-            "replay": replay, "right": found["right"] and replay["right"],
-            "note": measure.replay_note(replay["right"]),
+            "replay": replay, "right": found["right"] and replay["right"], "note": measure.replay_note(replay["right"]),
         }  # fmt: skip
 
     def _replayed() -> Row:

@@ -241,8 +241,7 @@ class Step:
         call = Forward(
             q=q, k=k, v=v, out=output, cu_seqlens_q=common.query_start_loc, seqused_k=common.seq_lens,
             max_seqlen_q=common.max_query_len, max_seqlen_k=common.max_seq_len, page_table=common.block_table_tensor,
-            softmax_scale=DIM**-0.5, is_causal=True,
-            num_splits=SPLITS_IN_GRAPHS if self.case.graphs else 0, **scales,
+            softmax_scale=DIM**-0.5, is_causal=True, num_splits=SPLITS_IN_GRAPHS if self.case.graphs else 0, **scales,
         )  # fmt: skip
         schedule = call.schedule(common.num_reqs, BLOCK)
         call.given["scheduler_metadata"] = schedule

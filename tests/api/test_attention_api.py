@@ -58,8 +58,7 @@ def test_it_is_sdpa_where_sdpa_is_defined(where: str) -> None:
     torch.testing.assert_close(portattn.attention(q, k, v), scaled_dot_product_attention(q, k, v), atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(
         portattn.attention(q, k, v, causal="top_left", scale=0.5),
-        scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5),
-        atol=2e-6, rtol=1e-5,
+        scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5), atol=2e-6, rtol=1e-5,
     )  # fmt: skip
 
 

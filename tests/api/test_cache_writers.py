@@ -240,8 +240,7 @@ BAD_SCALES: dict[str, tuple[Any, str]] = {
     "infinite": (torch.tensor(float("inf")), "is inf, but must be positive and finite"),
     "a number": (0.5, "k_scale is 'float', but must be a float32 torch.Tensor"),
     "float64": (torch.ones(HEADS).double(), "k_scale.dtype is torch.float64"),
-    "other heads": (torch.ones(3), "k_scale.shape is (3,)"),
-    "none": (None, "k_scale is None"),
+    "other heads": (torch.ones(3), "k_scale.shape is (3,)"), "none": (None, "k_scale is None"),
     "one token for all": (torch.ones(1, 1, 1).expand(PAGES, PAGE, HEADS), "k_scale.stride() is (0, 0, 0)"),
 }  # fmt: skip
 

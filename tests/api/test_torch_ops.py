@@ -31,8 +31,7 @@ def operator_call(name: str, device: Device, gradients: bool = False, **fields: 
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {"return_lse": False}, "lse": {},
-    "featured": {"alibi_slopes": True, "sinks": True, "softcap": True},
+    "plain": {"return_lse": False}, "lse": {}, "featured": {"alibi_slopes": True, "sinks": True, "softcap": True},
 }  # fmt: skip
 
 

@@ -102,13 +102,13 @@ def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
     parameters = set(inspect.signature(getattr(library, ROWS[op].gradient_of or op)).parameters)
     if "slot_mapping" in parameters:  # which says the pages, too
         parameters.add("page_table")
-    if "logits" in parameters:  # k is the number of places
+    if {"logits", "block_indices"} & parameters:  # k is the number of places
         parameters.add("indices")
     known = {name for row in ROWS.values() for name in row.options}
     found = {name for name in known if PARAMETERS.get(name, name) in parameters}
     if {"kv_scale", "weights"} & parameters:  # of latent rows, which are keys and values, and of an indexer's keys
         found |= {"kv_format", "kv_scales"}
-    lacking = {"kv_format", "kv_scales", *COMMON} if ROWS[op].gradient_of else set()
+    lacking = {"kv_format", "kv_scales", "num_splits", *COMMON} if ROWS[op].gradient_of else set()
     assert found - lacking <= set(ROWS[op].options) <= found
 
 
@@ -151,8 +151,7 @@ SAME = {
     ),
     "paged_attention, of a cache with both": (
         "--q 2,4,3,64 --kv 2,2,64,64 --page-size 16 --pages-apart",
-        (meta(2, 4, 3, 64), meta(9, 2, 16, 2, 64)[:, 0], meta(9, 2, 16, 2, 64)[:, 1], integers(2, 4), integers(2)),
-        {},
+        (meta(2, 4, 3, 64), meta(9, 2, 16, 2, 64)[:, 0], meta(9, 2, 16, 2, 64)[:, 1], integers(2, 4), integers(2)), {},
     ),
     "paged_attention, packed": (
         "--q 2,4,3,64 --kv 2,2,64,64 --page-size 16 --total-q 5 --causal",

@@ -3,8 +3,7 @@
     python rank_server.py ADDRESS
 
 It connects to ADDRESS and gets (world size, path of a file store). Each fork connects as well, says its rank, and
-serves: it gets (function, arguments) and answers (whether it returned, its value or a traceback).
-"""
+serves: it gets (function, arguments) and answers (whether it returned, its value or a traceback)."""
 
 import importlib.util
 import os

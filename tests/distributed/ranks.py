@@ -4,8 +4,7 @@
 
 One process imports everything and is then forked, since importing torch costs more than most of the programs do.
 FUNCTION(rank, ranks, folder) runs in each rank, with gloo and the time-out that it has as an attribute, and what it
-returns is written to FOLDER/FUNCTION/rank.json. Several functions run side by side, each in processes of its own.
-"""
+returns is written to FOLDER/FUNCTION/rank.json. Several functions run side by side, each in processes of its own."""
 
 import datetime
 import importlib

@@ -19,10 +19,8 @@ PLAIN: dict[str, Any] = {"seq_q": 1}
 BOTH = {"alibi_slopes": True, "sinks": True}
 CASES: list[tuple[str, int, str, dict[str, Any], int, str]] = [
     # id, ranks, call, fields, interleave, heads
-    ("tokens", 2, "decode", PLAIN, 1, "all"),
-    ("stretch", 2, "decode", PLAIN, 19, "all"),
-    ("four", 4, "decode", PLAIN, 3, "all"),
-    ("eight", 8, "decode", PLAIN, 1, "all"),
+    ("tokens", 2, "decode", PLAIN, 1, "all"), ("stretch", 2, "decode", PLAIN, 19, "all"),
+    ("four", 4, "decode", PLAIN, 3, "all"), ("eight", 8, "decode", PLAIN, 1, "all"),
     ("eight-heads", 8, "decode", PLAIN | {"heads_q": 8}, 2, "shard"),
     ("heads", 4, "decode", PLAIN | {"layout": "bshd"}, 2, "shard"),
     ("causal", 4, "decode", {"causal": "bottom_right"}, 2, "all"),
@@ -37,11 +35,9 @@ CASES: list[tuple[str, int, str, dict[str, Any], int, str]] = [
     ("paged", 2, "paged", PLAIN, 8, "all"),
     ("paged-hpd", 4, "paged", {"page_layout": "hpd", "causal": "bottom_right"}, 1, "shard"),
     ("paged-alibi", 2, "paged", {"alibi_slopes": True, "layout": "bshd", "sinks": True}, 5, "all"),
-    ("ragged", 2, "ragged", {}, 1, "all"),
-    ("ragged-causal", 4, "ragged", {"causal": "bottom_right"}, 3, "shard"),
+    ("ragged", 2, "ragged", {}, 1, "all"), ("ragged-causal", 4, "ragged", {"causal": "bottom_right"}, 3, "shard"),
     ("ragged-window", 2, "ragged", {"window_left": 7, "causal": "bottom_right"} | BOTH, 3, "all"),
-    ("ragged-top-left", 2, "ragged", {"causal": "top_left"}, 2, "all"),
-    ("mla", 2, "mla", PLAIN, 1, "all"),
+    ("ragged-top-left", 2, "ragged", {"causal": "top_left"}, 2, "all"), ("mla", 2, "mla", PLAIN, 1, "all"),
     ("mla-causal", 4, "mla", {"causal": "bottom_right", "softcap": True}, 8, "shard"),
     ("mla-ragged", 2, "mla ragged", {"causal": "bottom_right"}, 2, "all"),
 ]  # fmt: skip

@@ -30,8 +30,7 @@ def definition(case: dict[str, Any], tensors: dict[str, torch.Tensor], dtype: to
 
     tensors  by name, (B, H, S, D) of float64; grad_out and grad_lse among them
 
-    In less than float64, products are in the dtype and what comes on top of them in float32, as kernels compute.
-    """
+    In less than float64, products are in the dtype and what comes on top of them in float32, as kernels compute."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     leaves = {n: tensors[n].clone().to(dtype if n in "qkv" else wide).requires_grad_() for n in NAMES if n in tensors}
     q, k, v = (leaves[name] for name in "qkv")

@@ -23,12 +23,9 @@ COMPILERS = {
     "makes nothing": ("exit 0", "made no library"),
     "fails without a word": ("exit 1", "exit status 1: it said nothing"),
     "no UTF-8": (r"printf 'error \377\376' >&2; exit 1", "exit status 1: error ��"),
-    "says much": ("yes no | head -c 3000000; exit 1", "exit status 1: n"),
-    "dies": ("kill -SEGV $$", "died of SIGSEGV"),
-    "reads its input": ("cat; exit 1", "exit status 1"),
-    "an empty file": (': > "$out"', "ImportError"),
-    "no library": ('echo text > "$out"', "ImportError"),
-    "a folder": ('mkdir "$out"', "made no library"),
+    "says much": ("yes no | head -c 3000000; exit 1", "exit status 1: n"), "dies": ("kill -SEGV $$", "died of SIGSEGV"),
+    "reads its input": ("cat; exit 1", "exit status 1"), "an empty file": (': > "$out"', "ImportError"),
+    "no library": ('echo text > "$out"', "ImportError"), "a folder": ('mkdir "$out"', "made no library"),
     "crashes as it is loaded": (f"echo '{CRASHES}' | gcc -shared -fPIC -x c - -o \"$out\"", "died of SIG"),
     "half a library": (
         'echo "int f(void) { return 1; }" | gcc -shared -fPIC -x c - -o "$out"; truncate -s 9000 "$out"', "died of SIG",
@@ -39,8 +36,7 @@ COMPILERS = {
     "hangs with children": ("sleep 1000 & sleep 1000", "has not ended after 1 s"),
     "a library that hangs": (
         "echo 'int pause(void); void __attribute__((constructor)) f(void) { pause(); }'"
-        ' | gcc -shared -fPIC -x c - -o "$out"',
-        "has not ended after 2 s",
+        ' | gcc -shared -fPIC -x c - -o "$out"', "has not ended after 2 s",
     ),
 }  # fmt: skip
 

@@ -109,10 +109,8 @@ WHOLE, GONE = (True, ""), (False, NOT_MADE)
 # What is done with the library, or its folder; then what is loaded where nothing can be compiled, and where it can.
 STRANGE = (False, f"belongs to user {NOBODY} (mode 0755), and this process is user 0's")
 LEFT: dict[str, tuple[Callable[[Path], Any], tuple[bool, str], tuple[bool, str]]] = {
-    "a whole library": (lambda place: None, WHOLE, WHOLE),
-    "cut short": (shorten, GONE, WHOLE),
-    "of an older release, without a digest": (unseal, GONE, WHOLE),
-    "of another user": (theirs, GONE, WHOLE),
+    "a whole library": (lambda place: None, WHOLE, WHOLE), "cut short": (shorten, GONE, WHOLE),
+    "of an older release, without a digest": (unseal, GONE, WHOLE), "of another user": (theirs, GONE, WHOLE),
     "in another user's folder": (lambda place: theirs(place.parent), STRANGE, STRANGE),
     # In a sticky folder others can add files, and not replace ours.
     "in a sticky folder": (lambda place: place.parent.chmod(0o1777), WHOLE, WHOLE),

@@ -46,8 +46,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     twice    k is v, the same tensor
     grad     "", "no_grad", "inference", "wanted" (q requires gradients)
     alike    one of ALIKE's arguments and which of its values; ("", 0) for none
-    data     seed of lengths and page tables
-    """
+    data     seed of lengths and page tables"""
 
     batch: int = 1
     rows: int = 16

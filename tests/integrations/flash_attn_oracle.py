@@ -22,8 +22,7 @@ def one(
 
     alibi_slopes, sinks  (Hq,)
     kept                 (Hq, Sq, Sk) bool: what dropout leaves
-    exact                in float64; otherwise products in the inputs' dtype and all else in float32
-    """
+    exact                in float64; otherwise products in the inputs' dtype and all else in float32"""
     if exact:
         q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]

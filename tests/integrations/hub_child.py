@@ -2,8 +2,7 @@
 repository of LOCAL_KERNELS without a network. Prints, as JSON, how far each path's logits are from eager's.
 
     hub_child.py kernels   by the `kernels` package
-    hub_child.py direct    without it: what it would do is done here, all else is transformers' own
-"""
+    hub_child.py direct    without it: what it would do is done here, all else is transformers' own"""
 
 from __future__ import annotations
 

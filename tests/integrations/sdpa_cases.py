@@ -23,8 +23,7 @@ def definition(
 ) -> torch.Tensor:  # fmt: skip
     """torch's definition (its documentation's code) in the dtype given; a row that may attend nothing gives 0.
 
-    kept  the probabilities that dropout left, bool (..., Hq, L, S)
-    """
+    kept  the probabilities that dropout left, bool (..., Hq, L, S)"""
     rows, keys = query.shape[-2], key.shape[-2]
     scores = query @ _repeated(key, query, enable_gqa).transpose(-1, -2)
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -83,8 +82,7 @@ def assert_within_budget(
 ) -> None:  # fmt: skip
     """The rule of all tests: max|ours - right| ≤ 2 · max|torch's - right| + tiny. No NaN where torch has none.
 
-    least  what `right` counts as at least, for tiny
-    """
+    least  what `right` counts as at least, for tiny"""
     assert ours.shape == torchs.shape == right.shape
     assert ours.dtype is torchs.dtype
     assert not (ours.isnan() & ~torchs.isnan()).any()
@@ -100,8 +98,7 @@ def check(
     """Forward and, where something requires grad, backward of a call, beside torch's own and the definition in float64.
 
     around  the block in which `ours` is called, and its gradients are computed
-    kept    what dropout left of the probabilities; torch's own would draw others, and the definition stands for it
-    """
+    kept    what dropout left of the probabilities; torch's own would draw others, and the definition stands for it"""
     theirs = torch._C._nn.scaled_dot_product_attention
     in_64 = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in args]
     mask = kwargs.pop("attn_mask", None)

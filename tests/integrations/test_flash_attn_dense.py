@@ -288,8 +288,7 @@ PACKED: dict[str, Any] = {
 PAGED = PACKED | {"k": torch.zeros(6, 16, 2, 16), "v": torch.zeros(6, 16, 2, 16)}
 REFUSED: list[tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     (flash_attn_func, DENSE, [
-        ({"q": Q[0]}, r"q\.ndim is 3, but must be 4"),
-        ({"k": K[..., :8]}, r"k's head_dim is 8, but must be q's, 16"),
+        ({"q": Q[0]}, r"q\.ndim is 3, but must be 4"), ({"k": K[..., :8]}, r"k's head_dim is 8, but must be q's, 16"),
         ({"k": K.half()}, r"k\.dtype is torch\.float16, but must be q's"),
         ({"k": K[:1]}, r"k's batch is 1, but must be q's, 2"),
         ({"q": Q[:, :, :3]}, r"heads_q is 3, but must be a multiple of the 2 key/value heads"),

@@ -34,8 +34,7 @@ OPS: dict[str, dict[str, Any]] = {
         "op": "paged_attention", "batch": 3, "heads_q": 2, "heads_k": 1, "seq_q": 19, "total_q": 22,
     },
     "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 37, "tokens": 20, "seqlens_k": True},
-    "sparse paged": PAGED | {"op": "sparse_attention", "seq_q": 1, "tokens": 20},
-    "mla": LATENT | {"seq_q": 3},
+    "sparse paged": PAGED | {"op": "sparse_attention", "seq_q": 1, "tokens": 20}, "mla": LATENT | {"seq_q": 3},
     "mla ragged": LATENT | {"batch": 3, "heads_q": 2, "seq_q": 19, "total_q": 22},
 }  # fmt: skip
 SPLITTING = [name for name in OPS if name not in ("dense", "padded", "varlen")]

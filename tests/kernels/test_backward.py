@@ -42,8 +42,7 @@ ALONE: dict[str, dict[str, Any]] = {
     **{f"scale {one}": {"scale": one} for one in (0.0, -0.4, 1.0)},
     **{f"{dtype} {dim} {dim_v}": {"dtype": dtype, "head_dim": dim, "head_dim_v": dim_v, "causal": "bottom_right"}
        for dtype in ("fp16", "bf16") for dim, dim_v in ((64, 64), (80, 48), (128, 128))},
-    "one row and one key": {"seq_q": 1, "seq_k": 1},
-    "one head of keys": {"batch": 1, "heads_q": 5, "heads_k": 1},
+    "one row and one key": {"seq_q": 1, "seq_k": 1}, "one head of keys": {"batch": 1, "heads_q": 5, "heads_k": 1},
     # NaN in a key is NaN in what dS is multiplied by, and dS is 0 there.
     "a cap of what is hidden": {"seed": 1, "heads_q": 4, "mask": True, "softcap": True, "poison": "k"},
 }  # fmt: skip

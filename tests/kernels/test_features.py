@@ -15,20 +15,15 @@ from portattn.schema.call import Call
 from portattn.testing.oracle import oracle
 
 PLACED: dict[str, dict[str, Any]] = {
-    "causal": {"causal": "bottom_right"},
-    "top_left": {"causal": "top_left"},
-    "window_before": {"window_left": 3},
-    "window_after": {"window_right": 1},
+    "causal": {"causal": "bottom_right"}, "top_left": {"causal": "top_left"},
+    "window_before": {"window_left": 3}, "window_after": {"window_right": 1},
     "window": {"window_left": 9, "window_right": 5},
     "window_wider_than_a_tile": {"window_left": 17, "window_right": 18},
     "window_of_itself": {"window_left": 0, "window_right": 0},
     "causal_window": {"causal": "bottom_right", "window_left": 5},
-    "top_left_window": {"causal": "top_left", "window_left": 5},
-    "chunk": {"chunk": 5},
-    "chunk_of_one": {"chunk": 1},
-    "chunk_wider_than_a_tile": {"chunk": 19},
-    "causal_chunk": {"causal": "bottom_right", "chunk": 7},
-    "top_left_chunk": {"causal": "top_left", "chunk": 7},
+    "top_left_window": {"causal": "top_left", "window_left": 5}, "chunk": {"chunk": 5},
+    "chunk_of_one": {"chunk": 1}, "chunk_wider_than_a_tile": {"chunk": 19},
+    "causal_chunk": {"causal": "bottom_right", "chunk": 7}, "top_left_chunk": {"causal": "top_left", "chunk": 7},
     "chunk_and_window": {"window_left": 4, "window_right": 2, "chunk": 6},
     "chunk_and_more": {
         "causal": "bottom_right", "window_left": 9, "chunk": 11, "softcap": True, "alibi_slopes": True, "sinks": True,
@@ -38,8 +33,7 @@ PLACED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GIVEN: dict[str, dict[str, Any]] = {
-    "bias": {"bias": True},
-    "mask": {"mask": True},
+    "bias": {"bias": True}, "mask": {"mask": True},
     "all": {
         "causal": "bottom_right", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True,
         "mask": True,

@@ -28,8 +28,7 @@ class Kind(NamedTuple):
 
     between  (D, Dv) beside the kernel's own widths
     turns    fields, seed and extreme lengths of each run of a table's problem
-    spoils   tensors and the number in their place, one after the other
-    """
+    spoils   tensors and the number in their place, one after the other"""
 
     variant: Variant
     fields: dict[str, Any]

@@ -188,8 +188,7 @@ def check_calls(
 
     near, given_near  the least cosine similarity to what is stored, and to what was given
     lse_within        the largest distance of the LSE from the stored numbers' LSE
-    given_lse         and from the given numbers' LSE, in each call
-    """
+    given_lse         and from the given numbers' LSE, in each call"""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 500, 128, device=device.name, dtype=torch.bfloat16).unbind()
     seen = torch.ones(len(q), 500, 500, dtype=torch.bool).tril(0 if causal else 500)

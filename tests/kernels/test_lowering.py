@@ -38,8 +38,7 @@ BASE: dict[str, dict[str, Any]] = {
     "mla_attention": {"seq_q": 1, "heads_q": 4, "heads_k": 1, "head_dim": 48, "head_dim_v": 32} | PAGES,
 }  # fmt: skip
 DENSE = {
-    "dense": {"causal": "none"},
-    "causal_gqa": {"causal": "bottom_right", "heads_q": 4, "heads_k": 2, "head_dim_v": 32},
+    "dense": {"causal": "none"}, "causal_gqa": {"causal": "bottom_right", "heads_q": 4, "heads_k": 2, "head_dim_v": 32},
     "padded_fp16": {
         "causal": "top_left", "dtype": "fp16", "seqlens_q": True, "seqlens_k": True, "leftpad_q": True,
         "leftpad_k": True, "layout": "bshd",
@@ -55,8 +54,7 @@ DENSE = {
     "one_tile_fp16": {"seq_k": 13, "causal": "bottom_right", "dtype": "fp16", "seqlens_k": True},
 }  # fmt: skip
 VARLEN = {
-    "full": {},
-    "causal_gqa_fp16": {"causal": "bottom_right", "heads_q": 4, "heads_k": 2, "dtype": "fp16"},
+    "full": {}, "causal_gqa_fp16": {"causal": "bottom_right", "heads_q": 4, "heads_k": 2, "dtype": "fp16"},
     "every_feature_bf16": {
         "causal": "top_left", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "dtype": "bf16",
         "return_lse": False,
@@ -64,8 +62,7 @@ VARLEN = {
     "int8_fp16": {"dtype": "fp16", "head_dim": 32, "kv_format": "int8", "kv_scales": "head"},
 }  # fmt: skip
 DECODE = {
-    "full": {"seq_q": 1},
-    "lengths_fp16": {"seq_q": 1, "dtype": "fp16", "seqlens_k": True, "leftpad_k": True},
+    "full": {"seq_q": 1}, "lengths_fp16": {"seq_q": 1, "dtype": "fp16", "seqlens_k": True, "leftpad_k": True},
     "causal_bf16_bshd": {"seq_q": 3, "dtype": "bf16", "causal": "bottom_right", "seqlens_k": True, "layout": "bshd"},
     "top_left": {"seq_q": 3, "causal": "top_left", "leftpad_k": True, "return_lse": False},
     "every_feature": {
@@ -96,8 +93,7 @@ SPARSE = {
 }  # fmt: skip
 ATTENTION = tuple(op for op in PUBLIC if op not in WRITERS)  # the others: test_cache_writes.py
 MLA = {
-    "one_query": {},
-    "causal_fp16": {"seq_q": 3, "causal": "bottom_right", "dtype": "fp16", "layout": "bshd"},
+    "one_query": {}, "causal_fp16": {"seq_q": 3, "causal": "bottom_right", "dtype": "fp16", "layout": "bshd"},
     "packed_small_pages_bf16": {
         "batch": 3, "seq_q": 7, "total_q": 12, "page_size": 6, "seq_k": 42, "dtype": "bf16", "sinks": True,
         "window_left": 9,
@@ -189,10 +185,8 @@ def test_a_persistent_grid_of_any_width(device: Device, op: str, cores: int) -> 
 
 
 STEPS: dict[str, dict[str, Any]] = {  # which tiles are whole, which are at an edge, and in which order they come
-    "whole tiles and no edge": {"seq_q": 20, "seq_k": 96},
-    "a last tile that is not whole": {"seq_q": 20, "seq_k": 100},
-    "one tile": {"seq_q": 20, "seq_k": 9},
-    "a diagonal": {"seq_q": 90, "seq_k": 90, "causal": "bottom_right"},
+    "whole tiles and no edge": {"seq_q": 20, "seq_k": 96}, "a last tile that is not whole": {"seq_q": 20, "seq_k": 100},
+    "one tile": {"seq_q": 20, "seq_k": 9}, "a diagonal": {"seq_q": 90, "seq_k": 90, "causal": "bottom_right"},
     "rows without keys": {"seq_q": 90, "seq_k": 20, "causal": "bottom_right"},
     "a window with whole tiles inside": {"seq_q": 90, "seq_k": 200, "causal": "bottom_right", "window_left": 70},
     "a window of edges alone": {"seq_q": 40, "seq_k": 150, "window_left": 9, "window_right": 9},
@@ -227,8 +221,7 @@ def check_rows(device: Device, call: Call, lowering: dict[str, str], blind: bool
 
 
 ONE_TILE: dict[str, dict[str, Any]] = {  # keys that one tile of TILE holds
-    "a whole tile": {"seq_q": 20, "seq_k": TILE},
-    "a part of it": {"seq_q": 20, "seq_k": 9},
+    "a whole tile": {"seq_q": 20, "seq_k": TILE}, "a part of it": {"seq_q": 20, "seq_k": 9},
     "a diagonal": {"seq_q": TILE, "seq_k": TILE, "causal": "bottom_right"},
     "rows without keys": {"seq_q": 90, "seq_k": 12, "causal": "bottom_right"},
     "a window": {"seq_q": 14, "seq_k": 14, "causal": "bottom_right", "window_left": 3},

@@ -52,8 +52,7 @@ def test_what_native_does_not_handle_goes_by_python(seen: dict[str, Any]) -> Non
 def test_what_torch_does_around_a_call_is_part_of_it(seen: dict[str, Any]) -> None:
     """Forward-mode differentiation, modes that see every operator, transforms, inference and autocast."""
     names = (
-        "dual level", "tangent", "fake tensors' mode", "a mode that counts", "inference", "vmap", "grad",
-        "jit.trace",
+        "dual level", "tangent", "fake tensors' mode", "a mode that counts", "inference", "vmap", "grad", "jit.trace",
         "functionalize", "jvp", "kept in inference, outside",
     )  # fmt: skip
     assert ways(seen, *names) == dict.fromkeys(names, NOTHING)

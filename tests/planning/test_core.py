@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "decode_attention": {"heads_q": 6, "seq_q": 2},
     "paged_attention": {"op": "paged_attention", "heads_q": 6, "seq_q": 2} | PAGES,
     "sparse_attention": {"seq_q": 1, "tokens": 20, "softcap": True} | PAGES,
+    "block_sparse_attention": {"tokens": 2}, "block_sparse_attention_backward": {"tokens": 2, "return_lse": False},
     "mla_attention": {"heads_q": 6, "heads_k": 1, "head_dim": 24, "head_dim_v": 16, "seq_q": 2} | PAGES,
     "append_kv": {"seqlens_k": True, "rotary": "neox", "rotary_dim": 8, "return_lse": False},
     "write_pages": {

@@ -32,7 +32,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mla_attention": {
         "seq_q": 1, "page_size": 64, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "pages_in_line": True,
     },
-    "sparse_attention": {"seq_q": 1, "tokens": 16}, "append_kv": {}, "write_pages": {"batch": 1, "page_size": 64},
+    "sparse_attention": {"seq_q": 1, "tokens": 16}, "block_sparse_attention": {"tokens": 2},
+    "block_sparse_attention_backward": {"tokens": 2}, "append_kv": {}, "write_pages": {"batch": 1, "page_size": 64},
     "indexer_logits": {"heads_q": 1, "heads_k": 1},
     "topk_indices": {"heads_q": 1, "heads_k": 1, "head_dim": 1, "tokens": 16},
 }  # fmt: skip

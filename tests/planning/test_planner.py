@@ -41,6 +41,7 @@ NEEDS = {
     "attention": {"seq_q": 2}, "varlen_attention": {"total_q": 8192, "total_k": 8192}, "decode_attention": {"seq_q": 2},
     "paged_attention": {"seq_q": 2} | PAGES, "sparse_attention": {"seq_q": 1, "tokens": 512},
     "mla_attention": {"seq_q": 2, "heads_k": 1, "head_dim": 576, "head_dim_v": 512} | PAGES,
+    "block_sparse_attention": {"tokens": 16}, "block_sparse_attention_backward": {"tokens": 16, "return_lse": False},
     "append_kv": {"heads_k": 16, "seqlens_k": True, "return_lse": False},
     "write_pages": {"heads_k": 16, "page_size": 64, "batch": 1, "return_lse": False, "kv_format": "e4m3"},
     "indexer_logits": {"heads_k": 1, "return_lse": False, "kv_format": "e4m3"},
@@ -319,7 +320,7 @@ def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
     in_key = CORES[op].constexprs(p, made.lowering, made.launch)
     # MagicPIG's numbers are a call's, not a problem's; how row numbers are read follows from a call's lengths.
     numbers = {"PIG_BITS": 0, "PIG_TABLES": 0} if op == "sparse_attention" else {}
-    numbers |= {"NUMBERS": "pointer"} if op.endswith("_backward") else {}
+    numbers |= {"NUMBERS": "pointer"} if op in ("attention_backward", "varlen_attention_backward") else {}
     main = next(launch for launch in launches if launch.function == CORES[op].function)
     assert main.constexprs == in_key | numbers
 

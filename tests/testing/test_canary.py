@@ -38,9 +38,7 @@ GOOD = Reply(outcome="ok", facts={"error": 1e-4, "budget": 1e-3, "wrong": 0, "ls
 WRONG = msgspec.structs.replace(GOOD, facts=GOOD.facts | {"error": 0.5})
 NAN = msgspec.structs.replace(GOOD, facts=GOOD.facts | {"wrong": 3})
 ANSWERS: dict[str, tuple[Reply, str]] = {
-    "good": (GOOD, ""),
-    "wrong numbers": (WRONG, "wrong-result"),
-    "NaN": (NAN, "wrong-result"),
+    "good": (GOOD, ""), "wrong numbers": (WRONG, "wrong-result"), "NaN": (NAN, "wrong-result"),
     "hang": (Reply(outcome="hang", stage="run", kind="timeout", message="no answer in 3 s"), "hang"),
     "crash": (Reply(outcome="crash", stage="run", kind="SIGSEGV", message="SIGSEGV"), "compiler-crash"),
     "illegal access": (

@@ -112,8 +112,7 @@ def test_a_canarys_record_is_of_one_chip_compiler_and_source(monkeypatch: pytest
     replace = msgspec.structs.replace
     tools = MI300.toolchain
     targets = [
-        MI300,
-        parse_target("rocm:gfx90a", str(tools)),
+        MI300, parse_target("rocm:gfx90a", str(tools)),
         *(replace(MI300, toolchain=replace(tools, **part)) for part in (
             {"version": "3.4.0"}, {"distribution": "triton-ascend"}, {"components": (("rocm", "9.9"),)},
         )),

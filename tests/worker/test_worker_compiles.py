@@ -74,8 +74,7 @@ def test_a_kernel_that_does_not_compile(compiling_worker: Worker, tmp_path: Path
 PLANTED = {
     "aborts": ("import os, resource, sys\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
                "print('LLVM ERROR: unsupported', flush=True)\nos.abort()\n"),
-    "hangs": "import time\ntime.sleep(60)\n",
-    "raises": "raise ImportError('no such kernel')\n",
+    "hangs": "import time\ntime.sleep(60)\n", "raises": "raise ImportError('no such kernel')\n",
     "exits": "raise SystemExit(4)\n",
     "reads_env": ("from os import environ as e\n"
                   "raise RuntimeError(e['TRITON_PLANTED'] + e.get('TRITON_INTERPRET', '-'))"),

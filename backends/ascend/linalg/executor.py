@@ -244,7 +244,7 @@ ELEMENT_OF = {
 NUMBER_OF = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 WORKSPACE = 1 << 16  # bytes for the lock and the workspace that the adapter adds; kernels without atomics use neither
 # Arguments that a kernel may write, by the names that all core kernels have for them.
-OUTPUTS = ("out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes")
+OUTPUTS = ("out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes", "grad_parts")
 
 
 class LaunchReport(msgspec.Struct, frozen=True):

@@ -163,6 +163,24 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: tor
     return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
+def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
+    block_size: int = 64, block_counts: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
+    scale: Number | None = None, causal: bool | str = False, sinks: torch.Tensor | None = None,
+    num_splits: int | None = None, return_lse: Literal[False] = False, layout: str = 'bhsd', backend: str | None = None,
+    validate: bool | None = None) -> torch.Tensor: ...
+@overload
+def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
+    block_size: int = 64, block_counts: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
+    scale: Number | None = None, causal: bool | str = False, sinks: torch.Tensor | None = None,
+    num_splits: int | None = None, return_lse: Literal[True], layout: str = 'bhsd', backend: str | None = None,
+    validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
+    block_size: int = 64, block_counts: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
+    scale: Number | None = None, causal: bool | str = False, sinks: torch.Tensor | None = None,
+    num_splits: int | None = None, return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
+    validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
@@ -186,5 +204,6 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: Number = 0.0,
     dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, return_lse: bool = False,
     backend: str | None = None, validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-__all__ = ['append_kv', 'attention', 'decode_attention', 'explain', 'indexer_logits', 'make_request', 'mla_attention',
-    'paged_attention', 'plan', 'prepare', 'sparse_attention', 'topk_indices', 'varlen_attention', 'write_pages']
+__all__ = ['append_kv', 'attention', 'block_sparse_attention', 'decode_attention', 'explain', 'indexer_logits',
+    'make_request', 'mla_attention', 'paged_attention', 'plan', 'prepare', 'sparse_attention', 'topk_indices',
+    'varlen_attention', 'write_pages']

@@ -1,4 +1,4 @@
-"""Attention of dense tensors, of nested ones as packed rows, and of packed sequences."""
+"""Attention of dense tensors, of nested ones as packed rows, of packed sequences, and over chosen blocks of keys."""
 
 from __future__ import annotations
 
@@ -193,5 +193,75 @@ def varlen_attention(
         >>> out = portattn.varlen_attention(q, k, v, lengths, lengths, 40, 40, causal=True)
         >>> alone = portattn.attention(q[None, 5:], k[None, 5:], v[None, 5:], causal=True, layout="bshd")
         >>> torch.allclose(out[5:], alone[0], atol=1e-5)
+        True
+    """
+
+
+@operation
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    *,
+    block_size: int = 64,
+    block_counts: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    scale: Number | None = None,
+    causal: bool | str = False,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    backend: str | None = None,
+    validate: bool | None = None,
+) -> Result:
+    """Attention of each query over the blocks of keys that it lists for a key/value head (NSA, MoBA, MSA, QSA).
+
+    Args:
+        q: (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd"; float16, bfloat16 or float32; any strides
+        k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), dense or a cache; Hq must be a multiple of Hk. Of q's dtype
+        block_indices: (B, Hk, Sq, T) int32 in the layout's order, (B, Sq, Hk, T) with "bshd", the last axis contiguous:
+            numbers of blocks in any order, which all query heads of the group attend. Negative numbers are holes,
+            anywhere. A number must not be repeated in a row's list: an error if values are checked, else undefined
+        block_size: keys of a block: 16, 32, 64 or 128. Block n holds keys n · block_size and on; the last may be short
+        block_counts: (B, Hk, Sq) int32 in the layout's order: places of a row's list that count, from the first on;
+            None for all. Later places may hold anything
+        seqlens_k: (B,) int32: keys of each sequence; None for Sk. A block behind them counts for nothing; one behind
+            Sk is an error if values are checked
+        scale: factor on the scores (None: 1/√D), also negative or 0. A 0-d tensor is read back: an accelerator waits
+        causal: True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
+            mask. It hides keys of listed blocks one by one
+        sinks: (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
+        num_splits: programs that share a row's keys; None: the plan chooses. In the kernels, 1 gives each sequence
+            bitwise the same result in every batch
+        return_lse: also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
+        layout: "bhsd", or "bshd": the order of the axes of q, k, v, of the lists and of the result
+        backend: "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
+        validate: read lengths and lists back and check them; None for the setting, which checks on the CPU only
+
+    Returns:
+        out (B, Hq, Sq, Dv) in q's dtype and layout; with return_lse, (out, lse). A query without a key gives 0 and -inf
+        (or its sink).
+
+    Gradients of q, k, v and sinks are computed by kernels up to D = 256 and 128 query heads a group, and repeat bit by
+    bit: a program goes through the rows that list its block.
+
+    Memory beyond the inputs: as of `attention`; if keys are split over programs, float32 partial results of
+    splits·B·Hq·Sq·(Dv + 2) elements; for gradients 20 bytes for each place of the lists.
+
+    Raises:
+        ArgumentError: An argument is malformed: the error has the argument, its value and the limit.
+        UnknownArgument: A keyword is unknown. For another library's name the error has portattn's.
+        PathUnavailable: A named path cannot run the call, or falling back is forbidden.
+        TracingError: Forward-mode or second derivatives are requested.
+
+    Examples:
+        >>> import torch, portattn
+        >>> q, k, v = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 80, 64), torch.randn(1, 2, 80, 64)
+        >>> blocks = torch.tensor([4, 1, -1], dtype=torch.int32).expand(1, 2, 1, 3)
+        >>> out = portattn.block_sparse_attention(q, k, v, blocks, block_size=16)
+        >>> keys = [*range(64, 80), *range(16, 32)]
+        >>> torch.allclose(out, portattn.attention(q, k[:, :, keys], v[:, :, keys]), atol=1e-5)
         True
     """

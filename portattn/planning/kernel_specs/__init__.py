@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from portattn.planning.kernel_specs.backward import DenseBackward, VarlenBackward, packed_keys
+from portattn.planning.kernel_specs.backward import BlockBackward, DenseBackward, VarlenBackward, chunks_of, packed_keys
 from portattn.planning.kernel_specs.base import (
     MIN_DOT,
     CoreKernel,
@@ -15,7 +15,7 @@ from portattn.planning.kernel_specs.base import (
     packed_tiles,
     tile_width,
 )
-from portattn.planning.kernel_specs.decode import DecodeSplit, MlaSplit, PagedSplit, SparseSplit
+from portattn.planning.kernel_specs.decode import BlockForward, DecodeSplit, MlaSplit, PagedSplit, SparseSplit
 from portattn.planning.kernel_specs.dense import DenseForward, VarlenForward
 from portattn.planning.kernel_specs.write import CacheWrite, IndexScores, PagedWrite, TopkRows
 
@@ -28,6 +28,7 @@ __all__ = [
     "DecodeSplit",
     "DenseBackward",
     "ceil_div",
+    "chunks_of",
     "head_columns",
     "heads_together",
     "occupied_tiles",
@@ -47,6 +48,8 @@ CORES: dict[str, CoreKernel] = {
         DecodeSplit(),
         PagedSplit(),
         SparseSplit(),
+        BlockForward(),
+        BlockBackward(),
         MlaSplit(),
         CacheWrite(),
         PagedWrite(),

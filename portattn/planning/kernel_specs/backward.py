@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
+
+import msgspec
 
 from portattn.planning.kernel_specs.base import (
     MIN_DOT,
@@ -17,7 +20,9 @@ from portattn.planning.kernel_specs.base import (
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.symbolic_int import most
+from portattn.schema.symbolic_int import most, next_power_of_two
+from portattn.schema.target import Arch
+from portattn.schema.tuning import SPLIT_THRESHOLD
 
 
 class DenseBackward(CoreKernel):
@@ -89,6 +94,71 @@ class VarlenBackward(DenseBackward):
 
     def row_tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch.of_rows(), 1)
+
+
+class BlockBackward(DenseBackward):
+    """Gradients of chosen blocks: a program holds a part of a block of keys, or one query row's heads of a group."""
+
+    name = "block_backward"
+    function = "backward_block_keys"
+    of_rows = "backward_block_rows"
+    op = "block_sparse_attention_backward"
+    takes = (TAKES - {"softcap"}) | score_tensors(op) | {"causal", "causal_top_left", "grad_lse", "deterministic"}
+
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        return _READ_OF_BLOCKS
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return ()
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.group > MOST_GROUP:
+            return f"{problem.group} query heads share a key/value head, and a tile holds {MOST_GROUP}", "group them"
+        return super().cannot(problem)
+
+    def key_tiles(self, problem: Problem, launch: Launch) -> int:
+        blocks = ceil_div(problem.seq_k, problem.block_k)
+        chunks, _ = chunks_of(problem.seq_q * problem.tokens, blocks, problem.group)
+        return problem.batch * problem.heads_k * chunks * (problem.block_k // launch.block_m)
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.batch * problem.heads_k * problem.seq_q
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        group, of_rows = max(next_power_of_two(problem.group), MIN_DOT), launch.of_rows()
+        return msgspec.structs.replace(
+            launch, splits=1, block_m=min(launch.block_m, problem.block_k), block_n=max(launch.block_n, group),
+            rows_m=group, rows_n=min(of_rows.block_n, problem.block_k), rows_warps=of_rows.num_warps,
+            rows_stages=of_rows.num_stages,
+        )  # fmt: skip
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        found = CoreKernel.constexprs(self, problem, lowering, launch)
+        found = {name: found[name] for name in (*_OF_BLOCKS, *map(str.upper, _READ_OF_BLOCKS))}
+        return found | {"GROUP": problem.group, "BLOCK_KEYS": problem.block_k}
+
+
+MOST_GROUP = 128
+CHUNK = 16384  # pairs of a query row and a head that one program goes through: some blocks are in nearly all lists
+
+
+def chunks_of(entries: int, blocks: int, group: int) -> tuple[int, int]:
+    """Return the most chunks of the query rows that list a key/value head's blocks, and the rows of one."""
+    rows = most(CHUNK // group, 1)
+    return blocks + entries // rows, rows
+
+
+_READ_OF_BLOCKS = ("exp", "dot_precision", "grid")
+_OF_BLOCKS = ("HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL")
 
 
 def packed_keys(problem: Problem, launch: Launch) -> int:

@@ -24,6 +24,7 @@ from portattn.planning.kernel_specs.base import (
     warp_split_limits,
     warp_split_unread,
 )
+from portattn.planning.kernel_specs.dense import DenseForward
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import ADDED
 from portattn.schema.problem import Problem
@@ -227,6 +228,57 @@ class PagedSplit(DecodeSplit):
                 ("load", "pointer", "a descriptor reads tiles of one matrix: whole pages that lie in line"),
             )
         return found
+
+
+class BlockForward(DecodeSplit):
+    """Chosen blocks: a tile is one query row's heads of a group, which list blocks of keys."""
+
+    name = "block_forward"
+    function = "block_forward"
+    op = "block_sparse_attention"
+    takes = (TAKES - {"softcap"}) | score_tensors(op) | {"causal", "causal_top_left", "num_splits", "needs_grad"}
+    forms = ()
+    choices = DenseForward.choices  # by its name, tuning and quirks of every forward kernel are its own
+    max_head_dim = WIDEST_TILE
+
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        return _READ_OF_BLOCKS
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.seq_q * ceil_div(problem.group, launch.block_m)
+
+    def rows(self, problem: Problem) -> int:
+        return problem.group
+
+    def keys(self, problem: Problem) -> int:
+        return problem.tokens * problem.block_k
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return tuple(limit for limit in super().limits(problem, lowering, launch) if limit[0] in _READ_OF_BLOCKS)
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        launch = msgspec.structs.replace(launch, block_n=min(launch.block_n, problem.block_k))  # tiles of one block
+        return super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        found = super().constexprs(problem, lowering, launch) | {"BLOCK_KEYS": problem.block_k}
+        return {name: found[name] for name in (*_OF_BLOCKS, *map(str.upper, _READ_OF_BLOCKS))}
+
+
+_READ_OF_BLOCKS = ("load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand")
+_OF_BLOCKS = (
+    "GROUP", "SPLIT", "BLOCK_KEYS", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "CAUSAL",
+    "NEGATED",
+)  # fmt: skip
 
 
 class MlaSplit(PagedSplit):

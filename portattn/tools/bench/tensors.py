@@ -189,8 +189,7 @@ class Tensors:
         group = slice(head * case.group, (head + 1) * case.group)
         this, those = slice(sequence, sequence + 1), slice(head, head + 1)
         one = msgspec.structs.replace(
-            case,
-            op="attention" if case.op == "varlen_attention" else case.op,
+            case, op="attention" if case.op == "varlen_attention" else case.op,
             batch=1, heads_q=case.group, heads_k=1, seq_q=queries, seq_k=keys, lengths_q=(), lengths_k=(), packed=False,
         )  # fmt: skip
         latent = case.op == "mla_attention"

@@ -29,6 +29,7 @@ _DECODE: Fields = {"batch": 16, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k"
 _PAGED: Fields = _DECODE | {"pages_in_line": True}
 # A chunk of a prompt of DeepSeek V3.2.
 _INDEXER: Fields = {"batch": 1, "heads_q": 64, "heads_k": 1, "seq_q": 1024, "seq_k": 16384}
+_BLOCKS: Fields = _INDEXER | {"heads_k": 4, "seq_q": 8192, "seq_k": 8192, "tokens": 16, "block_k": 64}
 # op -> its word in names, and its sizes
 SIZES: dict[str, tuple[str, Fields]] = {
     "attention": ("dense", _DENSE),
@@ -38,6 +39,8 @@ SIZES: dict[str, tuple[str, Fields]] = {
     "decode_attention": ("decode", _DECODE),
     "paged_attention": ("paged", _PAGED),
     "sparse_attention": ("sparse", _DECODE | {"seq_k": 32768, "tokens": 1024}),
+    "block_sparse_attention": ("blocks", _BLOCKS),
+    "block_sparse_attention_backward": ("gradients of blocks", _BLOCKS),
     "mla_attention": ("MLA", _PAGED | {"heads_q": 128, "heads_k": 1, "seq_k": 4096, "page_size": 64}),
     "append_kv": ("append", _DECODE | _FEWER),
     "write_pages": ("write", _FEWER | {"batch": 1, "seq_q": 64, "seq_k": 131072, "page_size": 16}),
@@ -81,6 +84,7 @@ gradients = partial(named_problem, "attention_backward")
 packed_gradients = partial(named_problem, "varlen_attention_backward")
 decode = partial(named_problem, "decode_attention")
 sparse = partial(named_problem, "sparse_attention")
+blocks, block_gradients = (partial(named_problem, f"block_sparse_attention{end}") for end in ("", "_backward"))
 mla = partial(named_problem, "mla_attention")
 append = partial(named_problem, "append_kv")
 write = partial(named_problem, "write_pages")
@@ -105,6 +109,7 @@ def quick() -> list[NamedProblem]:
         decode("GQA", **WIDE),
         paged("GQA", **WIDE, page_size=16),
         sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
+        *(make(**CAUSAL) for make in (blocks, block_gradients)),
         mla(**LATENT),
         append(**WIDE),
         write("rotary, e4m3 cache, scales token", **WIDE, **E4M3, **ROTARY),
@@ -269,6 +274,13 @@ def _sparse() -> Iterator[NamedProblem]:
     yield sparse(**LATENT)
     yield from (sparse(words, **WIDE | fields) for words, fields in _quantised("sparse_attention"))
     yield sparse("MagicPIG, e4m3 cache, scales token", **of_16, magicpig=True, **E4M3)
+    for make in (blocks, block_gradients):
+        yield from (make(**CAUSAL | {"dtype": dtype, "head_dim": dim}) for dtype in DTYPES for dim in (64, 128))
+        yield make("24 heads of Q, 2 of K", **CAUSAL | {"head_dim": 256, "heads_q": 24, "heads_k": 2})
+        yield make("one head a group, unaligned", **CAUSAL, heads_q=4, tokens=5, block_k=128, aligned=False)
+        yield make("of 16 keys, lengths, sinks", **CAUSAL, block_k=16, tokens=64, seqlens_k=True, sinks=True)
+    decode: Fields = WIDE | {"batch": 64, "seq_q": 1, "seq_k": 32768, "tokens": 32, "seqlens_k": True}
+    yield from (blocks(word, **decode, num_splits=n) for n, word in enumerate(("decode", "decode, one split")))
 
 
 def _mla() -> Iterator[NamedProblem]:

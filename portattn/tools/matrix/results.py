@@ -201,8 +201,7 @@ def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], comm
         **{name: ", ".join(_all([getattr(run, name)] for run, _ in runs)) for name in ("compiler", "machine")},
         problems=", ".join(_all(run.problems.split(", ") for run, _ in runs)), command=command, cells=tuple(wanted),
         environments={name: what for run, _ in runs for name, what in run.environments.items()},
-        identities=tuple(identities.values()),
-        date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+        identities=tuple(identities.values()), date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
     )  # fmt: skip
     return MergedRun(run=made, cells=chosen, conflicts=conflicts(chosen))
 

@@ -64,10 +64,7 @@ def globs(texts: Sequence[str]) -> list[str]:
 
 
 def targets(
-    globs: Sequence[str],
-    toolchains: Sequence[Toolchain],
-    other: Toolchain | None = None,
-    which: SetName = "full",
+    globs: Sequence[str], toolchains: Sequence[Toolchain], other: Toolchain | None = None, which: SetName = "full"
 ) -> list[Target]:
     """Return the targets that match a glob, with every toolchain of their compiler. Raises ArgumentError.
 

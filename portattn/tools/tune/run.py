@@ -18,13 +18,12 @@ import torch
 from portattn.launch.torch_compat import synchronize
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
-from portattn.schema.ops import WRITERS
 from portattn.schema.target import Target
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune import race, search
-from portattn.tools.tune.classes import Class, workload
+from portattn.tools.tune.classes import UNTUNED, Class, workload
 from portattn.tools.tune.core import core_tunable
 from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.log import History
@@ -74,7 +73,7 @@ def _leave_interrupts() -> None:
 def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
     """Return everything tunable for a target: the core kernels (of gradients' only these), then the backend's."""
     backend = (registry or Registry.load()).backends[target.backend]
-    kernels = [kernel for kernel in CORES.values() if kernel.op not in WRITERS] if backend.core_path else []
+    kernels = [kernel for kernel in CORES.values() if kernel.op not in UNTUNED] if backend.core_path else []
     found: list[Tunable] = [core_tunable(kernel) for kernel in kernels]
     return [*found, *backend.tunables(target.arch.name)]
 

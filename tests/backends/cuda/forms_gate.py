@@ -7,8 +7,7 @@ The release is the installed one, or the lab's. gluon_spills.toml has what each 
 puts there what this run found, also of a run that Ctrl-C ends. Each form takes some seconds.
 
 Exit status 1 where a form spills more bytes than the file says, does not compile, has its products serialised, or does
-not fit; 2 for bad input; 130 after Ctrl-C.
-"""
+not fit; 2 for bad input; 130 after Ctrl-C."""
 
 import argparse
 import json

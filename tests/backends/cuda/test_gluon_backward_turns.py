@@ -83,8 +83,7 @@ class Case:
     """A launch.
 
     lengths     of each sequence (queries, keys); packed where asked for, else padded
-    first_rows  cu_seqlens_q where it is not that of the lengths
-    """
+    first_rows  cu_seqlens_q where it is not that of the lengths"""
 
     seq_q: int = 640
     seq_k: int = 640
@@ -129,17 +128,13 @@ class Case:
 
 
 CASES = {
-    "full": Case(),
-    "full, last tiles of a few": Case(seq_q=333, seq_k=700),
-    "causal": Case(right=0),
-    "causal, more keys": Case(right=0, seq_q=200, seq_k=900),
+    "full": Case(), "full, last tiles of a few": Case(seq_q=333, seq_k=700),
+    "causal": Case(right=0), "causal, more keys": Case(right=0, seq_q=200, seq_k=900),
     "causal, more queries": Case(right=0, seq_q=900, seq_k=300),
-    "causal, top left": Case(right=0, top_left=True, seq_q=300, seq_k=900),
-    "a window": Case(right=0, left=150),
+    "causal, top left": Case(right=0, top_left=True, seq_q=300, seq_k=900), "a window": Case(right=0, left=150),
     "a window on both sides, top left": Case(right=30, left=70, top_left=True, seq_q=800, seq_k=500),
     "a window narrower than a tile": Case(right=0, left=3, seq_q=500, seq_k=501),
-    "a window to the left": Case(left=40, seq_q=700, seq_k=400),
-    "grouped": Case(right=0, heads=1, share=4, together=1),
+    "a window to the left": Case(left=40, seq_q=700, seq_k=400), "grouped": Case(right=0, heads=1, share=4, together=1),
     "padded": Case(right=0, lengths=((640, 640), (0, 300), (100, 0), (333, 129)), together=5),
     "padded, window": Case(right=0, left=90, lengths=((640, 500), (64, 640)), together=3),
     "packed": Case(lengths=((300, 300), (0, 200), (129, 700), (64, 1)), packed=True, together=1),

@@ -36,8 +36,7 @@ FEW = {
     ("e4m3", "plain", 128, "bottom_right"): 0, ("e4m3", "packed", 128, "bottom_right"): 0,
     ("e4m3", "padded, window", 128, "none"): 0, ("e4m3", "no scales", 64, "none"): 0,
     ("e4m3", "plain", 256, "none"): 704, ("e4m3", "plain", 192, "bottom_right"): 0,
-    ("e4m3", "many tiles", 64, "none"): 128,
-    ("int8", "plain", 128, "none"): 0, ("int8", "ragged", 64, "top_left"): 0,
+    ("e4m3", "many tiles", 64, "none"): 128, ("int8", "plain", 128, "none"): 0, ("int8", "ragged", 64, "top_left"): 0,
     ("int8", "packed", 128, "bottom_right"): 0, ("int8", "padded, window", 128, "none"): 0,
 }  # fmt: skip
 HEADS = {"e4m3": (64, 128, 192, 256), "int8": (64, 128)}

@@ -6,8 +6,7 @@ FAULTS (a variable of the environment, JSON) says by release what happens there:
     dies, hangs, fails  text of a case at whose first turn the process ends, hangs, or the call raises
     start  what identifying raises
     is     the release that it says it is; asks: it looks which one it is
-TURNS (the same) names a file, to which each turn adds a line when it begins and one when it ends.
-"""
+TURNS (the same) names a file, to which each turn adds a line when it begins and one when it ends."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ def test_figures_of_a_memory_bound_row():
     row = made(
         "decode", DECODE, figures("portattn", 4.0, 5.0, 4.0), figures("portattn prepared", 2.5, 2.5, 2.5),
         figures("fa3/vllm", 5.0, 5.0, 5.0), figures("fa3/vllm, schedule given", 4.5, 9.0, 4.5),
-        figures("sdpa-flash", 8.0, 8.0, 8.0), figures("sdpa-math", 0.1, 0.1, 0.1),
-        Figures(name="flex", refused="no"),
+        figures("sdpa-flash", 8.0, 8.0, 8.0), figures("sdpa-math", 0.1, 0.1, 0.1), Figures(name="flex", refused="no"),
     )  # fmt: skip
     assert (row.floor_ms, row.limit) == (pytest.approx(2.0), "copy")
     ours, prepared = row.figures("portattn"), row.figures("portattn prepared")

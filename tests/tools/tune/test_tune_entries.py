@@ -325,8 +325,7 @@ def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, bac
     texts = [
         SMALL, OTHER.replace("causal", ""), SMALL.replace("fp16", "fp32"),
         "attention q=1,16,4096,128 kv=1,16,4096,128 causal window=1023,0",
-        "varlen_attention q=4,16,1024,64 kv=4,16,1024,64 causal",
-        "decode_attention q=8,32,1,128 kv=8,8,4096,128",
+        "varlen_attention q=4,16,1024,64 kv=4,16,1024,64 causal", "decode_attention q=8,32,1,128 kv=8,8,4096,128",
         "paged_attention q=8,32,1,128 kv=8,8,4096,128 page_size=64",
         "decode_attention q=8,32,1,128 kv=8,8,4096,128 kv_format=e4m3 kv_scales=head",
         "decode_attention q=8,32,1,128 kv=8,8,4096,128 kv_format=e4m3 kv_scales=token",

@@ -9,15 +9,14 @@ from portattn.planning.compiler_options import check_launch_values
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import CHOICES, OF_ROWS
-from portattn.schema.ops import WRITERS
 from portattn.tools.tune import core as tune_core
-from portattn.tools.tune.classes import parse, workload
+from portattn.tools.tune.classes import UNTUNED, parse, workload
 from portattn.tools.tune.core import Axis, candidates, left_out, spaces
 from portattn.tools.tune.run import tunables
 from portattn.tools.tune.tunable import Choice
 
 DENSE = "attention q=4,16,4096,{dim} kv=4,16,4096,{dim} dtype={dtype} causal"
-TUNED = [kernel for kernel in CORES.values() if kernel.op not in WRITERS]
+TUNED = [kernel for kernel in CORES.values() if kernel.op not in UNTUNED]
 SEARCHED = [kernel.name for kernel in TUNED]
 ROWS = tuple(OF_ROWS.values())
 # Of gradients the two kernels are swept one after the other.

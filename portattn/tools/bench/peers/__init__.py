@@ -38,13 +38,11 @@ def _unquantised(case: Case, t: Tensors) -> dict[str, Build]:
 _FA2 = ("flash_attn",)
 _FA3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")  # a module by itself, or in a build's package
 PEERS = {
-    "sdpa": Peer(torch_functions.sdpa, differentiable=True),
-    "torch": Peer(torch_functions.others, differentiable=True),
+    "sdpa": Peer(torch_functions.sdpa, differentiable=True), "torch": Peer(torch_functions.others, differentiable=True),
     "flex": Peer(
         torch_functions.flex, differentiable=True, slow="compiled by torch for this case, which takes tens of seconds"
     ),
-    "fa3": Peer(flash.fa3, flash.fa3_absent),
-    "flashmla": Peer(flash.flashmla, flash.flashmla_absent),
+    "fa3": Peer(flash.fa3, flash.fa3_absent), "flashmla": Peer(flash.flashmla, flash.flashmla_absent),
     "flash_attn": Peer(
         functools.partial(flash.package, "flash_attn", _FA2, pages="block_table", page=256, dropout=True),
         functools.partial(flash.package_absent, _FA2), differentiable=True, distribution="flash-attn",

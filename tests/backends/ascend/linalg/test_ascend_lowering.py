@@ -17,6 +17,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.testing import canary
 from portattn.testing.findings import Numerics
+from portattn.tools.matrix import problems
 from portattn.tools.matrix.problems import decode, dense, gradients, mla, packed_gradients, paged, sparse, varlen
 from portattn.worker.client import Worker
 
@@ -47,6 +48,8 @@ PROBLEMS = [
     sparse("MagicPIG", dtype="bf16", head_dim=128, magicpig=True, page_size=16),
     sparse("splits, softcap, ALiBi, sinks", dtype="fp32", head_dim=64, softcap=True, alibi_slopes=True, sinks=True,
            num_splits=2),
+    problems.blocks("sinks", dtype="fp16", head_dim=64, heads_q=6, heads_k=2, block_k=16, tokens=3, sinks=True),
+    problems.block_gradients(dtype="bf16", head_dim=64, heads_q=6, heads_k=2, block_k=16, tokens=3, **CAUSAL),
     mla("queries", dtype="bf16", head_dim=576, head_dim_v=512, seq_q=2, **CAUSAL),
     mla("splits, a page a token", dtype="fp16", head_dim=288, head_dim_v=256, page_size=1, num_splits=2),
     gradients("padded, GQA", dtype="fp16", head_dim=80, heads_k=4, **CAUSAL, seqlens_q=True, seqlens_k=True,
@@ -61,8 +64,7 @@ PROBLEMS = [
 # Beside what plans choose today: what a quirk that is switched off, or another tuning, would choose.
 OTHERS = [
     {"load": "pointer"}, {"load": "pointer", "k_tile": "transposed"}, {"exp": "exp2"}, {"mask_value": "finite"},
-    {"grid": "tiles"}, {"pipeline": "rotated", "q_operand": "keep"}, {"select": "branch"},
-    {"page_loop": "flat_masked"},
+    {"grid": "tiles"}, {"pipeline": "rotated", "q_operand": "keep"}, {"select": "branch"}, {"page_loop": "flat_masked"},
 ]  # fmt: skip
 
 

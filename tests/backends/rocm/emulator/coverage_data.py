@@ -4,8 +4,7 @@
     python coverage_data.py tested   the same of `tested` alone
 
 used    arch → mnemonics in the code of the slice (emulated_slice.py) and of the matrix's quick set
-tested  arch → mnemonics that the instruction tests execute: those modules that compare with definitions of their own
-"""
+tested  arch → mnemonics that the instruction tests execute: those modules that compare with definitions of their own"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python driver_cases.py [NAME …]      runs them and prints one JSON line each: name, error
 
 In a process of its own because the test session sets TRITON_INTERPRET, which kernels must be defined without; and so
-that another Triton can stand first in its path.
-"""
+that another Triton can stand first in its path."""
 
 # ruff: noqa: E741, PT017 - kernels name tensors as the literature does; this is no test module, and runs without pytest
 from __future__ import annotations

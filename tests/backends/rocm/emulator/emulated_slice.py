@@ -2,8 +2,7 @@
 
 The canaries (ragged tails, grouped heads, masks, windows, sinks, keys split over programs, rows with nothing to attend,
 NaN where nothing is attended), and what they leave out. The matrix's quick set is run in the model besides, by
-`make demo DEMO='*'`.
-"""
+`make demo DEMO='*'`."""
 
 from portattn import Problem
 from portattn.testing import canary

@@ -5,8 +5,7 @@
 TEXTS.json: {"9": {"V_ADD_F32": "D0.f32 = …", …}, "11": …, "12": …}, the pseudocode of the CDNA, RDNA3 and RDNA4
 references by mnemonic without its encoding. Every definition of isa_vector.py, isa_scalar.py and isa_masks.py that has
 a text is computed beside it on the same operands; those without one are named. Exits with 1 where they differ otherwise
-than in DEPARTS.
-"""
+than in DEPARTS."""
 
 import json
 import random

@@ -49,10 +49,8 @@ def cmp_class_f32(a: int, wanted: int) -> bool:
 
 # name → definition of (result, carry out); the carry in comes third. Of a difference the carry is the borrow.
 CARRIES: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
-    "add_co_u32": lambda a, b, _: (a + b, a + b > M32),
-    "addc_co_u32": lambda a, b, c: (a + b + c, a + b + c > M32),
-    "sub_co_u32": lambda a, b, _: (a - b, b > a),
-    "add_co_ci_u32": lambda a, b, c: (a + b + c, a + b + c > M32),
+    "add_co_u32": lambda a, b, _: (a + b, a + b > M32), "addc_co_u32": lambda a, b, c: (a + b + c, a + b + c > M32),
+    "sub_co_u32": lambda a, b, _: (a - b, b > a), "add_co_ci_u32": lambda a, b, c: (a + b + c, a + b + c > M32),
     "subb_co_u32": lambda a, b, c: (a - b - c, b + c > a), "sub_co_ci_u32": lambda a, b, c: (a - b - c, b + c > a),
 }  # fmt: skip
 

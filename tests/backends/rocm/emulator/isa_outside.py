@@ -7,7 +7,8 @@ OUTSIDE: tuple[tuple[str, str, str], ...] = (
      "test_memory_instructions.py"),
     (r"ds_read_b64_tr_b16", "the documents have prose and a figure", "test_memory_instructions.py"),
     (r"ds_swizzle_b32", "the documents have prose and a table of its modes", "test_vector.py"),
-    (r"s_wait\w+|s_nop|s_clause|s_delay_alu|buffer_gl0_inv|global_inv", "no effect on values: order and time",
+    (r"s_wait\w+|s_nop|s_clause|s_delay_alu|s_set_inst_prefetch_distance|buffer_gl0_inv|global_inv",
+     "no effect on values: order and time",
      "the check of waits: test_checks.py"),
     (r"s_barrier(_signal|_wait)?|s_endpgm|s_sendmsg", "the order of waves", "test_checks.py"),
 )  # fmt: skip

@@ -10,8 +10,7 @@ wider operand. The text's own conventions:
     64'F(x), 16'0U                    casts and literals with a width
     { a, b }                          a above b
     v_max_f32(a, b)                   another instruction
-    +0.0, −0.0                        zeros of one sign; 0.0 equals both
-"""
+    +0.0, −0.0                        zeros of one sign; 0.0 equals both"""
 
 import re
 from collections.abc import Callable, Mapping

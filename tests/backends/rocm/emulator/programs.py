@@ -2,8 +2,7 @@
 
     python programs.py ARCH [NAME …]      runs them and prints one JSON line each: name, error, budget, seconds
 
-In a process of its own because the test session sets TRITON_INTERPRET, which kernels must be defined without.
-"""
+In a process of its own because the test session sets TRITON_INTERPRET, which kernels must be defined without."""
 
 # ruff: noqa: E741 - kernels name tensors and running sums as the literature does
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A compiler for one chip, Example One, which exists in portattn's tests alone. It is added to Triton, as a vendor may.
 
-Triton does the work down to the IR that has the chip's layouts; what is left is to check that, and to write it out.
-"""
+Triton does the work down to the IR that has the chip's layouts; what is left is to check that, and to write it out."""
 
 import re
 
@@ -18,8 +17,7 @@ class Refused(Exception):
 def emit(ttir: str, ttgir: str, stages: int, scratchpad: int, fuse: bool = False) -> str:
     """The code of a kernel: its name, and an instruction for each operation. Raises Refused.
 
-    fuse  a load and the addition behind it are one instruction. This release loses the addition
-    """
+    fuse  a load and the addition behind it are one instruction. This release loses the addition"""
     if stages > MAX_STAGES:
         raise Refused(f"a loop has at most {MAX_STAGES} stages, and {stages} were asked for")
     before, after = _FUNCTION.search(ttir), _FUNCTION.search(ttgir)

@@ -4,8 +4,7 @@ source   the thread it was seen in, as owner/repository#number; `Real:` of one t
          no real text was found, or the lines round it are not real
 named    options of `quirks new`, for what the log does not say
 refused  the option that `quirks new` asks for without them; then only what is recognised is told
-failure  each failure, as far as it is told: what must be recognised, and the entries that it `is` or `looks like`
-"""
+failure  each failure, as far as it is told: what must be recognised, and the entries that it `is` or `looks like`"""
 
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,7 @@
 """The compiler loses an addition that it joins with the load before it.
 
 Expected: twice the values. The code runs in the model of the chip. `on` does not ask for joined instructions; `control`
-asks for them, and adds nothing.
-"""
+asks for them, and adds nothing."""
 
 import triton
 import triton.language as tl
