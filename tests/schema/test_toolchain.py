@@ -22,7 +22,7 @@ from portattn.schema.toolchain import (
     owners,
     parse_range,
 )
-from portattn.tools.quirks.evidence import tracker_of
+from portattn.tools.quirks.draft_texts import tracker_of
 from portattn.tools.quirks.recognise import _version, _versions
 
 

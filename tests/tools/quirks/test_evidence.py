@@ -10,8 +10,8 @@ from quirk_files import plant
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import ProbeRun
-from portattn.tools.quirks import audit, evidence
-from portattn.tools.quirks.evidence import new_location
+from portattn.tools.quirks import audit
+from portattn.tools.quirks.audit import new_location
 from portattn.tools.quirks.failure_log import patterns
 
 TODAY = datetime.date(2026, 11, 21)
@@ -25,7 +25,7 @@ def errors(
     text = path.read_text().replace('signature = "boom"', f"signature = {signature}")
     path.write_text(text.replace('quotes    = ["boom"]', f"quotes    = {quotes}"))
     quirk = load_quirk(path)
-    return [text for _, text in evidence.lacks(quirk)]
+    return [text for _, text in audit.lacks(quirk)]
 
 
 def test_the_audit_says_so_at_the_key(tmp_path) -> None:
@@ -87,22 +87,22 @@ def test_a_range_without_evidence(tmp_path, range_: str, more: str, complaint: s
 
 def test_a_probe_is_evidence() -> None:
     quirk = Registry.load().quirks["rocm-0015-kpack"]
-    assert list(evidence.lacks(quirk)) == []
-    assert {keys for keys, _ in evidence.lacks(msgspec.structs.replace(quirk, verified=()))} == {
+    assert list(audit.lacks(quirk)) == []
+    assert {keys for keys, _ in audit.lacks(msgspec.structs.replace(quirk, verified=()))} == {
         ("evidence", "signature"), ("when", "toolchain", "triton"),
     }  # fmt: skip
     passed = ProbeRun(
         toolchain="triton==3.4.0", target="rocm:gfx950", level="compiles", off="pass", on="not run", date=TODAY,
         saw="gfx950 only accepts kpack == 1",
     )  # fmt: skip
-    assert len(list(evidence.lacks(msgspec.structs.replace(quirk, verified=(passed,))))) == 2, "it passed there"
+    assert len(list(audit.lacks(msgspec.structs.replace(quirk, verified=(passed,))))) == 2, "it passed there"
 
 
 def test_what_the_source_quotes_is_evidence() -> None:
     quirk = Registry.load().quirks["rocm-0015-kpack"]
     said = msgspec.structs.replace(quirk.evidence, source='it says "gfx950 only accepts kpack == 1" there')
     bare = msgspec.structs.replace(quirk, verified=(), evidence=said)
-    assert ("evidence", "signature") not in {keys for keys, _ in evidence.lacks(bare)}
+    assert ("evidence", "signature") not in {keys for keys, _ in audit.lacks(bare)}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_the_source_quotes_is_evidence() -> None:
     ],
 )  # fmt: skip
 def test_alternatives(text: str, parts: list[str]) -> None:
-    assert evidence.alternatives(text) == parts
+    assert audit.alternatives(text) == parts
 
 
 def test_trackers_are_todays(tmp_path) -> None:

@@ -19,7 +19,7 @@ from portattn.planning.registry import Registry, find_backends, shipped_quirks
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.toml_reader import tomllib
-from portattn.tools.quirks import draft_texts, drafts, evidence, failure_facts
+from portattn.tools.quirks import audit, draft_texts, drafts, failure_facts
 from portattn.tools.quirks.draft_texts import MARK, excerpt, open_lines
 from portattn.tools.quirks.failure_facts import excerpts
 
@@ -61,7 +61,7 @@ def test_every_log_gives_a_draft_that_the_loader_refuses(name: str, registry, tm
     assert quirk is not None
     assert not quirk.evidence.signature or any(re.search(quirk.evidence.signature, q) for q in quirk.evidence.quotes)
     # What the log says is evidence enough, but where any failure's log says it.
-    lacking = [text for keys, text in evidence.lacks(quirk) if keys == ("evidence", "signature")]
+    lacking = [text for keys, text in audit.lacks(quirk) if keys == ("evidence", "signature")]
     died = made.failure["kind"] in ("segmentation-fault", "abort")  # by any of the ways in which that is told
     assert died or all("what any failure has" in text for text in lacking)
 
