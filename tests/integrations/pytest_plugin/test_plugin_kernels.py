@@ -14,10 +14,10 @@ from places import ROOT
 from pytest_runs import Runner
 
 from portattn.errors import ArgumentError
+from portattn.integrations.pytest_plugin.targets import CompileError, compile_for
 from portattn.planning.registry import parse_target
 from portattn.schema.toolchain import installed_toolchain
 from portattn.tools import lab
-from portattn.tools.own_kernels import CompileError, compile_for
 from portattn.worker.client import Worker
 
 TEAM = Path(__file__).parent / "team"
