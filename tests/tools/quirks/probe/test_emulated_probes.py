@@ -15,7 +15,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import execute_code
+from portattn.testing.executor import execute_code
 from portattn.testing.findings import Numerics
 from portattn.tools.quirks import probe, probe_plans
 from portattn.worker.client import Worker
@@ -105,11 +105,11 @@ def test_what_the_model_does_not_know_is_missing() -> None:
             raise UnknownInstruction("v_new is not modelled")
 
         patch.setattr(Program, "parse", parse)
-        answer = execute_code.execute(request)
+        answer = execute_code(request)
     assert answer == {"missing": "the model does not know: v_new is not modelled"}
-    old = execute_code.execute(request | {"triton": "3.3.1"})
+    old = execute_code(request | {"triton": "3.3.1"})
     assert old == {"missing": "the model was tried with the code of Triton 3.4 and newer"}
-    none = execute_code.execute(request | {"target": "cuda:sm_90", "texts": {"ptx": ""}})
+    none = execute_code(request | {"target": "cuda:sm_90", "texts": {"ptx": ""}})
     assert none == {"missing": "nothing here executes code for cuda:sm_90"}
     with pytest.raises(Missing, match="nothing here executes code for cuda:sm_90"):
         Bench("cuda:sm_90", ("cuda", 90, 32), executor=sys.executable, path=os.pathsep.join(sys.path)).execute(
