@@ -26,7 +26,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ran(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "portattn.cli", "bench", "--set", "context-parallel", *arguments]
+    command = [sys.executable, "-m", "portattn", "bench", "--set", "context-parallel", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
