@@ -2,8 +2,6 @@
 Kernels are really compiled, and Triton's launcher really runs: what reaches the driver can be compared, byte for byte.
 For a process of its own: `environment` gives it the library, `install` then makes Triton use it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Shared by the tests that need an accelerator: calls of every operation, with data that a seed draws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

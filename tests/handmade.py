@@ -1,7 +1,5 @@
 """Cells and runs made by hand, for the matrix's tests."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from typing import Any

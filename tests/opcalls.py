@@ -1,7 +1,5 @@
 """Shared by the tests of the public operations: random calls as their users make them, and memory that is watched."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Attention in float64, row by row in plain torch: what every vendor path is compared with."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,8 +1,6 @@
 """A compiler that fails as it is told: speaks the worker's protocol, and each arch ends in its own way. And the command
 line, called in this process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

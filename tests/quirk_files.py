@@ -1,7 +1,5 @@
 """Shared by the tests of quirks: files planted in a folder, registries read from it, and plans made with them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ by it: in comments and docstrings (examples), in the texts of a command's help (
 where a thing was seen (`source=`). It may not name one in any other string, nor in a name; nor ask whether a backend is
 a certain one (`target.backend == "rocm"`), nor keep a table by backends' names."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

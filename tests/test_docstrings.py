@@ -1,7 +1,5 @@
 """Docstrings of the public names: what each must say, and examples that run. A new name without an example is red."""
 
-from __future__ import annotations
-
 import doctest
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Errors cross processes, pickled by pools, and their tracebacks are short where the mistake is the caller's."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """examples/ run as they stand, each in a process of its own; what they print is right."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -3,8 +3,6 @@
 `make fuzz ARGS="values --seconds 600 --processes 2"` is the long way.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

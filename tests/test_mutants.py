@@ -1,7 +1,5 @@
 """scripts/mutants.py: its data fits the tree, and every way in which a mutant can end is told from the others."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil

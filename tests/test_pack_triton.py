@@ -1,7 +1,5 @@
 """scripts/pack_triton.py: what it leaves out of a wheel, and that it writes a whole archive or none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

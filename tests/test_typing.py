@@ -1,7 +1,5 @@
 """Type checkers know an operation's result from its flag, and pass the examples: mypy always, pyright if installed."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

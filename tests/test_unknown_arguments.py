@@ -1,7 +1,5 @@
 """An argument that an operation does not have: the error says what it is called here, as docs/coming-from.md does."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

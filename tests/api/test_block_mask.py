@@ -1,7 +1,5 @@
 """block_mask of attention: portattn's lists and torch's BlockMask, against the same mask given for each score."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

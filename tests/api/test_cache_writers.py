@@ -1,7 +1,5 @@
 """append_kv and write_pages as they are called: beside attention over what they wrote, in graphs, prepared, refused."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training calls that are like an earlier one: on a CPU they are cached, and a first one is built and planned once."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

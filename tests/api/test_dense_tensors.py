@@ -1,7 +1,5 @@
 """Nested and sparse tensors, in the place of any tensor of any public function: one error that names the argument."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings

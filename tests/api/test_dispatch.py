@@ -1,7 +1,5 @@
 """What a call does with its plan: run it, say so once, fall back after a failed compile, and never hide an error."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

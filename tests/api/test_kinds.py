@@ -1,7 +1,5 @@
 """A cached call serves every size of its kind: launches are those of a process that knows no other call."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """merge_states: parts of the keys, merged, are all of them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What must be one and the same answer: layouts, packing, paging, splits, batches, and features said in two ways."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """On an accelerator, at the sizes of use: graphs replay, nothing waits, nothing is allocated, batches do not matter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Every public operation with every feature against the float64 oracle: each argument arrives where it should."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PageTable.from_csr against a plain loop, and through the ops that take one."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

@@ -1,7 +1,5 @@
 """prepare(): planned once, run many times with other data, into memory that is there before."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever the arguments: right within the budget, or an ArgumentError. Never another exception or a wrong number."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

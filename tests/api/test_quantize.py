@@ -1,7 +1,5 @@
 """portattn.quantize: its numbers and scales, by the formulas, and through the operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A Request: made without being performed, found again by its key, and the settings that a call's own words make."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import Any

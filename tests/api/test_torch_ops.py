@@ -1,7 +1,5 @@
 """Every operation as one torch operator: in each kind of graph the eager result, bit for bit, by one node."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training calls: gradients by portattn's kernels through autograd, against those of the reference path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans of training calls: which path computes the gradients, what is said of it, and what is refused."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

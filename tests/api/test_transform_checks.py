@@ -1,7 +1,5 @@
 """What modes, fake tensors, autocast and checkpoints make of a call; and what a graph cannot have."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """tree_mask: the helper that makes it, what calls with one compute on every way to make a call, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """warmup's specs and report, and the command, on a CPU; what it spares a first call is in test_hot_path.py."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

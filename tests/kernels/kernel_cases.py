@@ -1,7 +1,5 @@
 """Small problems of every op and feature for the kernels, calls with lengths of one's own, and running them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Words for at most 8 query rows: keys are the rows of matrix products (kernels/attend_packed16_swap_ab.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

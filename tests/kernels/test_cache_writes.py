@@ -1,8 +1,6 @@
 """write_cache against the definition, and the reference path against the same: equal numbers, and nothing else touched.
 testing/random_writing.py has the definition: nearest numbers by looking among all of a format, rows one by one."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

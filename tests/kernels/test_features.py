@@ -1,7 +1,5 @@
 """Every op with every feature against the float64 oracle, one at a time and all together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The scheduled forwards of sm_90 on such a chip: their numbers, and what they must not see or touch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """When the scheduled forward of sm_90 is planned, and with which schedule."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

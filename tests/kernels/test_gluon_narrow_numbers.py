@@ -1,8 +1,6 @@
 """The Hopper forwards of e4m3 tensors, and of int8 queries and keys, on such a chip: schedules, scales, and exactness.
 What they share with the forward of 16 bits is in test_gluon_forward.py."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The scheduled forward of sm_90 over caches, on such a chip: its numbers, whatever unused pages and entries hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

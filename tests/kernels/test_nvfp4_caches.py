@@ -1,8 +1,6 @@
 """NVFP4 caches: e2m1 numbers with an e4m3 scale for each 16 of a row, against the float64 oracle of the dequantised;
 read by bytes, as 16-bit words (kernels/attend_packed16.py), and written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """decode_split over pages: any size and order of pages, either loop over them, uniform and packed queries."""
 
-from __future__ import annotations
-
 import itertools
 import mmap
 from typing import Any

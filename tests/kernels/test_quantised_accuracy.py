@@ -1,8 +1,6 @@
 """How exact attention over quantised q, k and v is: against float64 of the very numbers that it is given. The bound is
 1.2 times the root of the mean square error of exact attention that is rounded to the result's dtype once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

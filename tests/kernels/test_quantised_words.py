@@ -1,7 +1,5 @@
 """Decode and pages over quantised caches whose rows are read as 16-bit words (kernels/attend_packed16.py)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packed sequences: who owns which rows, and that every row is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_cases import CAUSAL, check, picker, problem, run, with_lengths

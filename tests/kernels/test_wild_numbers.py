@@ -2,8 +2,6 @@
 the interpreter every address of every load and store is checked against the tensors of the launch, and no int32 may
 overflow on the way to it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
