@@ -47,8 +47,7 @@ def test_earlier_results_stay_where_they_are(portattn, tmp_path, text):
     with results.Results(tmp_path) as file:
         file.replace(made, cells)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90", "--seconds", text)
-    assert called.status == 2
+    called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90", "--seconds", text, exits=2)
     assert "--seconds" in called.err
     assert len(called.err.splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

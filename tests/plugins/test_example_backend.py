@@ -40,8 +40,7 @@ pytestmark = pytest.mark.compiles
 
 
 def test_doctor_says_who_knows_which_compiler(run: Callable[..., Any]) -> None:
-    called = run("doctor", "--json")
-    assert called.status == 0, called.out + called.err
+    called = run("doctor", "--json", exits=0)
     sections = {section["title"]: section for section in called.json["sections"]}
     compilers = {item["name"]: item["value"] for item in sections["compilers"]["items"]}
     told = compilers["triton-example"]
@@ -67,8 +66,7 @@ def test_a_plan_has_the_compiler_and_its_quirk(run: Callable[..., Any]) -> None:
     assert other["path"] == "example_attention"
     assert other["rejected"][0]["reason"] == "triton==3.6.0 compiles nothing for example"
     assert other["rejected"][0]["hint"] == "needs triton-example"
-    unknown = run(*line, "--toolchain", "triton-nonesuch==1.0")
-    assert unknown.status == 2
+    unknown = run(*line, "--toolchain", "triton-nonesuch==1.0", exits=2)
     for part in ("'triton-nonesuch' is no known compiler", "triton, triton-ascend", "triton-example", "may bring"):
         assert part in unknown.err
 
@@ -103,8 +101,7 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> No
     assert "example-0001-two-stages" in {quirk["id"] for quirk in listed}
     audited = run("quirks", "audit", "--json")
     assert (audited.status, audited.json["findings"]) == (0, []), audited.out
-    probed = run("quirks", "probe", "example-0001", "--json")
-    assert probed.status == 0, probed.err
+    probed = run("quirks", "probe", "example-0001", "--json", exits=0)
     [result] = probed.json["results"]
     assert (result["verdict"], result["toolchain"], result["target"]) == ("confirmed", COMPILER, "example:one")
     assert "a loop has at most 2 stages, and 3 were asked for" in result["off"]["text"]
@@ -112,8 +109,7 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> No
 
 def test_a_program_of_its_own_is_compiled_and_executed_by_it(run: Callable[..., Any]) -> None:
     """Its adapter compiles the probe's kernel, with an option of its own, and its model runs the code."""
-    probed = run("quirks", "probe", "example-0002", "--json")
-    assert probed.status == 0, probed.err
+    probed = run("quirks", "probe", "example-0002", "--json", exits=0)
     [result] = probed.json["results"]
     assert (result["verdict"], result["off"]["level"]) == ("confirmed", "emulated"), result
     assert "the second value is 1.0, and not 2.0" in result["off"]["text"]
@@ -124,8 +120,7 @@ def test_the_lab_lists_its_releases(run: Callable[..., Any]) -> None:
     rows = {row["toolchain"]: row["state"] for row in run("lab", "list", "--json").json["toolchains"]}
     assert rows["triton-example==1.1.0"] == rows["triton-example==1.2.0"] == "missing"
     assert list(rows)[-1] == "triton-example==1.2.0", "portattn's own come first"
-    refused = run("lab", "create", "flagtree==0.3.0")
-    assert refused.status == 2
+    refused = run("lab", "create", "flagtree==0.3.0", exits=2)
     assert "must be one of triton, triton-ascend, triton-example, which can be installed by name" in refused.err
 
 
@@ -135,8 +130,7 @@ def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Pat
         pytest.skip(missing)
     out = tmp_path / "matrix"
     line = ("matrix", "run", "--targets", "example:one", "--ops", "attention,decode*,mla*", "--out", str(out), "--json")
-    made = run(*line)
-    assert made.status == 0, made.out + made.err
+    made = run(*line, exits=0)
     assert made.json["levels"].keys() == {"emulated"}
     cells = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
     assert {cell["toolchain"] for cell in cells} == {COMPILER}
@@ -146,16 +140,14 @@ def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Pat
         assert main["mma"] > 0
         assert main["instructions"] > 50
         assert 0 < main["scratchpad_bytes"] <= 65536
-    resumed = run(*line, "--resume")
-    assert resumed.status == 0, resumed.err
+    resumed = run(*line, "--resume", exits=0)
     assert "emulated  example:one" not in resumed.err, "nothing is made again"
 
 
 def test_verify_asks_its_executor(run: Callable[..., Any]) -> None:
     if missing := support.no_interpreter():
         pytest.skip(missing)
-    called = run("verify", "attention", "--target", "example:one", "--emulate", "--json")
-    assert called.status == 0, called.err
+    called = run("verify", "attention", "--target", "example:one", "--emulate", "--json", exits=0)
     assert called.json["toolchain"] == COMPILER
     assert called.json["levels"] == {"emulated": len(called.json["rows"])}
 
@@ -187,8 +179,7 @@ def test_without_the_compiler_the_plan_says_what_it_needs(run: Callable[..., Any
     made = run(*line, PYTHONPATH=path).json
     assert made["path"] == "example_attention"
     assert made["rejected"][0]["hint"] == "needs triton-example"
-    probed = run("quirks", "probe", "example-0001", "--toolchain", "triton-example==1.1.0", PYTHONPATH=path)
-    assert probed.status == 2
+    probed = run("quirks", "probe", "example-0001", "--toolchain", "triton-example==1.1.0", PYTHONPATH=path, exits=2)
     assert "portattn lab create triton-example==1.1.0" in probed.err
 
 
@@ -227,15 +218,13 @@ def test_ci_compiles_with_it(run: Callable[..., Any], tmp_path: Path) -> None:
     if missing := support.no_interpreter():
         pytest.skip(missing)
     out = tmp_path / "ci"
-    both = run("ci", "--from", COMPILER, "--to", COMPILER, *ONE, "--compile", "--out", str(out), "--json")
-    assert both.status == 0, both.err
+    both = run("ci", "--from", COMPILER, "--to", COMPILER, *ONE, "--compile", "--out", str(out), "--json", exits=0)
     assert (both.json["compiled"], both.json["compared"]) == (True, 1)
     baseline = tmp_path / "baseline.toml"
     assert run("matrix", "baseline", str(out / "after"), str(baseline)).status == 0
     kept = run("ci", "--baseline", str(baseline), *ONE, "--json")
     assert (kept.json["before"], kept.json["after"]) == (COMPILER, COMPILER), kept.err
-    lacks = run("ci", "--from", COMPILER, "--to", "triton-example==1.2.0", *ONE, "--compile")
-    assert lacks.status == 2
+    lacks = run("ci", "--from", COMPILER, "--to", "triton-example==1.2.0", *ONE, "--compile", exits=2)
     assert "--to is 'triton-example==1.2.0', but is neither installed nor in the lab" in lacks.err
 
 

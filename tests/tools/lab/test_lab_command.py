@@ -13,8 +13,7 @@ def test_list_create_remove(portattn, publish) -> None:
     assert [row["toolchain"] for row in called.json["toolchains"]] == list(toolchains())
     assert {row["state"] for row in called.json["toolchains"]} == {"missing"}
 
-    called = portattn("lab", "create", "triton==9.1.0", "--json")
-    assert called.status == 0, called.err
+    called = portattn("lab", "create", "triton==9.1.0", "--json", exits=0)
     (made,) = called.json["environments"]
     assert made["versions"] == {"triton": "9.1.0"}
     assert "triton==9.1.0: ready" in called.err  # progress
@@ -29,15 +28,13 @@ def test_list_create_remove(portattn, publish) -> None:
 
     called = portattn("lab", "remove", "triton==9.1.0", "--json")
     assert called.json["removed"][0]["bytes"] > 500
-    called = portattn("lab", "remove", "triton==9.1.0")
-    assert called.status == 2
+    called = portattn("lab", "remove", "triton==9.1.0", exits=2)
     assert "there is no lab environment to remove" in called.err
 
 
 def test_one_that_cannot_be_made_is_red_and_the_others_are_made(portattn, publish) -> None:
     publish()
-    called = portattn("lab", "create", "triton==9.2.0", "triton==9.1.0", "--jobs", "2", "--json")
-    assert called.status == 1
+    called = portattn("lab", "create", "triton==9.2.0", "triton==9.1.0", "--jobs", "2", "--json", exits=1)
     assert [one["toolchain"] for one in called.json["environments"]] == ["triton==9.1.0"]
     (failed,) = called.json["failed"]
     assert "No matching distribution found for triton==9.2.0" in failed["error"]
@@ -54,8 +51,7 @@ def test_one_that_cannot_be_made_is_red_and_the_others_are_made(portattn, publis
     ],
 )
 def test_bad_input_is_one_line_and_status_2(portattn, line: list[str], message: str) -> None:
-    called = portattn("lab", *line)
-    assert called.status == 2
+    called = portattn("lab", *line, exits=2)
     assert message in called.err
     assert not list(folders.root().glob("[!.]*/"))
 
@@ -69,7 +65,6 @@ def test_an_interrupt_ends_it_and_leaves_nothing(portattn, publish, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "wait", interrupted)
-    called = portattn("lab", "create", "triton==9.1.0")
-    assert called.status == 130
+    called = portattn("lab", "create", "triton==9.1.0", exits=130)
     assert "nothing half made is left" in called.err
     assert [path for path in folders.root().iterdir() if path.suffix != ".lock"] == []

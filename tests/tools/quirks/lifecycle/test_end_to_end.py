@@ -144,6 +144,5 @@ def test_the_command_line_goes_the_same_way(portattn, buggy, registry, monkeypat
     assert made["id"].startswith("cuda-")
     text = json.dumps(called.json)
     assert "FILL-IN-effect" in text
-    unknown = portattn("quirks", "new", "--from-incident", "nobody", "--json")
-    assert unknown.status == 2
+    unknown = portattn("quirks", "new", "--from-incident", "nobody", "--json", exits=2)
     assert incident.id in unknown.json["error"]["limit"]

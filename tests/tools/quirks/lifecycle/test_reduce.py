@@ -174,8 +174,7 @@ def incident_of(registry, buggy, monkeypatch):
 def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, monkeypatch, tmp_path) -> None:
     name = incident_of(registry, buggy, monkeypatch)
     monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
-    called = portattn("quirks", "reduce", name, "--write", "--json")
-    assert called.status == 0, called.err
+    called = portattn("quirks", "reduce", name, "--write", "--json", exits=0)
     reduced = called.json["reduced"]
     assert reduced["after"]["launch"]["num_stages"] == 3
     assert reduced["probe"].startswith("plan: attention --target cuda:sm_86")
@@ -208,8 +207,7 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     known = Registry.read(find_backends(), tmp_path)
     monkeypatch.setattr(Registry, "load", lambda: known)
     monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
-    called = portattn("quirks", "reduce", "cuda-0901-planted", "--toolchain", "triton==3.6.0", "--write")
-    assert called.status == 0, called.err
+    called = portattn("quirks", "reduce", "cuda-0901-planted", "--toolchain", "triton==3.6.0", "--write", exits=0)
     written = path.read_text()
     assert "# as it was seen" in written
     assert "--softcap" not in written
@@ -227,8 +225,7 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     ],
 )
 def test_bad_input(portattn, arguments, argument) -> None:
-    called = portattn("quirks", "reduce", *arguments, "--json")
-    assert called.status == 2
+    called = portattn("quirks", "reduce", *arguments, "--json", exits=2)
     error = called.json["error"]
     assert error.get("argument", argument) == argument  # a range that the option itself has is told in a sentence
     assert argument in called.err
