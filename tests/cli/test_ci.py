@@ -90,8 +90,7 @@ def test_a_quirk_of_ones_own_that_takes_all_of_rocm_is_red_and_named(portattn, t
     assert "LOST  core: path triton → reference" in called.out
     assert "quirk rocm-0901-takes rules out the path triton" in called.out
     assert f"narrow `[when]` of {takes_rocm}/rocm/rocm-0901-takes.toml" in called.out
-    green = portattn(*BUMP, "--targets", "cuda", "--quirk-folder", str(takes_rocm))
-    assert green.status == 0, "it is ROCm's alone"
+    assert portattn(*BUMP, "--targets", "cuda", "--quirk-folder", str(takes_rocm)).status == 0, "it is ROCm's alone"
     assert portattn(*BUMP, "--targets", "rocm").status == 0, "and not there without the folder"
     flat = portattn(*BUMP, "--targets", "gfx942", "--quirk-folder", str(takes_rocm / "rocm"))
     assert flat.status == 1, "the files may lie in the folder itself"
@@ -189,8 +188,7 @@ def test_quirks_whose_id_is_taken_and_folders_without_any_are_refused(portattn, 
     (tmp_path / "empty").mkdir()
     plant(tmp_path / "taken", "any-0001-no-block-pointers", 'path = "reference"')
     for name, words in (("empty", "must have quirk files"), ("taken", "whose id is taken: any-0001-no-block-pointers")):
-        called = portattn(*BUMP, "--quirk-folder", str(tmp_path / name), exits=2)
-        assert words in called.err
+        assert words in portattn(*BUMP, "--quirk-folder", str(tmp_path / name), exits=2).err
 
 
 @pytest.fixture
@@ -211,13 +209,11 @@ def test_a_baseline_in_place_of_the_old_side(portattn, kept, takes_rocm, tmp_pat
     assert portattn(*line, "triton==3.5.1").status == 1
     red = portattn(*line, "triton==3.6.0", "--quirk-folder", str(takes_rocm), exits=1)
     assert "quirk rocm-0901-takes rules out the path triton" in red.out
-    other = portattn(*line, "triton==3.9.0", "--from", "triton==3.4.0", exits=2)
-    assert "must be a compiler of" in other.err
+    assert "must be a compiler of" in portattn(*line, "triton==3.9.0", "--from", "triton==3.4.0", exits=2).err
     assert portattn(*line, "triton==3.9.0", "--full").status == 2, "of another set"
     text = kept.read_text(encoding="utf-8")
     kept.write_text(text.replace('"dense full fp32 D=64" = ', '"dense no more" = '), encoding="utf-8")
-    gone = portattn(*line, "triton==3.9.0", exits=1)
-    assert "LOST  gone: the cell is gone" in gone.out
+    assert "LOST  gone: the cell is gone" in portattn(*line, "triton==3.9.0", exits=1).out
     named = portattn(*line, "triton==3.9.0", "--problems", "dense*", "--targets", "gfx942")
     assert named.status == 1, "a glob that it fits asks for it"
     assert "LOST  gone: the cell is gone" in named.out
@@ -283,8 +279,7 @@ def test_compiled_a_refusal_of_the_new_compiler_is_red_and_can_be_expected(porta
     )
     excused = (*COMPILE, "--targets", "sm_90", "--expected", str(expected))
     assert portattn(*excused, "--today", "2026-12-31").status == 0
-    late = portattn(*excused, "--today", "2027-01-01", exits=1)
-    assert "expired" in late.out
+    assert "expired" in portattn(*excused, "--today", "2027-01-01", exits=1).out
     again = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", *COMPILE[5:], "--targets", "sm_90")
     assert again.status == 0, "as red as before is not lost"
     assert portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", *COMPILE[5:], "--targets", "sm_90",
@@ -303,8 +298,7 @@ def test_ctrl_c_keeps_what_was_finished(portattn, compilers, monkeypatch, tmp_pa
     called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"), exits=130)
     assert called.out == ""
     assert f"interrupted; what was finished is in {tmp_path / 'out'}" in called.err
-    checked = portattn("matrix", "check", str(tmp_path / "out" / "before"))
-    assert "1 of 2 cells are missing" in checked.out
+    assert "1 of 2 cells are missing" in portattn("matrix", "check", str(tmp_path / "out" / "before")).out
 
 
 def test_a_compiler_that_is_missing_is_made_where_that_is_asked_for(portattn, monkeypatch):
@@ -347,9 +341,7 @@ def test_a_full_summary_and_one_that_cannot_be_written_are_said(portattn, monkey
     step = tmp_path / "step.md"
     monkeypatch.setenv(report.SUMMARY, str(step))
     step.write_bytes(b"x" * (report.LIMIT - 100))
-    full = portattn(*BUMP, "--targets", "gfx942", exits=0)
-    assert "the step's summary is full" in full.err
+    assert "the step's summary is full" in portattn(*BUMP, "--targets", "gfx942", exits=0).err
     assert step.stat().st_size == report.LIMIT - 100
     monkeypatch.setenv(report.SUMMARY, str(tmp_path))
-    broken = portattn(*BUMP, "--targets", "gfx942", exits=2)
-    assert "the summary cannot be written" in broken.err
+    assert "the summary cannot be written" in portattn(*BUMP, "--targets", "gfx942", exits=2).err

@@ -31,8 +31,7 @@ def test_run_and_report(portattn, tmp_path):
     assert all(f'id="c{cell.id}"' in page for cell in cells)
 
     (tmp_path / "matrix" / "index.html").unlink()
-    report = portattn("matrix", "report", out, "--json")
-    assert report.json["statuses"] == {"NOT_RUN": 4}
+    assert portattn("matrix", "report", out, "--json").json["statuses"] == {"NOT_RUN": 4}
     assert (tmp_path / "matrix" / "index.html").read_text() == page
     elsewhere = tmp_path / "page.html"
     assert portattn("matrix", "report", out, "--html", str(elsewhere)).status == 0
@@ -92,8 +91,7 @@ def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path)
 @pytest.mark.usefixtures("_spills")
 def test_a_note_that_is_red_or_expected_is_not_said_twice(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "dense*fp32*")
-    red = portattn(*line, "--fail-on", "note", exits=1)
-    assert red.out.count(SPILLED) == 1
+    assert portattn(*line, "--fail-on", "note", exits=1).out.count(SPILLED) == 1
     listed = tmp_path / "expected.toml"
     listed.write_text(
         '[[expected]]\ntarget = "*"\nproblem = "*"\nsignature = "spilled"\nreason = "known"\nowner = "kernels"\n'
@@ -176,8 +174,7 @@ def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monk
             raise KeyboardInterrupt
 
     monkeypatch.setattr(output.ProgressCounter, "matrix_cell", interrupted)
-    called = portattn(*line, exits=130)
-    assert "interrupted after 2 of 4 cells" in called.err
+    assert "interrupted after 2 of 4 cells" in portattn(*line, exits=130).err
     first = results.read(tmp_path / results.NAME)[1]
     assert len(first) == 2
     assert "interrupted: 2 of 4" in (tmp_path / "index.html").read_text()
@@ -203,13 +200,11 @@ def test_running_again_keeps_the_earlier_results(portattn, tmp_path):
 
 def test_out_that_is_a_file_is_an_error(portattn, tmp_path):
     (tmp_path / "file").write_text("mine")
-    called = portattn("matrix", "run", "--out", str(tmp_path / "file"), *RUN, exits=2)
-    assert "--out" in called.err
+    assert "--out" in portattn("matrix", "run", "--out", str(tmp_path / "file"), *RUN, exits=2).err
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_results_of_another_schema_are_refused(portattn, tmp_path):
     (tmp_path / results.NAME).write_text('{"type": "run", "schema": 99}\n')
-    called = portattn("matrix", "report", str(tmp_path), exits=2)
-    assert f"{results.NAME}:1: schema version 99" in called.err
+    assert f"{results.NAME}:1: schema version 99" in portattn("matrix", "report", str(tmp_path), exits=2).err
     assert not (tmp_path / "index.html").exists()

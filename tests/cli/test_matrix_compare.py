@@ -80,8 +80,7 @@ def test_a_quirk_that_takes_all_of_rocm_is_red_and_named(portattn, made, with_qu
     failures = list(ElementTree.parse(report).getroot().iter("failure"))
     assert len(failures) == 1
     assert "rocm-0901-takes" in failures[0].text
-    again = made(tmp_path / "again", "gfx942,sm_90", "--baseline", str(kept), exits=1)
-    assert "rocm-0901-takes" in again.out
+    assert "rocm-0901-takes" in made(tmp_path / "again", "gfx942,sm_90", "--baseline", str(kept), exits=1).out
     assert portattn("matrix", "diff", str(new), str(old)).status == 0, "what was lost is won back"
 
 
@@ -116,8 +115,7 @@ def test_a_stale_level_is_not_kept_by_resume(portattn, made, with_quirk, tmp_pat
     assert made(tmp_path, "gfx942,sm_90").status == 0
     first = {cell.target: cell for cell in results.read(tmp_path / results.NAME)[1]}
     with_quirk("rocm-0901-takes", 'path = "reference"')
-    called = made(tmp_path, "gfx942,sm_90", "--resume", exits=0)
-    assert "1 cell made under other conditions: made again" in called.err
+    assert "1 cell made under other conditions: made again" in made(tmp_path, "gfx942,sm_90", "--resume", exits=0).err
     begun, cells = results.read(tmp_path / results.NAME)
     now = {cell.target: cell for cell in cells}
     assert now["cuda:sm_90"] == first["cuda:sm_90"]
@@ -132,8 +130,7 @@ def test_expected_failures_of_a_run(portattn, made, tmp_path):
     listed.write_text(EXPECTED.format("2100-01-01"))
     out = tmp_path / "out"
     assert made(out, "sm_89,sm_90").status == 1
-    called = made(out, "sm_89,sm_90", "--expected", str(listed), exits=0)
-    assert "1 cell failed as expected" in called.out
+    assert "1 cell failed as expected" in made(out, "sm_89,sm_90", "--expected", str(listed), exits=0).out
     line = ("matrix", "check", str(out), "--expected", str(listed), "--json")
     assert portattn(*line).status == 0
     listed.write_text(EXPECTED.format("2100-01-01").replace("sm_89", "sm_90"))
@@ -222,8 +219,7 @@ def test_files_are_written_whole_or_not_at_all(portattn, made, tmp_path, monkeyp
         ("matrix", "check", str(tmp_path / "run"), "--junit", str(report)),
         ("matrix", "merge", str(tmp_path / "run"), "--out", str(tmp_path / "all")),
     ):
-        called = portattn(*line, exits=2)
-        assert "No space left on device" in called.err
+        assert "No space left on device" in portattn(*line, exits=2).err
     monkeypatch.undo()
     assert kept.read_bytes() == before
     assert not report.exists()
@@ -235,8 +231,7 @@ def test_junit_that_cannot_be_written_is_said_before_the_run(made, tmp_path):
     assert made(tmp_path / "run", "sm_90", "--junit", str(tmp_path / "made" / "x.xml")).status == 0
     assert ElementTree.parse(tmp_path / "made" / "x.xml").getroot().get("tests") == "1"
     (tmp_path / "file").write_text("")
-    called = made(tmp_path / "other", "sm_90", "--junit", str(tmp_path / "file" / "x.xml"), exits=2)
-    assert "--junit" in called.err
+    assert "--junit" in made(tmp_path / "other", "sm_90", "--junit", str(tmp_path / "file" / "x.xml"), exits=2).err
     assert not (tmp_path / "other").exists()
 
 
@@ -249,8 +244,7 @@ def test_what_cannot_be_read_is_one_error(portattn, made, tmp_path):
         called = portattn("matrix", *command, str(tmp_path / "run"), exits=2)
         assert f"{results.NAME}:2: is not as it was written" in called.err
     path.write_bytes(data)
-    called = portattn("matrix", "diff", str(tmp_path / "run"), str(tmp_path / "nothing"), exits=2)
-    assert "cannot be read" in called.err
+    assert "cannot be read" in portattn("matrix", "diff", str(tmp_path / "run"), str(tmp_path / "nothing"), exits=2).err
     (tmp_path / "empty").mkdir()
     for line in (("diff", str(path), str(tmp_path / "empty")), ("report", str(tmp_path / "empty"))):
         called = portattn("matrix", *line)

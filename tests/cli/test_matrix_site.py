@@ -74,8 +74,7 @@ def test_an_earlier_run_is_the_history_of_its_cells(portattn, run, tmp_path):
     folder = run("one", "ascend910b1")
     run("one", "ascend910b1")
     [kept] = (tmp_path / "one").glob("results-*.jsonl")
-    called = portattn("matrix", "site", folder, "--out", str(tmp_path / "site"))
-    assert called.err == ""
+    assert portattn("matrix", "site", folder, "--out", str(tmp_path / "site")).err == ""
     page = next((tmp_path / "site" / "cells").iterdir()).read_text()
     assert "Over time" in page
     kept.write_text('{"type": "run", "schema": 1}\n')
@@ -95,8 +94,7 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_read(portattn,
 def test_bad_runs_and_places_are_one_error(portattn, run, tmp_path):
     out = str(tmp_path / "site")
     assert portattn("matrix", "site", "--out", out).status == 2
-    called = portattn("matrix", "site", str(tmp_path / "none"), "--out", out, exits=2)
-    assert "cannot be read" in called.err
+    assert "cannot be read" in portattn("matrix", "site", str(tmp_path / "none"), "--out", out, exits=2).err
     (tmp_path / "file").write_text("")
     called = portattn("matrix", "site", run("one", "ascend910b1"), "--out", str(tmp_path / "file" / "site"), exits=2)
     assert "--out" in called.err
@@ -114,8 +112,7 @@ def test_an_interrupt_leaves_the_earlier_site(portattn, run, tmp_path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(site, "pages", interrupted)
-    called = portattn("matrix", "site", folder, "--out", str(out), exits=130)
-    assert "an earlier one is as it was" in called.err
+    assert "an earlier one is as it was" in portattn("matrix", "site", folder, "--out", str(out), exits=130).err
     assert (out / "index.html").read_bytes() == before
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 

@@ -210,8 +210,7 @@ def test_without_a_target_it_is_this_machines(portattn):
 
 def test_a_named_path_that_cannot_run_is_status_1(portattn):
     line = ("plan", "attention", "--target", "cpu:generic", *SHAPES, "--backend", "triton")
-    called = portattn(*line, exits=1)
-    assert "cannot run this on cpu:generic" in called.err
+    assert "cannot run this on cpu:generic" in portattn(*line, exits=1).err
     assert portattn(*line, "--json").json["error"]["rejected"][0]["path"] == "triton"
 
 

@@ -12,8 +12,7 @@ ASCEND = ("ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0")
 
 
 def test_list_shows_every_quirk(portattn):
-    called = portattn("quirks", "list", exits=0)
-    assert f"{len(KNOWN)} quirks" in called.out
+    assert f"{len(KNOWN)} quirks" in portattn("quirks", "list", exits=0).out
     assert {q["id"] for q in portattn("quirks", "list", "--json").json} == set(KNOWN)
 
 
@@ -90,8 +89,7 @@ def test_why_names_the_variants_that_a_quirk_is_about(portattn):
 
 
 def test_audit_of_the_shipped_registry_is_green(portattn):
-    called = portattn("quirks", "audit", exits=0)
-    assert called.out.endswith("0 warnings\n")
+    assert portattn("quirks", "audit", exits=0).out.endswith("0 warnings\n")
 
 
 def test_audit_of_a_broken_folder_is_red_with_file_and_line(portattn, tmp_path):
@@ -100,8 +98,7 @@ def test_audit_of_a_broken_folder_is_red_with_file_and_line(portattn, tmp_path):
     broken = tmp_path / "cuda" / source.name
     broken.write_text(source.read_text().replace("symptom = ", "colour  = "))
     line = next(n for n, text in enumerate(broken.read_text().splitlines(), 1) if text.startswith("colour"))
-    called = portattn("quirks", "audit", "--folder", str(tmp_path), exits=1)
-    assert f"{broken}:{line}" in called.out
+    assert f"{broken}:{line}" in portattn("quirks", "audit", "--folder", str(tmp_path), exits=1).out
     report = portattn("quirks", "audit", "--folder", str(tmp_path), "--json", exits=1)
     assert report.json["errors"] >= 1
     assert report.json["findings"][0]["line"] == line

@@ -19,8 +19,7 @@ SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--t
     ],
 )
 def test_a_plan_for_a_device_as_its_driver_prints_it(portattn: Any, written: str, target: str) -> None:
-    called = portattn("plan", "attention", "--target", written, *SHAPES, exits=0)
-    assert f"on {target} with triton==3.6.0" in called.out
+    assert f"on {target} with triton==3.6.0" in portattn("plan", "attention", "--target", written, *SHAPES, exits=0).out
 
 
 @pytest.mark.parametrize(("written", "reason"), [("Tesla T4", "tensor cores"), ("gfx1030", "no matrix instructions")])

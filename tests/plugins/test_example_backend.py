@@ -130,8 +130,7 @@ def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Pat
         pytest.skip(missing)
     out = tmp_path / "matrix"
     line = ("matrix", "run", "--targets", "example:one", "--ops", "attention,decode*,mla*", "--out", str(out), "--json")
-    made = run(*line, exits=0)
-    assert made.json["levels"].keys() == {"emulated"}
+    assert run(*line, exits=0).json["levels"].keys() == {"emulated"}
     cells = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
     assert {cell["toolchain"] for cell in cells} == {COMPILER}
     for cell in cells:
@@ -140,8 +139,7 @@ def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Pat
         assert main["mma"] > 0
         assert main["instructions"] > 50
         assert 0 < main["scratchpad_bytes"] <= 65536
-    resumed = run(*line, "--resume", exits=0)
-    assert "emulated  example:one" not in resumed.err, "nothing is made again"
+    assert "emulated  example:one" not in run(*line, "--resume", exits=0).err, "nothing is made again"
 
 
 def test_verify_asks_its_executor(run: Callable[..., Any]) -> None:

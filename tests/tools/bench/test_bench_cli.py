@@ -42,8 +42,7 @@ def test_help_names_every_set_and_peer():
     ],
 )
 def test_bad_input(arguments, message):
-    called = bench(*arguments, exits=2)
-    assert message in called.stderr
+    assert message in bench(*arguments, exits=2).stderr
 
 
 def test_without_a_device(monkeypatch):
@@ -162,8 +161,7 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     assert "seed paged decode: compiled" in called.stderr
     assert called.exit_code == 0, called.output
     assert "not all was compiled" not in called.stderr
-    called = bench(*sets, "--resume", "--budget", "100")
-    assert "not all was compiled" in called.stderr
+    assert "not all was compiled" in bench(*sets, "--resume", "--budget", "100").stderr
     assert asked == [
         (["seed decode", "seed paged decode"], "auto", False, "", 3, math.inf), ([], "auto", False, "", 3, 50.0),
     ]  # fmt: skip
@@ -192,8 +190,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_cells", interrupted)
-    called = bench(*SEED, "--out", str(tmp_path), exits=130)
-    assert "seed decode" in called.stdout
+    assert "seed decode" in bench(*SEED, "--out", str(tmp_path), exits=130).stdout
     assert [row.name for row in results.read(tmp_path / "bench.json").rows] == ["seed decode"]
     monkeypatch.setattr(run, "run_cells", cells)
     called = bench(*SEED, "--out", str(tmp_path), "--resume", "--json", exits=0)
@@ -214,8 +211,7 @@ def test_a_lost_device_ends_the_run_and_keeps_its_rows(tmp_path, monkeypatch):
         return timed(set_, case, *rest)
 
     monkeypatch.setattr(run, "run_case", breaks)
-    called = bench(*SEED, "--out", str(tmp_path), exits=1)
-    assert "--resume goes on behind it" in called.stderr
+    assert "--resume goes on behind it" in bench(*SEED, "--out", str(tmp_path), exits=1).stderr
     result = results.read(tmp_path)
     assert [row.name for row in result.rows] == ["seed decode", "seed paged decode"]
     assert "illegal address" in result.rows[1].figures("fa3/vllm").refused
@@ -224,8 +220,7 @@ def test_a_lost_device_ends_the_run_and_keeps_its_rows(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("device")
 def test_status_1_when_portattn_cannot_run():
-    called = bench(*SEED, "--backend", "triton", exits=1)
-    assert "portattn" in called.stdout
+    assert "portattn" in bench(*SEED, "--backend", "triton", exits=1).stdout
 
 
 @pytest.mark.usefixtures("device")

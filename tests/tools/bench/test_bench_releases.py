@@ -164,8 +164,7 @@ def test_a_case_that_fails_in_one_release_is_measured_with_the_others(monkeypatc
 def test_a_run_goes_on_where_every_release_has_a_cell(tmp_path, copy, faults):
     out = tmp_path / "out"
     chosen = (*SEED[:4], "--peer", "none", "--rounds", "1", "--out", str(out))
-    once = bench(*chosen, *own(copy), "--budget", "0.001", "--json", exits=0)
-    assert "1 cells are left" in once.stderr
+    assert "1 cells are left" in bench(*chosen, *own(copy), "--budget", "0.001", "--json", exits=0).stderr
     # An interrupt between the two releases' rows: only one has it.
     with results.Store(out / "99.0.0") as folder:
         result = results.read(out / "99.0.0")
@@ -232,8 +231,7 @@ def test_an_interrupt_while_rows_are_begun_ends_as_any_other(tmp_path, copy, fau
         return start(self) if len(begun) == 1 else interrupted()
 
     monkeypatch.setattr(results.Store, "start", second)
-    called = bench(*SHORT, *own(copy), "--out", str(out), "--json", exits=130)
-    assert json.loads(called.stdout)["releases"] == []
+    assert json.loads(bench(*SHORT, *own(copy), "--out", str(out), "--json", exits=130).stdout)["releases"] == []
     assert not (out / "releases.json").exists()
 
 
@@ -241,8 +239,7 @@ def test_where_no_release_starts_nothing_is_written(out, copy, faults):
     before = contents(out)
     faults["99.0.0"] = faults[OWN.version] = {"start": "no such symbol"}
     for resume in ((), ("--resume",)):
-        called = bench(*SHORT, *own(copy), "--out", str(out), *resume, exits=1)
-        assert "written" not in called.stdout
+        assert "written" not in bench(*SHORT, *own(copy), "--out", str(out), *resume, exits=1).stdout
         assert contents(out) == before
 
 
@@ -381,8 +378,7 @@ def test_bad_releases(texts, limit, monkeypatch, tmp_path):
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
     with pytest.raises(ArgumentError, match=limit):
         releases.releases(texts)
-    called = bench(*(word for text in texts for word in ("--release", text)), exits=2)
-    assert re.search(limit, called.stderr)
+    assert re.search(limit, bench(*(word for text in texts for word in ("--release", text)), exits=2).stderr)
 
 
 def test_a_release_is_written_as_the_lab_writes_it(copy):
@@ -398,8 +394,7 @@ def test_a_release_is_written_as_the_lab_writes_it(copy):
 def test_without_a_device_nobody_is_asked_for_a_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    called = bench("--release", "99.0.0", exits=2)
-    assert "no CUDA or ROCm device is here" in called.stderr
+    assert "no CUDA or ROCm device is here" in bench("--release", "99.0.0", exits=2).stderr
 
 
 def test_the_best_is_told_from_the_rounds_that_they_shared():

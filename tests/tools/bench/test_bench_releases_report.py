@@ -48,8 +48,7 @@ def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
     monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
     benchreport.show_comparison(whole(), [])
     shown = capsys.readouterr().out
-    called = bench("report", str(saved(tmp_path / name, whole())), exits=0)
-    assert called.stdout == shown
+    assert bench("report", str(saved(tmp_path / name, whole())), exits=0).stdout == shown
     assert "3.6.0: triton==3.6.0, a chip" in shown
     assert "3.9.0: did not start: no such symbol" in shown
     assert "1000.0 µs (3.00), 1.00, triton  2000.0 µs (1.50), 0.50, triton  3.6.0" in shown
@@ -130,8 +129,7 @@ def test_a_file_that_cannot_be_read_is_named_and_another_json_is_read_as_a_runs_
     (tmp_path / "of-may.json").write_text('{"schema": 3}')
     refused = {"": "releases.json: cannot be read: Is a directory", "of-may.json": "no results of portattn bench"}
     for name, said in refused.items():
-        called = bench("report", str(tmp_path / name), exits=2)
-        assert said in called.stderr
+        assert said in bench("report", str(tmp_path / name), exits=2).stderr
 
 
 def test_portattns_own_cases_are_drawn_in_the_comparisons_order():

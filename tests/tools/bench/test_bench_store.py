@@ -169,8 +169,7 @@ def test_parts_of_other_things_are_refused(tmp_path: Path, field: str) -> None:
     first, second = (
         part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1], **{field: other}),
     )  # fmt: skip
-    done = run(first, second, "--out", tmp_path / "whole", exits=2)
-    assert f"its {field} is {other!r}" in done.output
+    assert f"its {field} is {other!r}" in run(first, second, "--out", tmp_path / "whole", exits=2).output
     assert not (tmp_path / "whole").exists()
 
 
@@ -184,8 +183,7 @@ def test_a_case_that_two_have_measured_is_refused(tmp_path: Path) -> None:
 def test_what_lay_there_is_kept(tmp_path: Path) -> None:
     first = part(tmp_path / "a", "paged", PAGED[:1])
     part(tmp_path / "whole", "decode", DECODE[:1])
-    done = run(first, "--out", tmp_path / "whole", exits=0)
-    assert "are now" in done.output
+    assert "are now" in run(first, "--out", tmp_path / "whole", exits=0).output
     assert [row.set for row in results.read(tmp_path / "whole").rows] == ["paged"]
     assert len(list((tmp_path / "whole").glob("rows-*.jsonl"))) == 1
 
@@ -194,6 +192,5 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     first, second = part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1])
     path = second / results.ROWS
     path.write_bytes(path.read_bytes().replace(b'"rounds_ms"', b'"rounds_us"'))
-    done = run(first, second, "--out", tmp_path / "whole", exits=2)
-    assert str(path) in done.output
+    assert str(path) in run(first, second, "--out", tmp_path / "whole", exits=2).output
     assert not (tmp_path / "whole").exists()

@@ -29,7 +29,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(*arguments: str) -> list[dict[str, Any]]:
-    called = bench(*arguments, "--tiny", "--json", exits=0)
+    called = bench(*arguments, "--tiny", "--json")
+    assert called.exit_code == 0, called.output
     rows: list[dict[str, Any]] = json.loads(called.stdout)["rows"]
     return rows
 
@@ -71,10 +72,12 @@ def test_a_contender_that_is_wrong_or_fails(
     part = load(str(workloads.FOLDER / "engine_calls.py"))
     real = part.flash_attn_func
     monkeypatch.setattr(part, "flash_attn_func", lambda *given, **named: wrong(real(*given, **named)))
-    called = bench(*DENSE, "--tiny", "--out", str(tmp_path), exits=1)
+    called = bench(*DENSE, "--tiny", "--out", str(tmp_path))
+    assert called.exit_code == 1
     assert said in called.stdout
     assert "WRONG: flash_attn: flash_attn_func 16 x 512, causal, portattn: " in called.stderr
-    again = bench("report", str(tmp_path / "engines.json"), "--markdown", str(tmp_path / "table.md"), exits=0)
+    again = bench("report", str(tmp_path / "engines.json"), "--markdown", str(tmp_path / "table.md"))
+    assert again.exit_code == 0
     assert again.stdout.partition("written")[0] == called.stdout.partition("written")[0]
     assert said in (tmp_path / "table.md").read_text()
 
@@ -83,7 +86,8 @@ def test_an_absent_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in [name for name in sys.modules if name.startswith("portattn.integrations.vllm.")]:
         monkeypatch.delitem(sys.modules, name)
-    called = bench("--set", "engines", "--tiny", "--only", "vllm: ", exits=2)
+    called = bench("--set", "engines", "--tiny", "--only", "vllm: ")
+    assert called.exit_code == 2
     assert "vllm: absent: Absent: vLLM's Python files:" in called.stdout
     assert "nothing was measured of engines" in called.stderr
 
@@ -104,7 +108,8 @@ def test_float8_forwards_have_an_error_and_a_path(monkeypatch: pytest.MonkeyPatc
         return module
 
     monkeypatch.setattr(workloads, "load", strict)
-    called = bench("--set", "fp8-forward", "--tiny", "--check", exits=1)
+    called = bench("--set", "fp8-forward", "--tiny", "--check")
+    assert called.exit_code == 1
     assert "D=64 S=64, e4m3: error 0.0" in called.stderr
 
 
@@ -121,7 +126,8 @@ def test_every_cache_write_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
             given["v_pages"].view(torch.uint8)[0, 0, 0, 0] ^= 1
 
     monkeypatch.setattr(portattn, "write_pages", wrong)
-    called = bench("--set", "cache-write", "--tiny", "--only", "decode, bf16", exits=1)
+    called = bench("--set", "cache-write", "--tiny", "--only", "decode, bf16")
+    assert called.exit_code == 1
     assert "decode, bf16, portattn: other bits than the reference's" in called.stderr
 
 
@@ -161,7 +167,8 @@ def test_contenders_take_turns_and_wrong_ones_none() -> None:
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
-    called = bench(*arguments, exits=2)
+    called = bench(*arguments)
+    assert called.exit_code == 2
     assert message in called.stderr
 
 

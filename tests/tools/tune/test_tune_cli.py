@@ -44,8 +44,7 @@ def tune(*arguments, exits: int | None = None):
 )
 def test_bad_input(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    called = tune(*arguments, exits=2)
-    assert message in called.stderr
+    assert message in tune(*arguments, exits=2).stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,8 +123,7 @@ def test_a_timed_run_writes_toml_log_and_table(tmp_path, device):
     assert "chosen, measured: 64×32" in (tmp_path / "made.txt").read_text()
     # The file that there is now is where the next run begins.
     tunable.made[64] = Made(10.0)
-    again = tune(*WHERE, "--problem", SMALL, "--out", str(out), exits=0)
-    assert "chosen, measured: 64×64" in again.stdout
+    assert "chosen, measured: 64×64" in tune(*WHERE, "--problem", SMALL, "--out", str(out), exits=0).stdout
     assert len(load_tuning(out, "cuda").entry) == len(tuning.entry)
     assert len(list(tmp_path.glob("made-*.jsonl"))) == 1
 
@@ -153,8 +151,7 @@ def test_an_interrupted_run_goes_on(tmp_path, device):
     tunable = device({64: Made(100.0), 32: Made(50.0)})
     tunable.__class__ = Interrupted
     arguments = (*WHERE, "--problem", SMALL, "--problem", WIDE, "--out", str(tmp_path))
-    called = tune(*arguments, exits=130)
-    assert "--resume goes on" in called.stderr
+    assert "--resume goes on" in tune(*arguments, exits=130).stderr
     half = load_tuning(tmp_path / "sm_90.toml", "cuda")
     assert len(new(half)) == 1
     tunable.over = True

@@ -249,8 +249,7 @@ def test_the_command_line_says_first_what_is_known(portattn, tmp_path) -> None:
     assert "in range here" in called.out
     assert "--force" in called.out
     assert [path.name for path in tmp_path.iterdir()] == ["cache"], "which has the lock: other users hold none there"
-    forced = portattn("quirks", "new", "--from-log", log, *where, "--force", exits=0)
-    assert "ascend-0014" in forced.out
+    assert "ascend-0014" in portattn("quirks", "new", "--from-log", log, *where, "--force", exits=0).out
 
 
 def test_what_only_looks_like_an_entry_is_drafted(portattn, tmp_path) -> None:

@@ -83,8 +83,7 @@ def test_red_here_and_in_the_audit(
 
 def test_broken_is_red_and_not_recorded(tmp_path: Path, probe: Probe) -> None:
     plant(tmp_path)
-    result = probe("--record", arms={"control": "ValueError:no compiler"}, exits=1)
-    assert "0 tables recorded" in result.stdout
+    assert "0 tables recorded" in probe("--record", arms={"control": "ValueError:no compiler"}, exits=1).stdout
     assert findings(tmp_path) == []
 
 
@@ -137,8 +136,7 @@ def test_json(tmp_path: Path, probe: Probe) -> None:
 )
 def test_bad_input(tmp_path: Path, probe: Probe, arguments: list[str], complaint: str) -> None:
     plant(tmp_path)
-    result = probe(*arguments, exits=2)
-    assert complaint in result.stderr
+    assert complaint in probe(*arguments, exits=2).stderr
     assert arms_of_or_none(tmp_path) == []
 
 
@@ -148,8 +146,7 @@ def arms_of_or_none(folder: Path) -> list[str]:
 
 def test_retired_id(tmp_path: Path, probe: Probe) -> None:
     plant(tmp_path, more='\n[retired]\ndate = 2026-11-01\nreason = "fixed upstream"\nfixed_in = "triton==3.9.0"\n')
-    result = probe("rocm-0901", exits=2)
-    assert "it was retired on 2026-11-01: fixed upstream" in result.stderr
+    assert "it was retired on 2026-11-01: fixed upstream" in probe("rocm-0901", exits=2).stderr
     assert "0 probes: none" in probe().stdout, "what is retired is probed no more"
 
 
