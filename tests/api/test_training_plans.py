@@ -89,8 +89,7 @@ def test_explain_names_dropout() -> None:
 
 def test_explain_says_what_computes_the_gradients() -> None:
     q, k, v = qkv()
-    text = portattn.explain("attention", q, k, v, backend=KERNELS)
-    assert "gradients by interpreter" in text
+    assert "gradients by interpreter" in portattn.explain("attention", q, k, v, backend=KERNELS)
     with torch.no_grad():
         assert "gradients by" not in portattn.explain("attention", q, k, v, backend=KERNELS)
 

@@ -249,8 +249,7 @@ def test_the_command(tmp_path: Path) -> None:
     report = json.loads(called.stdout)
     assert [one["path"] for one in report["specs"]] == ["sdpa", "sdpa"]
     assert "running 2 of 2" in called.stderr
-    shown = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
-    assert "2 calls in" in shown.stdout
+    assert "2 calls in" in CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"]).stdout
     path.write_text(json.dumps([SMALL | {"backend": "triton"}]))
     failed = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
     assert failed.exit_code == 1

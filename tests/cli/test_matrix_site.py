@@ -75,8 +75,7 @@ def test_an_earlier_run_is_the_history_of_its_cells(portattn, run, tmp_path):
     run("one", "ascend910b1")
     [kept] = (tmp_path / "one").glob("results-*.jsonl")
     assert portattn("matrix", "site", folder, "--out", str(tmp_path / "site")).err == ""
-    page = next((tmp_path / "site" / "cells").iterdir()).read_text()
-    assert "Over time" in page
+    assert "Over time" in next((tmp_path / "site" / "cells").iterdir()).read_text()
     kept.write_text('{"type": "run", "schema": 1}\n')
     called = portattn("matrix", "site", folder, "--out", str(tmp_path / "site"), exits=0)
     assert f"left out of the history: {kept}:1: schema version 1" in called.err

@@ -293,8 +293,7 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     assert (seen.facts["deaths"] if seen else None) == (1 if isolate == "auto" else None)
     made, launches, q, target = planned(causal="bottom_right")
     load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
-    failed = ensure_compiled.ensure_all(made, launches, load, q, target, settings)
-    assert "exit status 1" in failed.reason
+    assert "exit status 1" in ensure_compiled.ensure_all(made, launches, load, q, target, settings).reason
 
 
 @pytest.mark.parametrize(("number", "cached"), [(6, True), (9, False)])
@@ -311,8 +310,7 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
 
     assert ensure_compiled.ensure_all(made, launches, load, q, target, settings) is not None
     assert (CompileStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is cached
-    found = next(iter(store(settings).incidents()))
-    assert found.symptom == "compiler-crash"
+    assert next(iter(store(settings).incidents())).symptom == "compiler-crash"
 
 
 @pytest.mark.parametrize(

@@ -363,8 +363,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
         assert "could not be compiled now" in portattn.explain("attention", q, q, q)
         clock.now += 301
         portattn.attention(q, q, q)
-        plan = portattn.last_plan()
-        assert not plan.fell_back
+        assert not portattn.last_plan().fell_back
         assert [made.path for made in launched] == ["triton"]
         assert requests_in(requests) == 2
 

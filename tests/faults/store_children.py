@@ -29,8 +29,7 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
     child.start()
     there.close()
     try:
-        answered = here.poll(SECONDS)
-        assert answered, f"no answer in {SECONDS} s"
+        assert here.poll(SECONDS), f"no answer in {SECONDS} s"
         try:
             well, result = here.recv()
         except EOFError:

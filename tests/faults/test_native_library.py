@@ -194,8 +194,7 @@ def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.Mon
         return handle
 
     monkeypatch.setattr(native, "open_library", exchanged)
-    module = native._import(place)
-    assert module.Launches is not None
+    assert native._import(place).Launches is not None
     assert place.read_bytes() == b"another file"
 
 

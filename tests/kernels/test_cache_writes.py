@@ -34,8 +34,7 @@ def check(device: Device, seed: int = 0, spare: bool = False, **fields: Any) -> 
     for run in (lambda call: run_core(device, call, launch={"block_m": 16}), write.run):
         call = random_writing(p, seed, device=device.name, spare=spare)
         run(call)
-        facts = judge(call, call.new_out(), None)
-        assert facts == {"error": 0.0, "budget": 0.0, "wrong": 0}, run
+        assert judge(call, call.new_out(), None) == {"error": 0.0, "budget": 0.0, "wrong": 0}, run
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -104,8 +104,7 @@ def test_constants_of_kernels_over_caches(op: str, expected: dict[str, Any]) -> 
     """Over pages there is no rotated loop, whatever was chosen."""
     found = CORES[op].constexprs(of(op), Lowering(pipeline="rotated"), Launch(num_stages=3))
     assert {name: found[name] for name in expected} == expected
-    split = CORES[op].constexprs(of(op), Lowering(), Launch(splits=2))
-    assert split["SPLIT"] is True
+    assert CORES[op].constexprs(of(op), Lowering(), Launch(splits=2))["SPLIT"] is True
 
 
 CASES = [("triton==3.6.0", 32), ("triton==3.7.1", 32), ("triton==3.8.0", 16)]

@@ -359,8 +359,7 @@ def test_ranges_of_a_compiler_that_is_added_to_triton(brought: dict[str, Compile
 )
 def test_a_rebuild_of_a_release_is_known(brought: dict[str, Compiler], version: str, known: bool) -> None:
     assert brought
-    said = Toolchain.parse(f"triton-musa=={version}").unknown_release()
-    assert (said == "") is known
+    assert (Toolchain.parse(f"triton-musa=={version}").unknown_release() == "") is known
 
 
 def test_the_installed_one_is_told_by_the_owner_of_its_folder(

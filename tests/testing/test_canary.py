@@ -89,8 +89,7 @@ def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -
 
 
 def test_they_run_where_nobody_has_run_the_tests() -> None:
-    seen = core_path.seen_to_run(SM_90)
-    assert seen.level == "measured"
+    assert core_path.seen_to_run(SM_90).level == "measured"
     newer = parse_target("cuda:sm_90", "triton==3.7.0")
     for target, auto in (
         (SM_90, False),

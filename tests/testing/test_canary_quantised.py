@@ -209,8 +209,7 @@ def test_a_call_over_that_format_takes_another_path_and_is_right(
         narrow = plain.to(torch.float8_e4m3fn)
         with pytest.warns(portattn.FallbackWarning, match=r"canary.*cache e4m3 scales none.*over its budget"):
             out = portattn.decode_attention(q, narrow, narrow, None)
-        plan = portattn.last_plan()
-        assert plan.path != "triton"
+        assert portattn.last_plan().path != "triton"
         wide = narrow.to(torch.float32)
         expected = portattn.decode_attention(q.float(), wide, wide, None, backend="reference")
         torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=1e-2)

@@ -105,8 +105,7 @@ def test_rows_have_the_memory_beyond_the_gradients():
     assert row.plan[0].startswith("attention")
     assert row.budget == 1.0
     assert not row.failed
-    text = report.set_table([row])
-    assert text.count("+0.0 MiB") == 3
+    assert report.set_table([row]).count("+0.0 MiB") == 3
 
 
 def test_the_core_is_timed_where_paths_are_not_told(monkeypatch):

@@ -110,12 +110,10 @@ def test_a_crash_becomes_an_entry_that_leads_to_another_path(
     entry = Path(draft.files[-1])
     fill_in(entry, 'path = "vendor"')
     known = Registry.read(find_backends(), out)
-    made = plan(PROBLEM, known.target("cuda:sm_80", TOOLCHAIN), known)
-    assert made.path == "sdpa"
+    assert plan(PROBLEM, known.target("cuda:sm_80", TOOLCHAIN), known).path == "sdpa"
     assert known.quirks[draft.id].symptom == "compiler-crash"
     assert re.search(known.quirks[draft.id].evidence.signature, incident.log)
-    result = probe.run(known.quirks[draft.id], TOOLCHAIN, registry=known, worker=worker)
-    assert result.verdict == "confirmed"
+    assert probe.run(known.quirks[draft.id], TOOLCHAIN, registry=known, worker=worker).verdict == "confirmed"
 
 
 def test_a_failure_that_an_entry_explains_is_said_first(buggy, worker, registry, triton, monkeypatch, tmp_path) -> None:
@@ -142,7 +140,6 @@ def test_the_command_line_goes_the_same_way(portattn, buggy, registry, monkeypat
     assert made["failure"]["stage"] == "ttgir"
     assert all(Path(file).is_file() for file in made["files"])
     assert made["id"].startswith("cuda-")
-    text = json.dumps(called.json)
-    assert "FILL-IN-effect" in text
+    assert "FILL-IN-effect" in json.dumps(called.json)
     unknown = portattn("quirks", "new", "--from-incident", "nobody", "--json", exits=2)
     assert incident.id in unknown.json["error"]["limit"]

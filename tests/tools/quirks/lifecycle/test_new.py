@@ -74,8 +74,7 @@ def test_every_program_and_report_is_whole(name: str, registry, tmp_path) -> Non
     ast.parse(program)
     assert "def probe(arm: str, bench: Bench)" in program
     if ".ttir" in by_suffix or ".ptx" in by_suffix:
-        beside = by_suffix.get(".ttir", by_suffix.get(".ptx"))
-        assert f'with_name("{beside.name}")' in program
+        assert f'with_name("{by_suffix.get(".ttir", by_suffix.get(".ptx")).name}")' in program
     report = by_suffix[".md"].read_text()
     for part in ("## Environment", "## To reproduce", "## Expected", "## Log", by_suffix[".py"].name):
         assert part in report
@@ -197,8 +196,7 @@ def test_a_fence_in_a_log_does_not_end_the_reports(registry, tmp_path) -> None:
     text = read("triton-3.4-kpack") + "```\nnot code\n````\n"
     found = facts_of("triton-3.4-kpack", registry)
     made = drafts.make(msgspec.structs.replace(found, log=text), registry, tmp_path, force=True, replay=False)
-    report = next(Path(file) for file in made.files if file.endswith(".md")).read_text()
-    assert "`````\n" in report
+    assert "`````\n" in next(Path(file) for file in made.files if file.endswith(".md")).read_text()
 
 
 def test_a_home_folder_stays_private(registry, tmp_path, monkeypatch) -> None:

@@ -144,8 +144,7 @@ def test_over_the_chips_memory_is_a_failure_too(registry) -> None:
     asked = msgspec.structs.replace(
         subject(registry, block_m=128), symptom="resource-limit", signature="out of resource: shared memory"
     )
-    made = reduce.reduce(asked, registry, Large(lambda c, o: ""))
-    assert made.after.launch.block_m == 64
+    assert reduce.reduce(asked, registry, Large(lambda c, o: "")).after.launch.block_m == 64
 
 
 @pytest.mark.parametrize("named", full()[::9], ids=lambda named: named.name)
@@ -184,8 +183,7 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     assert called.json["written"] == f"incident {smaller.id}"
     assert smaller.problem.head_dim == 16
     # The command sends the request to a compiler, and what is kept of the log is the smaller one's.
-    done = subprocess.run(smaller.command, shell=True, capture_output=True, text=True)
-    assert '"ok": false' in done.stdout
+    assert '"ok": false' in subprocess.run(smaller.command, shell=True, capture_output=True, text=True).stdout
     found = failure_facts.from_incident(smaller, [], registry)
     assert (
         found.failure.signature == failure_facts.from_incident(incidents.incident(name), [], registry).failure.signature

@@ -249,8 +249,7 @@ def test_writes_one_table_for_each_toolchain(tmp_path: Path) -> None:
     before = Path(quirk.file).read_text()
     found = [result(tmp_path, quirk, f"triton==3.{minor}.0", off=BOOM) for minor in (4, 6)]
     assert record(quirk, found) == 2
-    after = Path(quirk.file).read_text()
-    assert after.startswith(before), "comments and layout are kept"
+    assert Path(quirk.file).read_text().startswith(before), "comments and layout are kept"
     read = load_quirk(Path(quirk.file)).verified
     assert [(v.toolchain, v.target, v.level, v.off, v.on) for v in read] == [
         (f"triton==3.{minor}.0", "rocm:gfx942", "compiles", "fail:signature", "pass") for minor in (4, 6)
