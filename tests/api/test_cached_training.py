@@ -255,9 +255,7 @@ def test_threads_train_by_one_cached_call() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"layout": "bshd", "causal": True}, {"return_lse": True}], ids=str)
-def test_a_first_call_is_built_and_planned_once(
-    given: dict[str, Any], built: list[str], planned: list[portattn.Problem]
-) -> None:
+def test_a_first_call_is_built_and_planned_once(given, built, planned):
     """By the interpreter, which takes the way of every kernel of portattn's."""
     inputs = leaves()
     found = portattn.attention(*inputs, **given, backend=KERNELS)
@@ -274,9 +272,7 @@ def test_a_first_call_is_built_and_planned_once(
         torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
 
 
-def test_a_first_call_without_a_kernel_for_its_gradients_is_built_once(
-    monkeypatch: pytest.MonkeyPatch, built: list[str]
-) -> None:
+def test_a_first_call_without_a_kernel_for_its_gradients_is_built_once(monkeypatch, built):
     monkeypatch.setattr(backward, "has_kernel", lambda *given: False)
     monkeypatch.setattr(backward, "may_have_kernels", lambda *given: True)
     inputs = leaves()

@@ -174,9 +174,7 @@ def test_a_jagged_tensor_as_packed_rows() -> None:
     torch.testing.assert_close(out[3:], alone)
 
 
-def test_a_call_like_a_cached_one_is_refused(
-    device: Device, kept: str, unusual: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_like_a_cached_one_is_refused(device, kept, unusual, monkeypatch):
     make, said = unusual
     q = torch.randn(2, 4, 3, 16, device=device.name)
     expected = portattn.attention(q, q, q.clone())

@@ -177,9 +177,7 @@ def test_any_number_of_splits_agrees(device: Device, core: dict[str, str], name:
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", ["decode", "paged", "ragged", "sparse", "sparse paged", "mla", "mla ragged"])
-def test_a_sequence_is_bit_for_bit_what_it_is_alone(
-    device: Device, core: dict[str, str], name: str, splits: int
-) -> None:
+def test_a_sequence_is_bit_for_bit_what_it_is_alone(device, core, name, splits):
     """With a number of splits demanded, whatever the rest of the batch is, and however many they are."""
     fields: dict[str, Any] = {} if name.startswith("sparse") else {"causal": "bottom_right"}
     call = random_call(problem(name, batch=4, **fields), seed=6, device=device.name)

@@ -112,9 +112,7 @@ def test_any_strides(device: Device, monkeypatch: pytest.MonkeyPatch, path: str,
 @pytest.mark.parametrize("path", ["reference", "core"])
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])
 @pytest.mark.parametrize("name", ["paged", "ragged", "sparse paged"])
-def test_keys_and_values_in_one_cache(
-    device: Device, monkeypatch: pytest.MonkeyPatch, path: str, page_layout: str, name: str
-) -> None:
+def test_keys_and_values_in_one_cache(device, monkeypatch, path, page_layout, name):
     """(P, 2, Hk, page, D) and (P, 2, page, Hk, D), each half a view; and (P, page, 2, Hk, D), which is SGLang's way."""
     use_small_tiles(monkeypatch)
     p = problem(name, page_layout=page_layout, head_dim_v=16)

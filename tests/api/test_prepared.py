@@ -404,9 +404,7 @@ def test_preparing_raises_what_the_call_raises() -> None:
         handle.run(q, q, q, is_causal=True)
 
 
-def test_what_does_not_compile_takes_the_next_path(
-    device: Device, monkeypatch: pytest.MonkeyPatch, sm_90, core_only, compiler
-) -> None:
+def test_what_does_not_compile_takes_the_next_path(device, monkeypatch, sm_90, core_only, compiler):
     """Found when it is prepared, and said when it runs, as a plain call says it."""
     if device.path != "interpreter":
         pytest.skip("another device is pretended here")

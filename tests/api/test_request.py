@@ -163,9 +163,7 @@ def kept_calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 @pytest.mark.parametrize("splits", [None, 2])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_kept_call_gives_what_a_first_one_gives(
-    device: Device, monkeypatch: pytest.MonkeyPatch, name: str, splits: int | None
-) -> None:
+def test_a_kept_call_gives_what_a_first_one_gives(device, monkeypatch, name, splits):
     if device.path != "interpreter" or (splits and problem(name).op in ("attention", "varlen_attention")):
         pytest.skip("kernels are interpreted here only, and some split nothing")
     pretend_accelerator(monkeypatch)

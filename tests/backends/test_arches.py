@@ -271,9 +271,7 @@ def test_ptxas_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("text", ["exit 3", "echo ptxas", None])
-def test_a_ptxas_that_does_not_run_is_passed_over(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ptxas_that_does_not_run_is_passed_over(text, tmp_path, monkeypatch):
     path = program(tmp_path / "ptxas", text) if text else str(tmp_path / "missing")
     monkeypatch.setenv("TRITON_PTXAS_PATH", path)
     here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))

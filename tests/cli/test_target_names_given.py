@@ -1,6 +1,5 @@
 """Targets as people write them, given to commands: drivers' names, chips that are not supported, and no chips."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,7 @@ def test_a_plan_for_a_device_as_its_driver_prints_it(portattn: Any, written: str
 
 
 @pytest.mark.parametrize(("written", "reason"), [("Tesla T4", "tensor cores"), ("gfx1030", "no matrix instructions")])
-def test_a_chip_that_is_not_supported_is_answered_with_the_reason(
-    portattn: Any, tmp_path: Path, written: str, reason: str
-) -> None:
+def test_a_chip_that_is_not_supported_is_answered_with_the_reason(portattn, tmp_path, written, reason):
     called = portattn("plan", "attention", "--target", written, *SHAPES, exits=0)
     assert "  not triton: " in called.out
     assert reason in called.out

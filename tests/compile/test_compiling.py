@@ -297,9 +297,7 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
 
 
 @pytest.mark.parametrize(("number", "cached"), [(6, True), (9, False)])
-def test_who_was_killed_is_asked_again_by_the_next_process(
-    compiler, tmp_path, monkeypatch, number: int, cached: bool
-) -> None:
+def test_who_was_killed_is_asked_again_by_the_next_process(compiler, tmp_path, monkeypatch, number, cached):
     """A signal that somebody sent, for memory perhaps, says nothing about the compiler."""
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate="never")
     monkeypatch.setattr(ensure_compiled, "device_guard", lambda q: contextlib.nullcontext())

@@ -155,9 +155,7 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
         ((0, 0), 0o666, "may be written by others (mode 0666)"),
     ],
 )
-def test_what_another_user_sealed_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[int, int], mode: int, why: str
-) -> None:
+def test_what_another_user_sealed_is_not_believed(tmp_path, monkeypatch, owner, mode, why):
     """A record keeps every process from a kernel, or lets one run; an incident is compiled again."""
     monkeypatch.setattr(record_store, "_distrusted", set())
     kept = CompileStore(tmp_path)

@@ -106,9 +106,7 @@ def test_a_folder_that_is_only_read(tmp_path: Path) -> None:
     [OSError(errno.ENOLCK, "No locks available"), NotImplementedError(), RuntimeError("inherited across fork")],
     ids=lambda error: type(error).__name__,
 )
-def test_where_nothing_can_be_locked_the_block_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_where_nothing_can_be_locked_the_block_runs(tmp_path, monkeypatch, error):
     def refuse(*arguments: object, **named: object) -> None:
         raise error
 

@@ -278,9 +278,7 @@ def test_an_interrupted_request_is_not_answered_to_the_next_one(tmp_path: Path, 
     assert told.splitlines() == [raised, "False", "crash SIGABRT"]
 
 
-def test_an_interrupt_while_the_child_is_ended_leaves_no_answer_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_the_child_is_ended_leaves_no_answer_behind(tmp_path, monkeypatch):
     """Twice Ctrl-C: the child could not be killed then, so it is killed before the next request."""
     python = planted(tmp_path, "answer(facts={'line': json.loads(line)['what']})")
     raised = []
@@ -306,9 +304,7 @@ def test_an_interrupt_while_the_child_is_ended_leaves_no_answer_behind(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError, GeneratorExit])
-def test_whatever_is_raised_in_a_request_ends_the_child(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
+def test_whatever_is_raised_in_a_request_ends_the_child(tmp_path, monkeypatch, error):
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
         child = worker._child

@@ -214,9 +214,7 @@ def assert_not_finite_alike(call: Call, out: torch.Tensor, lse: torch.Tensor | N
 
 @pytest.mark.parametrize(("tensor", "value"), [("q", NAN), ("k", NAN), ("v", NAN), ("q", INF), ("k", INF), ("v", -INF)])
 @pytest.mark.parametrize(("name", "way"), RUNS)
-def test_what_is_not_finite_reaches_exactly_what_depends_on_it(
-    device: Device, name: str, way: str, tensor: str, value: float
-) -> None:
+def test_what_is_not_finite_reaches_exactly_what_depends_on_it(device, name, way, tensor, value):
     call = random_call(problem(name, **FIELDS_SPOILT.get(name, {})), 8, device=device.name, extremes=True)
     spoil(call, tensor, value)
     if way != "reference":

@@ -129,9 +129,7 @@ CHANGES: list[tuple[int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "changes"), CHANGES, ids=str)
-def test_where_the_output_and_the_queries_are(
-    chip: Device, head_dim: int, causal: str, changes: dict[str, Any]
-) -> None:
+def test_where_the_output_and_the_queries_are(chip, head_dim, causal, changes):
     for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
         p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
         chosen = choice(p)
@@ -163,9 +161,7 @@ def grown(call: Call, growth: float) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", LAZY)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_accumulator_is_rescaled_where_it_must_be(
-    chip: Device, head_dim: int, name: str, late: bool, growth: float
-) -> None:
+def test_the_accumulator_is_rescaled_where_it_must_be(chip, head_dim, name, late, growth):
     for causal in ("none", "bottom_right"):
         p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal, **LAZY[name])
         chosen = choice(p)
@@ -215,9 +211,7 @@ def public(call: Call) -> Callable[[], torch.Tensor]:
 @pytest.mark.parametrize("make", [padded, packed])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_bits_stay(
-    device: Device, request: pytest.FixtureRequest, head_dim: int, causal: str, make: Callable[..., Problem]
-) -> None:
+def test_bits_stay(device, request, head_dim, causal, make):
     """Calls take turns on streams that overlap; each has the bits of its first time, which are right."""
     problems = [make(head_dim, causal, seed) for seed in range(CALLS)]
     chip = device_for(VARIANT_SOAK, problems[0], device)

@@ -183,9 +183,7 @@ STORED = [("as_q", "none"), ("e4m3", "token"), ("int4", "token")]
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("unpack", ["bytes", "ptx"])
 @pytest.mark.parametrize("stored", STORED, ids="-".join)
-def test_rows_are_written_where_pages_are(
-    device: Device, memory: torch.Tensor, op: str, unpack: str, stored: tuple[str, str]
-) -> None:
+def test_rows_are_written_where_pages_are(device, memory, op, unpack, stored):
     """Of numbers that are stored as they are, `ptx` finds places as of any others, and the interpreter runs it."""
     if unpack == "ptx" and stored[0] != "as_q" and device.name == "cpu":
         pytest.skip("Triton's interpreter knows no PTX")
@@ -206,9 +204,7 @@ def test_rows_are_written_where_pages_are(
     ("stored", "unpack"),
     [("as_q-none", "bytes"), ("e4m3-token", "bytes"), ("e4m3-token", "words"), ("int4-token", "words")],
 )
-def test_keys_are_read_where_pages_are(
-    device: Device, memory: torch.Tensor, stored: str, unpack: str, block_m: int
-) -> None:
+def test_keys_are_read_where_pages_are(device, memory, stored, unpack, block_m):
     kind, scales = stored.split("-")
     fields: dict[str, Any] = {"op": "paged_attention", "batch": 1, "page_size": 8, "seq_k": 8 * PAGES, "head_dim": 64}
     p = small_problem(**SMALL | fields | {"kv_format": kind, "kv_scales": scales})

@@ -118,9 +118,7 @@ STORED = [("e4m3", "head"), ("e5m2", "head"), ("int4", "head"), ("int4", "token"
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("kind", "scales"), STORED)
 @pytest.mark.parametrize("what", INPUTS)
-def test_kernels_lose_nothing_beside_the_results_rounding(
-    device: Device, what: str, kind: str, scales: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_lose_nothing_beside_the_results_rounding(device, what, kind, scales, dtype, monkeypatch):
     call = stored(what, kind, scales, dtype, device.name)
     assert_exact(call, run(device, call, monkeypatch))
 

@@ -255,9 +255,7 @@ UNREAD: list[tuple[str, dict[str, Any], set[str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("op", "fields", "unread", "values"), UNREAD)
-def test_a_plan_shows_the_choices_that_its_kernel_reads(
-    op: str, fields: dict[str, Any], unread: set[str], values: dict[str, str]
-) -> None:
+def test_a_plan_shows_the_choices_that_its_kernel_reads(op, fields, unread, values):
     plan, found = shown(op, **fields)
     assert plan.lowering is not None
     assert {name: getattr(plan.lowering, name) for name in values} == values

@@ -230,9 +230,7 @@ def install_unreadable(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_distribution_whose_entry_points_cannot_be_read(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_distribution_whose_entry_points_cannot_be_read(tmp_path, kind, monkeypatch):
     """It stops nobody: calls, plans and a backend of another distribution go on. torch itself must not look for its own
     entry points, of which its import would die."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

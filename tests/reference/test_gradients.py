@@ -54,9 +54,7 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch, call: Call, rows: int, keys:
 
 @pytest.mark.parametrize(("op", "feature"), CASES)
 @pytest.mark.parametrize("blocks", ["one", "several"])
-def test_gradients_are_those_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, op: str, feature: str, blocks: str
-) -> None:
+def test_gradients_are_those_of_the_definition(monkeypatch, op, feature, blocks):
     fields = SMALLER if op != "mla" else {"batch": 2}
     call = random_call(problem(op, "all" if feature == "dropout" else feature, **fields), seed=1)
     if feature == "dropout":

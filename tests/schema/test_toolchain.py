@@ -199,9 +199,7 @@ def test_a_broken_distribution_hides_no_other(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("about", [None, b"\xff", b"Name: torch\n"])
-def test_a_component_whose_version_cannot_be_read_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: bytes | None
-) -> None:
+def test_a_component_whose_version_cannot_be_read_is_none(tmp_path, monkeypatch, about):
     folder = tmp_path / "torch-9.dist-info"
     folder.mkdir()
     if about is not None:
@@ -362,9 +360,7 @@ def test_a_rebuild_of_a_release_is_known(brought: dict[str, Compiler], version: 
     assert (Toolchain.parse(f"triton-musa=={version}").unknown_release() == "") is known
 
 
-def test_the_installed_one_is_told_by_the_owner_of_its_folder(
-    brought: dict[str, Compiler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_one_is_told_by_the_owner_of_its_folder(brought, tmp_path, monkeypatch):
     """Under an alias, and with a version in the distribution's own spelling."""
     assert brought
     assert installed_beside() == []

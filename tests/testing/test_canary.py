@@ -197,9 +197,7 @@ class Sabotaged(Fake):
 
 
 @pytest.mark.interpreter
-def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(settings, monkeypatch):
     """End to end: the canary finds it, the call takes another path and says why, and other families go on."""
     if portattn.plan("attention", *(torch.zeros(1, 1, 1, 16),) * 3).toolchain == "none":
         pytest.skip("no Triton to interpret with")

@@ -166,9 +166,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_widening_is_found(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: KvFormat
-) -> None:
+def test_a_wrong_widening_is_found(settings, monkeypatch, tmp_path, kind):
     """The kernel as it is passes; with a fault planted its first canary quarantines that format alone."""
     other = "none" if kind == "nvfp4" else "token"
     for scales in (other, "head"):
@@ -193,9 +191,7 @@ def test_a_wrong_widening_is_found(
 
 
 @pytest.mark.interpreter
-def test_a_call_over_that_format_takes_another_path_and_is_right(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_call_over_that_format_takes_another_path_and_is_right(settings, monkeypatch, tmp_path):
     """End to end; the same operation over int8, and over the queries' dtype, stays on the core."""
     if portattn.plan("attention", *(torch.zeros(1, 1, 1, 16),) * 3).toolchain == "none":
         pytest.skip("no Triton to interpret with")

@@ -49,9 +49,7 @@ def test_a_bad_table_is_named(op: str, bad: tuple[dict[str, Any], str, str]) -> 
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
 @pytest.mark.parametrize("window", [None, (4, None), (2, 3), (0, 0), (None, 2)])
 @pytest.mark.parametrize("op", PAGED)
-def test_pages_that_no_query_sees_have_any_id(
-    op: str, window: tuple[int | None, int | None] | None, causal: bool | str, page_id: int, settings: dict[str, Any]
-) -> None:
+def test_pages_that_no_query_sees_have_any_id(op, window, causal, page_id, settings):
     """One more page is an error: seen is what the oracle's mask shows of it."""
     table = int32([0, 1, 2], [3, 4, 0])
     given = good(op) | {"window": window, "causal": causal, "page_table": table, "seqlens_k": int32(12, 8)}

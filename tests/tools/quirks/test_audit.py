@@ -63,9 +63,7 @@ def test_review_date(tmp_path: Path, due: str, severity: str) -> None:
         ("rocm-0901-x", 'note = "x"', "", ""),
     ],
 )
-def test_an_entry_that_takes_a_whole_backends_core_is_warned_of(
-    tmp_path: Path, quirk_id: str, effect: str, when: str, whole: str
-) -> None:
+def test_an_entry_that_takes_a_whole_backends_core_is_warned_of(tmp_path, quirk_id, effect, when, whole):
     seen = 'last_seen = "triton==3.6.0"\nseen_on = ["triton<4"]\nreview_by = 2027-06-01'  # as far as the ranges go
     path = plant(tmp_path, quirk_id, effect, when, evidence=seen)
     found = audited(tmp_path)

@@ -99,9 +99,7 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
     assert "'ttg.async_copy' op has 3 uses" in report.read_text()
 
 
-def test_a_crash_becomes_an_entry_that_leads_to_another_path(
-    buggy, worker, registry, triton, monkeypatch, tmp_path
-) -> None:
+def test_a_crash_becomes_an_entry_that_leads_to_another_path(buggy, worker, registry, triton, monkeypatch, tmp_path):
     incident = fail("sm_80", registry, buggy, monkeypatch)
     assert incident.symptom == "compiler-crash"
     out = tmp_path / "drafts"

@@ -62,9 +62,7 @@ def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ())
     ("off", "unchecked", "told"),
     [((8, 0), (), "BugFound: OutOfBounds: line"), ((8, 1), ("memory",), "BugFound: 2.0 for 1.0")],
 )  # fmt: skip
-def test_wrong_numbers_and_findings_are_seen(
-    tmp_path: Path, off: tuple[int, int], unchecked: tuple[str, ...], told: str
-) -> None:
+def test_wrong_numbers_and_findings_are_seen(tmp_path, off, unchecked, told):
     result = probe.run(planted(tmp_path, off, unchecked), seconds=300)
     assert (result.verdict, result.off.word, result.level) == ("confirmed", "fail:signature", "emulated"), result
     assert told in result.reason

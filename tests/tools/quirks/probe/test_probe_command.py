@@ -66,9 +66,7 @@ def test_probes_that_cannot_run_are_status_3(tmp_path: Path, probe: Probe) -> No
         (">=3.4,<3.9", {"off": BOOM, "on": "crash"}, "ineffective"), (">=3.7,<3.9", {"off": BOOM}, "too narrow"),
     ],
 )  # fmt: skip
-def test_red_here_and_in_the_audit(
-    tmp_path: Path, probe: Probe, range_: str, arms: dict[str, str], verdict: str
-) -> None:
+def test_red_here_and_in_the_audit(tmp_path, probe, range_, arms, verdict):
     plant(tmp_path, range_=range_)
     result = probe("--record", arms=arms, exits=1)
     assert f"{verdict}: {ID} on triton==3.6.0" in result.stdout

@@ -181,9 +181,7 @@ def test_narrowed(old: str, version: str, affected: list[str], new: str) -> None
         ("==3.6.0", "3.6.0", "triton==3.6.0 does not have it any more: retire rocm-0901-planted, or mend its probe"),
     ],
 )
-def test_a_range_of_which_nothing_is_left_is_advised_to_nobody(
-    tmp_path: Path, range_: str, last: str, advice: str
-) -> None:
+def test_a_range_of_which_nothing_is_left_is_advised_to_nobody(tmp_path, range_, last, advice):
     table = f'\n[[verified]]\ntoolchain = "triton=={last}"\ntarget = "rocm:gfx942"\nlevel = "compiles"\n'
     saw = "fail:signature" if last == "3.6.0" else "pass"
     quirk = plant(tmp_path, range_=range_, more=f'{table}off = "{saw}"\non = "pass"\ndate = 2026-11-01\n')
