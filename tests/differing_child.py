@@ -51,7 +51,6 @@ def counted(self: cache.CallKey, *given: Any) -> Any:
 
 
 def keep(op: str, arguments: dict[str, Any]) -> cache.CallKey:
-    """Make a call that is planned and kept; its kind."""
     opcalls.carry_out_by(perform)
     opcalls.perform(op, arguments)
     opcalls.carry_out_by(lambda request: NOTHING)
@@ -77,7 +76,6 @@ def way(op: str, arguments: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def only_python() -> Iterator[None]:
-    """Inside the block no kind has a native one."""
     hits = [(kind, kind.hit) for kind in cache.every_kind()]
     for kind, _ in hits:
         kind.hit = None

@@ -93,7 +93,6 @@ def run(program: str, folder: Path, triton: Path, *arguments: str) -> dict[str, 
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For a process that is to use it."""
     return {
         "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache"),
     }  # fmt: skip
@@ -113,7 +112,6 @@ class Fake:
         self.library.fake_describe(ctypes.c_long(function), len(sizes), (ctypes.c_size_t * len(sizes))(*sizes))
 
     def launches(self) -> list[Launch]:
-        """Those since it was asked last."""
         count = ctypes.c_size_t()
         data = self.library.fake_record(ctypes.byref(count))
         left, found = bytes(data[: count.value]), []

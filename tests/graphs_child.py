@@ -43,7 +43,6 @@ def tensors(keys: int, batch: int = 2) -> dict[str, Any]:
 
 
 def call(arguments: dict[str, Any], **more: Any) -> list[Any]:
-    """The launches of a call, with names for what was allocated."""
     chip.allocated.clear()
     fake.library.fake_clear()
     portattn.decode_attention(**arguments, num_splits=3, **more)

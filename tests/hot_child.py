@@ -75,7 +75,6 @@ def _asking_in_python(kind: cache.CallKey) -> Any:
 
 
 def _holds(launch: fakedriver.Launch, tensor: torch.Tensor) -> bool:
-    """Whether a tensor's address is among a launch's parameters."""
     return tensor.data_ptr().to_bytes(8, "little") in launch.parameters
 
 

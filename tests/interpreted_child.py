@@ -30,7 +30,6 @@ def bounds(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """Of one sequence, (rows, heads, D): causal attention with slopes, differentiable."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     rows, keys = q.shape[1], k.shape[1]
     seen = oracle64.visible_keys(rows, keys, "bottom_right")

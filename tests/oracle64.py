@@ -34,7 +34,6 @@ def visible_keys(
 
 
 def oracle(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, LSE) of a call in float64 on the CPU; 0 and -inf for a row that attends nothing."""
     p = call.problem
     seen = torch.stack(
         [

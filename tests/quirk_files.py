@@ -57,7 +57,6 @@ def plant(
 
 
 def without_variants(backends: Mapping[str, Backend]) -> dict[str, Backend]:
-    """The backends with their core kernels only."""
     copies = {name: copy.copy(backend) for name, backend in backends.items()}
     for backend in copies.values():
         backend.variants = ()

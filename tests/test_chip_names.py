@@ -64,13 +64,11 @@ def allowed(tree: ast.AST) -> set[int]:
 
 
 def identifiers(node: ast.AST) -> list[str]:
-    """The names that a node introduces or reads."""
     fields = ("id", "attr", "arg", "name", "asname", "module")
     return [value for field in fields if isinstance(value := getattr(node, field, None), str)]
 
 
 def faults(text: str) -> Iterator[tuple[int, str]]:
-    """(line, what is wrong) of a module's source."""
     tree = ast.parse(text)
     skipped = docstrings(tree) | allowed(tree)
     for node in ast.walk(tree):

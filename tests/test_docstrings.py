@@ -118,7 +118,6 @@ def test_every_public_name_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES, *WITH_TRANSFORMERS])
 def test_the_examples_are_right(name: str) -> None:
-    """On the CPU, whatever this machine has."""
     test, said = examples(found(name)), list[str]()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore", portattn.FallbackWarning)

@@ -76,7 +76,6 @@ def cache(name):
 
 
 def rows():
-    """Sequence and position of every token."""
     sequences = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     return sequences, torch.cat([torch.arange(length) for length in LENGTHS])
 

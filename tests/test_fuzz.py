@@ -104,7 +104,6 @@ def test_keys_and_values_are_poisoned_apart(name: str) -> None:
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A fault of calls with sinks alone."""
     right = portattn.attention
 
     def planted(*args: Any, **named: Any) -> Any:

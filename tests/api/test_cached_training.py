@@ -35,7 +35,6 @@ def fresh(device: Device) -> Iterator[None]:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operations whose arguments are validated from here on."""
     found: list[str] = []
     build = request.build_call
     monkeypatch.setattr(request, "build_call", lambda op, *rest: found.append(op) or build(op, *rest))
@@ -44,7 +43,6 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[portattn.Problem]:
-    """Problems that are planned from here on."""
     found: list[portattn.Problem] = []
     plan = dispatch.plan
     monkeypatch.setattr(
@@ -58,7 +56,6 @@ def leaves(count: int = 3) -> list[torch.Tensor]:
 
 
 def trained(call: Callable[[], Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a call's results and the gradients of their squares."""
     found = call()
     results = found if isinstance(found, tuple) else (found,)
     return [*results, *torch.autograd.grad(sum(each.square().sum() for each in results), inputs)]

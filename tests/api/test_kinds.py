@@ -28,7 +28,6 @@ GROUPS = {
 
 @pytest.fixture(scope="module", params=GROUPS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a group's process saw, by the names of its cases."""
     if not TRITONS:
         pytest.skip("Triton is not installed, and the lab has none for this Python")
     version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)

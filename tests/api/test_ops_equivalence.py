@@ -34,7 +34,6 @@ def close(one: Any, other: Any) -> None:
 
 
 def same(one: Any, other: Any) -> None:
-    """Bit for bit, NaN included."""
     if isinstance(one, tuple):
         for a, b in zip(one, other, strict=True):
             same(a, b)
@@ -151,7 +150,6 @@ def test_where_pages_lie_does_not_matter(device: Device, way: dict[str, str], na
 
 
 def test_a_page_shared_by_two_sequences(device: Device, way: dict[str, str]) -> None:
-    """Prefix caching: both tables begin with the same pages."""
     q, pages, values = normal(device, 2, 4, 1, 16), normal(device, 5, 8, 2, 16), normal(device, 5, 8, 2, 24)
     shared = int32(device, [3, 1, 0], [3, 1, 2])
     lengths = int32(device, 20, 24)

@@ -46,7 +46,6 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
 
 
 def features(name: str) -> dict[str, dict[str, Any]]:
-    """The features of a call: packed tensors have no layout, and packed queries no bias and no mask."""
     p = problem(name)
     found = EVERYWHERE | (CHOSEN if p.op == "sparse_attention" else PLACED)
     if p.op not in ("paged_attention", "sparse_attention") or not p.page_size:
@@ -210,7 +209,6 @@ def test_no_sequence(device: Device, way: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("name", ["varlen", "ragged", "mla ragged"])
 @pytest.mark.parametrize("rows", [0, 5])
 def test_no_packed_sequence(device: Device, way: dict[str, str], name: str, rows: int) -> None:
-    """Rows of no sequence are results as well."""
     call = random_call(problem(name), device=device.name)
     arguments = given(call)
     changes = {n: arguments[n][:rows] for n in ("q", "q_nope", "q_rope") if n in arguments}
@@ -330,7 +328,6 @@ def strided() -> torch.Tensor:
 
 
 def part() -> torch.Tensor:
-    """Rows of a larger buffer, whose others must stay."""
     return torch.full((3, 4, 5, 16), NAN)[1:]
 
 

@@ -63,7 +63,6 @@ def test_valid_arguments_are_right(p: Problem, scale: float | None, strides: str
 
 @st.composite
 def problems_of_any_op(draw: st.DrawFn) -> Problem:
-    """Small ones, with any of the features that the op has."""
     op, flag = draw(st.sampled_from([op for op in PUBLIC if not ROWS[op].writes])), st.booleans()
     fields: dict[str, Any] = {n: draw(flag) for n in ("softcap", "alibi_slopes", "sinks", "return_lse")}
     fields |= {"seq_q": 1, "seq_k": draw(st.integers(0, 24)), "heads_k": draw(st.integers(1, 2))}

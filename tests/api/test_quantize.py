@@ -242,7 +242,6 @@ def tokens(seed: int, count: int = 49) -> torch.Tensor:
 
 
 def slots() -> torch.Tensor:
-    """Of the 19 tokens of the first sequence, then of the 30 of the second."""
     rows = [TABLE[b, i // PAGE] * PAGE + i % PAGE for b, length in enumerate(LENGTHS.tolist()) for i in range(length)]
     return torch.stack(rows)
 
@@ -275,7 +274,6 @@ def test_attention_reads_what_was_written(device: Device, scale: float | None) -
 
 
 def contiguous() -> dict[str, Any]:
-    """Arguments of decode_attention over caches that append_kv has filled."""
     given: dict[str, Any] = {"seqlens_k": torch.tensor([0, 0], dtype=torch.int32)}
     for name in ("k", "v"):
         given[f"{name}_cache"] = torch.zeros(2, HEADS, 24, WIDTH // 2, dtype=torch.uint8)

@@ -39,7 +39,6 @@ def step(arguments: dict[str, Any], options: dict[str, Any] | None = None) -> St
 
 
 def class_of(value: int, use: Callable[[int], Any]) -> Callable[[int], bool]:
-    """Whether a number is of the class of `value`, when that is used so."""
     trace = Trace()
     use(trace.input(value))
     program = trace.program([])

@@ -95,7 +95,6 @@ def test_explain_says_what_computes_the_gradients() -> None:
 
 
 def test_where_no_kernel_runs_the_backward_pass_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the forward's kernel has given; and it is said."""
     inputs = qkv()
     expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend="reference"), inputs, "")
     out = portattn.attention(*inputs, causal=True, backend=KERNELS)

@@ -247,7 +247,6 @@ def test_a_checkpointed_call(device: Device) -> None:
 
 
 def test_selective_checkpointing_names_the_operator(device: Device) -> None:
-    """What is saved is not computed again."""
     q, k, v = qkv(device)
     seen: dict[bool, list[str]] = {True: [], False: []}
 

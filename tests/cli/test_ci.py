@@ -193,7 +193,6 @@ def test_quirks_whose_id_is_taken_and_folders_without_any_are_refused(portattn, 
 
 @pytest.fixture
 def kept(portattn, tmp_path):
-    """A baseline of plans with Triton 3.6.0."""
     same = ("ci", "--from", "triton==3.6.0", "--to", "triton==3.6.0", *BOTH)
     assert portattn(*same, "--problems", "dense*,MLA*", "--out", str(tmp_path / "out")).status == 0
     assert portattn("matrix", "baseline", str(tmp_path / "out" / "after"), str(tmp_path / "b.toml")).status == 0
@@ -201,7 +200,6 @@ def kept(portattn, tmp_path):
 
 
 def test_a_baseline_in_place_of_the_old_side(portattn, kept, takes_rocm, tmp_path):
-    """It brings its compiler, its targets and its problems."""
     line = ("ci", "--baseline", str(kept), "--to")
     green = portattn(*line, "triton==3.9.0", "--json", exits=0)
     assert (green.json["before"], green.json["targets"]) == ("triton==3.6.0", ["rocm:gfx942", "cuda:sm_90"][::-1])

@@ -126,7 +126,6 @@ def read_only(path):
 
 
 def full(path):
-    """A disk that takes no data: files have at most no byte."""
     path.mkdir()
     return {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))}
 

@@ -30,7 +30,6 @@ def folder(tmp_path):
 
 @pytest.fixture
 def amd():
-    """Cells of gfx942."""
     return [make_cell(named=named, target="rocm:gfx942") for named in (DENSE, DECODE)]
 
 

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.compiles  # plans need an installed Triton
 
 @pytest.fixture
 def run(portattn, tmp_path, monkeypatch):
-    """A function that makes a run of Ascend's cells, which nothing here compiles, and gives its folder."""
     monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
     monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))

@@ -12,7 +12,6 @@ REFUSED = ("nan", "inf", "-inf", "3e6")
 
 
 def floats(command, path=("portattn",)):
-    """(path, option) of every option of the command line that is a float."""
     if isinstance(command, click.Group):
         ctx = click.Context(command)
         for name in command.list_commands(ctx):

@@ -248,7 +248,6 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
 
 @pytest.mark.parametrize("behaviour", NOW_AND_THEN)
 def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behaviour: str) -> None:
-    """It is retried once, and the record says so."""
     requests = compiler(behaviour)
     made, launches, q, target = planned()
     assert ensure_compiled.ensure(made, launches, q, target, settings) is None

@@ -46,7 +46,6 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def become_nobody() -> None:
-    """Give root's rights up, which no permission stops."""
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

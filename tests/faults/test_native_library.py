@@ -29,7 +29,6 @@ NOT_MADE = "not made in this test"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library as it is kept."""
     folder = tmp_path_factory.mktemp("native")
     module, why = forked(_loaded_again, folder)
     assert module, why

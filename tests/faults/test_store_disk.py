@@ -22,7 +22,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 kB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(

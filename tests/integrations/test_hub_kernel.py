@@ -146,7 +146,6 @@ def test_another_portattn_in_the_process_is_said(repository: Path) -> None:
 
 
 def kernels_reason() -> str:
-    """Why transformers cannot load kernels here; empty where it can."""
     if importlib.util.find_spec("kernels") is None:
         return "the kernels package is not installed"
     from transformers.utils import import_utils

@@ -227,7 +227,6 @@ def test_markers_of_causal_masks() -> None:
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype: torch.dtype, device: str) -> None:
-    """Casts query, key, value and a float mask to its dtype, as it does for torch's function."""
     given = tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), device=device)
     mask = torch.randn(3, 5, device=device)
     lower = [tensor.detach().to(dtype).requires_grad_() for tensor in given]

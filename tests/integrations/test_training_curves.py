@@ -35,7 +35,6 @@ example: Any = load(str(ROOT / "examples" / "train_llama.py"))
 
 
 def trained(tmp_path: Path, mode: str, *more: str) -> dict[str, dict[str, Any]]:
-    """The curves by their attention."""
     path = tmp_path / "curves.json"
     common = ["--device", "cpu", "--compile-backend", "aot_eager", "--json", str(path)]
     assert example.main(["--mode", mode, "--steps", str(STEPS), *common, *more]) == 0

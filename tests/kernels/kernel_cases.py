@@ -40,7 +40,6 @@ SPLITTING = [name for name in OPS if name not in ("dense", "padded", "varlen")]
 
 
 def problem(name: str, **fields: Any) -> Problem:
-    """The small problem of that name, with other fields where named."""
     return Problem(**(SMALL | OPS[name] | fields))
 
 

@@ -29,7 +29,6 @@ ROTARY = [{"rotary": "neox", "rotary_dim": 24}, {"rotary": "interleaved", "rotar
 
 
 def check(device: Device, seed: int = 0, spare: bool = False, **fields: Any) -> None:
-    """The kernel and the reference on calls of their own."""
     p = Problem(**fields)
     for run in (lambda call: run_core(device, call, launch={"block_m": 16}), write.run):
         call = random_writing(p, seed, device=device.name, spare=spare)
@@ -161,7 +160,6 @@ BEYOND = 2.0**18  # what kernels/write.py holds quotients to before they are cor
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:
-    """All numbers of a 16-bit dtype, float32."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
 
 

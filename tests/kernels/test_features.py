@@ -85,7 +85,6 @@ def everything(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_16_bit_dtypes_are_right(device: Device, name: str, dtype: str) -> None:
-    """The longest and the empty sequences, and with everything that the op has."""
     causal = {} if name.startswith("sparse") else {"causal": "bottom_right"}
     fields, seed = (causal, 2) if dtype == "fp16" else (everything(name), 3)
     call = random_call(problem(name, batch=3, dtype=dtype, **fields), seed, device=device.name, extremes=True)

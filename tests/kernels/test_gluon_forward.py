@@ -69,7 +69,6 @@ def of(kind: str, head_dim: int = 128, base: Problem = BASE, **fields: Any) -> P
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernels are for."""
     return device_for(VARIANT, BASE, device)
 
 

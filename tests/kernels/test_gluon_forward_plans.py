@@ -98,7 +98,6 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernel is for."""
     return device_for(VARIANT, BASE, device)
 
 

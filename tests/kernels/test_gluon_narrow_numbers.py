@@ -32,7 +32,6 @@ def problem(base: Problem = wide.BASE, **fields: Any) -> Problem:
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernel is for."""
     return device_for(VARIANT, problem(), device)
 
 
@@ -52,7 +51,6 @@ def test_a_sequence_without_keys_may_have_any_scale(chip: Device, wild: float) -
 
 
 def assert_schedule_right(call: Call, **changes: Any) -> None:
-    """The call by its own schedule, changed so, against float64."""
     variant = VARIANT if call.problem.kv_format == "e4m3" else INT8
     launcher = variant.described(call)
     assert isinstance(launcher, Fp8Launcher if variant is VARIANT else Int8Launcher)
@@ -142,7 +140,6 @@ def test_a_graph_replays_it(chip: Device) -> None:
 
 
 def in_blocks(scale: torch.Tensor, block: int) -> torch.Tensor:
-    """Scales that each `block` tokens share."""
     return scale[..., ::block].repeat_interleave(block, 2)[..., : scale.shape[-1]].contiguous()
 
 

@@ -45,7 +45,6 @@ def problem(base: Problem = BASE, **fields: Any) -> Problem:
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernel is for."""
     return device_for(VARIANT, BASE, device)
 
 

@@ -21,7 +21,6 @@ CAPACITY = 57  # keys that a sequence's pages hold at least: four tiles
 
 
 def sized(page: int, **fields):
-    """A problem with pages of this size."""
     return {"page_size": page, "seq_k": -(-CAPACITY // page) * page} | fields
 
 
@@ -150,7 +149,6 @@ NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it f
 
 @pytest.fixture(scope="module")
 def memory(device: Device) -> torch.Tensor:
-    """Bytes of no value."""
     size = BEFORE + AFTER
     if device.name == "cuda":
         if torch.cuda.mem_get_info()[0] < 2 * size:

@@ -38,7 +38,6 @@ def outlier(rows: int, keys: int) -> Inputs:
 
 
 def needle(rows: int, keys: int) -> Inputs:
-    """One key that every query looks for, among others that are none."""
     q, k, v = normal(rows, keys)
     direction = k[:, :, keys // 3].clone()
     k[:, :, keys // 3] = direction * 2.0

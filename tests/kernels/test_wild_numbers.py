@@ -53,7 +53,6 @@ def wild(call: Call, bad: int, seed: int) -> Call:
 
 
 def rows_of(call: Call, result: tuple[torch.Tensor, torch.Tensor], b: int) -> list[torch.Tensor]:
-    """Output and LSE of sequence b."""
     if call.cu_seqlens_q is None:
         return [x[b] for x in result]
     first, end = call.cu_seqlens_q[b : b + 2].tolist()

@@ -17,7 +17,6 @@ from portattn.schema.tensors import spans
 
 
 def same(shaped: SymbolicTensor, tensor: torch.Tensor) -> None:
-    """Sizes, strides and all else that can be asked."""
     for one in (shaped.shape, shaped.size()):
         assert plain_sizes(tuple(one)) == tuple(tensor.shape)
     assert plain_sizes(tuple(shaped.stride())) == tensor.stride()

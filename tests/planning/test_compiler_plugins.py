@@ -37,7 +37,6 @@ def _as_before() -> Iterator[None]:
 
 
 def backend(folder: Path, own_name: str, compiler: str, **own: Any) -> type[Backend]:
-    """A backend whose folder brings a compiler."""
     place = folder / own_name
     place.mkdir()
     (place / "arches.toml").write_text(ARCHES)

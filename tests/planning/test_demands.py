@@ -66,7 +66,6 @@ def problem(op: str, kind: type[Problem] = Problem, **fields: Any) -> Problem:
 
 
 def single_flags() -> Iterator[dict[str, Any]]:
-    """Every flag of a Problem, one at a time."""
     for field in msgspec.structs.fields(Problem):
         if field.name not in NO_DEMANDS:
             for value in VALUES.get(field.name, (True,)):
@@ -231,7 +230,6 @@ UNREAD_BY_WORDS = {"k_tile", "block_order", "q_operand", "dot_precision"}
 
 
 def shown(op: str = "decode_attention", **fields: Any) -> tuple[portattn.Plan, set[str]]:
-    """The plan, and the names of the choices that its text has."""
     plan = portattn.plan(portattn.Problem(op=op, **SIZES | fields), H100)
     (line,) = [line for line in plan.explain().splitlines() if line.startswith("  lowering ")]
     return plan, {word.partition("=")[0] for word in line.split()[1:]}

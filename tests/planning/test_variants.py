@@ -223,7 +223,6 @@ def test_a_quirk_that_leads_a_variant_to_the_reference_says_nothing_of_the_core(
 
 
 def test_keys_are_digests_of_one_length() -> None:
-    """They name files."""
     for made in (plan(P, SM_90), plan(P, SM_90, settings=Settings(backend="triton"))):
         assert re.fullmatch("[0-9a-f]{32}", made.key)
 

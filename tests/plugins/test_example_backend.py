@@ -24,7 +24,6 @@ PROBLEM = ("--q", "1,2,128,64", "--kv", "1,2,128,64", "--dtype", "fp16")
 
 @pytest.fixture
 def python(site: Path, tmp_path: Path) -> Callable[[str], str]:
-    """What a script prints that is run with the packages."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT)))}
 
     def call(script: str) -> str:
@@ -125,7 +124,6 @@ def test_the_lab_lists_its_releases(run: Callable[..., Any]) -> None:
 
 
 def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Path) -> None:
-    """The facts and the code are the adapter's, the numbers the executor's."""
     if missing := support.no_interpreter():
         pytest.skip(missing)
     out = tmp_path / "matrix"
@@ -168,7 +166,6 @@ for kernel, text in (("g", code), ("f", code[1:]), ("f", "")):
 
 
 def test_without_the_compiler_the_plan_says_what_it_needs(run: Callable[..., Any], site: Path, tmp_path: Path) -> None:
-    """The backend alone: its data is there, and nothing that compiles for it."""
     alone = tmp_path / "alone"
     for name in ("portattn_example", "portattn_example-0.1.dist-info"):
         shutil.copytree(site / name, alone / name)

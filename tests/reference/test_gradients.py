@@ -194,7 +194,6 @@ def test_one_tensor_may_be_queries_keys_and_values(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks", "alibi_slopes"])
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    """One tensor that requires a gradient has the one that it has beside all others."""
     call, leaves = tiny(monkeypatch, "padded", "all")
     alone, all_of_them = checked(call, {wanted: leaves[wanted]}), checked(call, leaves)
     found = [

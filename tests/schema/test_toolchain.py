@@ -262,7 +262,6 @@ index = "https://example.com/simple"
 
 @pytest.fixture
 def brought(tmp_path: Path) -> Iterator[dict[str, Compiler]]:
-    """The compilers of WHOLE, as a package brings them."""
     (tmp_path / "compilers.toml").write_text(WHOLE)
     found = compilers.read(tmp_path, "portattn-musa 0.1")
     compilers.all_compilers()

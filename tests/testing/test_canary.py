@@ -314,7 +314,6 @@ def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path: Path, mo
 
 
 def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are more of them than run at a time."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     newer = parse_target("cuda:sm_90", "triton==3.7.0")
     made = portattn.plan(FORWARD[0], newer)

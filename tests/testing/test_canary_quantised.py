@@ -152,7 +152,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settin
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> None:
-    """Let the kernels widen by a changed kernels/dequantize.py."""
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(old) == 1
     file = folder / "planted_stored.py"

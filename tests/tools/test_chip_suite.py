@@ -71,7 +71,6 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def left_there(pytester: pytest.Pytester, *items: Any) -> Path:
-    """A file of results with these lines; texts as they are."""
     pytester.mkdir("out")
     file = pytester.path / FILE
     file.write_text("".join(item if isinstance(item, str) else json.dumps(item) + "\n" for item in items))

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.compiles
 
 @pytest.fixture
 def team(pytester: pytest.Pytester) -> None:
-    """The team's kernel, and its tests."""
     for name, source in (("row_scale.py", "row_scale.py"), ("test_kernels.py", "per_target.py")):
         (pytester.path / name).write_text((TEAM / source).read_text(encoding="utf-8"), encoding="utf-8")
 

@@ -96,7 +96,6 @@ def test_libraries_that_do_not_load_are_named(tmp_path: Path):
 
 
 def small_pages(peer: Peer) -> Peer:
-    """Small cases have small pages."""
     return replace(peer, contenders=functools.partial(peer.contenders, page=1))
 
 

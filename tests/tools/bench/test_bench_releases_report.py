@@ -183,7 +183,6 @@ def test_plots(tmp_path):
 
 
 def drawn(monkeypatch, folder: Path, found: comparison.Comparison) -> list[Any]:
-    """The axes of each figure."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     figures_: dict[int, Any] = {}
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda shown, *_, **__: figures_.update({id(shown): shown}))

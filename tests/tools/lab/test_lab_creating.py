@@ -27,7 +27,6 @@ NAME = "triton==9.1.0"
 
 
 def left() -> list[str]:
-    """What lies in the lab's folder beside its locks."""
     return sorted(path.name for path in folders.root().glob("*") if path.suffix != ".lock")
 
 
@@ -377,7 +376,6 @@ programs = "{programs}"
 
 @pytest.fixture
 def bring(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Have the compiler of RECIPE brought by a package."""
     compilers.all_compilers()
     before = compilers._brought.compilers or {}
 

@@ -103,7 +103,6 @@ SHIPPED = Registry.load().tunings["cuda"]["sm_90"].entry
 
 
 def new(tuning: Tuning) -> list[Entry]:
-    """The entries that the shipped file does not have."""
     return [entry for entry in tuning.entry if entry not in SHIPPED]
 
 

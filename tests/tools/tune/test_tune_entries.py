@@ -122,7 +122,6 @@ def dense_file(*entries: str) -> str:
 
 
 def timed(toolchain_range: str, block_n: int, release: str) -> str:
-    """An entry that was timed with a release of its own."""
     figures = '[{ problem = "p", us = 1.0 }]'
     return (
         f'toolchain = {{ triton = "{toolchain_range}" }}\nlaunch = {{ block_m = 64, block_n = {block_n} }}\n'

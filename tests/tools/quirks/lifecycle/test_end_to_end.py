@@ -39,7 +39,6 @@ def fail(arch: str, registry: Registry, buggy, monkeypatch) -> Incident:
 
 
 def fill_in(path: Path, effect: str) -> None:
-    """What the engineer does: an effect, and the marked lines gone."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith(MARK)]
     lines.insert(lines.index("[effect]") + 1, effect)
     path.write_text("\n".join(lines) + "\n")

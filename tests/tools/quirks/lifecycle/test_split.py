@@ -106,7 +106,6 @@ def test_many_failures_take_no_time() -> None:
 
 
 def reported(heading: str, said: str, exception: str = "RuntimeError: PassManager::run failed") -> str:
-    """What pytest says of a test that failed: its exception first, and then what it had printed."""
     return f"__ {heading} __\nE   {exception}\n--- Captured stderr call ---\n{said}\n"
 
 

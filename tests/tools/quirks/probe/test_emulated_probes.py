@@ -125,7 +125,6 @@ def wrong_result(symptom: str = "wrong-result", signature: str = "") -> Quirk:
 
 
 def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> probe.Arm:
-    """The off arm of a planned probe whose code, once compiled, ends as told."""
 
     def check(self: EmulatorExecutor, plan: object, target: Target, compiler: Worker, runner: Worker) -> Numerics:
         return seen

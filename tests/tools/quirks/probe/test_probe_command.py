@@ -149,7 +149,6 @@ def test_retired_id(tmp_path: Path, probe: Probe) -> None:
 
 
 def test_missing_toolchains_are_told(tmp_path: Path, probe: Probe) -> None:
-    """With --all-toolchains what is not here is a line with a hint, and no error."""
     plant(tmp_path)
     result = probe("--all-toolchains", arms={"off": BOOM}, exits=0)
     assert "triton==3.9.0 is not here: `portattn lab create triton==3.9.0` makes it" in result.stdout
