@@ -8,8 +8,6 @@ Every call is made twice, where native.c has the kind and where only Python does
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

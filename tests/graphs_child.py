@@ -3,8 +3,6 @@ Prints as JSON whether their launches are those of the same kernels by themselve
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

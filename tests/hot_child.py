@@ -4,8 +4,6 @@ and what warm-up and monitor do."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

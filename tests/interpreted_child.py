@@ -2,8 +2,6 @@
 first on the path. Prints as JSON that Triton's version, and the largest distance of each result from float64's, in
 parts of the largest number where that is above 1."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """The SDPA drop-in in graphs and transforms: portattn's operator where portattn takes the call, else torch's."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any

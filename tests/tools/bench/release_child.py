@@ -9,8 +9,6 @@ FAULTS (a variable of the environment, JSON) says by release what happens there:
 TURNS (the same) names a file, to which each turn adds a line when it begins and one when it ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

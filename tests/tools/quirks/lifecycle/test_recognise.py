@@ -1,7 +1,5 @@
 """Kinds of failures without a log of their own, signatures, and what is no failure; and the corpus of logs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
