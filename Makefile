@@ -23,9 +23,9 @@ endif
 DEMO ?= dense causal fp16*,varlen_attention,*_backward,decode_attention,paged_attention,sparse_attention,mla_attention,append_kv,write_pages
 
 demo: $(READY)
-	$(PY) -m portattn.cli doctor
-	$(PY) -m portattn.cli matrix run --quick --ops '$(DEMO)' --jobs $(JOBS) --out $(MATRIX)
-	$(PY) -m portattn.cli matrix report $(MATRIX)
+	$(PY) -m portattn doctor
+	$(PY) -m portattn matrix run --quick --ops '$(DEMO)' --jobs $(JOBS) --out $(MATRIX)
+	$(PY) -m portattn matrix report $(MATRIX)
 	@echo "The page: $(MATRIX)/index.html"
 
 # The fast tier, all tests that tests/slow.txt does not list; ARGS="tests/kernels -k mask" runs tests of both tiers.
@@ -40,10 +40,10 @@ test-all: $(READY)
 SLICE = --toolchain triton==3.2.0 --toolchain triton==3.4.0 --toolchain triton==3.9.0 --toolchain triton-ascend==3.2.0
 
 slice: $(READY)
-	$(PY) -m portattn.cli lab create $(subst --toolchain ,,$(SLICE))
-	$(PY) -m portattn.cli matrix run --quick $(SLICE) --targets cuda:sm_90,rocm:gfx942,ascend:ascend910b2 --out $(MATRIX)-slice
-	$(PY) -m portattn.cli quirks probe any-0001 any-0002 cuda-0007 cuda-0014 rocm-0015 rocm-0218 ascend-0006 ascend-0008 $(SLICE)
-	$(PY) -m portattn.cli quirks audit
+	$(PY) -m portattn lab create $(subst --toolchain ,,$(SLICE))
+	$(PY) -m portattn matrix run --quick $(SLICE) --targets cuda:sm_90,rocm:gfx942,ascend:ascend910b2 --out $(MATRIX)-slice
+	$(PY) -m portattn quirks probe any-0001 any-0002 cuda-0007 cuda-0014 rocm-0015 rocm-0218 ascend-0006 ascend-0008 $(SLICE)
+	$(PY) -m portattn quirks audit
 
 # The adapters' tests, each against the real engine in an environment of its own (scripts/engine_env.py), made where it is
 # not there. Whatever cannot be made within ENGINE_SECONDS is named and left out; a test that fails fails the target, and
@@ -111,13 +111,13 @@ SETS ?= seed
 BENCH ?=
 
 bench: $(READY)
-	$(PY) -m portattn.cli bench $(addprefix --set ,$(SETS)) $(BENCH) --out .bench
+	$(PY) -m portattn bench $(addprefix --set ,$(SETS)) $(BENCH) --out .bench
 
 # docs/performance/ from the run in .bench: its results, and the plots made from them (needs matplotlib).
 bench-docs: $(READY)
 	mkdir -p docs/performance
 	cp .bench/bench.json docs/performance/results.json
-	$(PY) -m portattn.cli bench report docs/performance/results.json --plots docs/performance/plots > /dev/null
+	$(PY) -m portattn bench report docs/performance/results.json --plots docs/performance/plots > /dev/null
 
 # The documentation site, .site/html/index.html (extra `docs`). A dead link or anchor, a page that is not in the navigation
 # and an API name that is not found fail the build. The pages lie in .site/pages as in the repository, by links; those made

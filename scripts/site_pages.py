@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import quirk_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -9,7 +10,6 @@ from portattn.backends import BUILTIN
 from portattn.planning.registry import Registry, load_arches
 from portattn.tools.bench import report, results
 from portattn.tools.display_text import table
-from portattn.tools.quirks import pages
 
 PERFORMANCE = Path(__file__).resolve().parents[1] / "docs" / "performance"
 ARCH_COLUMNS = ("arch", "chips", "families", "cores", "scratchpad", "warp", "registers", "fp8", "fp32 products")
@@ -35,8 +35,8 @@ def made_pages() -> dict[str, str]:
     """Return the Markdown of each page by its path."""
     registry = Registry.load()
     made = {"docs/architectures.md": architectures()}
-    made["docs/quirk-catalogue.md"] = pages.render(registry.quirks.values(), pages.load_left_out())
-    made["docs/quirk-verification.md"] = pages.render_verification(registry)
+    made["docs/quirk-catalogue.md"] = quirk_pages.render(registry.quirks.values(), quirk_pages.load_left_out())
+    made["docs/quirk-verification.md"] = quirk_pages.render_verification(registry)
     for chip in ("", "-h100"):
         text = report.as_markdown(results.read(PERFORMANCE / f"results{chip}.json"))
         made[f"docs/performance/tables{chip}.md"] = f"# Every figure of results{chip}.json\n\n{text}"

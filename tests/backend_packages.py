@@ -1,7 +1,5 @@
 """Distributions that bring a backend, written into a folder: `install(folder, name)`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quirk_files import plant

@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages: what is Debian's, driven by selenium, with nothing of a user's in it."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

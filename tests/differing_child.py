@@ -7,8 +7,6 @@ Every call is made twice, where native.c has the kind and where only Python does
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -50,7 +48,6 @@ def counted(self: cache.CallKey, *given: Any) -> Any:
 
 
 def keep(op: str, arguments: dict[str, Any]) -> cache.CallKey:
-    """Make a call that is planned and kept; its kind."""
     opcalls.carry_out_by(perform)
     opcalls.perform(op, arguments)
     opcalls.carry_out_by(lambda request: NOTHING)
@@ -76,7 +73,6 @@ def way(op: str, arguments: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def only_python() -> Iterator[None]:
-    """Inside the block no kind has a native one."""
     hits = [(kind, kind.hit) for kind in cache.every_kind()]
     for kind, _ in hits:
         kind.hit = None

@@ -1,7 +1,5 @@
 """Evidence of runs on a chip that left something out, in the place of the backends' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """CPU tensors that count as an H100's: plans are for one, calls are cached, fakedriver's library takes the launches.
 For programs that run with that library; they install it before Triton is imported."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from typing import Any

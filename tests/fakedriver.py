@@ -2,8 +2,6 @@
 Kernels are really compiled, and Triton's launcher really runs: what reaches the driver can be compared, byte for byte.
 For a process of its own: `environment` gives it the library, `install` then makes Triton use it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -95,7 +93,6 @@ def run(program: str, folder: Path, triton: Path, *arguments: str) -> dict[str, 
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For a process that is to use it."""
     return {
         "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache"),
     }  # fmt: skip
@@ -115,7 +112,6 @@ class Fake:
         self.library.fake_describe(ctypes.c_long(function), len(sizes), (ctypes.c_size_t * len(sizes))(*sizes))
 
     def launches(self) -> list[Launch]:
-        """Those since it was asked last."""
         count = ctypes.c_size_t()
         data = self.library.fake_record(ctypes.byref(count))
         left, found = bytes(data[: count.value]), []

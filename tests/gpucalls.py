@@ -1,7 +1,5 @@
 """Shared by the tests that need an accelerator: calls of every operation, with data that a seed draws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +20,6 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> torch.
 
 
 def integers(seed: int, low: int, high: int, *shape: int) -> torch.Tensor:
-    """int32 in low..high."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int32).to(WHERE)
 
@@ -35,7 +32,6 @@ def beginnings(seed: int, batch: int, total: int) -> torch.Tensor:
 
 
 def table(seed: int, batch: int) -> torch.Tensor:
-    """Every page once, in random order."""
     order = torch.randperm(batch * COLUMNS, generator=torch.Generator().manual_seed(seed))
     return order.view(batch, COLUMNS).int().to(WHERE)
 

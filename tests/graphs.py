@@ -1,7 +1,5 @@
 """Shared by the tests of graphs: modules that call an operation, and the ways to record one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

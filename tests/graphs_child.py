@@ -3,8 +3,6 @@ Prints as JSON whether their launches are those of the same kernels by themselve
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json
@@ -43,7 +41,6 @@ def tensors(keys: int, batch: int = 2) -> dict[str, Any]:
 
 
 def call(arguments: dict[str, Any], **more: Any) -> list[Any]:
-    """The launches of a call, with names for what was allocated."""
     chip.allocated.clear()
     fake.library.fake_clear()
     portattn.decode_attention(**arguments, num_splits=3, **more)

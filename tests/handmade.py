@@ -1,7 +1,5 @@
 """Cells and runs made by hand, for the matrix's tests."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +24,6 @@ def make_cell(**changes: Any) -> Cell:
 
 
 def whole(cells: Sequence[Cell], **changes: Any) -> Run:
-    """A Run with an identity made by hand."""
     day = datetime.datetime(2026, 11, changes.pop("day", 21), tzinfo=datetime.timezone.utc)
     fields: dict[str, Any] = {
         "portattn": "0.1.0", "commit": "1" * 40,

@@ -4,8 +4,6 @@ and what warm-up and monitor do."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -75,7 +73,6 @@ def _asking_in_python(kind: cache.CallKey) -> Any:
 
 
 def _holds(launch: fakedriver.Launch, tensor: torch.Tensor) -> bool:
-    """Whether a tensor's address is among a launch's parameters."""
     return tensor.data_ptr().to_bytes(8, "little") in launch.parameters
 
 

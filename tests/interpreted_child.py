@@ -2,8 +2,6 @@
 first on the path. Prints as JSON that Triton's version, and the largest distance of each result from float64's, in
 parts of the largest number where that is above 1."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -30,7 +28,6 @@ def bounds(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """Of one sequence, (rows, heads, D): causal attention with slopes, differentiable."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     rows, keys = q.shape[1], k.shape[1]
     seen = oracle64.visible_keys(rows, keys, "bottom_right")

@@ -8,8 +8,6 @@ Prints as JSON whether the launches are the same, and how many classes of sizes 
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import json
 import random
 import sys

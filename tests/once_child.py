@@ -5,8 +5,6 @@ process does."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -1,7 +1,5 @@
 """Shared by the tests of the public operations: random calls as their users make them, and memory that is watched."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -117,7 +115,6 @@ def given(call: Call) -> dict[str, Any]:
 
 
 def _scales(call: Call) -> dict[str, Any]:
-    """A quantised cache's scales as a user would give them."""
     scales = {name: getattr(call, name) for name in ("k_scale", "v_scale")}
     if call.problem.kv_scales == "token":
         scales = {name: _keys(call.problem, scale[..., None])[..., 0] for name, scale in scales.items()}
@@ -125,7 +122,6 @@ def _scales(call: Call) -> dict[str, Any]:
 
 
 def _in_formats(call: Call) -> Call:
-    """Quantised q, k and v as their user has them."""
     formats = {"q": call.problem.q_format, "k": call.problem.kv_format, "v": call.problem.v_format}
     viewed = {n: getattr(call, n).view(CACHE_DTYPE[kind]) for n, kind in formats.items() if kind != "as_q"}
     return replace(call, **viewed)
@@ -178,7 +174,6 @@ def differentiable(op: str) -> dict[str, Any]:
 
 
 def changed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Other data of the same kind at other addresses: other queries and values, and shorter sequences of keys."""
     found = {}
     for n, t in arguments.items():
         if isinstance(t, torch.Tensor):
@@ -214,7 +209,6 @@ def symbolic(trace: Trace, dtype: torch.dtype, *sizes: int) -> SymbolicTensor:
 
 
 def as_call(p: Problem, out: torch.Tensor) -> torch.Tensor:
-    """A result in the caller's layout as (B, Hq, Sq, Dv), or packed (1, Hq, Tq, Dv)."""
     if p.packed:
         return out.transpose(0, 1)[None]
     return out.transpose(1, 2) if p.layout == "bshd" else out
@@ -235,7 +229,6 @@ def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Non
 
 
 def paths(device: Device) -> dict[str, dict[str, str]]:
-    """The two ways that every call can go here, as keyword arguments."""
     return {"reference": {"backend": "reference"}, "core": {"backend": device.path}}
 
 
@@ -328,7 +321,6 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     constexprs = DecodeSplit.constexprs
 
     def portable(self: DecodeSplit, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        """The interpreter knows no PTX."""
         found = constexprs(self, problem, lowering, launch)
         return found | {"UNPACK": "words"} if found.get("UNPACK") == "ptx" else found
 

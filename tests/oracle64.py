@@ -1,7 +1,5 @@
 """Attention in float64, row by row in plain torch: what every vendor path is compared with."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -36,7 +34,6 @@ def visible_keys(
 
 
 def oracle(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, LSE) of a call in float64 on the CPU; 0 and -inf for a row that attends nothing."""
     p = call.problem
     seen = torch.stack(
         [

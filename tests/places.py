@@ -1,7 +1,5 @@
 """Where things lie, for tests in whatever folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TESTS = Path(__file__).parent

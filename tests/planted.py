@@ -1,8 +1,6 @@
 """A compiler that fails as it is told: speaks the worker's protocol, and each arch ends in its own way. And the command
 line, called in this process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -65,12 +63,14 @@ class Called:
 
 @pytest.fixture
 def portattn() -> Callable[..., Called]:
-    """portattn("plan", "attention", …): run a command; an exception that no user should see fails the test."""
+    """portattn("plan", "attention", …, exits=0): run a command. An exception that no user should see, or another exit
+    status than `exits`, fails the test."""
 
-    def call(*arguments: Any) -> Called:
+    def call(*arguments: Any, exits: int | None = None) -> Called:
         result = click.testing.CliRunner().invoke(main, [str(a) for a in arguments], prog_name="portattn")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
+        assert exits in (None, result.exit_code), result.output
         return Called(result)
 
     return call

@@ -1,7 +1,5 @@
 """Records and incidents of a compile that failed."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

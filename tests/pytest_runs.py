@@ -1,7 +1,5 @@
 """What the fixture `inner` of the pytest plug-in's tests is: its conftest cannot be imported by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

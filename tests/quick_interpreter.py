@@ -2,8 +2,6 @@
 process that runs tests, once and for all of it. Each piece is for releases that have what it replaces: elsewhere the
 interpreter is as it was, and slower."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Shared by the tests of quirks: files planted in a folder, registries read from it, and plans made with them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +57,6 @@ def plant(
 
 
 def without_variants(backends: Mapping[str, Backend]) -> dict[str, Backend]:
-    """The backends with their core kernels only."""
     copies = {name: copy.copy(backend) for name, backend in backends.items()}
     for backend in copies.values():
         backend.variants = ()

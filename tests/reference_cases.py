@@ -59,12 +59,10 @@ CASES = [
 
 
 def problem(op: str, feature: str = "plain", **fields: Any) -> Problem:
-    """The small problem of that name, with other fields where named."""
     features = TERMS | (CHOSEN if op.startswith("sparse") else PLACED) | OF_OPS.get(op, {})
     return Problem(**(SMALL | OPS[op] | features[feature] | fields))
 
 
 def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The blockwise path, into memory that held NaN."""
     with poisoned(), torch.no_grad():
         return blockwise.run(call)

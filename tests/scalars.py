@@ -1,7 +1,5 @@
 """Attention one number at a time, in Python floats: what the oracle itself is compared with. Shares no code with it."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -106,7 +106,6 @@ CPU = Device("cpu", "reference")
 
 
 def problem(**fields: Any) -> Problem:
-    """A small problem: two sequences, two query heads, three key tiles with a ragged end."""
     small = {"batch": 2, "heads_q": 2, "heads_k": 2, "seq_q": 19, "seq_k": 37, "head_dim": 16, "dtype": "fp32"}
     return Problem(**(small | {"return_lse": True} | fields))
 
@@ -150,7 +149,6 @@ def run_core(
     device: Device, call: Call, lowering: dict[str, str] | None = None, launch: dict[str, int] | None = None,
     cores: int = 3,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Run the core kernel on a call into outputs (and partial results) that held NaN before."""
     from portattn import launch as launching
 
     with poisoned():

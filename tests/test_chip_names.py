@@ -5,8 +5,6 @@ by it: in comments and docstrings (examples), in the texts of a command's help (
 where a thing was seen (`source=`). It may not name one in any other string, nor in a name; nor ask whether a backend is
 a certain one (`target.backend == "rocm"`), nor keep a table by backends' names."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -66,13 +64,11 @@ def allowed(tree: ast.AST) -> set[int]:
 
 
 def identifiers(node: ast.AST) -> list[str]:
-    """The names that a node introduces or reads."""
     fields = ("id", "attr", "arg", "name", "asname", "module")
     return [value for field in fields if isinstance(value := getattr(node, field, None), str)]
 
 
 def faults(text: str) -> Iterator[tuple[int, str]]:
-    """(line, what is wrong) of a module's source."""
     tree = ast.parse(text)
     skipped = docstrings(tree) | allowed(tree)
     for node in ast.walk(tree):

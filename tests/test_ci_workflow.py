@@ -1,7 +1,5 @@
 """examples/ci/portattn.yml is a workflow, and its commands exist and take the options that it gives."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings: from the environment, from blocks, and per thread."""
 
-from __future__ import annotations
-
 import contextvars
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """The pages under docs/ show what is true: examples and commands print what a page says, and lines are not too long."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

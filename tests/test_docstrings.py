@@ -1,7 +1,5 @@
 """Docstrings of the public names: what each must say, and examples that run. A new name without an example is red."""
 
-from __future__ import annotations
-
 import doctest
 import importlib.util
 import inspect
@@ -120,7 +118,6 @@ def test_every_public_name_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES, *WITH_TRANSFORMERS])
 def test_the_examples_are_right(name: str) -> None:
-    """On the CPU, whatever this machine has."""
     test, said = examples(found(name)), list[str]()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore", portattn.FallbackWarning)

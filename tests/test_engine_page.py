@@ -1,7 +1,5 @@
 """docs/engines.md is what docs/engines/*.json give; tests/engines/ writes such files and skips what is not there."""
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """Errors cross processes, pickled by pools, and their tracebacks are short where the mistake is the caller's."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -61,7 +59,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], int]] = {
 
 
 def frames_of(error: BaseException) -> list[str]:
-    """Functions of portattn in an error's traceback."""
     root = os.path.dirname(portattn.__file__)
     return [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)]
 

@@ -1,7 +1,5 @@
 """examples/ run as they stand, each in a process of its own; what they print is right."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -78,7 +76,6 @@ def cache(name):
 
 
 def rows():
-    """Sequence and position of every token."""
     sequences = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     return sequences, torch.cat([torch.arange(length) for length in LENGTHS])
 

@@ -2,8 +2,6 @@
 
 `make fuzz ARGS="values --seconds 600 --processes 2"` is the long way."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -105,7 +103,6 @@ def test_keys_and_values_are_poisoned_apart(name: str) -> None:
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A fault of calls with sinks alone."""
     right = portattn.attention
 
     def planted(*args: Any, **named: Any) -> Any:
@@ -241,8 +238,7 @@ def test_every_kind_has_shapes_that_run() -> None:
             given = arguments(kind, msgspec.structs.replace(shape, alike=("", 0), keys=min(shape.keys, 70)), pool)
             if given is None:
                 continue
-            result = getattr(portattn, kind.op)(**given | {"backend": "reference"})
-            assert result is not None
+            assert getattr(portattn, kind.op)(**given | {"backend": "reference"}) is not None
             ran += 1
         assert ran > 6, kind.name
 

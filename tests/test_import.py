@@ -1,7 +1,5 @@
 """What importing costs, and that nothing needs what the user has not got. Each test has a Python of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """scripts/mutants.py: its data fits the tree, and every way in which a mutant can end is told from the others."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil
@@ -52,7 +50,6 @@ def test_entries_of_equivalent_mutants_name_modules_of_a_group() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository with one module, and tests of it."""
     root = tmp_path / "repository"
     root.mkdir()
     (root / "module.py").write_text("def least(a, b):\n    return a if a < b else b\n\n\nUNUSED = 1\n")

@@ -1,7 +1,5 @@
 """scripts/pack_triton.py: what it leaves out of a wheel, and that it writes a whole archive or none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -68,9 +66,7 @@ def names(archive: Path) -> dict[str, tarfile.TarInfo]:
     ("version", "spare"),
     [("3.8.0", {"triton/backends/nvidia/bin/ptxas-blackwell"}), ("3.9.0", set()), ("3.4.9", set())],
 )
-def test_what_sm_90_does_not_need_is_left_out(
-    script: ModuleType, wheel: Path, tmp_path: Path, version: str, spare: set[str], capsys: Any
-) -> None:
+def test_what_sm_90_does_not_need_is_left_out(script, wheel, tmp_path, version, spare, capsys):
     """3.9.0 assembles for sm_90 with the ptxas that is called after Blackwell; of an unlisted release nobody knows."""
     out = tmp_path / "t.txz"
     assert script.main([version, str(out)]) == 0
@@ -90,9 +86,7 @@ def test_what_sm_90_does_not_need_is_left_out(
         ("3.8.0", "sm_100", ["ptxas"]), ("3.4.9", "sm_90", []), ("3.4.0", "sm_90", []),
     ],
 )  # fmt: skip
-def test_for_one_chip_only_its_assembler_stays(
-    script: ModuleType, wheel: Path, tmp_path: Path, version: str, arch: str, spare: list[str]
-) -> None:
+def test_for_one_chip_only_its_assembler_stays(script, wheel, tmp_path, version, arch, spare):
     out = tmp_path / "t.txz"
     assert script.main([version, str(out), "--arch", arch]) == 0
     left = {"triton/backends/nvidia/bin/ptxas", "triton/backends/nvidia/bin/ptxas-blackwell"} - set(names(out))
@@ -119,9 +113,7 @@ def test_a_library_that_was_stripped_still_loads(script: ModuleType, wheel: Path
         (["3.8.0", "folder.txz"], "folder.txz: a folder has this name"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_fetched(
-    script: ModuleType, monkeypatch: Any, tmp_path: Path, capsys: Any, arguments: list[str], told: str
-) -> None:
+def test_what_is_wrong_is_said_before_anything_is_fetched(script, monkeypatch, tmp_path, capsys, arguments, told):
     monkeypatch.setattr(script, "_downloaded", lambda *given: pytest.fail("fetched"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.txz").mkdir()
@@ -146,9 +138,7 @@ def cut(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "told"), [(spoilt, "`strip --strip-unneeded"), (cut, "cannot be unpacked")])
-def test_what_fails_leaves_the_older_archive_and_nothing_else(
-    script: ModuleType, wheel: Path, tmp_path: Path, capsys: Any, damage: Any, told: str
-) -> None:
+def test_what_fails_leaves_the_older_archive_and_nothing_else(script, wheel, tmp_path, capsys, damage, told):
     out = tmp_path / "t.txz"
     out.write_bytes(b"older")
     damage(wheel)
@@ -166,9 +156,7 @@ def test_a_release_that_the_index_lacks_is_pips_words(script: ModuleType, monkey
     assert os.listdir(tmp_path) == []
 
 
-def test_an_interrupt_while_it_compresses_leaves_nothing(
-    script: ModuleType, wheel: Path, monkeypatch: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_interrupt_while_it_compresses_leaves_nothing(script, wheel, monkeypatch, tmp_path, capsys):
     def interrupted(*given: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 

@@ -1,7 +1,5 @@
 """Type checkers know an operation's result from its flag, and pass the examples: mypy always, pyright if installed."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -62,7 +60,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calls(tree: Path) -> tuple[Path, set[int]]:
-    """Calls of every function with each kind of flag: the file, and its lines that a checker must refuse."""
     lines = ["from typing import assert_type", "import numpy", "from torch import Tensor", "import portattn"]
     lines += [
         "import portattn.distributed, portattn.integrations.flash_attn.flash_attn_interface",
@@ -112,7 +109,6 @@ def calls(tree: Path) -> tuple[Path, set[int]]:
 
 @pytest.mark.parametrize("package", SCRIPT["PACKAGES"])
 def test_stubs_are_up_to_date(package: str) -> None:
-    """`python scripts/typing_stubs.py` writes them."""
     assert SCRIPT["path_of"](package).read_text(encoding="utf-8") == SCRIPT["stub_of"](package)
 
 

@@ -1,7 +1,5 @@
 """An argument that an operation does not have: the error says what it is called here, as docs/coming-from.md does."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator
@@ -150,9 +148,7 @@ EXCESS: list[tuple[str, int, tuple[Any, ...], str]] = [
 
 
 @pytest.mark.parametrize(("op", "taken", "excess", "said"), EXCESS)
-def test_too_many_by_position_are_told_how_many_and_which(
-    op: str, taken: int, excess: tuple[Any, ...], said: str
-) -> None:
+def test_too_many_by_position_are_told_how_many_and_which(op, taken, excess, said):
     given = (*[Q] * taken, *excess)
     calls = [lambda: getattr(portattn, op)(*given)]
     if op != "merge_states":

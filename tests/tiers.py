@@ -6,8 +6,6 @@
 The slow tests are the slowest of all, SHARE of their number. A test's time includes its part of a fixture of its module
 or class that takes LIMIT seconds. Of each mutant in scripts/mutants_by_hand.toml one test stays fast, the quickest."""
 
-from __future__ import annotations
-
 import collections
 import json
 import sys

@@ -1,7 +1,5 @@
 """Training calls of the tests: leaves, and the gradients of a fixed combination of results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Running a variant by itself in a test: on a device that it is for, with poisoned memory, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import Device

@@ -4,8 +4,6 @@ to be planned afterwards."""
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import json
 import warnings
 from typing import Any

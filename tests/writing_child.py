@@ -4,8 +4,6 @@ H100's. Prints as JSON what a repeated call launches, by native.c and by Python,
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

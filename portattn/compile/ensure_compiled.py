@@ -328,7 +328,7 @@ def missing_feature_record(plan: Plan, error: Exception, target: Target, setting
     incident = incident_of(
         plan, target, plan.path, key=key, kernel=plan.path, symptom="compile-error", stage="parse", message=reason,
         log="".join(traceback.format_exception(error))[-16_000:],
-        command=f"{shlex.quote(sys.executable or 'python3')} -m portattn.cli doctor",
+        command=f"{shlex.quote(sys.executable or 'python3')} -m portattn doctor",
     )  # fmt: skip
     kept = records.add_incident(incident)
     failed = _record(key, plan, passed=False, reason=reason, incident=incident.id if kept else "")

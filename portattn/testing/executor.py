@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata as metadata
+import json
+import pkgutil
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
 import msgspec
+import torch
 from packaging.version import Version
 
 from portattn.compile.ensure_compiled import compile_in, first_line
@@ -25,6 +29,7 @@ from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Level
 from portattn.schema.target import Target
+from portattn.schema.tensors import TORCH_DTYPE
 from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.testing.findings import Facts, Lint, Numerics, numerics
 from portattn.worker.client import Reply, Worker
@@ -38,6 +43,7 @@ SPARSITY = 2  # keys for each place of a chosen token
 DEVICE_SEQ, DEVICE_BATCH, DEVICE_HEADS_K = 1024, 3, 2
 COMPARE = "portattn.testing.verdict:compare"  # the task of a child that runs a plan's path
 CPU_SEQ = 256  # a CPU runs the reference, which has no tiles to fill
+_TYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "i8": torch.int8}  # of a probe's arguments
 
 
 def scale_down(problem: Problem, launch: Launch) -> Problem:
@@ -287,6 +293,39 @@ def arches(name: str) -> dict[str, str]:
 def analyst(target: Target) -> Executor | None:
     """Return the executor that reads the compiler's output for a target, if that is no machine code."""
     return next((one for one in executors(target.backend).values() if one.lowers_to), None)
+
+
+def execute_code(request: dict[str, Any]) -> dict[str, Any]:
+    """Execute a probe's code on this machine's CPU: the other half of Bench.execute. Child process only.
+
+    The compiling child has the toolchain, this one the packages that execute its code. A backend's `code_task` changes
+    the argument tensors in place, and answers {"strays": […]} or {"missing": "…"}. A request, and the answers:
+
+        {"target": "rocm:gfx942", "grid": [1], "outputs": ["out"],
+         "arguments": {"out": {"type": "fp32", "values": […]}, "n": 3}, "types": {"out": "*fp32", "n": "i32"},
+         "texts": {"amdgcn": "…"}, "facts": {"scratchpad_bytes": 8192, "num_warps": 4}, "triton": "3.6.0",
+         "unchecked": ["barriers"]}
+        {"outputs": {"out": […]}, "level": "emulated"}   or   {"strays": ["reads k past its end"], "level": …}
+        or   {"missing": "no mlir-opt here"}"""
+    own = executors(request["target"].partition(":")[0]).values()
+    executor = next((one for one in own if one.code_task), None)
+    if executor is None:
+        return {"missing": f"nothing here executes code for {request['target']}"}
+    arguments = {
+        name: torch.tensor(value["values"], dtype=_TYPES[value["type"]]) if isinstance(value, dict) else value
+        for name, value in request["arguments"].items()
+    }
+    answer: dict[str, Any] = pkgutil.resolve_name(executor.code_task)(request, arguments)
+    if "missing" in answer:
+        return answer
+    if not answer["strays"]:
+        answer = {"outputs": {name: arguments[name].tolist() for name in request["outputs"]}}
+    return answer | {"level": executor.level}
+
+
+def main() -> None:
+    """Execute the request of standard input, and print the answer: JSON both."""
+    json.dump(execute_code(json.load(sys.stdin)), sys.stdout)
 
 
 # From NumPy 2.4 on a one-element array is no index; Triton's interpreter uses it as one before 3.7 (triton #9171).

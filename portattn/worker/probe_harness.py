@@ -164,7 +164,7 @@ class Bench:
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         if self.path:
             environment["PYTHONPATH"] = self.path
-        command = [self.executor, "-m", "portattn.testing.execute_code"]
+        command = [self.executor, "-c", "from portattn.testing import executor; executor.main()"]
         done = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
         )

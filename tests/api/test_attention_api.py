@@ -1,7 +1,5 @@
 """The public functions as a user calls them: layouts, return values, defaults, and what does not change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import Device, assert_right, problem, random_call

@@ -1,7 +1,5 @@
 """With a demanded number of splits, nothing that decides a sequence's arithmetic depends on the rest of the batch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

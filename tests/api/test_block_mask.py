@@ -1,7 +1,5 @@
 """block_mask of attention: portattn's lists and torch's BlockMask, against the same mask given for each score."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -218,7 +216,6 @@ def test_what_goes_without() -> None:
 
 
 def test_plans() -> None:
-    """Tiles lie in blocks; what the kernel cannot do is said by name."""
     sizes = {"batch": 1, "heads_q": 8, "heads_k": 8, "seq_q": 1024, "seq_k": 1024, "head_dim": 64, "block_mask": True}
     target = parse_target("cuda:sm_90", "triton==3.6.0")
     made = plan(Problem(**sizes, block_q=48, block_k=160), target)

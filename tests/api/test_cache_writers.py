@@ -1,7 +1,5 @@
 """append_kv and write_pages as they are called: beside attention over what they wrote, in graphs, prepared, refused."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -42,7 +40,6 @@ def tables(rows: int = 32, dim: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor
 
 
 def writing(tokens: int = 5, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
-    """Arguments of write_pages."""
     slots = torch.tensor([3, 40, -1, 17, 8])[:tokens]
     given = {"k": normal(tokens, HEADS, WIDTH), "v": normal(tokens, HEADS, WIDTH, seed=1), "k_pages": pages(dtype),
              "v_pages": pages(dtype), "slot_mapping": slots}  # fmt: skip
@@ -50,7 +47,6 @@ def writing(tokens: int = 5, dtype: torch.dtype = torch.bfloat16, **changes: Any
 
 
 def appending(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
-    """Arguments of append_kv."""
     given = {"k": normal(3, HEADS, 2, WIDTH), "v": normal(3, HEADS, 2, WIDTH, seed=1),
              "k_cache": torch.zeros(3, HEADS, 12, WIDTH // 2 if dtype is INT4 else WIDTH, dtype=dtype),
              "v_cache": torch.zeros(3, HEADS, 12, WIDTH // 2 if dtype is INT4 else WIDTH, dtype=dtype),

@@ -1,7 +1,5 @@
 """Training calls that are like an earlier one: on a CPU they are cached, and a first one is built and planned once."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -37,7 +35,6 @@ def fresh(device: Device) -> Iterator[None]:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operations whose arguments are validated from here on."""
     found: list[str] = []
     build = request.build_call
     monkeypatch.setattr(request, "build_call", lambda op, *rest: found.append(op) or build(op, *rest))
@@ -46,7 +43,6 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[portattn.Problem]:
-    """Problems that are planned from here on."""
     found: list[portattn.Problem] = []
     plan = dispatch.plan
     monkeypatch.setattr(
@@ -60,7 +56,6 @@ def leaves(count: int = 3) -> list[torch.Tensor]:
 
 
 def trained(call: Callable[[], Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a call's results and the gradients of their squares."""
     found = call()
     results = found if isinstance(found, tuple) else (found,)
     return [*results, *torch.autograd.grad(sum(each.square().sum() for each in results), inputs)]
@@ -257,9 +252,7 @@ def test_threads_train_by_one_cached_call() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"layout": "bshd", "causal": True}, {"return_lse": True}], ids=str)
-def test_a_first_call_is_built_and_planned_once(
-    given: dict[str, Any], built: list[str], planned: list[portattn.Problem]
-) -> None:
+def test_a_first_call_is_built_and_planned_once(given, built, planned):
     """By the interpreter, which takes the way of every kernel of portattn's."""
     inputs = leaves()
     found = portattn.attention(*inputs, **given, backend=KERNELS)
@@ -276,9 +269,7 @@ def test_a_first_call_is_built_and_planned_once(
         torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
 
 
-def test_a_first_call_without_a_kernel_for_its_gradients_is_built_once(
-    monkeypatch: pytest.MonkeyPatch, built: list[str]
-) -> None:
+def test_a_first_call_without_a_kernel_for_its_gradients_is_built_once(monkeypatch, built):
     monkeypatch.setattr(backward, "has_kernel", lambda *given: False)
     monkeypatch.setattr(backward, "may_have_kernels", lambda *given: True)
     inputs = leaves()

@@ -1,7 +1,5 @@
 """Nested and sparse tensors, in the place of any tensor of any public function: one error that names the argument."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings
@@ -167,7 +165,6 @@ def test_specs_of_a_warmup(unusual: Any) -> None:
 
 
 def test_a_jagged_tensor_as_packed_rows() -> None:
-    """What the error advises."""
     sequences = [torch.randn(n, 2, 16) for n in (3, 5)]
     jagged = torch.nested.nested_tensor(sequences, layout=torch.jagged)
     rows, beginnings = jagged.values(), jagged.offsets().int()
@@ -176,9 +173,7 @@ def test_a_jagged_tensor_as_packed_rows() -> None:
     torch.testing.assert_close(out[3:], alone)
 
 
-def test_a_call_like_a_cached_one_is_refused(
-    device: Device, kept: str, unusual: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_like_a_cached_one_is_refused(device, kept, unusual, monkeypatch):
     make, said = unusual
     q = torch.randn(2, 4, 3, 16, device=device.name)
     expected = portattn.attention(q, q, q.clone())
@@ -371,7 +366,6 @@ QUERIES, KEYS = (3, 5, 0, 2), (4, 1, 3, 6)
 
 
 def jagged(lengths: tuple[int, ...], heads: int, device: Device, width: int = 16) -> torch.Tensor:
-    """(B, *, heads, width)"""
     rows = [torch.randn(n, heads, width, device=device.name) for n in lengths]
     return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
 
@@ -382,7 +376,6 @@ def with_holes(like: torch.Tensor) -> torch.Tensor:
 
 
 def each(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every sequence of (B, *, heads, width) as (1, heads, rows, width)."""
     ends = itertools.pairwise(tensor.offsets().tolist())
     values = tensor.values()
     return [values[a:b].transpose(0, 1)[None] for a, b in ends]

@@ -1,7 +1,5 @@
 """What a call does with its plan: run it, say so once, fall back after a failed compile, and never hide an error."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -257,7 +255,6 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_a_device_that_no_backend_knows(monkeypatch) -> None:
-    """The reference runs, with a warning that names the device types that are known."""
     target, unknown = dispatch.detect_target("xpu", 0)
     assert target.name == "cpu:generic"
     assert "no backend knows device xpu:0" in unknown
@@ -302,7 +299,6 @@ class Graphics(Backend):
     ],
 )
 def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, seen, reason) -> None:
-    """The vendor's library serves it; the plan says why the core kernel does not."""
     registry = Registry.load()
     backends = {"cpu": registry.backends["cpu"], "cuda": Graphics(arch, seen)}
     other = msgspec.structs.replace(registry, backends=backends)

@@ -1,7 +1,5 @@
 """Plans of calls with dropout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import Device

@@ -1,7 +1,5 @@
 """A cached call serves every size of its kind: launches are those of a process that knows no other call."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 from pathlib import Path
@@ -30,7 +28,6 @@ GROUPS = {
 
 @pytest.fixture(scope="module", params=GROUPS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a group's process saw, by the names of its cases."""
     if not TRITONS:
         pytest.skip("Triton is not installed, and the lab has none for this Python")
     version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)

@@ -1,7 +1,5 @@
 """merge_states: parts of the keys, merged, are all of them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -24,7 +22,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> tu
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by its definition, in float64."""
     scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5
     return torch.softmax(scores, dim=-1) @ v.double(), torch.logsumexp(scores, dim=-1)
 

@@ -1,7 +1,5 @@
 """What has no gradient says so when it is called, not when a backward finds nothing; who asks for none is served."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What must be one and the same answer: layouts, packing, paging, splits, batches, and features said in two ways."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -36,7 +34,6 @@ def close(one: Any, other: Any) -> None:
 
 
 def same(one: Any, other: Any) -> None:
-    """Bit for bit, NaN included."""
     if isinstance(one, tuple):
         for a, b in zip(one, other, strict=True):
             same(a, b)
@@ -153,7 +150,6 @@ def test_where_pages_lie_does_not_matter(device: Device, way: dict[str, str], na
 
 
 def test_a_page_shared_by_two_sequences(device: Device, way: dict[str, str]) -> None:
-    """Prefix caching: both tables begin with the same pages."""
     q, pages, values = normal(device, 2, 4, 1, 16), normal(device, 5, 8, 2, 16), normal(device, 5, 8, 2, 24)
     shared = int32(device, [3, 1, 0], [3, 1, 2])
     lengths = int32(device, 20, 24)
@@ -179,9 +175,7 @@ def test_any_number_of_splits_agrees(device: Device, core: dict[str, str], name:
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", ["decode", "paged", "ragged", "sparse", "sparse paged", "mla", "mla ragged"])
-def test_a_sequence_is_bit_for_bit_what_it_is_alone(
-    device: Device, core: dict[str, str], name: str, splits: int
-) -> None:
+def test_a_sequence_is_bit_for_bit_what_it_is_alone(device, core, name, splits):
     """With a number of splits demanded, whatever the rest of the batch is, and however many they are."""
     fields: dict[str, Any] = {} if name.startswith("sparse") else {"causal": "bottom_right"}
     call = random_call(problem(name, batch=4, **fields), seed=6, device=device.name)

@@ -1,7 +1,5 @@
 """On an accelerator, at the sizes of use: graphs replay, nothing waits, nothing is allocated, batches do not matter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -141,9 +139,7 @@ LARGE = {"D": 128, "HQ": 32, "HK": 8, "RANK": 512, "ROPE": 64, "PAGE": 64, "COLU
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_sequence_is_bit_for_bit_the_same_among_64(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
-) -> None:
+def test_a_sequence_is_bit_for_bit_the_same_among_64(monkeypatch, name, dtype):
     """With num_splits=1, at heads of 128, and latent rows of 576: B = 1, 3 and 64 give the same bits."""
     for size, value in LARGE.items():
         monkeypatch.setattr(gpucalls, size, value)

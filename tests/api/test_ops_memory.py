@@ -2,8 +2,6 @@
 The reference path's indexing raises by itself; under Triton's interpreter every address of every load and store is
 checked against the tensors of the launch (opcalls.watched)."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every public operation with every feature against the float64 oracle: each argument arrives where it should."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,7 +46,6 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
 
 
 def features(name: str) -> dict[str, dict[str, Any]]:
-    """The features of a call: packed tensors have no layout, and packed queries no bias and no mask."""
     p = problem(name)
     found = EVERYWHERE | (CHOSEN if p.op == "sparse_attention" else PLACED)
     if p.op not in ("paged_attention", "sparse_attention") or not p.page_size:
@@ -114,9 +111,7 @@ def test_any_strides(device: Device, monkeypatch: pytest.MonkeyPatch, path: str,
 @pytest.mark.parametrize("path", ["reference", "core"])
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])
 @pytest.mark.parametrize("name", ["paged", "ragged", "sparse paged"])
-def test_keys_and_values_in_one_cache(
-    device: Device, monkeypatch: pytest.MonkeyPatch, path: str, page_layout: str, name: str
-) -> None:
+def test_keys_and_values_in_one_cache(device, monkeypatch, path, page_layout, name):
     """(P, 2, Hk, page, D) and (P, 2, page, Hk, D), each half a view; and (P, page, 2, Hk, D), which is SGLang's way."""
     use_small_tiles(monkeypatch)
     p = problem(name, page_layout=page_layout, head_dim_v=16)
@@ -214,7 +209,6 @@ def test_no_sequence(device: Device, way: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("name", ["varlen", "ragged", "mla ragged"])
 @pytest.mark.parametrize("rows", [0, 5])
 def test_no_packed_sequence(device: Device, way: dict[str, str], name: str, rows: int) -> None:
-    """Rows of no sequence are results as well."""
     call = random_call(problem(name), device=device.name)
     arguments = given(call)
     changes = {n: arguments[n][:rows] for n in ("q", "q_nope", "q_rope") if n in arguments}
@@ -334,7 +328,6 @@ def strided() -> torch.Tensor:
 
 
 def part() -> torch.Tensor:
-    """Rows of a larger buffer, whose others must stay."""
     return torch.full((3, 4, 5, 16), NAN)[1:]
 
 

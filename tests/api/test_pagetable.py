@@ -1,7 +1,5 @@
 """PageTable.from_csr against a plain loop, and through the ops that take one."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
@@ -90,8 +88,7 @@ def test_views_are_taken_as_they_are() -> None:
 def test_the_last_page_of_no_page_does_not_count() -> None:
     """FlashInfer's users write 0 there, or a whole page."""
     for value in (0, 4, 77, -3):
-        table = PageTable.from_csr(int32(0, 0, 1), int32(3), int32(value, 4))
-        assert table.seqlens(4).tolist() == [0, 4]
+        assert PageTable.from_csr(int32(0, 0, 1), int32(3), int32(value, 4)).seqlens(4).tolist() == [0, 4]
 
 
 GOOD: dict[str, Any] = {"indptr": int32(0, 2, 3), "indices": int32(4, 5, 6), "last_page_len": int32(1, 2)}

@@ -1,7 +1,5 @@
 """prepare(): planned once, run many times with other data, into memory that is there before."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -48,7 +46,6 @@ def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ran(op: str) -> str:
-    """How a handle's errors begin."""
     return f"prepare({op!r}).run"
 
 
@@ -116,7 +113,6 @@ SPLIT = ["decode", "paged", "ragged", "sparse", "sparse paged", "mla", "mla ragg
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_partial_results_are_the_handles(device: Device, kept: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Allocated when it is prepared, and again by no run."""
     call = a_call(name, device.name, num_splits=3)
     arguments = given(call)
     handle = portattn.prepare(call.problem.op, **arguments)
@@ -406,10 +402,7 @@ def test_preparing_raises_what_the_call_raises() -> None:
         handle.run(q, q, q, is_causal=True)
 
 
-def test_what_does_not_compile_takes_the_next_path(
-    device: Device, monkeypatch: pytest.MonkeyPatch, sm_90, core_only, compiler
-) -> None:
-    """Found when it is prepared, and said when it runs, as a plain call says it."""
+def test_what_does_not_compile_takes_the_next_path(device, monkeypatch, sm_90, core_only, compiler):
     if device.path != "interpreter":
         pytest.skip("another device is pretended here")
     from portattn.api.request import Request

@@ -1,7 +1,5 @@
 """Whatever the arguments: right within the budget, or an ArgumentError. Never another exception or a wrong number."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import DTYPES, TILE, Device, assert_right, random_call, run_core
+from support import DTYPES, TILE, assert_right, random_call, run_core
 
 import portattn
 from portattn import ArgumentError, Problem
@@ -65,7 +63,6 @@ def test_valid_arguments_are_right(p: Problem, scale: float | None, strides: str
 
 @st.composite
 def problems_of_any_op(draw: st.DrawFn) -> Problem:
-    """Small ones, with any of the features that the op has."""
     op, flag = draw(st.sampled_from([op for op in PUBLIC if not ROWS[op].writes])), st.booleans()
     fields: dict[str, Any] = {n: draw(flag) for n in ("softcap", "alibi_slopes", "sinks", "return_lse")}
     fields |= {"seq_q": 1, "seq_k": draw(st.integers(0, 24)), "heads_k": draw(st.integers(1, 2))}
@@ -102,9 +99,7 @@ def problems_of_any_op(draw: st.DrawFn) -> Problem:
 
 @bounded(120)
 @given(problems_of_any_op(), scales, layouts, st.integers(0, 2**16), st.integers(1, 4), st.booleans())
-def test_the_core_kernels_are_right(
-    device: Device, p: Problem, scale: float | None, strides: str, seed: int, splits: int, extremes: bool
-) -> None:
+def test_the_core_kernels_are_right(device, p, scale, strides, seed, splits, extremes):
     call = random_call(p, seed, scale=scale, strides=strides, device=device.name, extremes=extremes)
     page_loop = "flat_masked" if p.page_size % TILE or seed % 2 else "per_page"
     launch = {"splits": splits if CORES[p.op].splits_keys else 1}

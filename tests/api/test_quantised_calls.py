@@ -1,8 +1,6 @@
 """Quantised caches, and quantised q, k and v, through the public operations: layouts of serving engines, graphs,
 transforms, handles, plans, warmup."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

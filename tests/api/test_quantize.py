@@ -1,7 +1,5 @@
 """portattn.quantize: its numbers and scales, by the formulas, and through the operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -72,8 +70,7 @@ def test_sage_takes_the_mean_from_the_keys(block: int) -> None:
     blocks = torch.nn.functional.pad(smooth.abs().amax(3), (0, -90 % block)).unflatten(2, (-1, block)).amax(3)
     torch.testing.assert_close(made.k_scale, (blocks / 127.0).repeat_interleave(block, 2)[:, :, :90])
     assert made.k.abs().max() == 127
-    error = (made.k.float() * made.k_scale[..., None] - smooth).abs()
-    assert (error <= made.k_scale[..., None] * 0.5001).all()
+    assert ((made.k.float() * made.k_scale[..., None] - smooth).abs() <= made.k_scale[..., None] * 0.5001).all()
     assert made.lse_shift is not None
     mean = k.float().mean(2).repeat_interleave(2, 1)
     torch.testing.assert_close(made.lse_shift, torch.einsum("bhsd,bhd->bhs", q.float(), mean), rtol=1e-4, atol=1e-4)
@@ -214,8 +211,7 @@ def test_the_layout_is_an_argument(method: str) -> None:
     q, k, v = torch.randn(3, 2, 6, 6, 16, generator=torch.Generator().manual_seed(0)).half().unbind()
     made = portattn.quantize(q, k, v, method, layout="bshd")
     expected = portattn.attention(q, k, v, layout="bshd")
-    out = portattn.attention(**made.arguments()).to(expected.dtype)
-    assert (out - expected).abs().max() < 0.2
+    assert (portattn.attention(**made.arguments()).to(expected.dtype) - expected).abs().max() < 0.2
     assert made.arguments(layout="bshd").keys() == made.arguments().keys()
     with pytest.raises(portattn.ArgumentError, match="layout is 'bhsd'"):
         made.arguments(layout="bhsd")
@@ -246,7 +242,6 @@ def tokens(seed: int, count: int = 49) -> torch.Tensor:
 
 
 def slots() -> torch.Tensor:
-    """Of the 19 tokens of the first sequence, then of the 30 of the second."""
     rows = [TABLE[b, i // PAGE] * PAGE + i % PAGE for b, length in enumerate(LENGTHS.tolist()) for i in range(length)]
     return torch.stack(rows)
 
@@ -279,7 +274,6 @@ def test_attention_reads_what_was_written(device: Device, scale: float | None) -
 
 
 def contiguous() -> dict[str, Any]:
-    """Arguments of decode_attention over caches that append_kv has filled."""
     given: dict[str, Any] = {"seqlens_k": torch.tensor([0, 0], dtype=torch.int32)}
     for name in ("k", "v"):
         given[f"{name}_cache"] = torch.zeros(2, HEADS, 24, WIDTH // 2, dtype=torch.uint8)

@@ -1,7 +1,5 @@
 """A Request: made without being performed, found again by its key, and the settings that a call's own words make."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import Any
@@ -58,7 +56,6 @@ def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_th
 
 @pytest.mark.parametrize("op", PUBLIC)
 def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what looks a call up gets them in the row's order: calls are found again by it."""
     row, parameters = ROWS[op], inspect.signature(getattr(portattn, op)).parameters
     own = {"backend", "validate", "magicpig_bits", "magicpig_tables", "block_size"}
     named = {*row.tensors.values(), *row.values}
@@ -92,7 +89,6 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("op", PUBLIC)
 def test_arguments_are_sorted_into_the_parts_of_a_kind(op: str) -> None:
-    """Defaults and wrong names included."""
     row, parts = ROWS[op], arguments_as_parts(op)
     signature = inspect.signature(getattr(portattn, op))
     named: dict[str, Any] = {name: torch.zeros(n) for n, name in enumerate(names_of(op))}
@@ -165,9 +161,7 @@ def kept_calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 @pytest.mark.parametrize("splits", [None, 2])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_kept_call_gives_what_a_first_one_gives(
-    device: Device, monkeypatch: pytest.MonkeyPatch, name: str, splits: int | None
-) -> None:
+def test_a_kept_call_gives_what_a_first_one_gives(device, monkeypatch, name, splits):
     if device.path != "interpreter" or (splits and problem(name).op in ("attention", "varlen_attention")):
         pytest.skip("kernels are interpreted here only, and some split nothing")
     pretend_accelerator(monkeypatch)

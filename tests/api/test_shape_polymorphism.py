@@ -39,7 +39,6 @@ def step(arguments: dict[str, Any], options: dict[str, Any] | None = None) -> St
 
 
 def class_of(value: int, use: Callable[[int], Any]) -> Callable[[int], bool]:
-    """Whether a number is of the class of `value`, when that is used so."""
     trace = Trace()
     use(trace.input(value))
     program = trace.program([])
@@ -228,9 +227,7 @@ def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> Non
         (AttributeError("no int"), "AttributeError: no int"),
     ],
 )
-def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(
-    keep: Callable[[int], tuple[CachedLaunch, list[int]]], monkeypatch: pytest.MonkeyPatch, raised: Exception, why: str
-) -> None:
+def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(keep, monkeypatch, raised, why):
     def plan(self: Any, call: Any) -> Any:
         raise raised
 
@@ -244,9 +241,7 @@ def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(
 
 
 @pytest.mark.interpreter
-def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(
-    keep: Callable[[int], tuple[CachedLaunch, list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(keep, monkeypatch):
     made = shape_polymorphism.CallRecipe.plan
     monkeypatch.setattr(
         shape_polymorphism.CallRecipe, "plan",

@@ -1,7 +1,5 @@
 """Every operation as one torch operator: in each kind of graph the eager result, bit for bit, by one node."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from portattn.schema.ops import ROWS
 
 
 def operator_call(name: str, device: Device, gradients: bool = False, **fields: Any) -> tuple[Any, list[Any]]:
-    """The operator of an operation, and the arguments of a call."""
     model, _ = a_model(name, device, **fields)
     more = differentiable(model.op) if gradients else {}
     request = request_of(model.op, **model.arguments, **more)
@@ -170,7 +167,6 @@ def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, dev
 
 
 def packaged(layer: str, device: Device, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A process that makes a package of a layer, loads it and compares it."""
     folder.mkdir(exist_ok=True)
     program = PACKAGED.format(layer=layer, device=device.name, path=str(folder / "layer.pt2"))
     return subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=140)

@@ -1,7 +1,5 @@
 """Training calls: gradients by portattn's kernels through autograd, against those of the reference path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -266,7 +264,6 @@ def test_a_seed_is_drawn_from_torchs_generator() -> None:
     ids=str,
 )
 def test_a_checkpoint_on_a_cpu_has_the_calls_gradients(fields: dict[str, Any], reentrant: bool) -> None:
-    """It drops the same again."""
     q, k, v = qkv()
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

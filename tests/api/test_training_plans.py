@@ -1,7 +1,5 @@
 """Plans of training calls: which path computes the gradients, what is said of it, and what is refused."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 
@@ -91,14 +89,12 @@ def test_explain_names_dropout() -> None:
 
 def test_explain_says_what_computes_the_gradients() -> None:
     q, k, v = qkv()
-    text = portattn.explain("attention", q, k, v, backend=KERNELS)
-    assert "gradients by interpreter" in text
+    assert "gradients by interpreter" in portattn.explain("attention", q, k, v, backend=KERNELS)
     with torch.no_grad():
         assert "gradients by" not in portattn.explain("attention", q, k, v, backend=KERNELS)
 
 
 def test_where_no_kernel_runs_the_backward_pass_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the forward's kernel has given; and it is said."""
     inputs = qkv()
     expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend="reference"), inputs, "")
     out = portattn.attention(*inputs, causal=True, backend=KERNELS)

@@ -1,7 +1,5 @@
 """What modes, fake tensors, autocast and checkpoints make of a call; and what a graph cannot have."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any
@@ -249,7 +247,6 @@ def test_a_checkpointed_call(device: Device) -> None:
 
 
 def test_selective_checkpointing_names_the_operator(device: Device) -> None:
-    """What is saved is not computed again."""
     q, k, v = qkv(device)
     seen: dict[bool, list[str]] = {True: [], False: []}
 

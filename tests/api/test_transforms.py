@@ -1,7 +1,5 @@
 """torch.func: what grad, vjp, jacrev and vmap make of a call is what they make of torch's own attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

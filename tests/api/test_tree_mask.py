@@ -1,7 +1,5 @@
 """tree_mask: the helper that makes it, what calls with one compute on every way to make a call, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ def a_tree(count: int, seed: int) -> list[int]:
 
 
 def path(parents: list[int], node: int) -> list[int]:
-    """The nodes from the root down to this one."""
     found = [node]
     while parents[found[0]] >= 0:
         found.insert(0, parents[found[0]])
@@ -107,7 +104,6 @@ def test_public_calls_are_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_on_the_reference_path(name: str) -> None:
-    """Those of the same call with a mask for each score."""
     call = random_call(problem(name, tree_mask=True, return_lse=False), 1)
     arguments = given(call)
     names = ("q", *(n for n in arguments if n.startswith(("k_", "v_")) and arguments[n].is_floating_point()))

@@ -1,7 +1,5 @@
 """Two accelerators in one process: a call runs where its tensors lie, whichever device is the current one."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """warmup's specs and report, and the command, on a CPU; what it spares a first call is in test_hot_path.py."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging
@@ -97,9 +95,7 @@ def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> 
         ([SMALL, SMALL | {"k": "fp32[1,3,8,16]"}], r"warmup: specs\[1\].v's heads is 2, but must be k's, 3"),
     ],
 )  # fmt: skip
-def test_a_spec_that_is_none_is_named_before_anything_runs(
-    given: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spec_that_is_none_is_named_before_anything_runs(given, said, monkeypatch):
     monkeypatch.setattr(warmup._Warming, "run", lambda self: pytest.fail("something ran"))
     with pytest.raises(portattn.ArgumentError, match=said):
         portattn.warmup(given, device="cpu")
@@ -161,9 +157,7 @@ def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
     assert "window (3,0)" in good.call
 
 
-def test_a_start_goes_on_whatever_cannot_be_compiled(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_goes_on_whatever_cannot_be_compiled(caplog, monkeypatch):
     log, device = logging.getLogger("an engine"), torch.device("cpu")
     assert compile_calls(lambda: [{"op": "attend"}], device, log) is None
     assert "nothing was compiled before the first request: warmup: specs[0].op is 'attend'" in caplog.text
@@ -203,9 +197,7 @@ def test_it_arms_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert monitor.should_warn(changed)
 
 
-def test_the_nearest_kept_call_is_the_one_that_differs_in_least(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_nearest_kept_call_is_the_one_that_differs_in_least(device, monkeypatch):
     if device.path != "interpreter":
         pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
@@ -251,8 +243,7 @@ def test_the_command(tmp_path: Path) -> None:
     report = json.loads(called.stdout)
     assert [one["path"] for one in report["specs"]] == ["sdpa", "sdpa"]
     assert "running 2 of 2" in called.stderr
-    shown = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
-    assert "2 calls in" in shown.stdout
+    assert "2 calls in" in CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"]).stdout
     path.write_text(json.dumps([SMALL | {"backend": "triton"}]))
     failed = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
     assert failed.exit_code == 1

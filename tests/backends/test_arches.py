@@ -56,8 +56,7 @@ def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> 
     assert arch.dot_precisions[0] == "ieee"  # what the planner takes where a tuning file's choice is not allowed
     assert arch.scratchpad_bytes % 1024 == 0
     assert all(hasattr(torch, f"float8_{name}") for name in arch.fp8)
-    target = parse_target(f"{backend.name}:{arch.name}", toolchain="none")
-    assert target.arch == arch
+    assert parse_target(f"{backend.name}:{arch.name}", toolchain="none").arch == arch
     named = " ".join(arch.sources)
     if backend.name != "cpu":
         assert (arch.scratchpad_bytes > 0) is (arch.scratchpad_kind != "none")
@@ -81,8 +80,7 @@ def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> 
 )  # fmt: skip
 def test_tritons_names(name: str, expected: tuple[str, str | int, int]) -> None:
     target = parse_target(name, toolchain="none")
-    backend = next(b for b in BUILTIN if b.name == target.backend)
-    assert backend.triton_target(target.arch) == expected
+    assert next(b for b in BUILTIN if b.name == target.backend).triton_target(target.arch) == expected
 
 
 def test_every_arch_has_a_triton_name() -> None:
@@ -273,9 +271,7 @@ def test_ptxas_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("text", ["exit 3", "echo ptxas", None])
-def test_a_ptxas_that_does_not_run_is_passed_over(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ptxas_that_does_not_run_is_passed_over(text, tmp_path, monkeypatch):
     path = program(tmp_path / "ptxas", text) if text else str(tmp_path / "missing")
     monkeypatch.setenv("TRITON_PTXAS_PATH", path)
     here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))
@@ -316,8 +312,7 @@ def test_executors_are_found_by_name() -> None:
     assert not executors("cpu")
     found = [backend for backend in BACKENDS if any(one.lowers_to for one in executors(backend).values())]
     assert found == ["ascend"]
-    reader = analyst(parse_target("ascend:ascend910b2", "triton-ascend==3.2.0"))
-    assert reader.asks == "text"
+    assert analyst(parse_target("ascend:ascend910b2", "triton-ascend==3.2.0")).asks == "text"
     assert analyst(parse_target("rocm:gfx942", "triton==3.6.0")) is None
 
 

@@ -33,8 +33,7 @@ def takes_rocm(tmp_path):
 
 
 def test_an_upgrade_that_loses_no_path_is_green_and_says_what_is_less_sure(portattn):
-    called = portattn(*BUMP, *BOTH)
-    assert called.status == 0, called.out
+    called = portattn(*BUMP, *BOTH, exits=0)
     cells_ = 2 * len(quick())
     assert called.out.splitlines()[-1] == (
         f"Nothing is lost: {cells_} cells of 2 targets compared by their plans; nothing was compiled, and spills were "
@@ -53,8 +52,7 @@ def test_an_upgrade_that_loses_no_path_is_green_and_says_what_is_less_sure(porta
 
 def test_the_full_set_says_what_it_is_doing(portattn, monkeypatch):
     monkeypatch.setattr("portattn.cli.ci.MANY", 100)
-    called = portattn(*BUMP, "--full", "--targets", "gfx942")
-    assert called.status == 0
+    called = portattn(*BUMP, "--full", "--targets", "gfx942", exits=0)
     assert re.fullmatch(r"planning (\d+) cells of before\nplanning \1 cells of after\n", called.err)
     assert portattn(*BUMP, "--targets", "gfx942").err == ""
 
@@ -77,8 +75,7 @@ def test_two_calls_do_not_keep_their_runs_in_one_folder_at_once(portattn, tmp_pa
 
 
 def test_a_downgrade_below_a_version_gate_is_red_with_the_quirk_and_what_to_do(portattn):
-    called = portattn("ci", "--from", "triton==3.6.0", "--to", "triton==3.5.1", *BOTH, "--json")
-    assert called.status == 1
+    called = portattn("ci", "--from", "triton==3.6.0", "--to", "triton==3.5.1", *BOTH, "--json", exits=1)
     losses = called.json["losses"]
     assert {one["quirk"] for one in losses} == {"cuda-0016-gluon-aggregates"}
     assert all(one["kinds"] == ["variant"] and one["targets"] == ["cuda:sm_90"] for one in losses)
@@ -89,13 +86,11 @@ def test_a_downgrade_below_a_version_gate_is_red_with_the_quirk_and_what_to_do(p
 
 
 def test_a_quirk_of_ones_own_that_takes_all_of_rocm_is_red_and_named(portattn, takes_rocm):
-    called = portattn(*BUMP, "--targets", "rocm", "--quirk-folder", str(takes_rocm))
-    assert called.status == 1
+    called = portattn(*BUMP, "--targets", "rocm", "--quirk-folder", str(takes_rocm), exits=1)
     assert "LOST  core: path triton → reference" in called.out
     assert "quirk rocm-0901-takes rules out the path triton" in called.out
     assert f"narrow `[when]` of {takes_rocm}/rocm/rocm-0901-takes.toml" in called.out
-    green = portattn(*BUMP, "--targets", "cuda", "--quirk-folder", str(takes_rocm))
-    assert green.status == 0, "it is ROCm's alone"
+    assert portattn(*BUMP, "--targets", "cuda", "--quirk-folder", str(takes_rocm)).status == 0, "it is ROCm's alone"
     assert portattn(*BUMP, "--targets", "rocm").status == 0, "and not there without the folder"
     flat = portattn(*BUMP, "--targets", "gfx942", "--quirk-folder", str(takes_rocm / "rocm"))
     assert flat.status == 1, "the files may lie in the folder itself"
@@ -113,15 +108,13 @@ def test_quirks_in_a_folder_and_in_one_inside_it_are_both_read(portattn, takes_r
 
 def test_a_folder_that_no_backend_is_called_is_refused(portattn, takes_rocm):
     (takes_rocm / "rocm").rename(takes_rocm / "amd")
-    called = portattn(*BUMP, "--quirk-folder", str(takes_rocm))
-    assert called.status == 2
+    called = portattn(*BUMP, "--quirk-folder", str(takes_rocm), exits=2)
     assert "has amd/rocm-0901-takes.toml, but a folder in it must be" in called.err
 
 
 def test_a_bump_that_changes_nothing_is_green_and_short(portattn, tmp_path):
     same = ("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", "--targets", "gfx950")
-    called = portattn(*same, "--summary", str(tmp_path / "s.md"))
-    assert called.status == 0
+    called = portattn(*same, "--summary", str(tmp_path / "s.md"), exits=0)
     assert len(called.out.splitlines()) <= 12
     assert "LOST" not in called.out
     assert "changed" not in called.out
@@ -135,8 +128,7 @@ def test_a_bump_that_changes_nothing_is_green_and_short(portattn, tmp_path):
 def test_contradicting_quirks_leave_no_plan(portattn, tmp_path):
     for stages in (1, 2):
         plant(tmp_path / "own", f"cuda-090{stages}-x", f"launch = {{ num_stages = {stages} }}", 'arch = ["sm_80"]')
-    called = portattn(*BUMP, "--targets", "sm_80", "--quirk-folder", str(tmp_path / "own"), "--json")
-    assert called.status == 1
+    called = portattn(*BUMP, "--targets", "sm_80", "--quirk-folder", str(tmp_path / "own"), "--json", exits=1)
     loss = next(one for one in called.json["losses"] if "no plan" in one["what"])
     assert "cuda-0901-x and cuda-0902-x" in loss["what"]
     assert loss["cause"] == "quirks cuda-0901-x and cuda-0902-x contradict each other: there is no plan"
@@ -147,8 +139,7 @@ def test_contradicting_quirks_leave_no_plan(portattn, tmp_path):
 
 def test_a_quirk_of_ones_own_that_contradicts_a_known_one_is_the_cause(portattn, tmp_path):
     plant(tmp_path / "own", "cuda-0901-x", 'lowering = { load = "block_ptr" }')  # any-0001 sets it back on 3.9.0
-    called = portattn(*BUMP, "--targets", "sm_80", "--quirk-folder", str(tmp_path / "own"), "--json")
-    assert called.status == 1
+    called = portattn(*BUMP, "--targets", "sm_80", "--quirk-folder", str(tmp_path / "own"), "--json", exits=1)
     assert called.json["losses"]
     for one in called.json["losses"]:
         assert set(one["cause"].split()) >= {"cuda-0901-x", "any-0001-no-block-pointers", "contradict"}
@@ -177,8 +168,7 @@ def test_every_word_of_the_help_is_one_and_the_others_are_red_by_themselves(port
 
 
 def test_versions_nobody_knows_are_planned_and_said(portattn):
-    called = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.99", "--targets", "gfx942")
-    assert called.status == 0
+    called = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.99", "--targets", "gfx942", exits=0)
     assert "note: triton==3.99 is no known release" in called.out
     assert "nobody is known to have run it" in called.out
     own = portattn("ci", "--from", "triton==3.6.0", "--to", "triton==3.6.0+git1234", "--targets", "sm_90", "--json")
@@ -198,14 +188,11 @@ def test_quirks_whose_id_is_taken_and_folders_without_any_are_refused(portattn, 
     (tmp_path / "empty").mkdir()
     plant(tmp_path / "taken", "any-0001-no-block-pointers", 'path = "reference"')
     for name, words in (("empty", "must have quirk files"), ("taken", "whose id is taken: any-0001-no-block-pointers")):
-        called = portattn(*BUMP, "--quirk-folder", str(tmp_path / name))
-        assert called.status == 2
-        assert words in called.err
+        assert words in portattn(*BUMP, "--quirk-folder", str(tmp_path / name), exits=2).err
 
 
 @pytest.fixture
 def kept(portattn, tmp_path):
-    """A baseline of plans with Triton 3.6.0."""
     same = ("ci", "--from", "triton==3.6.0", "--to", "triton==3.6.0", *BOTH)
     assert portattn(*same, "--problems", "dense*,MLA*", "--out", str(tmp_path / "out")).status == 0
     assert portattn("matrix", "baseline", str(tmp_path / "out" / "after"), str(tmp_path / "b.toml")).status == 0
@@ -213,25 +200,18 @@ def kept(portattn, tmp_path):
 
 
 def test_a_baseline_in_place_of_the_old_side(portattn, kept, takes_rocm, tmp_path):
-    """It brings its compiler, its targets and its problems."""
     line = ("ci", "--baseline", str(kept), "--to")
-    green = portattn(*line, "triton==3.9.0", "--json")
-    assert green.status == 0
+    green = portattn(*line, "triton==3.9.0", "--json", exits=0)
     assert (green.json["before"], green.json["targets"]) == ("triton==3.6.0", ["rocm:gfx942", "cuda:sm_90"][::-1])
     assert green.json["compared"] == 2 * len(green.json["problems"]) == 2 * 5
     assert portattn(*line, "triton==3.5.1").status == 1
-    red = portattn(*line, "triton==3.6.0", "--quirk-folder", str(takes_rocm))
-    assert red.status == 1
+    red = portattn(*line, "triton==3.6.0", "--quirk-folder", str(takes_rocm), exits=1)
     assert "quirk rocm-0901-takes rules out the path triton" in red.out
-    other = portattn(*line, "triton==3.9.0", "--from", "triton==3.4.0")
-    assert other.status == 2
-    assert "must be a compiler of" in other.err
+    assert "must be a compiler of" in portattn(*line, "triton==3.9.0", "--from", "triton==3.4.0", exits=2).err
     assert portattn(*line, "triton==3.9.0", "--full").status == 2, "of another set"
     text = kept.read_text(encoding="utf-8")
     kept.write_text(text.replace('"dense full fp32 D=64" = ', '"dense no more" = '), encoding="utf-8")
-    gone = portattn(*line, "triton==3.9.0")
-    assert gone.status == 1
-    assert "LOST  gone: the cell is gone" in gone.out
+    assert "LOST  gone: the cell is gone" in portattn(*line, "triton==3.9.0", exits=1).out
     named = portattn(*line, "triton==3.9.0", "--problems", "dense*", "--targets", "gfx942")
     assert named.status == 1, "a glob that it fits asks for it"
     assert "LOST  gone: the cell is gone" in named.out
@@ -274,17 +254,15 @@ COMPILE = (*BUMP, "--problems", "dense*fp32*", "--compile", "--no-emulate")
 def test_compilers_that_are_not_here_compare_nothing(portattn, monkeypatch):
     monkeypatch.setattr(sides, "missing", lambda sides: [])  # as where they go between this check and the compiles
     called = portattn(
-        "ci", "--from", "triton==3.3.1", "--to", "triton==3.2.0", *COMPILE[len(BUMP) :], "--targets", "sm_90"
+        "ci", "--from", "triton==3.3.1", "--to", "triton==3.2.0", *COMPILE[len(BUMP) :], "--targets", "sm_90", exits=3
     )
-    assert called.status == 3, called.out
     assert "Nothing could be compiled: 1 cell of 1 target" in called.out
     assert "portattn: nothing was compiled: not compiled here: " in called.err
 
 
 @pytest.mark.compiles
 def test_compiled_a_refusal_of_the_new_compiler_is_red_and_can_be_expected(portattn, compilers, tmp_path):
-    called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"), "--json")
-    assert called.status == 1
+    called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"), "--json", exits=1)
     (loss,) = called.json["losses"]
     assert (loss["kinds"], loss["targets"]) == (["level"], ["cuda:sm_90"])
     assert "compiles → ERROR" in loss["what"]
@@ -299,9 +277,7 @@ def test_compiled_a_refusal_of_the_new_compiler_is_red_and_can_be_expected(porta
     )
     excused = (*COMPILE, "--targets", "sm_90", "--expected", str(expected))
     assert portattn(*excused, "--today", "2026-12-31").status == 0
-    late = portattn(*excused, "--today", "2027-01-01")
-    assert late.status == 1
-    assert "expired" in late.out
+    assert "expired" in portattn(*excused, "--today", "2027-01-01", exits=1).out
     again = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", *COMPILE[5:], "--targets", "sm_90")
     assert again.status == 0, "as red as before is not lost"
     assert portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", *COMPILE[5:], "--targets", "sm_90",
@@ -317,12 +293,10 @@ def test_ctrl_c_keeps_what_was_finished(portattn, compilers, monkeypatch, tmp_pa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sides, "execute", interrupted)
-    called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"))
-    assert called.status == 130
+    called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"), exits=130)
     assert called.out == ""
     assert f"interrupted; what was finished is in {tmp_path / 'out'}" in called.err
-    checked = portattn("matrix", "check", str(tmp_path / "out" / "before"))
-    assert "1 of 2 cells are missing" in checked.out
+    assert "1 of 2 cells are missing" in portattn("matrix", "check", str(tmp_path / "out" / "before")).out
 
 
 def test_a_compiler_that_is_missing_is_made_where_that_is_asked_for(portattn, monkeypatch):
@@ -365,11 +339,7 @@ def test_a_full_summary_and_one_that_cannot_be_written_are_said(portattn, monkey
     step = tmp_path / "step.md"
     monkeypatch.setenv(report.SUMMARY, str(step))
     step.write_bytes(b"x" * (report.LIMIT - 100))
-    full = portattn(*BUMP, "--targets", "gfx942")
-    assert full.status == 0
-    assert "the step's summary is full" in full.err
+    assert "the step's summary is full" in portattn(*BUMP, "--targets", "gfx942", exits=0).err
     assert step.stat().st_size == report.LIMIT - 100
     monkeypatch.setenv(report.SUMMARY, str(tmp_path))
-    broken = portattn(*BUMP, "--targets", "gfx942")
-    assert broken.status == 2
-    assert "the summary cannot be written" in broken.err
+    assert "the summary cannot be written" in portattn(*BUMP, "--targets", "gfx942", exits=2).err

@@ -18,7 +18,6 @@ def entry(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def completed(*words: str, shell: str = "bash") -> list[str]:
-    """What the shell offers for the last word; bash is given words as it breaks them."""
     asked = {"COMP_WORDS": " ".join(["portattn", *words]), "COMP_CWORD": str(len(words))}
     if shell == "fish":
         asked["COMP_CWORD"] = words[-1]

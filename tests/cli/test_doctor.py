@@ -26,8 +26,7 @@ def quick_calls(monkeypatch):
 
 @pytest.mark.usefixtures("quick_calls")
 def test_the_report_has_every_part(portattn, tmp_path):
-    called = portattn("doctor")
-    assert called.status == 0, called.out
+    called = portattn("doctor", exits=0)
     for part in ("versions", "toolchain", "backends", "settings", "cache", "quirks that apply here", "planted call"):
         assert part in called.out
     assert str(tmp_path) in called.out  # the cache folder, with the variable that names it
@@ -51,8 +50,7 @@ def test_a_broken_part_hides_no_other(portattn, monkeypatch, broken):
         raise OSError("planted")
 
     monkeypatch.setattr(doctor, broken, fails)
-    called = portattn("doctor")
-    assert called.status == 1
+    called = portattn("doctor", exits=1)
     assert called.out.count("could not be found out: OSError: planted") == 1
     assert "planted call" in called.out
     assert portattn("doctor", "--json").status == 1
@@ -62,8 +60,7 @@ def test_a_broken_part_hides_no_other(portattn, monkeypatch, broken):
 def test_unknown_variables_are_said(portattn, monkeypatch):
     monkeypatch.setenv("PORTATTN_FALBACK", "error")
     monkeypatch.setenv("PORTATTN_PORT_8000_TCP", "tcp://10.0.0.1:8000")
-    called = portattn("doctor")
-    assert called.status == 0
+    called = portattn("doctor", exits=0)
     assert called.out.count("PORTATTN_FALBACK (did you mean PORTATTN_FALLBACK?), PORTATTN_PORT_8000_TCP\n") == 1
     assert "PORTATTN_FALBACK" not in called.err
     command = [sys.executable, "-m", "portattn", "plan", "attention", "--q=1,2,5,16", "--kv=1,2,5,16", "--dtype=fp32"]
@@ -75,8 +72,7 @@ def test_unknown_variables_are_said(portattn, monkeypatch):
 @pytest.mark.usefixtures("quick_calls")
 def test_a_bad_value_is_said_once(portattn, monkeypatch):
     monkeypatch.setenv("PORTATTN_FALLBACK", "maybe")
-    called = portattn("doctor")
-    assert called.status == 1
+    called = portattn("doctor", exits=1)
     assert called.out.count("environment variable PORTATTN_FALLBACK is 'maybe'") == 1, "said once, of all that need it"
 
 
@@ -88,8 +84,7 @@ def test_a_wrong_or_failing_call_is_red(portattn, monkeypatch):
         raise RuntimeError("no interpreter")
 
     monkeypatch.setattr(doctor, "interpreter_check", fails)
-    called = portattn("doctor")
-    assert called.status == 1
+    called = portattn("doctor", exits=1)
     assert "FAIL planted call: wrong numbers" in called.out
     assert "FAIL interpreter: RuntimeError: no interpreter" in called.out
 
@@ -131,7 +126,6 @@ def read_only(path):
 
 
 def full(path):
-    """A disk that takes no data: files have at most no byte."""
     path.mkdir()
     return {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))}
 
@@ -181,8 +175,7 @@ def test_one_cause_is_said_once(portattn, monkeypatch):
     monkeypatch.setattr(doctor, "paths", fails)
     monkeypatch.setattr(doctor, "device_checks", fails)
     monkeypatch.setattr(doctor, "interpreter_check", lambda seconds: [])
-    called = portattn("doctor")
-    assert called.status == 1
+    called = portattn("doctor", exits=1)
     assert called.out.count("OSError: planted") == 1
     assert called.out.count("the same as of `quirks that apply here`") == 2
 

@@ -20,8 +20,7 @@ SHAPES = ("--q", "1,2,16,64", "--kv", "1,2,16,64", "--dtype", "fp16")
 
 
 def test_help_names_every_command_and_the_exit_statuses(portattn):
-    called = portattn("--help")
-    assert called.status == 0
+    called = portattn("--help", exits=0)
     for name in COMMANDS:
         assert f"  {name} " in called.out
     assert "Exit status" in called.out
@@ -36,9 +35,7 @@ COMMANDS_OF_GROUPS = (
 
 @pytest.mark.parametrize("command", [*COMMANDS, *COMMANDS_OF_GROUPS])
 def test_every_command_has_help_and_json(portattn, command):
-    called = portattn(*command.split(), "--help")
-    assert called.status == 0
-    assert "--json" in called.out or command in GROUPS
+    assert "--json" in portattn(*command.split(), "--help", exits=0).out or command in GROUPS
 
 
 def test_help_imports_neither_torch_nor_triton():
@@ -75,8 +72,7 @@ def test_a_file_that_the_system_refuses_is_named(portattn, monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
     monkeypatch.setattr(quirk_files, "check_file", refuse)
-    called = portattn("quirks", "audit", "--json")
-    assert called.status == 2
+    called = portattn("quirks", "audit", "--json", exits=2)
     assert called.json["error"]["kind"] == "OSError"
     assert called.json["error"]["message"].endswith(".toml: Too many open files")
 
@@ -92,8 +88,7 @@ def test_bad_input_gets_one_line_and_status_2(portattn, line, told, tmp_path, mo
     arguments = shlex.split(line)[2:]
     message = ".*".join(map(re.escape, told.split("…")))
     monkeypatch.chdir(tmp_path)
-    called = portattn(*arguments)
-    assert called.status == 2
+    called = portattn(*arguments, exits=2)
     assert called.out == ""
     assert len(called.err.splitlines()) == 1
     assert called.err.startswith("portattn")

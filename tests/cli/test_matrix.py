@@ -21,8 +21,7 @@ def _quick(monkeypatch):
 
 def test_run_and_report(portattn, tmp_path):
     out = str(tmp_path / "matrix")
-    called = portattn("matrix", "run", "--out", out, *RUN)
-    assert called.status == 3, called.err
+    called = portattn("matrix", "run", "--out", out, *RUN, exits=3)
     assert "4 cells: 4 NOT_RUN" in called.out
     assert "portattn: nothing was run: not compiled here: " in called.err
     assert "[4/4]" in called.err  # progress, a line a cell, on standard error
@@ -32,8 +31,7 @@ def test_run_and_report(portattn, tmp_path):
     assert all(f'id="c{cell.id}"' in page for cell in cells)
 
     (tmp_path / "matrix" / "index.html").unlink()
-    report = portattn("matrix", "report", out, "--json")
-    assert report.json["statuses"] == {"NOT_RUN": 4}
+    assert portattn("matrix", "report", out, "--json").json["statuses"] == {"NOT_RUN": 4}
     assert (tmp_path / "matrix" / "index.html").read_text() == page
     elsewhere = tmp_path / "page.html"
     assert portattn("matrix", "report", out, "--html", str(elsewhere)).status == 0
@@ -47,9 +45,8 @@ def test_red_cells_are_status_1_and_on_the_page(portattn, tmp_path, monkeypatch,
         run, "Options", lambda **options: real(**options | {"pythons": {str(installed_toolchain()): planted}})
     )
     called = portattn(
-        "matrix", "run", "--out", str(tmp_path), "--targets", "sm_89,sm_90", "--ops", "dense*fp32*", "--json"
+        "matrix", "run", "--out", str(tmp_path), "--targets", "sm_89,sm_90", "--ops", "dense*fp32*", "--json", exits=1
     )
-    assert called.status == 1
     assert called.json["statuses"] == {"ERROR": 1, "PASS": 1}
     assert called.json["levels"] == {"compiles": 1}
     assert called.json["red"][0]["target"] == "cuda:sm_89"
@@ -74,8 +71,7 @@ def _spills(monkeypatch):
 @pytest.mark.usefixtures("_spills")
 def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "dense*fp32*")
-    called = portattn(*line)
-    assert called.status == 0
+    called = portattn(*line, exits=0)
     notes = [text for text in called.out.splitlines() if text.startswith("NOTE ")]
     assert notes == [f"NOTE            cuda:sm_90  {installed_toolchain()}  dense full fp32 D=64: {SPILLED}"]
     found = portattn(*line, "--json").json
@@ -95,9 +91,7 @@ def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path)
 @pytest.mark.usefixtures("_spills")
 def test_a_note_that_is_red_or_expected_is_not_said_twice(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "dense*fp32*")
-    red = portattn(*line, "--fail-on", "note")
-    assert red.status == 1
-    assert red.out.count(SPILLED) == 1
+    assert portattn(*line, "--fail-on", "note", exits=1).out.count(SPILLED) == 1
     listed = tmp_path / "expected.toml"
     listed.write_text(
         '[[expected]]\ntarget = "*"\nproblem = "*"\nsignature = "spilled"\nreason = "known"\nowner = "kernels"\n'
@@ -108,8 +102,7 @@ def test_a_note_that_is_red_or_expected_is_not_said_twice(portattn, tmp_path):
 
 def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "dense*fp32*")
-    called = portattn(*line, "--toolchain", "triton==3.2", "--toolchain", "triton==3.3.1", "--json")
-    assert called.status == 3, called.err
+    portattn(*line, "--toolchain", "triton==3.2", "--toolchain", "triton==3.3.1", "--json", exits=3)
     made, cells = results.read(tmp_path / results.NAME)
     assert made.toolchains == ("triton==3.2.0", "triton==3.3.1", "triton-ascend==3.2.0")
     for cell in cells:
@@ -165,8 +158,7 @@ def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begi
 
     monkeypatch.setattr("portattn.tools.lab.creating.create", create)
     line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "dense*fp32*", "--create")
-    called = portattn(*line, "--toolchain", "triton==3.2.0", "--toolchain", "triton==3.3.1")
-    assert called.status == 2
+    called = portattn(*line, "--toolchain", "triton==3.2.0", "--toolchain", "triton==3.3.1", exits=2)
     assert asked == ["triton==3.2.0", "triton==3.3.1"]
     assert "triton==3.2.0: planted" in called.err
     assert not (tmp_path / "out").exists()
@@ -182,9 +174,7 @@ def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monk
             raise KeyboardInterrupt
 
     monkeypatch.setattr(output.ProgressCounter, "matrix_cell", interrupted)
-    called = portattn(*line)
-    assert called.status == 130
-    assert "interrupted after 2 of 4 cells" in called.err
+    assert "interrupted after 2 of 4 cells" in portattn(*line, exits=130).err
     first = results.read(tmp_path / results.NAME)[1]
     assert len(first) == 2
     assert "interrupted: 2 of 4" in (tmp_path / "index.html").read_text()
@@ -194,8 +184,7 @@ def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monk
     cells = results.read(tmp_path / results.NAME)[1]
     assert cells[:2] == first  # not made again
     assert len(cells) == 4
-    other = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "ascend910b3", "--resume")
-    assert other.status == 2
+    other = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "ascend910b3", "--resume", exits=2)
     assert "begun with other cells" in other.err
 
 
@@ -211,15 +200,11 @@ def test_running_again_keeps_the_earlier_results(portattn, tmp_path):
 
 def test_out_that_is_a_file_is_an_error(portattn, tmp_path):
     (tmp_path / "file").write_text("mine")
-    called = portattn("matrix", "run", "--out", str(tmp_path / "file"), *RUN)
-    assert called.status == 2
-    assert "--out" in called.err
+    assert "--out" in portattn("matrix", "run", "--out", str(tmp_path / "file"), *RUN, exits=2).err
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_results_of_another_schema_are_refused(portattn, tmp_path):
     (tmp_path / results.NAME).write_text('{"type": "run", "schema": 99}\n')
-    called = portattn("matrix", "report", str(tmp_path))
-    assert called.status == 2
-    assert f"{results.NAME}:1: schema version 99" in called.err
+    assert f"{results.NAME}:1: schema version 99" in portattn("matrix", "report", str(tmp_path), exits=2).err
     assert not (tmp_path / "index.html").exists()

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.compiles  # plans need an installed Triton
 
 @pytest.fixture
 def run(portattn, tmp_path, monkeypatch):
-    """A function that makes a run of Ascend's cells, which nothing here compiles, and gives its folder."""
     monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
     monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
@@ -29,8 +28,7 @@ def run(portattn, tmp_path, monkeypatch):
 
 def test_a_site_of_one_run(portattn, run, tmp_path):
     out = tmp_path / "site"
-    called = portattn("matrix", "site", run("one", "ascend910b1"), "--out", str(out))
-    assert called.status == 0, called.err
+    called = portattn("matrix", "site", run("one", "ascend910b1"), "--out", str(out), exits=0)
     assert "2 cells of 1 run: 2 NOT_RUN" in called.out
     assert "2 cells not run (ascend:ascend910b1): triton-ascend==3.2.0 is not in the lab" in called.out
     fill = "  fill: portattn matrix run --targets ascend:ascend910b1 --toolchain triton-ascend==3.2.0 --create"
@@ -62,8 +60,7 @@ def test_several_runs_are_merged_and_the_site_is_replaced(portattn, run, tmp_pat
     one, two, out = run("one", "ascend910b1"), run("two", "ascend910b2"), tmp_path / "site"
     portattn("matrix", "site", one, "--out", str(out))
     first = (out / "index.html").read_text()
-    called = portattn("matrix", "site", one, two, "--out", str(out), "--json")
-    assert called.status == 0, called.err
+    called = portattn("matrix", "site", one, two, "--out", str(out), "--json", exits=0)
     assert (called.json["runs"], called.json["cells"]) == (2, 4)
     assert called.json["badge"] == {"green": 0, "amber": 4, "red": 0}
     assert called.json["files"] == sum(path.is_file() for path in out.rglob("*"))
@@ -76,21 +73,17 @@ def test_an_earlier_run_is_the_history_of_its_cells(portattn, run, tmp_path):
     folder = run("one", "ascend910b1")
     run("one", "ascend910b1")
     [kept] = (tmp_path / "one").glob("results-*.jsonl")
-    called = portattn("matrix", "site", folder, "--out", str(tmp_path / "site"))
-    assert called.err == ""
-    page = next((tmp_path / "site" / "cells").iterdir()).read_text()
-    assert "Over time" in page
+    assert portattn("matrix", "site", folder, "--out", str(tmp_path / "site")).err == ""
+    assert "Over time" in next((tmp_path / "site" / "cells").iterdir()).read_text()
     kept.write_text('{"type": "run", "schema": 1}\n')
-    called = portattn("matrix", "site", folder, "--out", str(tmp_path / "site"))
-    assert called.status == 0
+    called = portattn("matrix", "site", folder, "--out", str(tmp_path / "site"), exits=0)
     assert f"left out of the history: {kept}:1: schema version 1" in called.err
     assert "Over time" not in next((tmp_path / "site" / "cells").iterdir()).read_text()
 
 
 def test_a_folder_of_something_else_is_refused_before_anything_is_read(portattn, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    called = portattn("matrix", "site", str(tmp_path / "none"), "--out", str(tmp_path), "--json")
-    assert called.status == 2
+    called = portattn("matrix", "site", str(tmp_path / "none"), "--out", str(tmp_path), "--json", exits=2)
     assert called.json["error"]["argument"] == "--out"
     assert "is not written over: it is not empty, and no site of this command" in called.json["error"]["message"]
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -99,12 +92,9 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_read(portattn,
 def test_bad_runs_and_places_are_one_error(portattn, run, tmp_path):
     out = str(tmp_path / "site")
     assert portattn("matrix", "site", "--out", out).status == 2
-    called = portattn("matrix", "site", str(tmp_path / "none"), "--out", out)
-    assert called.status == 2
-    assert "cannot be read" in called.err
+    assert "cannot be read" in portattn("matrix", "site", str(tmp_path / "none"), "--out", out, exits=2).err
     (tmp_path / "file").write_text("")
-    called = portattn("matrix", "site", run("one", "ascend910b1"), "--out", str(tmp_path / "file" / "site"))
-    assert called.status == 2
+    called = portattn("matrix", "site", run("one", "ascend910b1"), "--out", str(tmp_path / "file" / "site"), exits=2)
     assert "--out" in called.err
     assert not (tmp_path / "site").exists()
 
@@ -120,17 +110,14 @@ def test_an_interrupt_leaves_the_earlier_site(portattn, run, tmp_path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(site, "pages", interrupted)
-    called = portattn("matrix", "site", folder, "--out", str(out))
-    assert called.status == 130
-    assert "an earlier one is as it was" in called.err
+    assert "an earlier one is as it was" in portattn("matrix", "site", folder, "--out", str(out), exits=130).err
     assert (out / "index.html").read_bytes() == before
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
 def test_the_terminal_tells_a_cpus_numbers_from_a_chips(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path), "--targets", "cpu", "--ops", "dense full fp32*", "--json")
-    called = portattn(*line)
-    assert called.status == 0, called.err
+    called = portattn(*line, exits=0)
     assert called.json["labels"] == {"reference numbers on this CPU, not a chip's": 1}
     assert "runs (reference numbers on this CPU, not a chip's) cpu:generic" in called.err
     told = portattn("matrix", "report", str(tmp_path)).out

@@ -12,7 +12,6 @@ REFUSED = ("nan", "inf", "-inf", "3e6")
 
 
 def floats(command, path=("portattn",)):
-    """(path, option) of every option of the command line that is a float."""
     if isinstance(command, click.Group):
         ctx = click.Context(command)
         for name in command.list_commands(ctx):
@@ -47,8 +46,7 @@ def test_earlier_results_stay_where_they_are(portattn, tmp_path, text):
     with results.Results(tmp_path) as file:
         file.replace(made, cells)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90", "--seconds", text)
-    assert called.status == 2
+    called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90", "--seconds", text, exits=2)
     assert "--seconds" in called.err
     assert len(called.err.splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

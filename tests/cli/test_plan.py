@@ -20,8 +20,7 @@ SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--c
 )  # fmt: skip
 def test_any_target_is_planned_from_anywhere(portattn, target, toolchain):
     line = ("plan", "attention", "--target", target, "--toolchain", toolchain, *SHAPES)
-    called = portattn(*line, "--json")
-    assert called.status == 0
+    called = portattn(*line, "--json", exits=0)
     made = msgspec.convert(called.json, Plan)
     assert (made.target, made.toolchain) == (target, toolchain)
     assert (made.problem.heads_q, made.problem.heads_k, made.problem.causal) == (64, 16, "bottom_right")
@@ -180,8 +179,7 @@ SAME = {
 def test_options_make_the_problem_of_a_call(portattn, case):
     options, arguments, keywords = SAME[case]
     op = case.partition(",")[0]
-    called = portattn("plan", op, *WHERE, *options.split(), "--dtype", "bf16", "--json")
-    assert called.status == 0, called.err
+    called = portattn("plan", op, *WHERE, *options.split(), "--dtype", "bf16", "--json", exits=0)
     expected = library.plan(op, *arguments, **keywords).problem
     assert msgspec.convert(called.json, Plan).problem == expected
 
@@ -211,9 +209,7 @@ def test_without_a_target_it_is_this_machines(portattn):
 
 def test_a_named_path_that_cannot_run_is_status_1(portattn):
     line = ("plan", "attention", "--target", "cpu:generic", *SHAPES, "--backend", "triton")
-    called = portattn(*line)
-    assert called.status == 1
-    assert "cannot run this on cpu:generic" in called.err
+    assert "cannot run this on cpu:generic" in portattn(*line, exits=1).err
     assert portattn(*line, "--json").json["error"]["rejected"][0]["path"] == "triton"
 
 
@@ -222,8 +218,7 @@ def test_a_quirk_can_be_switched_off(portattn):
     assert "ascend-0002-slow-prefill" in portattn(*line).out
     assert "ascend-0002-slow-prefill" not in portattn(*line, "--quirks", "-ascend-0002-slow-prefill").out
     for given in ("+x", "x"):
-        unknown = portattn(*line, "--quirks", given)
-        assert unknown.status == 2
+        unknown = portattn(*line, "--quirks", given, exits=2)
         assert f"plan: --quirks is {given!r}, but must be +ID,-ID of known quirks (" in unknown.err
 
 
@@ -259,8 +254,7 @@ def test_a_family_is_answered_with_its_members(portattn):
     ],
 )
 def test_a_release_that_nobody_knows_is_said_and_planned_for(portattn, toolchain, told):
-    called = portattn("plan", "attention", *WHERE[:2], "--toolchain", toolchain, *SMALL, "--json")
-    assert called.status == 0
+    called = portattn("plan", "attention", *WHERE[:2], "--toolchain", toolchain, *SMALL, "--json", exits=0)
     assert called.json["toolchain"] == ("triton==3.6.0" if toolchain == "triton==3.6" else toolchain)
     assert called.err == (f"portattn: {told} plans go by its number alone\n" if told else "")
 

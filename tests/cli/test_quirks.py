@@ -12,9 +12,7 @@ ASCEND = ("ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0")
 
 
 def test_list_shows_every_quirk(portattn):
-    called = portattn("quirks", "list")
-    assert called.status == 0
-    assert f"{len(KNOWN)} quirks" in called.out
+    assert f"{len(KNOWN)} quirks" in portattn("quirks", "list", exits=0).out
     assert {q["id"] for q in portattn("quirks", "list", "--json").json} == set(KNOWN)
 
 
@@ -69,8 +67,7 @@ def test_every_command_has_json_and_its_exit_statuses_are_documented():
 
 
 def test_why_says_what_applies_and_why_others_do_not(portattn):
-    called = portattn("quirks", "why", *ASCEND)
-    assert called.status == 0
+    called = portattn("quirks", "why", *ASCEND, exits=0)
     assert "ascend-0001-k-block-order" in called.out
     assert "block_order = row" in called.out
     found = portattn("quirks", "why", *ASCEND, "--json").json
@@ -92,9 +89,7 @@ def test_why_names_the_variants_that_a_quirk_is_about(portattn):
 
 
 def test_audit_of_the_shipped_registry_is_green(portattn):
-    called = portattn("quirks", "audit")
-    assert called.status == 0, called.out
-    assert called.out.endswith("0 warnings\n")
+    assert portattn("quirks", "audit", exits=0).out.endswith("0 warnings\n")
 
 
 def test_audit_of_a_broken_folder_is_red_with_file_and_line(portattn, tmp_path):
@@ -103,11 +98,8 @@ def test_audit_of_a_broken_folder_is_red_with_file_and_line(portattn, tmp_path):
     broken = tmp_path / "cuda" / source.name
     broken.write_text(source.read_text().replace("symptom = ", "colour  = "))
     line = next(n for n, text in enumerate(broken.read_text().splitlines(), 1) if text.startswith("colour"))
-    called = portattn("quirks", "audit", "--folder", str(tmp_path))
-    assert called.status == 1
-    assert f"{broken}:{line}" in called.out
-    report = portattn("quirks", "audit", "--folder", str(tmp_path), "--json")
-    assert report.status == 1
+    assert f"{broken}:{line}" in portattn("quirks", "audit", "--folder", str(tmp_path), exits=1).out
+    report = portattn("quirks", "audit", "--folder", str(tmp_path), "--json", exits=1)
     assert report.json["errors"] >= 1
     assert report.json["findings"][0]["line"] == line
 

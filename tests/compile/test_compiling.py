@@ -248,7 +248,6 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
 
 @pytest.mark.parametrize("behaviour", NOW_AND_THEN)
 def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behaviour: str) -> None:
-    """It is retried once, and the record says so."""
     requests = compiler(behaviour)
     made, launches, q, target = planned()
     assert ensure_compiled.ensure(made, launches, q, target, settings) is None
@@ -293,14 +292,11 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     assert (seen.facts["deaths"] if seen else None) == (1 if isolate == "auto" else None)
     made, launches, q, target = planned(causal="bottom_right")
     load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
-    failed = ensure_compiled.ensure_all(made, launches, load, q, target, settings)
-    assert "exit status 1" in failed.reason
+    assert "exit status 1" in ensure_compiled.ensure_all(made, launches, load, q, target, settings).reason
 
 
 @pytest.mark.parametrize(("number", "cached"), [(6, True), (9, False)])
-def test_who_was_killed_is_asked_again_by_the_next_process(
-    compiler, tmp_path, monkeypatch, number: int, cached: bool
-) -> None:
+def test_who_was_killed_is_asked_again_by_the_next_process(compiler, tmp_path, monkeypatch, number, cached):
     """A signal that somebody sent, for memory perhaps, says nothing about the compiler."""
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate="never")
     monkeypatch.setattr(ensure_compiled, "device_guard", lambda q: contextlib.nullcontext())
@@ -311,8 +307,7 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
 
     assert ensure_compiled.ensure_all(made, launches, load, q, target, settings) is not None
     assert (CompileStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is cached
-    found = next(iter(store(settings).incidents()))
-    assert found.symptom == "compiler-crash"
+    assert next(iter(store(settings).incidents())).symptom == "compiler-crash"
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,7 @@ def test_no_folder_for_temporary_files_is_a_full_disk(monkeypatch: pytest.Monkey
     assert not record_store.has_room()
 
 
-def test_the_disk_of_tritons_cache_is_looked_at_where_triton_has_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_disk_of_tritons_cache_is_looked_at_where_triton_has_it(monkeypatch, tmp_path):
     asked: list[str] = []
     usage = shutil.disk_usage(tmp_path)
 
@@ -253,9 +251,7 @@ def test_a_passing_failure_is_asked_again_after_some_time(compiler, settings: Se
 
 
 @pytest.mark.parametrize("name", ["PATH", "TMPDIR", "CC", "TRITON_PTXAS_PATH"])
-def test_a_passing_failure_is_asked_again_in_other_surroundings(
-    compiler, settings: Settings, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_passing_failure_is_asked_again_in_other_surroundings(compiler, settings, monkeypatch, name):
     requests = compiler("no ptxas")
     made, launches, q, target = planned()
     for value in ("/one", "/one", "/two"):
@@ -276,9 +272,7 @@ def test_other_surroundings_have_another_child(monkeypatch: pytest.MonkeyPatch) 
     second.close()
 
 
-def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
-    compiler, settings: Settings, clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(compiler, settings, clock, monkeypatch):
     """The child compiled; loading failed for want of a C compiler. A plan's variables are set while loading only."""
     import contextlib
 
@@ -332,9 +326,7 @@ def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) ->
     assert failed.incident == ""
 
 
-def test_a_call_falls_back_with_the_reason_and_comes_back(
-    compiler, sm_90, core_only: None, clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_falls_back_with_the_reason_and_comes_back(compiler, sm_90, core_only, clock, monkeypatch):
     """A server goes on by another path, and comes back once the disk has room."""
     requests, launched = compiler("full disk once"), []
     monkeypatch.setattr(ensure_compiled, "_in_this_process", lambda *given: None)
@@ -353,8 +345,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
         assert "could not be compiled now" in portattn.explain("attention", q, q, q)
         clock.now += 301
         portattn.attention(q, q, q)
-        plan = portattn.last_plan()
-        assert not plan.fell_back
+        assert not portattn.last_plan().fell_back
         assert [made.path for made in launched] == ["triton"]
         assert requests_in(requests) == 2
 

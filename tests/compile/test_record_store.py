@@ -85,9 +85,7 @@ def test_a_folder_that_takes_no_files_costs_one_warning_and_nothing_else(tmp_pat
     assert store.get("second") == record("second")
 
 
-def test_launches_of_a_variant_are_described_again_for_another_cap_and_another_alignment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launches_of_a_variant_are_described_again_for_another_cap_and_another_alignment(monkeypatch):
     variant, described = CudaBackend.variants[0], []
     monkeypatch.setattr(variants, "signatures", lambda variant, call: described.append(call) or [])
     p = Problem(batch=1, heads_q=1, heads_k=1, seq_q=4, seq_k=4, head_dim=64, softcap=True)

@@ -216,9 +216,7 @@ APART = {"block_m": 128, "block_n": 32, "num_warps": 4, "rows_m": 64, "rows_n": 
     ids=str,
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_both_kernels_compile_and_fit(
-    arch: str, head_dim: int, causal: str, launch: dict[str, int], packed: bool
-) -> None:
+def test_both_kernels_compile_and_fit(arch, head_dim, causal, launch, packed):
     fields: dict[str, Any] = {"op": "varlen_attention_backward", "total_q": 4096, "total_k": 4096} if packed else {}
     problem = Problem(
         **{"op": "attention_backward"} | fields, batch=1, heads_q=4, heads_k=4, seq_q=4096, seq_k=4096,

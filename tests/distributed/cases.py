@@ -67,7 +67,6 @@ WORLDS: dict[int, list[tuple[str, dict[str, Any], list[str]]]] = {
 
 
 def cases(world: int) -> list[dict[str, Any]]:
-    """All cases of so many ranks."""
     found = []
     if world == 2 and INTERPRETED:
         found.append(SIZES | {"name": "ring, zigzag: kernels"} | KERNELS | {"how": RING | {"layout": "zigzag"}})

@@ -27,7 +27,6 @@ class Ranks:
         self.lost = False  # whether one did not answer: the others may wait for it
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What function(*arguments) returned on each rank."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         found, failures = [], []

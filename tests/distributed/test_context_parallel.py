@@ -1,13 +1,11 @@
 """2, 4 and 8 processes with gloo against one process in float64: forward and gradients, under the error budget."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import gradient_ranks
 import pytest
 from cases import cases
-from rank_processes import Ranks
 from ranks import run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
@@ -146,8 +144,6 @@ def test_a_rank_that_is_gone_or_does_something_else_is_an_error_on_the_others(tm
 
 # Gradients where ranks compute different losses: each still answers the others' messages.
 @pytest.mark.parametrize(("method", "world"), [("ulysses", 2), ("ulysses", 3), ("ring", 3)])
-def test_a_rank_may_leave_out_or_the_lse_out_of_its_loss(
-    ranks: Callable[[int], Ranks], method: str, world: int
-) -> None:
+def test_a_rank_may_leave_out_or_the_lse_out_of_its_loss(ranks, method, world):
     for found in ranks(world).run(gradient_ranks.losses_that_differ, method):
         assert max(found.values()) < 1e-5, found

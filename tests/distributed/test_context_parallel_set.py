@@ -24,17 +24,18 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SETS))
 
 
-def ran(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def ran(*arguments: str, exits: int, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "portattn.cli", "bench", "--set", "context-parallel", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    command = [sys.executable, "-m", "portattn", "bench", "--set", "context-parallel", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == exits, done.stdout + done.stderr
+    return done
 
 
 def test_parts_run_over_processes_of_a_cpu(tmp_path: Path) -> None:
     rows = {}
     for part in ("gone", "decode"):
-        done = ran("--tiny", "--only", part, "--out", str(tmp_path), "--budget", "150")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = ran("--tiny", "--only", part, "--out", str(tmp_path), "--budget", "150", exits=0)
         report = json.loads((tmp_path / "context-parallel.json").read_text(encoding="utf-8"))
         assert report["left"] == []
         (rows[part],) = report["rows"]
@@ -51,8 +52,7 @@ def test_parts_run_over_processes_of_a_cpu(tmp_path: Path) -> None:
 def test_cases_over_two_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    done = ran("--only", "correctness", "--out", str(tmp_path), "--budget", "500", timeout=520)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran("--only", "correctness", "--out", str(tmp_path), "--budget", "500", timeout=520, exits=0)
 
 
 def test_cases_are_judged(scripts: None) -> None:

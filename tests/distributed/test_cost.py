@@ -29,9 +29,7 @@ LONG = ((1, 32, 131072, 128), (1, 8, 131072, 128))
         (4, 2, "zigzag", {"causal": True}),
     ],
 )  # fmt: skip
-def test_bytes_and_messages_are_those_of_the_call(
-    ranks: Start, world: int, inner: int, layout: str, options: dict[str, Any]
-) -> None:
+def test_bytes_and_messages_are_those_of_the_call(ranks, world, inner, layout, options):
     q, kv = (2, 8, 64, 16), (2, 2, 64, 16)
     seen = ranks(world).run(cost_ranks.sent, q, kv, inner, layout, options)
     given = {"causal": False, **options}

@@ -55,9 +55,7 @@ def assert_all_right(found: list[dict[str, Any]]) -> None:
     ("world", "name", "fields", "interleave", "heads"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_merged_parts_are_the_whole(
-    ranks: Start, world: int, name: str, fields: dict[str, Any], interleave: int, heads: str, seed: int
-) -> None:
+def test_merged_parts_are_the_whole(ranks, world, name, fields, interleave, heads, seed):
     fields = {"leftpad_k": False} | fields if name == "decode" else fields
     assert_all_right(ranks(world).run(decode_ranks.attend, name, fields, seed, interleave, heads))
 

@@ -1,7 +1,6 @@
 """Models of transformers whose sequences gloo processes share: loss and gradients are those of one process."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from rank_processes import Ranks
@@ -23,9 +22,7 @@ FACTOR = 4.0  # our distance to float64 may be as many times that of one process
     ],
     ids=["zigzag", "contiguous-checkpointing", "ulysses", "mistral-window"],
 )  # fmt: skip
-def test_loss_and_gradients_are_those_of_one_process(
-    ranks: Start, world: int, kind: str, options: dict[str, Any], checkpointing: bool
-) -> None:
+def test_loss_and_gradients_are_those_of_one_process(ranks, world, kind, options, checkpointing):
     for found in ranks(world).run(llama_ranks.trained, kind, options, 32, checkpointing):
         assert found["loss"] <= FACTOR * found["loss of one"] + 1e-6, found
         assert found["gradients"] <= FACTOR * found["of one"] + 1e-6, found

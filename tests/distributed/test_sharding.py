@@ -190,7 +190,6 @@ def device(request: pytest.FixtureRequest, device: support.Device, monkeypatch: 
 
 
 def exact(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, rows of parts at -inf counting nothing."""
     lse = torch.logsumexp(torch.stack([part.double() for part in lses]), 0)
     total = torch.zeros(outs[0].shape, dtype=torch.float64, device=outs[0].device)
     for out, part in zip(outs, lses, strict=True):

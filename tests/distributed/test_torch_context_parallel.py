@@ -23,10 +23,7 @@ pytestmark = pytest.mark.skipif(
     ],
     ids=["causal", "four-bf16", "gqa", "full"],
 )  # fmt: skip
-def test_unmodified_sdpa_is_right_forward_and_backward(
-    ranks: Start, world: int, heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, scale: float | None,
-    order: str,
-) -> None:  # fmt: skip
+def test_unmodified_sdpa_is_right_forward_and_backward(ranks, world, heads_k, length, dtype, is_causal, scale, order):
     for found in ranks(world).run(torch_ranks.unmodified, heads_k, length, dtype, is_causal, scale, order):
         assert max(found["shares"]) <= 1.0, found
 

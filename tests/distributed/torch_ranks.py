@@ -30,7 +30,6 @@ def inputs(heads_k: int, length: int, dtype: torch.dtype, seed: int = 0) -> list
 def expected(
     tensors: list[torch.Tensor], is_causal: bool, scale: float | None, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """out and the gradients of q, k and v by plain torch in a dtype."""
     q, k, v = (t.to(dtype).clone().requires_grad_() for t in tensors[:3])
     repeat = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(repeat, 1).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -42,7 +41,6 @@ def expected(
 
 
 def judged(found: list[torch.Tensor], tensors: list[torch.Tensor], is_causal: bool, scale: float | None) -> list[float]:
-    """Each error over its budget."""
     exact = expected(tensors, is_causal, scale, torch.float64)
     same = expected(tensors, is_causal, scale, tensors[0].dtype)
     return [

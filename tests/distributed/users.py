@@ -28,7 +28,6 @@ def _furthest(found: dict[str, torch.Tensor], case: dict[str, Any], whole: dict[
 
 
 def dtensors(rank: int, ranks: int, folder: Path) -> dict[str, float]:
-    """By placement: the largest error of out, LSE and gradients as whole DTensors."""
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     nested = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
@@ -108,7 +107,6 @@ def compiled(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def seen(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """Autocast, plans, positions, shard and unshard."""
     parallel, heads = context_parallel(), context_parallel(method="ulysses")
     whole = _whole(heads_k=2)
     q, k, v = (parallel.shard(whole[name].float()) for name in "qkv")

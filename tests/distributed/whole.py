@@ -9,7 +9,6 @@ NAMES = ("q", "k", "v", "sinks", "alibi_slopes")
 
 
 def attended(length: int, causal: bool, window: tuple[int | None, int | None] | None, cu: Any) -> torch.Tensor:
-    """(S, S) bool: which keys each row attends."""
     distance = torch.arange(length)[:, None] - torch.arange(length)
     keep = torch.ones(length, length, dtype=torch.bool)
     left, right = window or (None, None)

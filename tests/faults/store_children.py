@@ -29,8 +29,7 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
     child.start()
     there.close()
     try:
-        answered = here.poll(SECONDS)
-        assert answered, f"no answer in {SECONDS} s"
+        assert here.poll(SECONDS), f"no answer in {SECONDS} s"
         try:
             well, result = here.recv()
         except EOFError:
@@ -47,7 +46,6 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def become_nobody() -> None:
-    """Give root's rights up, which no permission stops."""
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

@@ -61,7 +61,6 @@ def _load_soon(folder: Path) -> tuple[bool, str]:
 
 
 def left(folder: Path) -> list[str]:
-    """What is in the library's folder, beside the lock."""
     if not (folder / "native").is_dir():
         return []
     return [path.name for path in (folder / "native").iterdir() if not path.name.endswith(".lock")]

@@ -29,7 +29,6 @@ NOT_MADE = "not made in this test"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library as it is kept."""
     folder = tmp_path_factory.mktemp("native")
     module, why = forked(_loaded_again, folder)
     assert module, why
@@ -192,8 +191,7 @@ def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.Mon
         return handle
 
     monkeypatch.setattr(native, "open_library", exchanged)
-    module = native._import(place)
-    assert module.Launches is not None
+    assert native._import(place).Launches is not None
     assert place.read_bytes() == b"another file"
 
 

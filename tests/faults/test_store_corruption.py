@@ -78,8 +78,7 @@ def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Pat
         path.mkdir() if made is None else path.write_bytes(made)
         fresh = CompileStore(tmp_path)
         if path.parent.name == "records":
-            found = fresh.get(path.stem)
-            assert found in (None, put[path.stem])
+            assert fresh.get(path.stem) in (None, put[path.stem])
             assert sum(fresh.count()) == len(KEYS)
         else:
             found = fresh.incident(path.stem)
@@ -143,8 +142,7 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
     """As in a variable's bytes that are no UTF-8, which Python reads as lone surrogates."""
     kept = CompileStore(tmp_path)
     kept.put(record(KEYS[0], reason="at \udcff"))
-    found = CompileStore(tmp_path).get(KEYS[0])
-    assert found.reason == "at ?"
+    assert CompileStore(tmp_path).get(KEYS[0]).reason == "at ?"
 
 
 @needs_root
@@ -157,9 +155,7 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
         ((0, 0), 0o666, "may be written by others (mode 0666)"),
     ],
 )
-def test_what_another_user_sealed_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[int, int], mode: int, why: str
-) -> None:
+def test_what_another_user_sealed_is_not_believed(tmp_path, monkeypatch, owner, mode, why):
     """A record keeps every process from a kernel, or lets one run; an incident is compiled again."""
     monkeypatch.setattr(record_store, "_distrusted", set())
     kept = CompileStore(tmp_path)

@@ -22,7 +22,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 kB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
@@ -41,8 +40,7 @@ def _put_under_a_limit(folder: Path) -> tuple[bool, list[str], int]:
         warnings.simplefilter("always")
         kept.put(record(KEYS[0], reason="new"))
         taken = kept.add_incident(incident("x"))
-    found = kept.get(KEYS[0])
-    assert found.reason == "new", "this process remembers"
+    assert kept.get(KEYS[0]).reason == "new", "this process remembers"
     return taken, [str(one.message) for one in said], len(list(folder.rglob("*")))
 
 
@@ -53,8 +51,7 @@ def test_a_limit_on_files_leaves_the_old_one_and_one_warning(tmp_path: Path) -> 
     assert len(said) == 1
     assert "PORTATTN_CACHE_DIR" in said[0]
     assert "File too large" in said[0]
-    found = CompileStore(tmp_path).get(KEYS[0])
-    assert found.reason == "old"
+    assert CompileStore(tmp_path).get(KEYS[0]).reason == "old"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{KEYS[0]}.json"]
 
 
@@ -70,8 +67,7 @@ def test_a_full_disk(small_disk: Path) -> None:
         kept.put(record(KEYS[0], reason="new"))
     with kept.lock(KEYS[0], 5.0):
         pass
-    fresh = CompileStore(small_disk)
-    assert fresh.get(KEYS[0]) == record(KEYS[0], reason="old")
+    assert CompileStore(small_disk).get(KEYS[0]) == record(KEYS[0], reason="old")
     assert [path.name for path in (small_disk / "records").iterdir()] == [f"{KEYS[0]}.json"]
     (small_disk / "ballast").unlink()
     kept.put(record(KEYS[0], reason="new"))
@@ -109,9 +105,7 @@ def test_a_folder_that_is_only_read(tmp_path: Path) -> None:
     [OSError(errno.ENOLCK, "No locks available"), NotImplementedError(), RuntimeError("inherited across fork")],
     ids=lambda error: type(error).__name__,
 )
-def test_where_nothing_can_be_locked_the_block_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_where_nothing_can_be_locked_the_block_runs(tmp_path, monkeypatch, error):
     def refuse(*arguments: object, **named: object) -> None:
         raise error
 

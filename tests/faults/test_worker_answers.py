@@ -100,7 +100,6 @@ def test_a_line_without_an_end_fills_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
-    """Assembly texts have some megabytes, and are read in many parts; so are requests that hold them."""
     text = "v_mfma\n" * 500_000
     reply = asked(tmp_path, "answer(facts={'amdgcn': json.loads(line)['text'], 'sent': len(line)})", text=text)
     assert reply.outcome == "ok", reply
@@ -109,7 +108,6 @@ def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, 35, 40, 63], ids=int)
 def test_a_child_that_a_signal_ends_in_mid_answer(tmp_path: Path, number: int) -> None:
-    """Also of a signal that has no name."""
     names = {35: "SIGRTMIN+1", 40: "SIGRTMIN+6", 63: "SIGRTMIN+29"}
     kind = names.get(number) or signal.Signals(number).name
     reply = asked(tmp_path, f"say(stage='ptx')\nraw(b'{{\"id\": 1, \"ok\"')\nos.kill(os.getpid(), {int(number)})")
@@ -278,9 +276,7 @@ def test_an_interrupted_request_is_not_answered_to_the_next_one(tmp_path: Path, 
     assert told.splitlines() == [raised, "False", "crash SIGABRT"]
 
 
-def test_an_interrupt_while_the_child_is_ended_leaves_no_answer_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_the_child_is_ended_leaves_no_answer_behind(tmp_path, monkeypatch):
     """Twice Ctrl-C: the child could not be killed then, so it is killed before the next request."""
     python = planted(tmp_path, "answer(facts={'line': json.loads(line)['what']})")
     raised = []
@@ -306,9 +302,7 @@ def test_an_interrupt_while_the_child_is_ended_leaves_no_answer_behind(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError, GeneratorExit])
-def test_whatever_is_raised_in_a_request_ends_the_child(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
+def test_whatever_is_raised_in_a_request_ends_the_child(tmp_path, monkeypatch, error):
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
         child = worker._child

@@ -226,7 +226,6 @@ NOT_CARRIED = {
 
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_a_field_that_json_cannot_carry_is_the_callers_error(tmp_path: Path, name: str) -> None:
-    """It is named, and the child is not harmed."""
     value, shown = NOT_CARRIED[name]
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"

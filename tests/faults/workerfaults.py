@@ -41,7 +41,6 @@ def planted(folder: Path, body: str, before: str = "", name: str = "planted") ->
 
 
 def noted(folder: Path) -> str:
-    """What the child noted, once it has."""
     until((folder / "notes").exists)
     return (folder / "notes").read_text().strip()
 
@@ -54,7 +53,6 @@ def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
 
 
 def runs(process: int) -> bool:
-    """Whether a process is there and is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -90,7 +90,6 @@ def draw(seed: int, number: int, device: str) -> Case:
 
 
 def _takes(fields: dict[str, Any], field: str) -> bool:
-    """Whether the op has this feature."""
     packed = fields.get("total_q") is not None
     if not field:  # numbers of other formats are wild already, and a latent row is a value too
         return fields.get("kv_format", "as_q") == "as_q" and fields["op"] != "mla_attention"

@@ -100,7 +100,6 @@ class Pool:
     def view(
         self, dtype: str, third: int, shift: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
-        """A tensor in one of the pool's thirds."""
         if dtype not in self._of:
             self._of[dtype] = self._made(TORCH[dtype])
         # In a large pool the thirds are near each other, and overlap: one tensor alone spans it.
@@ -114,13 +113,11 @@ class Pool:
         return torch.randn(self.elements, generator=generator, device=self.device, dtype=torch.float32).to(dtype)
 
     def fits(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-        """Whether a tensor has room in its place."""
         reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
         return reach + 1024 < (self.elements - POOL if self.large else POOL // 3)
 
 
 def strides_of(form: str, heads: int, rows: int, width: int, room: int) -> tuple[int, int, int, int]:
-    """Of a (B, H, S, D) tensor."""
     cap = rows + room
     return {
         "contiguous": (heads * rows * width, rows * width, width, 1),

@@ -33,7 +33,6 @@ def reduced(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with one thing less."""
     for name, value in _PLAIN.items():
         if getattr(case, name) != value:
             yield msgspec.structs.replace(case, **{name: value})

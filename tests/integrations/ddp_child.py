@@ -1,8 +1,6 @@
 """One of two processes of test_data_parallel.py. Arguments: its rank, a file where the processes meet. Prints, for each
 wrapper and attention, the losses of a few steps and a sum of the weights after them, as JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One of two processes of test_dtensor.py. Arguments: its rank, a file where the processes meet."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

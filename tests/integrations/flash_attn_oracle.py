@@ -87,7 +87,6 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def beginnings(lengths: Sequence[int]) -> torch.Tensor:
-    """cu_seqlens of these lengths."""
     return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
 
 

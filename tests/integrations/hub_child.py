@@ -4,8 +4,6 @@ repository of LOCAL_KERNELS without a network. Prints, as JSON, how far each pat
     hub_child.py kernels   by the `kernels` package
     hub_child.py direct    without it: what it would do is done here, all else is transformers' own"""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

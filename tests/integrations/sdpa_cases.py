@@ -46,7 +46,6 @@ def _repeated(tensor: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> to
 
 
 def path() -> str:
-    """The path of the last call's route."""
     route = sdpa.last_route()
     return "none" if route is None else route.path
 
@@ -125,7 +124,6 @@ def results(
     function: Callable[..., torch.Tensor], args: Any, mask: torch.Tensor | None, kwargs: dict[str, Any],
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The output, and the gradients of what requires them."""
     given = {"attn_mask": mask, "kept": kept}
     out = function(*args, **kwargs, **{name: tensor for name, tensor in given.items() if tensor is not None})
     inputs = [tensor for tensor in (*args, mask) if tensor is not None and tensor.requires_grad]

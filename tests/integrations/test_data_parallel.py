@@ -14,7 +14,6 @@ CHILD = Path(__file__).with_name("ddp_child.py")
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
-    """What each rank has found: losses and a sum of weights, by wrapper and attention."""
     found = outputs(CHILD, tmp_path_factory.mktemp("store"))
     return [json.loads(output.splitlines()[-1]) for output in found]
 

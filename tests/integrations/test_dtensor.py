@@ -12,7 +12,6 @@ CALLS = ("attention", "attention, bshd", "attention, one key head", "drop-in", "
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each rank 0 has found, by call and placement: empty where all was right."""
     first = outputs(CHILD, tmp_path_factory.mktemp("store"))[0]
     lines = [line.split("\t") for line in first.splitlines() if "\t" in line]
     return {f"{call}: {way}": found for call, way, found in lines}

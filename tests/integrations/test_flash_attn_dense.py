@@ -29,7 +29,6 @@ SCORES: dict[str, dict[str, Any]] = {
 
 
 def of(scores: dict[str, Any], b: int) -> dict[str, Any]:
-    """One sequence's part of the arguments."""
     slopes = scores.get("alibi_slopes")
     return scores if slopes is None or slopes.ndim == 1 else {**scores, "alibi_slopes": slopes[b]}
 

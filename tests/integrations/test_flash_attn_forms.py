@@ -89,8 +89,7 @@ def test_deterministic_of_one_call(module: Any, is_packed: bool) -> None:
             else:
                 out = module.flash_attn_func(*leaves, deterministic=deterministic)
         results.append(torch.autograd.grad(out.square().sum(), leaves))
-        plan = portattn.last_backward_plan()
-        assert plan.problem.deterministic is deterministic
+        assert portattn.last_backward_plan().problem.deterministic is deterministic
         assert not torch.are_deterministic_algorithms_enabled()
     for plain, repeated in zip(*results, strict=True):
         assert torch.equal(plain, repeated)
@@ -422,8 +421,7 @@ def test_probabilities_by_blocks_of_columns(width: int) -> None:
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k).double() / math.sqrt(width)
     scores.masked_fill_(torch.ones(7, 150).tril(143).logical_not(), -math.inf)
     block = inner._get_block_size_n(q.device, width, True, True)
-    found = normalised(signed.double(), scores, block)
-    assert (found - scores.softmax(-1)).abs().max() < 2e-6
+    assert (normalised(signed.double(), scores, block) - scores.softmax(-1)).abs().max() < 2e-6
     assert signed.abs().max() <= 1.0
 
 

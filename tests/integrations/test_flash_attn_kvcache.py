@@ -36,7 +36,6 @@ class Cache:
     rows: list[list[tuple[int, int]]]  # of each sequence: (first axis, second axis) of each row
 
     def of(self, tensor: torch.Tensor, b: int, first: int, end: int) -> torch.Tensor:
-        """Rows first to end of a sequence, (end - first, Hk, D)."""
         places = self.rows[b][first:end]
         return torch.stack([tensor[place] for place in places]) if places else tensor[0, :0]
 
@@ -185,7 +184,6 @@ def test_one_length_for_all_and_full_caches(form: str) -> None:
 
 @pytest.mark.parametrize("form", PLACES)
 def test_a_negative_length_takes_no_part(form: str) -> None:
-    """Serving loops pad batches so."""
     cache = cache_of(form, "keys")
     before = cache.k.clone(), cache.v.clone()
     q, k, v = torch.randn(3, 1, HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, V_WIDTH)

@@ -89,9 +89,7 @@ def test_the_library_is_whole(repository: Path) -> None:
     assert {path for path in written if "__pycache__" in path} == set()
 
 
-def test_what_it_has_not_written_is_not_replaced(
-    script: ModuleType, tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_has_not_written_is_not_replaced(script, tmp_path, repository, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert script.main(["--out", str(tmp_path), "--variants", "torch-cpu"]) == 2
     assert "must be a kernel repository of portattn, an empty folder or nothing yet" in capsys.readouterr().err
@@ -106,9 +104,7 @@ def test_what_it_has_not_written_is_not_replaced(
     assert not (old / "left.txt").exists()
 
 
-def test_an_interrupted_run_keeps_the_older_one(
-    script: ModuleType, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_keeps_the_older_one(script, repository, tmp_path, monkeypatch):
     old = shutil.copytree(repository, tmp_path / "old")
     before = sorted(p.relative_to(old) for p in old.rglob("*"))
     write_bytes, written = Path.write_bytes, []
@@ -126,9 +122,7 @@ def test_an_interrupted_run_keeps_the_older_one(
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_full_disk_names_the_folder(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_names_the_folder(script, tmp_path, monkeypatch, capsys):
     def full(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
 
@@ -152,7 +146,6 @@ def test_another_portattn_in_the_process_is_said(repository: Path) -> None:
 
 
 def kernels_reason() -> str:
-    """Why transformers cannot load kernels here; empty where it can."""
     if importlib.util.find_spec("kernels") is None:
         return "the kernels package is not installed"
     from transformers.utils import import_utils

@@ -42,8 +42,7 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
 
 
 def test_nothing_is_active_until_it_is_asked_for() -> None:
-    name = sdpa.register_flash_impl("cpu")
-    assert name in attention.list_flash_attention_impls()
+    assert sdpa.register_flash_impl("cpu") in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() is None
     assert not any(has_cpu_kernel(one) for one in FIVE)
 
@@ -153,9 +152,7 @@ def torchs_backward() -> Iterator[list[tuple[Any, ...]]]:
 @pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "causal"), [(5, True), (3, True), (7, True), (3, False)])
-def test_dense_forward_and_backward(
-    rows: int, causal: bool, dtype: torch.dtype, torchs_backward: list[tuple[Any, ...]]
-) -> None:
+def test_dense_forward_and_backward(rows, causal, dtype, torchs_backward):
     """A causal mask at the bottom right, as FlashAttention's; +inf as the LSE of a row without a key, as FA2 gives."""
     given = tensors((2, 4, rows, 16), (2, 4, 5, 16), (2, 4, 5, 16), dtype=dtype)
     seen = torch.ones(2, rows, 5, dtype=torch.bool)

@@ -1,7 +1,5 @@
 """The SDPA drop-in in graphs and transforms: portattn's operator where portattn takes the call, else torch's."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -283,7 +281,6 @@ def test_the_block_around_a_compiled_call(name: str) -> None:
 
 
 def test_compiled_inside_and_outside() -> None:
-    """What was compiled outside is compiled again inside, and the other way round."""
     compiled = Compiled(lambda q, k: functional.scaled_dot_product_attention(q * 2, k, k, is_causal=True) + 1)
     right = theirs(Q * 2, K, K, is_causal=True) + 1
     for turn in range(2):

@@ -135,9 +135,7 @@ def test_masks(shape: tuple[int, ...], kind: str, device: str, grad: bool) -> No
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_of_other_dimensions(
-    query: tuple[int, ...], key: tuple[int, ...], shape: tuple[int, ...], gqa: bool, kind: str
-) -> None:
+def test_masks_of_other_dimensions(query, key, shape, gqa, kind):
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     mask = mask > -0.5 if kind == "bool" else mask.requires_grad_()
     check(ours, *tensors(query, key, key), attn_mask=mask, enable_gqa=gqa)
@@ -229,7 +227,6 @@ def test_markers_of_causal_masks() -> None:
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype: torch.dtype, device: str) -> None:
-    """Casts query, key, value and a float mask to its dtype, as it does for torch's function."""
     given = tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), device=device)
     mask = torch.randn(3, 5, device=device)
     lower = [tensor.detach().to(dtype).requires_grad_() for tensor in given]

@@ -35,7 +35,6 @@ example: Any = load(str(ROOT / "examples" / "train_llama.py"))
 
 
 def trained(tmp_path: Path, mode: str, *more: str) -> dict[str, dict[str, Any]]:
-    """The curves by their attention."""
     path = tmp_path / "curves.json"
     common = ["--device", "cpu", "--compile-backend", "aot_eager", "--json", str(path)]
     assert example.main(["--mode", mode, "--steps", str(STEPS), *common, *more]) == 0
@@ -85,9 +84,7 @@ class _Wrong(torch.autograd.Function):
 
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["dQ", "dK", "dV"])
 @pytest.mark.parametrize("mode", ["plain", "checkpointing", "padded", "packed"])
-def test_a_gradient_that_is_a_thousandth_too_large_is_seen(
-    mode: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_is_a_thousandth_too_large_is_seen(mode, place, tmp_path, monkeypatch):
     name = OPERATIONS.get(mode, "attention")
     right = getattr(integration.ops, name)
 
@@ -171,9 +168,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, capsys: pytest.C
     assert not path.exists()
 
 
-def test_an_interrupt_keeps_what_was_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
     right = example.train
 
     def train(mode: str, attention: str, options: Any) -> Any:

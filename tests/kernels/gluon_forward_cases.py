@@ -1,7 +1,5 @@
 """Problems that the forward kernels of sm_90 are tested with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Small problems of gradients, and comparing what the kernels make of them with float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small problems of every op and feature for the kernels, calls with lengths of one's own, and running them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +39,6 @@ SPLITTING = [name for name in OPS if name not in ("dense", "padded", "varlen")]
 
 
 def problem(name: str, **fields: Any) -> Problem:
-    """The small problem of that name, with other fields where named."""
     return Problem(**(SMALL | OPS[name] | fields))
 
 

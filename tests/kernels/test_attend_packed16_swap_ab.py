@@ -1,7 +1,5 @@
 """Words for at most 8 query rows: keys are the rows of matrix products (kernels/attend_packed16_swap_ab.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -71,9 +69,7 @@ def test_what_few_rows_leave_to_words(device: Device, fields: dict[str, Any]) ->
     ("kind", "dtype", "scales"), [("e4m3", "bf16", "head"), ("int8", "fp16", "token"), ("int4", "bf16", "token")]
 )
 @pytest.mark.parametrize("what", INPUTS)
-def test_nothing_is_lost_beside_the_results_rounding(
-    device: Device, what: str, kind: str, dtype: str, scales: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_beside_the_results_rounding(device, what, kind, dtype, scales, monkeypatch):
     call = narrow(what, kind, dtype, scales, device.name)
     for unpack in unpackings(device):
         assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, **FEW | {"block_n": 64}))

@@ -1,8 +1,6 @@
 """The gradients' kernels against float64, under the same budget as the forward's: dQ, dK, dV, dBias, and each row's
 part of the slopes' gradient. Padding of queries, keys, values and of the results' gradients holds NaN."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

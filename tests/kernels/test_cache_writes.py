@@ -1,8 +1,6 @@
 """write_cache against the definition, and the reference path against the same: equal numbers, and nothing else touched.
 testing/random_writing.py has the definition: nearest numbers by looking among all of a format, rows one by one."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -31,13 +29,11 @@ ROTARY = [{"rotary": "neox", "rotary_dim": 24}, {"rotary": "interleaved", "rotar
 
 
 def check(device: Device, seed: int = 0, spare: bool = False, **fields: Any) -> None:
-    """The kernel and the reference on calls of their own."""
     p = Problem(**fields)
     for run in (lambda call: run_core(device, call, launch={"block_m": 16}), write.run):
         call = random_writing(p, seed, device=device.name, spare=spare)
         run(call)
-        facts = judge(call, call.new_out(), None)
-        assert facts == {"error": 0.0, "budget": 0.0, "wrong": 0}, run
+        assert judge(call, call.new_out(), None) == {"error": 0.0, "budget": 0.0, "wrong": 0}, run
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -164,7 +160,6 @@ BEYOND = 2.0**18  # what kernels/write.py holds quotients to before they are cor
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:
-    """All numbers of a 16-bit dtype, float32."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
 
 

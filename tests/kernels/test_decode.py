@@ -163,9 +163,7 @@ def _nothing():
 @pytest.mark.interpreter
 @pytest.mark.parametrize("head_dim", [40, 128])
 @pytest.mark.parametrize("splits", SPLITS)
-def test_a_row_has_several_programs_where_merging_begins_early(
-    device: Device, monkeypatch: pytest.MonkeyPatch, splits: int, head_dim: int
-) -> None:
+def test_a_row_has_several_programs_where_merging_begins_early(device, monkeypatch, splits, head_dim):
     """The interpreter runs one kernel after the other, so that there is nothing to wait for."""
     monkeypatch.setitem(combine_kernel.fn.__globals__, "wait_for_kernel_before", _nothing)
     monkeypatch.setattr(launch_decode, "merge_begins_early", lambda plan: True)

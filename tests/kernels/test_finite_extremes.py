@@ -2,8 +2,6 @@
 score near float32's limits has lost what the key added to it, in float64 too: a row that has only such scores is the
 mean of its values."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

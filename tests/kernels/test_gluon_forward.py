@@ -1,7 +1,5 @@
 """The scheduled forwards of sm_90 on such a chip: their numbers, and what they must not see or touch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,7 +68,6 @@ def of(kind: str, head_dim: int = 128, base: Problem = BASE, **fields: Any) -> P
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernels are for."""
     return device_for(VARIANT, BASE, device)
 
 

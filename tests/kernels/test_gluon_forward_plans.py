@@ -1,7 +1,5 @@
 """When the scheduled forward of sm_90 is planned, and with which schedule."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -54,8 +52,7 @@ def test_many_short_packed_sequences_are_not_too_many_tiles() -> None:
     short = {"batch": 4096, "heads_q": 64, "heads_k": 8, "total_q": 524_288, "total_k": 524_288}
     assert VARIANT.rejects(problem(PACKED, **short), SM_90) is None
     many = problem(batch=2**16, heads_q=2**10, heads_k=1, seq_q=2**13, seq_k=64)
-    no = VARIANT.rejects(many, SM_90)
-    assert "too many tiles" in no.reason
+    assert "too many tiles" in VARIANT.rejects(many, SM_90).reason
 
 
 LEFT = {
@@ -101,7 +98,6 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernel is for."""
     return device_for(VARIANT, BASE, device)
 
 
@@ -132,9 +128,7 @@ CHANGES: list[tuple[int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "changes"), CHANGES, ids=str)
-def test_where_the_output_and_the_queries_are(
-    chip: Device, head_dim: int, causal: str, changes: dict[str, Any]
-) -> None:
+def test_where_the_output_and_the_queries_are(chip, head_dim, causal, changes):
     for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
         p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
         chosen = choice(p)
@@ -166,9 +160,7 @@ def grown(call: Call, growth: float) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", LAZY)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_accumulator_is_rescaled_where_it_must_be(
-    chip: Device, head_dim: int, name: str, late: bool, growth: float
-) -> None:
+def test_the_accumulator_is_rescaled_where_it_must_be(chip, head_dim, name, late, growth):
     for causal in ("none", "bottom_right"):
         p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal, **LAZY[name])
         chosen = choice(p)
@@ -218,9 +210,7 @@ def public(call: Call) -> Callable[[], torch.Tensor]:
 @pytest.mark.parametrize("make", [padded, packed])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_bits_stay(
-    device: Device, request: pytest.FixtureRequest, head_dim: int, causal: str, make: Callable[..., Problem]
-) -> None:
+def test_bits_stay(device, request, head_dim, causal, make):
     """Calls take turns on streams that overlap; each has the bits of its first time, which are right."""
     problems = [make(head_dim, causal, seed) for seed in range(CALLS)]
     chip = device_for(VARIANT_SOAK, problems[0], device)

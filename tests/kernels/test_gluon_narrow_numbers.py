@@ -1,8 +1,6 @@
 """The Hopper forwards of e4m3 tensors, and of int8 queries and keys, on such a chip: schedules, scales, and exactness.
 What they share with the forward of 16 bits is in test_gluon_forward.py."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -34,7 +32,6 @@ def problem(base: Problem = wide.BASE, **fields: Any) -> Problem:
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernel is for."""
     return device_for(VARIANT, problem(), device)
 
 
@@ -54,7 +51,6 @@ def test_a_sequence_without_keys_may_have_any_scale(chip: Device, wild: float) -
 
 
 def assert_schedule_right(call: Call, **changes: Any) -> None:
-    """The call by its own schedule, changed so, against float64."""
     variant = VARIANT if call.problem.kv_format == "e4m3" else INT8
     launcher = variant.described(call)
     assert isinstance(launcher, Fp8Launcher if variant is VARIANT else Int8Launcher)
@@ -144,7 +140,6 @@ def test_a_graph_replays_it(chip: Device) -> None:
 
 
 def in_blocks(scale: torch.Tensor, block: int) -> torch.Tensor:
-    """Scales that each `block` tokens share."""
     return scale[..., ::block].repeat_interleave(block, 2)[..., : scale.shape[-1]].contiguous()
 
 

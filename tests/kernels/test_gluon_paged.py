@@ -1,7 +1,5 @@
 """The scheduled forward of sm_90 over caches, on such a chip: its numbers, whatever unused pages and entries hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any
@@ -47,7 +45,6 @@ def problem(base: Problem = BASE, **fields: Any) -> Problem:
 
 @pytest.fixture
 def chip(device: Device) -> Device:
-    """A device that the kernel is for."""
     return device_for(VARIANT, BASE, device)
 
 

@@ -1,8 +1,6 @@
 """NVFP4 caches: e2m1 numbers with an e4m3 scale for each 16 of a row, against the float64 oracle of the dequantised;
 read by bytes, as 16-bit words (kernels/attend_packed16.py), and written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -216,9 +214,7 @@ def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("what", INPUTS)
-def test_nothing_is_lost_beside_the_results_rounding(
-    device: Device, what: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_beside_the_results_rounding(device, what, dtype, monkeypatch):
     call = written(what, "nvfp4", dtype, "head", device.name, keys=300)
     for unpack in unpackings(device):
         assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, block_n=64))

@@ -1,7 +1,5 @@
 """decode_split over pages: any size and order of pages, either loop over them, uniform and packed queries."""
 
-from __future__ import annotations
-
 import itertools
 import mmap
 from typing import Any
@@ -23,7 +21,6 @@ CAPACITY = 57  # keys that a sequence's pages hold at least: four tiles
 
 
 def sized(page: int, **fields):
-    """A problem with pages of this size."""
     return {"page_size": page, "seq_k": -(-CAPACITY // page) * page} | fields
 
 
@@ -152,7 +149,6 @@ NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it f
 
 @pytest.fixture(scope="module")
 def memory(device: Device) -> torch.Tensor:
-    """Bytes of no value."""
     size = BEFORE + AFTER
     if device.name == "cuda":
         if torch.cuda.mem_get_info()[0] < 2 * size:
@@ -185,9 +181,7 @@ STORED = [("as_q", "none"), ("e4m3", "token"), ("int4", "token")]
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("unpack", ["bytes", "ptx"])
 @pytest.mark.parametrize("stored", STORED, ids="-".join)
-def test_rows_are_written_where_pages_are(
-    device: Device, memory: torch.Tensor, op: str, unpack: str, stored: tuple[str, str]
-) -> None:
+def test_rows_are_written_where_pages_are(device, memory, op, unpack, stored):
     """Of numbers that are stored as they are, `ptx` finds places as of any others, and the interpreter runs it."""
     if unpack == "ptx" and stored[0] != "as_q" and device.name == "cpu":
         pytest.skip("Triton's interpreter knows no PTX")
@@ -208,9 +202,7 @@ def test_rows_are_written_where_pages_are(
     ("stored", "unpack"),
     [("as_q-none", "bytes"), ("e4m3-token", "bytes"), ("e4m3-token", "words"), ("int4-token", "words")],
 )
-def test_keys_are_read_where_pages_are(
-    device: Device, memory: torch.Tensor, stored: str, unpack: str, block_m: int
-) -> None:
+def test_keys_are_read_where_pages_are(device, memory, stored, unpack, block_m):
     kind, scales = stored.split("-")
     fields: dict[str, Any] = {"op": "paged_attention", "batch": 1, "page_size": 8, "seq_k": 8 * PAGES, "head_dim": 64}
     p = small_problem(**SMALL | fields | {"kv_format": kind, "kv_scales": scales})

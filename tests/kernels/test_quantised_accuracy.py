@@ -1,8 +1,6 @@
 """How exact attention over quantised q, k and v is: against float64 of the very numbers that it is given. The bound is
 1.2 times the root of the mean square error of exact attention that is rounded to the result's dtype once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +38,6 @@ def outlier(rows: int, keys: int) -> Inputs:
 
 
 def needle(rows: int, keys: int) -> Inputs:
-    """One key that every query looks for, among others that are none."""
     q, k, v = normal(rows, keys)
     direction = k[:, :, keys // 3].clone()
     k[:, :, keys // 3] = direction * 2.0
@@ -120,9 +117,7 @@ STORED = [("e4m3", "head"), ("e5m2", "head"), ("int4", "head"), ("int4", "token"
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("kind", "scales"), STORED)
 @pytest.mark.parametrize("what", INPUTS)
-def test_kernels_lose_nothing_beside_the_results_rounding(
-    device: Device, what: str, kind: str, scales: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_lose_nothing_beside_the_results_rounding(device, what, kind, scales, dtype, monkeypatch):
     call = stored(what, kind, scales, dtype, device.name)
     assert_exact(call, run(device, call, monkeypatch))
 

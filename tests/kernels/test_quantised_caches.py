@@ -1,7 +1,5 @@
 """Decode, pages and chosen tokens over quantised caches, against the float64 oracle of the dequantised numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

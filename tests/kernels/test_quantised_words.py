@@ -1,7 +1,5 @@
 """Decode and pages over quantised caches whose rows are read as 16-bit words (kernels/attend_packed16.py)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -122,9 +120,7 @@ def test_tiles_of_a_chip_fit_pages_as_those_here_do() -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("page_id", [-1, -(2**31), 2**31 - 1])
 @pytest.mark.parametrize(("page_size", "page_loop"), [(8, "by_page"), (8, "flat_masked"), (32, "per_page")])
-def test_ids_of_no_page_are_read_inside_the_cache(
-    monkeypatch: pytest.MonkeyPatch, device: Device, page_size: int, page_loop: str, page_id: int
-) -> None:
+def test_ids_of_no_page_are_read_inside_the_cache(monkeypatch, device, page_size, page_loop, page_id):
     """A sequence whose ids are all wrong reads nothing outside of the cache, and changes nothing for the others."""
     call = random_call(
         looked_up(device, {"page_size": page_size, "window_left": 21, "return_lse": True}, "e4m3"), 3,
@@ -184,9 +180,7 @@ def narrow(what: str, kind: str, dtype: str, scales: str, device: str, keys: int
 @pytest.mark.parametrize("scales", ["head", "token"])
 @pytest.mark.parametrize(("kind", "dtype"), [("e4m3", "bf16"), ("e4m3", "fp16"), ("int8", "bf16"), ("int4", "fp16")])
 @pytest.mark.parametrize("what", INPUTS)
-def test_nothing_is_lost_beside_the_results_rounding(
-    device: Device, what: str, kind: str, dtype: str, scales: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_beside_the_results_rounding(device, what, kind, dtype, scales, monkeypatch):
     call = narrow(what, kind, dtype, scales, device.name)
     for unpack in unpackings(device):
         assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
@@ -314,9 +308,7 @@ def test_what_is_not_read_in_words() -> None:
 @pytest.mark.parametrize("scales", ["head", "token"])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 @pytest.mark.parametrize("above", [5.0, 10.0, 20.0])
-def test_a_sink_that_weighs_most_rounds_no_value_away(
-    device: Device, above: float, kind: str, scales: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sink_that_weighs_most_rounds_no_value_away(device, above, kind, scales, monkeypatch):
     """A sink has no value: what it leaves of the keys' weights is not to be float16's smallest numbers."""
     call = narrow("normal", kind, "bf16", scales, device.name, keys=100)
     call.problem = msgspec.structs.replace(call.problem, sinks=True)
@@ -327,9 +319,7 @@ def test_a_sink_that_weighs_most_rounds_no_value_away(
 
 @pytest.mark.parametrize("by", [2.0**40, 2.0**-40])
 @pytest.mark.parametrize("feature", ["alibi_slopes", "bias"])
-def test_scales_of_any_size_beside_scores_in_the_natural_base(
-    device: Device, feature: str, by: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_of_any_size_beside_scores_in_the_natural_base(device, feature, by, monkeypatch):
     """ALiBi and a bias keep scores natural, and so must the scales' logarithms be: with those of base 2 the products of
     probabilities and scales would be 200,000 times too large or too small for float16."""
     call = narrow("normal", "e4m3", "bf16", "token", device.name, keys=100)

@@ -1,7 +1,5 @@
 """Packed sequences: who owns which rows, and that every row is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_cases import CAUSAL, check, picker, problem, run, with_lengths
@@ -53,9 +51,7 @@ def test_rows_behind_the_last_sequence(device: Device, behind: int) -> None:
 
 
 @pytest.mark.parametrize("search", [1, 2, 4, 8])
-def test_more_sequences_than_are_searched_at_a_time(
-    device: Device, monkeypatch: pytest.MonkeyPatch, search: int
-) -> None:
+def test_more_sequences_than_are_searched_at_a_time(device, monkeypatch, search):
     monkeypatch.setattr(kernel_specs, "SEARCH", search)
     rows = ((1, 2), (0, 3), (5, 1), (18, 2), (0, 0), (2, 4), (3, 3))
     check(device, packed(device, rows, heads_q=1, causal="top_left"))

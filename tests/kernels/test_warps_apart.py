@@ -1,7 +1,5 @@
 """decode_split and dense_forward with each warp at keys of its own (kernels/warp_split.py)."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -2,8 +2,6 @@
 the interpreter every address of every load and store is checked against the tensors of the launch, and no int32 may
 overflow on the way to it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -55,7 +53,6 @@ def wild(call: Call, bad: int, seed: int) -> Call:
 
 
 def rows_of(call: Call, result: tuple[torch.Tensor, torch.Tensor], b: int) -> list[torch.Tensor]:
-    """Output and LSE of sequence b."""
     if call.cu_seqlens_q is None:
         return [x[b] for x in result]
     first, end = call.cu_seqlens_q[b : b + 2].tolist()
@@ -77,9 +74,7 @@ SCORED = {"window_left": 5, "window_right": 3, "alibi_slopes": True, "bias": Tru
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("name", "load", "features"), LOADS)
-def test_garbage_stays_with_its_sequence(
-    monkeypatch: pytest.MonkeyPatch, device: Device, name: str, load: str, features: str
-) -> None:
+def test_garbage_stays_with_its_sequence(monkeypatch, device, name, load, features):
     """The others are right, bit for bit as they are without it."""
     heads = {"heads_q": 1, "heads_k": 1} if name in ("dense", "padded") else {"heads_q": 2, "heads_k": 1}
     fields = (MORE.get(name, SCORED) if features == "more" else {}) | {"batch": 3} | heads
@@ -106,9 +101,7 @@ BEGINNINGS = {
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["varlen", "ragged", "mla ragged"])
 @pytest.mark.parametrize("case", BEGINNINGS)
-def test_packed_sequences_that_begin_anywhere(
-    monkeypatch: pytest.MonkeyPatch, device: Device, name: str, case: str
-) -> None:
+def test_packed_sequences_that_begin_anywhere(monkeypatch, device, name, case):
     """Every row is written, whoever owns it."""
     fields = {"heads_q": 1 if name == "varlen" else 3, "total_q": 22, "causal": "bottom_right", "alibi_slopes": True}
     call = random_call(problem(name, **fields, sinks=True), 4, device=device.name)
@@ -161,9 +154,7 @@ def assert_clamped(device: Device, path: str, p: Problem, case: str, side: str, 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["ragged", "mla ragged"])
-def test_lengths_of_packed_queries_end_at_the_capacity(
-    monkeypatch: pytest.MonkeyPatch, device: Device, name: str
-) -> None:
+def test_lengths_of_packed_queries_end_at_the_capacity(monkeypatch, device, name):
     """Beyond what a sequence's table has room for there is no page: longer ones end there, negative ones are empty."""
     p = problem(name, causal="bottom_right", seqlens_k=True)
     call = random_call(p, 9, device=device.name, extremes=True)
@@ -311,9 +302,7 @@ def test_a_filler_row_gives_no_weight_to_a_masked_value(device: Device) -> None:
 @pytest.mark.parametrize("poison", ["k", "v"])
 @pytest.mark.parametrize("mask_value", CHOICES["mask_value"])
 @pytest.mark.parametrize("name", ["dense", "padded", "decode", "paged", "mla"])
-def test_a_bias_can_hold_anything_where_nothing_is_attended(
-    device: Device, name: str, mask_value: str, poison: str
-) -> None:
+def test_a_bias_can_hold_anything_where_nothing_is_attended(device, name, mask_value, poison):
     """NaN where the mask is False, behind the lengths, and in all of the rows of padding."""
     from portattn.testing.oracle import allowed_keys
 

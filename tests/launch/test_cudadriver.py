@@ -170,10 +170,7 @@ class Library:
         ((99, 0), 0, [], "unknown error", []),
     ],
 )  # fmt: skip
-def test_what_is_done_about_a_refusal(
-    monkeypatch: pytest.MonkeyPatch, way: Any, refused: tuple[int, int], retain: int, then: list[int], said: str,
-    launched: list[int],
-) -> None:  # fmt: skip
+def test_what_is_done_about_a_refusal(monkeypatch, way, refused, retain, then, said, launched):
     """A thread without a context gets one, and goes on with the kernel that was refused; all else is an error."""
     import torch
 
@@ -215,9 +212,7 @@ def test_more_kernels_than_native_has_room_for_are_refused(monkeypatch: pytest.M
         (0, 1, 0, [], "invalid argument"),
     ],
 )  # fmt: skip
-def test_a_thread_without_a_context_gets_one(
-    monkeypatch: pytest.MonkeyPatch, context: int, error: int, retain: int, called: list[str], said: str
-) -> None:
+def test_a_thread_without_a_context_gets_one(monkeypatch, context, error, retain, called, said):
     import torch
 
     library = Library(retain)

@@ -1,8 +1,6 @@
 """What a cached call must not be taken for, and what goes by Python: by native.c, and where there is none.
 differing_child.py makes the calls: one is cached, another follows, and it is told how that was answered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

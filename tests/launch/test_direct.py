@@ -31,7 +31,6 @@ LOOKED_AT = list(dict.fromkeys([*[v for v in list(TRITONS)[:1] if v in KNOWN], *
 
 @pytest.fixture(scope="module", params=LOOKED_AT or ["none"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one Triton's process saw."""
     if request.param not in TRITONS:
         pytest.skip("no Triton that is known is installed, and the lab has none for this Python")
     return run("direct_child.py", tmp_path_factory.mktemp("direct"), TRITONS[request.param])

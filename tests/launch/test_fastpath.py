@@ -20,7 +20,6 @@ def kind(tensors: dict[str, Any], values: tuple[Any, ...] = (None, False), lengt
 def matches(
     one: CallKey, *tensors: Any, values: tuple[Any, ...] = (None, False), lengths: tuple[Any, ...] = ()
 ) -> list[int] | None:
-    """The sizes of a call that is of the kind; None of one that is not."""
     found = one.match(tensors, values, lengths, current())
     return None if found is None else found[2]
 

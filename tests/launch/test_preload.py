@@ -168,9 +168,7 @@ def test_the_drivers_class_is_put_back_whatever_happens(active: Any) -> None:
 
 
 @pytest.mark.parametrize(("backend", "library"), [("hip", object()), ("cuda", None)])
-def test_where_tritons_launcher_is_needed_it_is_made_at_once(
-    active: Any, monkeypatch: pytest.MonkeyPatch, backend: str, library: Any
-) -> None:
+def test_where_tritons_launcher_is_needed_it_is_made_at_once(active, monkeypatch, backend, library):
     """What cannot be made is then a failure of the path, not of a call."""
     monkeypatch.setattr(native, "load", lambda folder: (library, ""))
     preload.load(Compiled(backend), "")

@@ -17,7 +17,6 @@ from portattn.schema.tensors import spans
 
 
 def same(shaped: SymbolicTensor, tensor: torch.Tensor) -> None:
-    """Sizes, strides and all else that can be asked."""
     for one in (shaped.shape, shaped.size()):
         assert plain_sizes(tuple(one)) == tuple(tensor.shape)
     assert plain_sizes(tuple(shaped.stride())) == tensor.stride()
@@ -106,8 +105,7 @@ def test_a_kind_of_tensors() -> None:
     kind = TensorKind.of(tensor)
     assert kind == TensorKind(torch.float32, torch.device("cpu"), 2, tensor.data_ptr() % 16, True)
     assert SymbolicTensor.make(kind, (2, 8), (9, 1)).requires_grad
-    made = SymbolicTensor.make(kind, (2, 8), (9, 1)).new_empty(4)
-    assert not made.requires_grad
+    assert not SymbolicTensor.make(kind, (2, 8), (9, 1)).new_empty(4).requires_grad
     assert repr(SymbolicTensor.make(kind, (2, 8), (9, 1))) == "SymbolicTensor([2, 8], [9, 1], torch.float32)"
 
 

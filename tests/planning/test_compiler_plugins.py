@@ -37,7 +37,6 @@ def _as_before() -> Iterator[None]:
 
 
 def backend(folder: Path, own_name: str, compiler: str, **own: Any) -> type[Backend]:
-    """A backend whose folder brings a compiler."""
     place = folder / own_name
     place.mkdir()
     (place / "arches.toml").write_text(ARCHES)
@@ -152,9 +151,7 @@ def test_a_package_that_asks_for_a_name_as_it_is_imported(monkeypatch: pytest.Mo
     assert "'triton-new' is no known compiler" in broken.told()
 
 
-def test_options_of_launches_are_known_as_long_as_their_package_is_not_broken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_options_of_launches_are_known_as_long_as_their_package_is_not_broken(monkeypatch, tmp_path):
     """They are read in the package's own tuning and quirk files, and by every command; no other backend has them."""
     first = backend(tmp_path, "first", "triton-new", options={"lanes": int})
     (tmp_path / "first" / "tuning").mkdir()
@@ -185,9 +182,7 @@ def test_options_of_launches_are_known_as_long_as_their_package_is_not_broken(
     ],
     ids=["another type", "launch field", "choice", "kind", "name", "list"],
 )
-def test_options_that_are_declared_wrongly(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: Any, said: str
-) -> None:
+def test_options_that_are_declared_wrongly(monkeypatch, tmp_path, options, said):
     provides(monkeypatch, backend(tmp_path, "first", "triton-new", options=options), backend(tmp_path, "b", "triton-b"))
     found, [broken] = look_around()
     assert ("first" in found, "b" in found) == (False, True)

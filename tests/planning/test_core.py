@@ -58,7 +58,6 @@ def test_constants_are_named_as_the_kernels_parameters(op: str) -> None:
 
 
 def test_constants_of_the_dense_kernel() -> None:
-    """Of a head that is read in two parts, in its own words; a window's right end is a causal one, aligned below."""
     p = problem(
         head_dim=530, head_dim_v=40, window_left=3, window_right=2, softcap=True, mask=True, mask_by_key=True,
         negative_scale=True,
@@ -105,8 +104,7 @@ def test_constants_of_kernels_over_caches(op: str, expected: dict[str, Any]) -> 
     """Over pages there is no rotated loop, whatever was chosen."""
     found = CORES[op].constexprs(of(op), Lowering(pipeline="rotated"), Launch(num_stages=3))
     assert {name: found[name] for name in expected} == expected
-    split = CORES[op].constexprs(of(op), Lowering(), Launch(splits=2))
-    assert split["SPLIT"] is True
+    assert CORES[op].constexprs(of(op), Lowering(), Launch(splits=2))["SPLIT"] is True
 
 
 CASES = [("triton==3.6.0", 32), ("triton==3.7.1", 32), ("triton==3.8.0", 16)]
@@ -254,7 +252,6 @@ NOBODY = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1
 
 
 def planned(known: Registry, problem: Problem = DENSE, launch: dict[str, Any] = APART, **settings: Any) -> Plan:
-    """On sm_90, from a tuning that has this launch for gradients."""
     tuning = Tuning(provenance=NOBODY, entry=(Entry(kernel="*_backward", launch=launch),))
     known = msgspec.structs.replace(known, tunings={**known.tunings, "cuda": {"sm_90": tuning}})
     target = known.target("cuda:sm_90", "triton==3.6.0")

@@ -68,7 +68,6 @@ def problem(op: str, kind: type[Problem] = Problem, **fields: Any) -> Problem:
 
 
 def single_flags() -> Iterator[dict[str, Any]]:
-    """Every flag of a Problem, one at a time."""
     for field in msgspec.structs.fields(Problem):
         if field.name not in NO_DEMANDS:
             for value in VALUES.get(field.name, (True,)):
@@ -233,7 +232,6 @@ UNREAD_BY_WORDS = {"k_tile", "block_order", "q_operand", "dot_precision"}
 
 
 def shown(op: str = "decode_attention", **fields: Any) -> tuple[portattn.Plan, set[str]]:
-    """The plan, and the names of the choices that its text has."""
     plan = portattn.plan(portattn.Problem(op=op, **SIZES | fields), H100)
     (line,) = [line for line in plan.explain().splitlines() if line.startswith("  lowering ")]
     return plan, {word.partition("=")[0] for word in line.split()[1:]}
@@ -257,9 +255,7 @@ UNREAD: list[tuple[str, dict[str, Any], set[str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("op", "fields", "unread", "values"), UNREAD)
-def test_a_plan_shows_the_choices_that_its_kernel_reads(
-    op: str, fields: dict[str, Any], unread: set[str], values: dict[str, str]
-) -> None:
+def test_a_plan_shows_the_choices_that_its_kernel_reads(op, fields, unread, values):
     plan, found = shown(op, **fields)
     assert plan.lowering is not None
     assert {name: getattr(plan.lowering, name) for name in values} == values

@@ -249,7 +249,6 @@ def test_a_named_path_that_cannot_run_is_an_error(backend: str, changes: dict, p
 
 @pytest.mark.parametrize("backend", ["flash", "npu_fusion_attention"])
 def test_an_unknown_path_is_an_error_that_lists_the_known(backend: str) -> None:
-    """And so is the vendor path of another backend."""
     with pytest.raises(portattn.ArgumentError, match=f"backend is '{backend}'.*sdpa"):
         plan(problem(), sm_80(), settings=Settings(backend=backend))
 

@@ -162,7 +162,6 @@ def test_broken_packages_stop_nobody_else(broken_in_every_way: dict[str, Any]) -
 
 
 def test_the_audit_says_everything_that_is_wrong_with_a_package(tmp_path: Path) -> None:
-    """And where; its files keep nothing else from being audited."""
     package = install(tmp_path, "acme")
     install(tmp_path, "umbra")
     (package / "arches.toml").write_text("[acme1]\n")
@@ -192,7 +191,6 @@ def test_packages_that_are_whole_are_not_warned_about(tmp_path: Path) -> None:
 
 
 def ran(folder: Path, script: str, **variables: str) -> list[str]:
-    """The lines that a process prints where the folder's packages are installed."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, "PORTATTN_CACHE_DIR": str(folder / "cache"), **variables}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
@@ -230,9 +228,7 @@ def install_unreadable(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_distribution_whose_entry_points_cannot_be_read(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_distribution_whose_entry_points_cannot_be_read(tmp_path, kind, monkeypatch):
     """It stops nobody: calls, plans and a backend of another distribution go on. torch itself must not look for its own
     entry points, of which its import would die."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -183,9 +183,7 @@ def test_conflict_names_both(tmp_path: Path) -> None:
     ],
     ids=["after a chain", "agreement", "known versions"],
 )  # fmt: skip
-def test_a_conflict_is_an_error(
-    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], conflict: bool
-) -> None:
+def test_a_conflict_is_an_error(tmp_path, first, second, conflict):
     bounded = {"evidence": ""} if "toolchain" in str(first) else {}
     plant(tmp_path, "cuda-0901-one", *first, **bounded)
     plant(tmp_path, "cuda-0902-two", *second, **bounded)
@@ -227,9 +225,7 @@ def test_a_conflict_that_is_only_assumed_speaks_against_the_core_path(tmp_path: 
         ("slow", 'toolchain = { triton = "<3.7" }', "the vendor path is the better plan; concerns triton <3.7"),
     ],
 )  # fmt: skip
-def test_what_would_help_where_a_quirk_speaks_against_a_path(
-    tmp_path: Path, symptom: str, when: str, expected: str
-) -> None:
+def test_what_would_help_where_a_quirk_speaks_against_a_path(tmp_path, symptom, when, expected):
     plant(tmp_path, ID, 'path = "vendor"', when, symptom=symptom)
     known = registry(tmp_path)
     assert hint(known.quirks[ID]) == expected

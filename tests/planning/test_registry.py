@@ -226,7 +226,6 @@ def test_a_backend_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, give
 
 
 def test_backend_packages_that_are_broken_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/planning/test_plugins.py has every kind."""
 
     def broken() -> Any:
         raise ImportError("no such module")

@@ -44,7 +44,6 @@ NEWER = parse_target("cuda:sm_90", "triton==3.10.0")
 
 
 def caution(made: portattn.Plan) -> str:
-    """What a plan says of who has run its kernels."""
     (found,) = [note for note in made.notes if "no complete run of its tests is known" in note] or [""]
     return found
 
@@ -91,7 +90,6 @@ LEFT_OUT = {  # of the planted evidence
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Runs that left something out, in the place of those that there are."""
     evidence_files.plant(tmp_path, monkeypatch)
 
 

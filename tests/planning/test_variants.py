@@ -47,8 +47,7 @@ def test_a_plan_says_how_it_is_scheduled_and_what_it_needs() -> None:
     text = made.explain()
     assert "schedule width=128 groups=2" in text
     assert f"needs    {made.needs}" in text
-    data = json.loads(msgspec.json.encode(made))
-    assert data["schedule"] == made.schedule
+    assert json.loads(msgspec.json.encode(made))["schedule"] == made.schedule
     core = plan(P, SM_90, settings=Settings(backend="triton"))
     assert (core.schedule, core.needs) == ({}, "")
 
@@ -90,8 +89,7 @@ def test_a_quirk_speaks_against_a_variant(tmp_path: Path, name: str) -> None:
         assert "not gluon_forward: it hangs [cuda-0901-x]" in made.notes
         assert [(q.id, q.sets) for q in made.quirks] == [("cuda-0901-x", {"path": "core"})]
         assert "the core path is taken" in made.explain()
-        off = planned(registry(tmp_path, variants=True), problem=P, quirks="-cuda-0901-x")
-        assert off.path == NAME
+        assert planned(registry(tmp_path, variants=True), problem=P, quirks="-cuda-0901-x").path == NAME
         with pytest.raises(portattn.PathUnavailable, match="it hangs"):
             planned(registry(tmp_path, variants=True), problem=P, backend=NAME)
 
@@ -225,7 +223,6 @@ def test_a_quirk_that_leads_a_variant_to_the_reference_says_nothing_of_the_core(
 
 
 def test_keys_are_digests_of_one_length() -> None:
-    """They name files."""
     for made in (plan(P, SM_90), plan(P, SM_90, settings=Settings(backend="triton"))):
         assert re.fullmatch("[0-9a-f]{32}", made.key)
 

@@ -50,9 +50,10 @@ def run(site: Path, tmp_path: Path) -> Callable[..., Called]:
     environment = os.environ | {"PYTHONPATH": path, "PORTATTN_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
 
-    def call(*arguments: str, **variables: str) -> Called:
+    def call(*arguments: str, exits: int | None = None, **variables: str) -> Called:
         command = [sys.executable, "-m", "portattn", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment | variables)
+        assert exits in (None, done.returncode), done.stdout + done.stderr
         return Called(done.returncode, done.stdout, done.stderr)
 
     return call

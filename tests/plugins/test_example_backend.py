@@ -24,7 +24,6 @@ PROBLEM = ("--q", "1,2,128,64", "--kv", "1,2,128,64", "--dtype", "fp16")
 
 @pytest.fixture
 def python(site: Path, tmp_path: Path) -> Callable[[str], str]:
-    """What a script prints that is run with the packages."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT)))}
 
     def call(script: str) -> str:
@@ -40,8 +39,7 @@ pytestmark = pytest.mark.compiles
 
 
 def test_doctor_says_who_knows_which_compiler(run: Callable[..., Any]) -> None:
-    called = run("doctor", "--json")
-    assert called.status == 0, called.out + called.err
+    called = run("doctor", "--json", exits=0)
     sections = {section["title"]: section for section in called.json["sections"]}
     compilers = {item["name"]: item["value"] for item in sections["compilers"]["items"]}
     told = compilers["triton-example"]
@@ -67,8 +65,7 @@ def test_a_plan_has_the_compiler_and_its_quirk(run: Callable[..., Any]) -> None:
     assert other["path"] == "example_attention"
     assert other["rejected"][0]["reason"] == "triton==3.6.0 compiles nothing for example"
     assert other["rejected"][0]["hint"] == "needs triton-example"
-    unknown = run(*line, "--toolchain", "triton-nonesuch==1.0")
-    assert unknown.status == 2
+    unknown = run(*line, "--toolchain", "triton-nonesuch==1.0", exits=2)
     for part in ("'triton-nonesuch' is no known compiler", "triton, triton-ascend", "triton-example", "may bring"):
         assert part in unknown.err
 
@@ -103,8 +100,7 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> No
     assert "example-0001-two-stages" in {quirk["id"] for quirk in listed}
     audited = run("quirks", "audit", "--json")
     assert (audited.status, audited.json["findings"]) == (0, []), audited.out
-    probed = run("quirks", "probe", "example-0001", "--json")
-    assert probed.status == 0, probed.err
+    probed = run("quirks", "probe", "example-0001", "--json", exits=0)
     [result] = probed.json["results"]
     assert (result["verdict"], result["toolchain"], result["target"]) == ("confirmed", COMPILER, "example:one")
     assert "a loop has at most 2 stages, and 3 were asked for" in result["off"]["text"]
@@ -112,8 +108,7 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> No
 
 def test_a_program_of_its_own_is_compiled_and_executed_by_it(run: Callable[..., Any]) -> None:
     """Its adapter compiles the probe's kernel, with an option of its own, and its model runs the code."""
-    probed = run("quirks", "probe", "example-0002", "--json")
-    assert probed.status == 0, probed.err
+    probed = run("quirks", "probe", "example-0002", "--json", exits=0)
     [result] = probed.json["results"]
     assert (result["verdict"], result["off"]["level"]) == ("confirmed", "emulated"), result
     assert "the second value is 1.0, and not 2.0" in result["off"]["text"]
@@ -124,20 +119,16 @@ def test_the_lab_lists_its_releases(run: Callable[..., Any]) -> None:
     rows = {row["toolchain"]: row["state"] for row in run("lab", "list", "--json").json["toolchains"]}
     assert rows["triton-example==1.1.0"] == rows["triton-example==1.2.0"] == "missing"
     assert list(rows)[-1] == "triton-example==1.2.0", "portattn's own come first"
-    refused = run("lab", "create", "flagtree==0.3.0")
-    assert refused.status == 2
+    refused = run("lab", "create", "flagtree==0.3.0", exits=2)
     assert "must be one of triton, triton-ascend, triton-example, which can be installed by name" in refused.err
 
 
 def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Path) -> None:
-    """The facts and the code are the adapter's, the numbers the executor's."""
     if missing := support.no_interpreter():
         pytest.skip(missing)
     out = tmp_path / "matrix"
     line = ("matrix", "run", "--targets", "example:one", "--ops", "attention,decode*,mla*", "--out", str(out), "--json")
-    made = run(*line)
-    assert made.status == 0, made.out + made.err
-    assert made.json["levels"].keys() == {"emulated"}
+    assert run(*line, exits=0).json["levels"].keys() == {"emulated"}
     cells = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
     assert {cell["toolchain"] for cell in cells} == {COMPILER}
     for cell in cells:
@@ -146,16 +137,13 @@ def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Pat
         assert main["mma"] > 0
         assert main["instructions"] > 50
         assert 0 < main["scratchpad_bytes"] <= 65536
-    resumed = run(*line, "--resume")
-    assert resumed.status == 0, resumed.err
-    assert "emulated  example:one" not in resumed.err, "nothing is made again"
+    assert "emulated  example:one" not in run(*line, "--resume", exits=0).err, "nothing is made again"
 
 
 def test_verify_asks_its_executor(run: Callable[..., Any]) -> None:
     if missing := support.no_interpreter():
         pytest.skip(missing)
-    called = run("verify", "attention", "--target", "example:one", "--emulate", "--json")
-    assert called.status == 0, called.err
+    called = run("verify", "attention", "--target", "example:one", "--emulate", "--json", exits=0)
     assert called.json["toolchain"] == COMPILER
     assert called.json["levels"] == {"emulated": len(called.json["rows"])}
 
@@ -178,7 +166,6 @@ for kernel, text in (("g", code), ("f", code[1:]), ("f", "")):
 
 
 def test_without_the_compiler_the_plan_says_what_it_needs(run: Callable[..., Any], site: Path, tmp_path: Path) -> None:
-    """The backend alone: its data is there, and nothing that compiles for it."""
     alone = tmp_path / "alone"
     for name in ("portattn_example", "portattn_example-0.1.dist-info"):
         shutil.copytree(site / name, alone / name)
@@ -187,8 +174,7 @@ def test_without_the_compiler_the_plan_says_what_it_needs(run: Callable[..., Any
     made = run(*line, PYTHONPATH=path).json
     assert made["path"] == "example_attention"
     assert made["rejected"][0]["hint"] == "needs triton-example"
-    probed = run("quirks", "probe", "example-0001", "--toolchain", "triton-example==1.1.0", PYTHONPATH=path)
-    assert probed.status == 2
+    probed = run("quirks", "probe", "example-0001", "--toolchain", "triton-example==1.1.0", PYTHONPATH=path, exits=2)
     assert "portattn lab create triton-example==1.1.0" in probed.err
 
 
@@ -227,15 +213,13 @@ def test_ci_compiles_with_it(run: Callable[..., Any], tmp_path: Path) -> None:
     if missing := support.no_interpreter():
         pytest.skip(missing)
     out = tmp_path / "ci"
-    both = run("ci", "--from", COMPILER, "--to", COMPILER, *ONE, "--compile", "--out", str(out), "--json")
-    assert both.status == 0, both.err
+    both = run("ci", "--from", COMPILER, "--to", COMPILER, *ONE, "--compile", "--out", str(out), "--json", exits=0)
     assert (both.json["compiled"], both.json["compared"]) == (True, 1)
     baseline = tmp_path / "baseline.toml"
     assert run("matrix", "baseline", str(out / "after"), str(baseline)).status == 0
     kept = run("ci", "--baseline", str(baseline), *ONE, "--json")
     assert (kept.json["before"], kept.json["after"]) == (COMPILER, COMPILER), kept.err
-    lacks = run("ci", "--from", COMPILER, "--to", "triton-example==1.2.0", *ONE, "--compile")
-    assert lacks.status == 2
+    lacks = run("ci", "--from", COMPILER, "--to", "triton-example==1.2.0", *ONE, "--compile", exits=2)
     assert "--to is 'triton-example==1.2.0', but is neither installed nor in the lab" in lacks.err
 
 

@@ -44,8 +44,7 @@ def test_what_is_shown_happens(run: Callable[..., Any], tmp_path: Path, monkeypa
     commands = re.findall(r"^\$ portattn (.*)\n((?:(?!\$ ).*\n)+)", console, re.MULTILINE)
     assert len(commands) == console.count("$ ") == 6
     for command, shown in commands:
-        called = run(*shlex.split(command), COLUMNS="120")  # of the terminal that the page shows
-        assert called.status == 0, called.err
+        called = run(*shlex.split(command), COLUMNS="120", exits=0)  # of the terminal that the page shows
         printed = [line.rstrip() for line in called.out.splitlines()]
         for line in shown.splitlines():
             assert line in printed, f"{command}\n{called.out}"

@@ -23,7 +23,6 @@ NUMBERS = (
 
 
 def clean(p: Problem, seed: int) -> Call:
-    """A random call without NaN."""
     call = random_call(p, seed)
     for name in ("q", "k", "v", "q_rope", "log_weights"):
         if getattr(call, name) is not None:

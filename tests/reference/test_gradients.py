@@ -54,9 +54,7 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch, call: Call, rows: int, keys:
 
 @pytest.mark.parametrize(("op", "feature"), CASES)
 @pytest.mark.parametrize("blocks", ["one", "several"])
-def test_gradients_are_those_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, op: str, feature: str, blocks: str
-) -> None:
+def test_gradients_are_those_of_the_definition(monkeypatch, op, feature, blocks):
     fields = SMALLER if op != "mla" else {"batch": 2}
     call = random_call(problem(op, "all" if feature == "dropout" else feature, **fields), seed=1)
     if feature == "dropout":
@@ -196,7 +194,6 @@ def test_one_tensor_may_be_queries_keys_and_values(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks", "alibi_slopes"])
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    """One tensor that requires a gradient has the one that it has beside all others."""
     call, leaves = tiny(monkeypatch, "padded", "all")
     alone, all_of_them = checked(call, {wanted: leaves[wanted]}), checked(call, leaves)
     found = [

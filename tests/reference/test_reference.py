@@ -235,7 +235,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def held(monkeypatch: pytest.MonkeyPatch, op: str, feature: str, size: int, **fields: float | torch.Tensor) -> int:
-    """Bytes held at a time by a forward and a backward pass over as many rows and keys."""
     sizes = {"batch": 1, "heads_q": 2, "heads_k": 1, "head_dim_v": 16, "seq_q": size, "seq_k": size}
     if op == "varlen":
         sizes |= {"total_q": size, "total_k": size}

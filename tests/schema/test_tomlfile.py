@@ -194,7 +194,6 @@ def test_refuses(text: str, complaint: str) -> None:
 
 
 def known(text: str) -> str:
-    """What the complaint about a condition lists as known."""
     with pytest.raises(ValueError, match="condition") as caught:
         conditions.parse(text)
     return re.split("known: |compared by = or != with ", str(caught.value))[1]

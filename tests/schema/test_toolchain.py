@@ -22,7 +22,7 @@ from portattn.schema.toolchain import (
     owners,
     parse_range,
 )
-from portattn.tools.quirks.evidence import tracker_of
+from portattn.tools.quirks.draft_texts import tracker_of
 from portattn.tools.quirks.recognise import _version, _versions
 
 
@@ -199,9 +199,7 @@ def test_a_broken_distribution_hides_no_other(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("about", [None, b"\xff", b"Name: torch\n"])
-def test_a_component_whose_version_cannot_be_read_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: bytes | None
-) -> None:
+def test_a_component_whose_version_cannot_be_read_is_none(tmp_path, monkeypatch, about):
     folder = tmp_path / "torch-9.dist-info"
     folder.mkdir()
     if about is not None:
@@ -264,7 +262,6 @@ index = "https://example.com/simple"
 
 @pytest.fixture
 def brought(tmp_path: Path) -> Iterator[dict[str, Compiler]]:
-    """The compilers of WHOLE, as a package brings them."""
     (tmp_path / "compilers.toml").write_text(WHOLE)
     found = compilers.read(tmp_path, "portattn-musa 0.1")
     compilers.all_compilers()
@@ -359,13 +356,10 @@ def test_ranges_of_a_compiler_that_is_added_to_triton(brought: dict[str, Compile
 )
 def test_a_rebuild_of_a_release_is_known(brought: dict[str, Compiler], version: str, known: bool) -> None:
     assert brought
-    said = Toolchain.parse(f"triton-musa=={version}").unknown_release()
-    assert (said == "") is known
+    assert (Toolchain.parse(f"triton-musa=={version}").unknown_release() == "") is known
 
 
-def test_the_installed_one_is_told_by_the_owner_of_its_folder(
-    brought: dict[str, Compiler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_one_is_told_by_the_owner_of_its_folder(brought, tmp_path, monkeypatch):
     """Under an alias, and with a version in the distribution's own spelling."""
     assert brought
     assert installed_beside() == []

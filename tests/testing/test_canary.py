@@ -87,8 +87,7 @@ def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -
 
 
 def test_they_run_where_nobody_has_run_the_tests() -> None:
-    seen = core_path.seen_to_run(SM_90)
-    assert seen.level == "measured"
+    assert core_path.seen_to_run(SM_90).level == "measured"
     newer = parse_target("cuda:sm_90", "triton==3.7.0")
     for target, auto in (
         (SM_90, False),
@@ -196,9 +195,7 @@ class Sabotaged(Fake):
 
 
 @pytest.mark.interpreter
-def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(settings, monkeypatch):
     """End to end: the canary finds it, the call takes another path and says why, and other families go on."""
     if portattn.plan("attention", *(torch.zeros(1, 1, 1, 16),) * 3).toolchain == "none":
         pytest.skip("no Triton to interpret with")
@@ -315,7 +312,6 @@ def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path: Path, mo
 
 
 def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are more of them than run at a time."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     newer = parse_target("cuda:sm_90", "triton==3.7.0")
     made = portattn.plan(FORWARD[0], newer)

@@ -151,7 +151,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settin
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> None:
-    """Let the kernels widen by a changed kernels/dequantize.py."""
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(old) == 1
     file = folder / "planted_stored.py"
@@ -165,9 +164,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_widening_is_found(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: KvFormat
-) -> None:
+def test_a_wrong_widening_is_found(settings, monkeypatch, tmp_path, kind):
     """The kernel as it is passes; with a fault planted its first canary quarantines that format alone."""
     other = "none" if kind == "nvfp4" else "token"
     for scales in (other, "head"):
@@ -192,9 +189,7 @@ def test_a_wrong_widening_is_found(
 
 
 @pytest.mark.interpreter
-def test_a_call_over_that_format_takes_another_path_and_is_right(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_call_over_that_format_takes_another_path_and_is_right(settings, monkeypatch, tmp_path):
     """End to end; the same operation over int8, and over the queries' dtype, stays on the core."""
     if portattn.plan("attention", *(torch.zeros(1, 1, 1, 16),) * 3).toolchain == "none":
         pytest.skip("no Triton to interpret with")
@@ -208,8 +203,7 @@ def test_a_call_over_that_format_takes_another_path_and_is_right(
         narrow = plain.to(torch.float8_e4m3fn)
         with pytest.warns(portattn.FallbackWarning, match=r"canary.*cache e4m3 scales none.*over its budget"):
             out = portattn.decode_attention(q, narrow, narrow, None)
-        plan = portattn.last_plan()
-        assert plan.path != "triton"
+        assert portattn.last_plan().path != "triton"
         wide = narrow.to(torch.float32)
         expected = portattn.decode_attention(q.float(), wide, wide, None, backend="reference")
         torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=1e-2)

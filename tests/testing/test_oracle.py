@@ -234,7 +234,6 @@ DROPOUT = 0.3
 
 
 def call_of(op: str, feature: str, seed: int, **fields: str) -> Call:
-    """A random call with the longest and empty sequences; dropout on top of all features."""
     call = random_call(problem(op, "all" if feature == "dropout" else feature, **fields), seed, extremes=True)
     if feature == "dropout":
         call.dropout_p, call.dropout_seed = DROPOUT, torch.tensor([seed])
@@ -255,7 +254,6 @@ def inwards(call: Call, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def value(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> float:
-    """sum(out·grad_out) + sum(LSE·grad_lse) over the rows that have an LSE."""
     out, lse = oracle(call)
     some = ~torch.isneginf(lse)
     return float((out * grad_out)[some].sum() + (lse * grad_lse)[some].sum())

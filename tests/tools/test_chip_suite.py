@@ -71,16 +71,13 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def left_there(pytester: pytest.Pytester, *items: Any) -> Path:
-    """A file of results with these lines; texts as they are."""
     pytester.mkdir("out")
     file = pytester.path / FILE
     file.write_text("".join(item if isinstance(item, str) else json.dumps(item) + "\n" for item in items))
     return file
 
 
-def test_what_failed_is_run_again_and_what_passed_is_not(
-    script: ModuleType, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_failed_is_run_again_and_what_passed_is_not(script, pytester, monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 2")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
     left_there(pytester, IDENTITY, {"test": "test_some.py::test_that_fails", "outcome": "failed", "seconds": 0.1})
@@ -112,9 +109,7 @@ def test_a_worker_that_dies(script: ModuleType, pytester: pytest.Pytester, capfd
     assert "no process has collected a test" in capfd.readouterr().err
 
 
-def test_a_file_that_cannot_be_collected_fails_the_run_alone(
-    script: ModuleType, pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_collected_fails_the_run_alone(script, pytester, capfd):
     pytester.makepyfile(test_broken="import pathlib\n\nassert pathlib.Path('mended').exists()\n")
     assert script.main(["--out", "out", "--jobs", "1", "--", "test_broken.py"]) in (1, 3)
     assert "NOT COLLECTED test_broken.py" in capfd.readouterr().out
@@ -127,9 +122,7 @@ def test_nothing_selected_is_no_success(script: ModuleType, capfd: pytest.Captur
     assert "no test is selected" in capfd.readouterr().err
 
 
-def test_when_time_is_over_or_pytest_ends_early(
-    script: ModuleType, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_when_time_is_over_or_pytest_ends_early(script, pytester, monkeypatch, capfd):
     one = {"test": "a", "outcome": "failed", "seconds": 0.1, "why": "not yet"}
     file = left_there(pytester, IDENTITY)
     for status, told in ((None, []), (2, [{"selected": {"asked": 3, "left": 2}}])):
@@ -176,9 +169,7 @@ def test_damaged_lines_are_counted_and_half_a_line_is_left_out(script: ModuleTyp
 
 
 @pytest.mark.parametrize("first", ["", "[]\n", "{}\n", '{"identity": 5}\n', '{"identity": {"chip": "sm_90"}}\n'])
-def test_a_file_that_is_no_result_is_named(
-    script: ModuleType, pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str], first: str
-) -> None:
+def test_a_file_that_is_no_result_is_named(script, pytester, capfd, first):
     file = left_there(pytester, first)
     assert script.main(["--out", "out"]) == 2
     assert "does not begin as results" in capfd.readouterr().err
@@ -188,9 +179,7 @@ def test_a_file_that_is_no_result_is_named(
 
 
 @pytest.mark.parametrize("name", ["source", "torch", "build", "gpus"])
-def test_results_of_another_state_are_refused(
-    script: ModuleType, pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_results_of_another_state_are_refused(script, pytester, capfd, name):
     other: Any = ["NVIDIA H100"] if name == "gpus" else "other"
     file = left_there(pytester, {"identity": IDENTITY["identity"] | {name: other}})
     before = file.read_text()

@@ -74,9 +74,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_a_sample_run_in_processes(
-    suite: types.ModuleType, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_run_in_processes(suite, source, tmp_path, capfd):
     """Failures of one kind are one group; a crash and a case that hangs cost their own case; a log is gone on with."""
     log, found = tmp_path / "log", tmp_path / "found.json"
     limits = ["--processes", "2", "--time-limit", "30"]
@@ -99,9 +97,7 @@ def test_a_sample_run_in_processes(
     assert "is of another state (source " in capfd.readouterr().err
 
 
-def test_no_files_and_broken_ones(
-    suite: types.ModuleType, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_files_and_broken_ones(suite, source, tmp_path, capfd):
     assert suite.main(["--source", str(tmp_path)]) == 2
     assert "has no tests/test_flash_attn.py" in capfd.readouterr().err
     (source / "hopper/padding.py").write_text("raise ValueError('broken')\n")

@@ -25,7 +25,6 @@ def called(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def schedules() -> dict[str, set[str]]:
-    """The names in schedules that the matrix's problems have, by variant."""
     found: dict[str, set[str]] = {}
     for variant in VARIANTS:
         settings = Settings(backend=variant.name)

@@ -49,9 +49,7 @@ def test_a_bad_table_is_named(op: str, bad: tuple[dict[str, Any], str, str]) -> 
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
 @pytest.mark.parametrize("window", [None, (4, None), (2, 3), (0, 0), (None, 2)])
 @pytest.mark.parametrize("op", PAGED)
-def test_pages_that_no_query_sees_have_any_id(
-    op: str, window: tuple[int | None, int | None] | None, causal: bool | str, page_id: int, settings: dict[str, Any]
-) -> None:
+def test_pages_that_no_query_sees_have_any_id(op, window, causal, page_id, settings):
     """One more page is an error: seen is what the oracle's mask shows of it."""
     table = int32([0, 1, 2], [3, 4, 0])
     given = good(op) | {"window": window, "causal": causal, "page_table": table, "seqlens_k": int32(12, 8)}
@@ -166,8 +164,7 @@ def test_packed_queries_are_of_rank_3_and_others_of_rank_4(op: str) -> None:
 def test_max_seqlen_q_goes_with_packed_queries(op: str) -> None:
     assert_refused(op, good(op) | {"max_seqlen_q": 1}, "max_seqlen_q is 1", "goes with cu_seqlens_q")
     for most in (None, 2, 3, 2**31 - 1):
-        out = perform(op, ragged(op), max_seqlen_q=most)
-        assert out.shape == (3, 4, 16)
+        assert perform(op, ragged(op), max_seqlen_q=most).shape == (3, 4, 16)
         made = portattn.plan(op, **ragged(op), max_seqlen_q=most).problem
         assert (made.seq_q, made.total_q) == (3 if most is None else min(most, 3), 3)
 

@@ -4,8 +4,6 @@ and under which key the kernel would be kept. The second argument is "early" or 
 
 # ruff: noqa: E402 - what serve.py makes importable comes after it
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -14,7 +14,6 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from places import ROOT
@@ -112,9 +111,7 @@ def where(request, enter):
 
 
 @pytest.mark.parametrize("runs", ["kernels", "interpreter"])
-def test_a_child_imports_its_parents_portattn_whatever_else_is_found_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Literal["kernels", "interpreter"]
-) -> None:
+def test_a_child_imports_its_parents_portattn_whatever_else_is_found_first(tmp_path, monkeypatch, runs):
     (tmp_path / "portattn").mkdir()
     (tmp_path / "portattn" / "__init__.py").write_text("raise SystemExit('another portattn')\n")
     (tmp_path / "tells").mkdir()

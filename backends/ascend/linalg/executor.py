@@ -363,7 +363,7 @@ def complaints(function: str, seen: LaunchReport) -> list[str]:
 
 
 def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Execute a probe's kernel (testing/execute_code.py)."""
+    """Execute a probe's kernel (testing/executor.py)."""
     lacking = missing_reason()
     if lacking:
         return {"missing": lacking}

@@ -6,7 +6,7 @@ the marker is used.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -164,3 +164,12 @@ def portattn_target(request: pytest.FixtureRequest) -> KernelTarget:
     from portattn.integrations.pytest_plugin import targets
 
     return targets.kernel_target(request)
+
+
+@pytest.fixture
+def portattn_amdgpu() -> Callable[..., Any]:
+    """Return `emulate`: `with portattn_amdgpu("gfx942"):` runs Triton's kernels in a model of the chip; or skip."""
+    pytest.importorskip("triton")
+    from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulate
+
+    return emulate

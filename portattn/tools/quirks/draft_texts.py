@@ -17,11 +17,11 @@ import tomlkit
 
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.lowering import OF_ROWS, Launch
 from portattn.schema.ops import FEATURES
 from portattn.schema.quirk import STAGES
 from portattn.schema.target import Target
-from portattn.tools.quirks.evidence import tracker_of
 from portattn.tools.quirks.failure_facts import Facts
 from portattn.tools.quirks.failure_log import patterns
 from portattn.tools.quirks.probe_plans import Specialisation
@@ -35,6 +35,11 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}: ")  # of a node in LLVM's memory, an
 _QUOTING = ("ptxas-line", "ptxas-fatal")
 _QUOTED = re.compile(r"'([\w.]{1,24})'")
 _FLAGS = ("gqa", "paged", "packed", "window", "chunk", *FEATURES)
+
+
+def tracker_of(compiler: str) -> str:
+    brought = compilers.find(compiler)
+    return patterns().trackers.get(compiler, "") or (brought.tracker if brought else "")
 
 
 def title_of(facts: Facts) -> str:

@@ -54,9 +54,7 @@ def test_the_stand_in_has_the_published_signatures() -> None:
 @pytest.mark.parametrize("sizes", [(5, 5), (3, 7), (1, 9), (33, 65)])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_fusion_attention(
-    causal: str, sizes: tuple[int, int], heads: tuple[int, int], dtype: str, npu: RecordedTorchNpu
-) -> None:
+def test_fusion_attention(causal, sizes, heads, dtype, npu):
     layout = "bshd" if heads[0] == 6 else "bhsd"
     p = problem(causal=causal, seq_q=sizes[0], seq_k=sizes[1], heads_q=heads[0], heads_k=heads[1], dtype=dtype)
     p = msgspec.structs.replace(p, return_lse=True, layout=layout)
@@ -79,9 +77,7 @@ def test_fusion_attention_gives_no_lse_unasked(npu: RecordedTorchNpu) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 @pytest.mark.parametrize(("heads_k", "scale", "dtype"), [(4, None, "fp32"), (2, -0.3, "fp32"), (1, 0.5, "bf16")])
-def test_fusion_attention_is_differentiable(
-    loss: str, causal: str, heads_k: int, scale: float | None, dtype: str, npu: RecordedTorchNpu
-) -> None:
+def test_fusion_attention_is_differentiable(loss, causal, heads_k, scale, dtype, npu):
     p = problem(causal=causal, dtype=dtype, needs_grad=True, return_lse=True, heads_k=heads_k, layout="bshd")
     assert FUSION.rejects(p, B2) is None
     call = random_call(p, scale=scale)
@@ -150,9 +146,7 @@ def test_the_compressed_mask_is_made_once_and_is_no_inference_tensor() -> None:
 @pytest.mark.parametrize("sizes", [(5, 5), (3, 7), (1, 9), (33, 65), (7, 3)])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_infer_dense(
-    causal: str, sizes: tuple[int, int], heads: tuple[int, int], dtype: str, npu: RecordedTorchNpu
-) -> None:
+def test_infer_dense(causal, sizes, heads, dtype, npu):
     layout = "bshd" if heads[0] == 6 else "bhsd"
     p = problem(causal=causal, seq_q=sizes[0], seq_k=sizes[1], heads_q=heads[0], heads_k=heads[1], dtype=dtype)
     p = msgspec.structs.replace(p, return_lse=True, layout=layout)

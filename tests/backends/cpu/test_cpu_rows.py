@@ -134,7 +134,6 @@ def test_in_training_nan_is_in_the_output_too(where: str, causal: bool) -> None:
 
 
 def test_nan_in_graphs_and_transforms() -> None:
-    """Under torch.compile, torch.export and vmap the same rows are NaN."""
     q, k = torch.randn(2, 1, 2, 4, 8), torch.randn(2, 1, 2, 4, 8)
     q[0, 0, 0, 0, 0] = NAN
     expected, expected_lse = portattn.attention(q[0], k[0], k[0], return_lse=True, backend="reference")

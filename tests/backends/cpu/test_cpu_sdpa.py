@@ -68,9 +68,7 @@ SIZES = [(5, 5), (3, 70), (70, 3), (1, 9), (130, 300), (300, 130)]
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0), (7, 3), (0, 0), (-1, 5), (5, -1), (400, 0)], ids=str)
 @pytest.mark.parametrize("blocks", ["as set", "small"])
-def test_ranges_of_keys(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], causal: str, window: tuple[int, int], blocks: str
-) -> None:
+def test_ranges_of_keys(monkeypatch, sizes, causal, window, blocks):
     """Small blocks: several row blocks, causal masks over more keys than rows in two parts."""
     if causal != "none" and window[1] > 0:
         window = window[0], -1

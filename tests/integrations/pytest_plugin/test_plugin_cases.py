@@ -148,9 +148,7 @@ def test_what_a_baseline_has_must_not_be_lost(pytester: pytest.Pytester, inner: 
     inner(SELECTED + "*", "--portattn-fail-on=new", *common[1:]).assert_outcomes(passed=1, failed=2)
 
 
-def test_a_column_of_an_older_compiler_is_compared_with_the_newer_one(
-    pytester: pytest.Pytester, inner: Runner, planted_compiler: str
-) -> None:
+def test_a_column_of_an_older_compiler_is_compared_with_the_newer_one(pytester, inner, planted_compiler):
     """As `matrix run --baseline` does; with both compilers in the run, the newer one's cells are new."""
     path = pytester.path / "baseline.toml"
     text = kept(path, planted_compiler).replace(HERE, "triton==3.5.1")
@@ -186,9 +184,7 @@ expires   = {expires}
     ],
     ids=["its reason", "another reason", "expired", "passes"],
 )
-def test_an_expected_failure_must_fail_for_its_reason(
-    pytester: pytest.Pytester, inner: Runner, changes: dict[str, str], target: str, outcome: dict[str, int], said: str
-) -> None:
+def test_an_expected_failure_must_fail_for_its_reason(pytester, inner, changes, target, outcome, said):
     fields = {"problem": "dense*", "signature": "bytes spilled", "expires": str(TODAY + datetime.timedelta(30))}
     text = EXPECTED.format(**{**fields, **changes}).replace("cuda:sm_120", changes.get("target", "cuda:sm_120"))
     (pytester.path / "expected.toml").write_text(text, encoding="utf-8")
@@ -209,9 +205,7 @@ def test_an_expected_failure_must_fail_for_its_reason(
     ],
     ids=["nothing of it is asked for", "interrupted"],
 )
-def test_a_baseline_that_says_nothing_is_refused(
-    pytester: pytest.Pytester, inner: Runner, target: str, lacks: int, said: str
-) -> None:
+def test_a_baseline_that_says_nothing_is_refused(pytester, inner, target, lacks, said):
     named = select.problems("quick", ["dense*"])[:2]
     made, cells = make_run([make_cell(named=one, target="rocm:gfx942", toolchain=HERE) for one in named])
     with Results(pytester.path / "old") as file:

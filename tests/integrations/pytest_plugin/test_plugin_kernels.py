@@ -14,10 +14,10 @@ from places import ROOT
 from pytest_runs import Runner
 
 from portattn.errors import ArgumentError
+from portattn.integrations.pytest_plugin.targets import CompileError, compile_for
 from portattn.planning.registry import parse_target
 from portattn.schema.toolchain import installed_toolchain
 from portattn.tools import lab
-from portattn.tools.own_kernels import CompileError, compile_for
 from portattn.worker.client import Worker
 
 TEAM = Path(__file__).parent / "team"
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.compiles
 
 @pytest.fixture
 def team(pytester: pytest.Pytester) -> None:
-    """The team's kernel, and its tests."""
     for name, source in (("row_scale.py", "row_scale.py"), ("test_kernels.py", "per_target.py")):
         (pytester.path / name).write_text((TEAM / source).read_text(encoding="utf-8"), encoding="utf-8")
 

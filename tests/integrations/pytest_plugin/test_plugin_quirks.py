@@ -48,9 +48,7 @@ def planted_quirk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["its reason", "everywhere", "another reason", "passes", "skips", "xfails", "a cause"],
 )  # fmt: skip
-def test_a_marked_test(
-    pytester: pytest.Pytester, inner: Runner, body: str, outcomes: dict[str, int], said: str
-) -> None:
+def test_a_marked_test(pytester, inner, body, outcomes, said):
     pytester.makepyfile(MARKED.format(body=body))
     result = inner(*TARGETS, "-rfxs")
     result.assert_outcomes(**outcomes)
@@ -98,9 +96,7 @@ def test_a_failing_fixture_counts_and_a_failing_teardown_does_not(pytester: pyte
 
 
 @pytest.mark.usefixtures("planted_quirk")
-def test_quirks_that_are_switched_off_or_ignored(
-    pytester: pytest.Pytester, inner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quirks_that_are_switched_off_or_ignored(pytester, inner, monkeypatch):
     from portattn import config
 
     pytester.makepyfile(MARKED.format(body="pass"))
@@ -110,9 +106,7 @@ def test_quirks_that_are_switched_off_or_ignored(
     inner("--portattn-target=sm_90").assert_outcomes(passed=1)
 
 
-def test_without_a_signature_a_failed_assertion_is_the_wrong_result(
-    pytester: pytest.Pytester, inner: Runner, planted_quirk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_signature_a_failed_assertion_is_the_wrong_result(pytester, inner, planted_quirk, monkeypatch):
     text = planted_quirk.read_text(encoding="utf-8")
     planted_quirk.write_text(text.replace('signature = "boom"\nquotes    = ["boom"]\n', ""), encoding="utf-8")
     known = quirk_files.registry(planted_quirk.parent.parent)
@@ -133,9 +127,7 @@ def test_without_a_signature_a_failed_assertion_is_the_wrong_result(
     ],
     ids=["unknown", "retired", "none", "no fixture"],
 )
-def test_a_wrong_marker_is_one_line(
-    pytester: pytest.Pytester, inner: Runner, mark: str, fixture: str, said: str
-) -> None:
+def test_a_wrong_marker_is_one_line(pytester, inner, mark, fixture, said):
     pytester.makepyfile(
         test_it=f"import pytest\n@pytest.mark.portattn_quirk({mark})\ndef test_marked({fixture}): pass\n"
     )
@@ -155,9 +147,7 @@ def test_a_wrong_marker_under_xdist_is_told(pytester: pytest.Pytester, inner: Ru
     result.stdout.no_fnmatch_line("*INTERNALERROR*")
 
 
-def test_a_packages_own_quirks_are_known(
-    pytester: pytest.Pytester, inner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packages_own_quirks_are_known(pytester, inner, tmp_path, monkeypatch):
     """A team's package brings entries about its own kernels: the folder that its backend names."""
     packages = tmp_path / "packages"
     packages.mkdir()

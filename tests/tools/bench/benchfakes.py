@@ -57,7 +57,6 @@ def made(set_: str, case: Case, *contenders: Figures, limits: Ceilings | None = 
 
 
 def run_case(set_: str, case: Case, clock: FakeClock, limits: Ceilings | None, options: run.BenchOptions) -> Row:
-    """Gate and time a case on the CPU."""
     return run.run_case(set_, case, {"": 0}, torch.device("cpu"), clock, limits, options)[""]
 
 

@@ -48,7 +48,6 @@ def vllm_fa3() -> Iterator[list[dict[str, Any]]]:
 
 @contextmanager
 def upstream_fa3() -> Iterator[None]:
-    """torch.ops.flash_attn_3."""
 
     def fwd(*values: Any) -> tuple[torch.Tensor, ...]:
         names = [part.split()[-1].partition("=")[0] for part in FA3_UPSTREAM[4 : FA3_UPSTREAM.index(")")].split(",")]
@@ -91,7 +90,6 @@ def _fa3(given: dict[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def flashmla() -> Iterator[None]:
-    """torch.ops._flashmla_C."""
 
     def decode(q, cache, rank, used, table, scale, causal, schedule, splits, out) -> tuple[torch.Tensor, ...]:
         out = q.new_empty(*q.shape[:3], rank)

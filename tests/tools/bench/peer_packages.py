@@ -39,7 +39,6 @@ def installed(**modules: types.SimpleNamespace) -> Iterator[None]:
 
 
 def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, window: tuple[int, int] = (-1, -1)) -> Any:
-    """One sequence: (S, H, D) and (K, Hk, D), bottom-right."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _mixed(_scores(q, k) * scale, v, window[0], 0 if causal else window[1]).to(q.dtype)
 
@@ -50,7 +49,6 @@ def spans(starts: Any) -> list[slice]:
 
 
 def attend_each(q: Any, rows: Any, keys: Any, values: Any, *how: Any) -> Any:
-    """Each sequence: places in q, and its keys and values."""
     out = None
     for place, k, v in zip(rows, keys, values, strict=True):
         part = attend(q[place], k, v, *how)

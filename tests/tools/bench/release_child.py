@@ -8,8 +8,6 @@ FAULTS (a variable of the environment, JSON) says by release what happens there:
     is     the release that it says it is; asks: it looks which one it is
 TURNS (the same) names a file, to which each turn adds a line when it begins and one when it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -30,7 +30,6 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def by_autograd(case: Case, t: Tensors) -> list[torch.Tensor]:
-    """out, dq, dk, dv of a dense case, by autograd of whole float64 scores."""
     q, k, v = (x.double().requires_grad_() for x in (t.q, t.k, t.v))
     keys, values = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
     scores = q @ keys.mT * case.head_dim**-0.5

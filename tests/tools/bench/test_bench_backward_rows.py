@@ -13,7 +13,7 @@ from portattn.tools.bench import contenders, gate, goals, peers, releases, repor
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
 from portattn.tools.bench.goals import GOALS, goal_results
-from portattn.tools.bench.peers import PEERS, torch_functions
+from portattn.tools.bench.peers import PEERS
 from portattn.tools.bench.run import BenchOptions
 from portattn.tools.bench.tensors import Tensors
 
@@ -70,7 +70,7 @@ def test_flex_keeps_what_its_backward_needs():
 
     assert functorch.donated_buffer
     tensors = Tensors.random(DENSE, CPU)
-    around = torch_functions._flex_compiled(DENSE, (tensors.q, tensors.k, tensors.v), None).around
+    around = peers._flex_compiled(DENSE, (tensors.q, tensors.k, tensors.v), None).around
     with around():
         assert not functorch.donated_buffer
     assert functorch.donated_buffer
@@ -105,8 +105,7 @@ def test_rows_have_the_memory_beyond_the_gradients():
     assert row.plan[0].startswith("attention")
     assert row.budget == 1.0
     assert not row.failed
-    text = report.set_table([row])
-    assert text.count("+0.0 MiB") == 3
+    assert report.set_table([row]).count("+0.0 MiB") == 3
 
 
 def test_the_core_is_timed_where_paths_are_not_told(monkeypatch):

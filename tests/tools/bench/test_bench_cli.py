@@ -15,8 +15,11 @@ from portattn.tools.bench import firstcall, gate, peers, releases, results, roun
 from portattn.tools.bench.cases import SETS
 
 
-def bench(*arguments):
-    return click.testing.CliRunner().invoke(main, ["bench", *arguments], prog_name="portattn")
+def bench(*arguments, exits: int | None = None):
+    """Run `portattn bench`; the test fails if its exit status is not `exits`."""
+    called = click.testing.CliRunner().invoke(main, ["bench", *arguments], prog_name="portattn")
+    assert exits in (None, called.exit_code), called.output
+    return called
 
 
 def test_help_names_every_set_and_peer():
@@ -39,15 +42,12 @@ def test_help_names_every_set_and_peer():
     ],
 )
 def test_bad_input(arguments, message):
-    called = bench(*arguments)
-    assert called.exit_code == 2
-    assert message in called.stderr
+    assert message in bench(*arguments, exits=2).stderr
 
 
 def test_without_a_device(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    called = bench("--set", "paged", "--set", "mla", "--json")
-    assert called.exit_code == 2
+    called = bench("--set", "paged", "--set", "mla", "--json", exits=2)
     assert "no CUDA or ROCm device" in json.loads(called.stdout)["error"]["message"]
 
 
@@ -77,8 +77,7 @@ SEED = ("--set", "seed", "--only", "decode", "--peer", "none")
 
 @pytest.mark.usefixtures("device")
 def test_a_set_is_timed(tmp_path):
-    called = bench(*SEED, "--out", str(tmp_path), "--json", "--commit", "c0ffee", "--rounds", "2")
-    assert called.exit_code == 0, called.output
+    called = bench(*SEED, "--out", str(tmp_path), "--json", "--commit", "c0ffee", "--rounds", "2", exits=0)
     told = json.loads(called.stdout)
     assert [row["case"]["name"] for row in told["rows"]] == ["seed decode", "seed paged decode"]
     for row in told["rows"]:
@@ -100,8 +99,7 @@ def test_a_set_is_timed(tmp_path):
 def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
     chosen = ("--set", "backward18", "--set", "backward_more", "--only", "D=128 S=4096 causal", "--peer", "sdpa")
     where = ("--out", str(tmp_path), "--rounds", "1")
-    once = bench(*chosen, *where, "--json", "--budget", "0.0001")
-    assert once.exit_code == 0, once.output
+    once = bench(*chosen, *where, "--json", "--budget", "0.0001", exits=0)
     first = json.loads(once.stdout)["rows"]
     assert len(first) == 1
     assert "1/4]" in once.stderr
@@ -110,8 +108,7 @@ def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
     assert len(left) == 3
     assert {"set": first[0]["set"], "case": first[0]["case"]["name"]} not in left
     assert left == json.loads((tmp_path / "bench.json").read_text())["left"]
-    again = bench(*chosen, *where, "--json", "--resume")
-    assert again.exit_code == 0, again.output
+    again = bench(*chosen, *where, "--json", "--resume", exits=0)
     told = json.loads(again.stdout)
     assert told["rows"][0] == first[0]
     assert told["left"] == []
@@ -133,11 +130,10 @@ def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
 
 @pytest.mark.usefixtures("device")
 def test_several_sets_with_a_budget_take_turns(tmp_path):
-    called = bench(
+    bench(
         "--set", "decode", "--set", "host", "--only", "B=1 H=32/8 S=1024" , "--set", "paged", "--peer", "none",
-        "--budget", "1000", "--out", str(tmp_path), "--rounds", "1",
+        "--budget", "1000", "--out", str(tmp_path), "--rounds", "1", exits=0,
     )  # fmt: skip
-    assert called.exit_code == 0, called.output
     rows = results.read(tmp_path).rows
     assert [row.set for row in rows] == ["decode", "paged", "paged", "paged"]
 
@@ -165,8 +161,7 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     assert "seed paged decode: compiled" in called.stderr
     assert called.exit_code == 0, called.output
     assert "not all was compiled" not in called.stderr
-    called = bench(*sets, "--resume", "--budget", "100")
-    assert "not all was compiled" in called.stderr
+    assert "not all was compiled" in bench(*sets, "--resume", "--budget", "100").stderr
     assert asked == [
         (["seed decode", "seed paged decode"], "auto", False, "", 3, math.inf), ([], "auto", False, "", 3, 50.0),
     ]  # fmt: skip
@@ -181,8 +176,7 @@ def test_an_end_before_the_first_row_leaves_earlier_figures(tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_cells", interrupted)
-    called = bench(*SEED, "--out", str(tmp_path))
-    assert called.exit_code == 130
+    called = bench(*SEED, "--out", str(tmp_path), exits=130)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert "written" not in called.stdout
 
@@ -196,18 +190,14 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_cells", interrupted)
-    called = bench(*SEED, "--out", str(tmp_path))
-    assert called.exit_code == 130
-    assert "seed decode" in called.stdout
+    assert "seed decode" in bench(*SEED, "--out", str(tmp_path), exits=130).stdout
     assert [row.name for row in results.read(tmp_path / "bench.json").rows] == ["seed decode"]
     monkeypatch.setattr(run, "run_cells", cells)
-    called = bench(*SEED, "--out", str(tmp_path), "--resume", "--json")
-    assert called.exit_code == 0, called.output
+    called = bench(*SEED, "--out", str(tmp_path), "--resume", "--json", exits=0)
     told = json.loads(called.stdout)
     assert [(row["case"]["name"], row["run"]) for row in told["rows"]] == [("seed decode", 0), ("seed paged decode", 1)]
     assert len(told["runs"]) == 2
-    again = bench(*SEED, "--out", str(tmp_path), "--resume", "--rounds", "9")
-    assert again.exit_code == 2
+    again = bench(*SEED, "--out", str(tmp_path), "--resume", "--rounds", "9", exits=2)
     assert "its rounds is 5 and this run's is 9" in again.stderr
 
 
@@ -221,9 +211,7 @@ def test_a_lost_device_ends_the_run_and_keeps_its_rows(tmp_path, monkeypatch):
         return timed(set_, case, *rest)
 
     monkeypatch.setattr(run, "run_case", breaks)
-    called = bench(*SEED, "--out", str(tmp_path))
-    assert called.exit_code == 1
-    assert "--resume goes on behind it" in called.stderr
+    assert "--resume goes on behind it" in bench(*SEED, "--out", str(tmp_path), exits=1).stderr
     result = results.read(tmp_path)
     assert [row.name for row in result.rows] == ["seed decode", "seed paged decode"]
     assert "illegal address" in result.rows[1].figures("fa3/vllm").refused
@@ -232,9 +220,7 @@ def test_a_lost_device_ends_the_run_and_keeps_its_rows(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("device")
 def test_status_1_when_portattn_cannot_run():
-    called = bench(*SEED, "--backend", "triton")
-    assert called.exit_code == 1
-    assert "portattn" in called.stdout
+    assert "portattn" in bench(*SEED, "--backend", "triton", exits=1).stdout
 
 
 @pytest.mark.usefixtures("device")
@@ -248,8 +234,7 @@ def test_the_core_is_a_row_of_its_own_and_fails_where_it_cannot_run():
 
 @pytest.mark.usefixtures("device")
 def test_enqueue_times_alone():
-    called = bench("--set", "host", "--host", "--peer", "sdpa", "--json")
-    assert called.exit_code == 0, called.output
+    called = bench("--set", "host", "--host", "--peer", "sdpa", "--json", exits=0)
     told = json.loads(called.stdout)
     assert told["runs"][0]["ceilings"] is None
     goals = {v["goal"]["name"]: v for v in told["goals"]}
@@ -264,8 +249,7 @@ def test_a_file_brings_a_peer(tmp_path):
         "from portattn.tools.bench.contenders import ours\n"
         "def contenders(case, t):\n    return {'seed': lambda: ours(case, t)}\n"
     )
-    called = bench(*SEED, "--peer-file", str(file), "--json")
-    assert called.exit_code == 0, called.output
+    called = bench(*SEED, "--peer-file", str(file), "--json", exits=0)
     told = json.loads(called.stdout)
     assert told["rows"][0]["best_peer"] == "seed"
     assert told["runs"][0]["peers"] == {"seed": "here"}
@@ -305,8 +289,7 @@ def test_report_needs_no_device(tmp_path, monkeypatch):
 def test_report_draws(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     saved(tmp_path / "run")
-    called = bench("report", str(tmp_path / "run"), "--plots", str(tmp_path / "plots"))
-    assert called.exit_code == 0, called.output
+    called = bench("report", str(tmp_path / "run"), "--plots", str(tmp_path / "plots"), exits=0)
     assert (tmp_path / "plots" / "decode.svg").exists()
     assert "decode.png" in called.stdout
 
@@ -315,11 +298,9 @@ def test_compare(tmp_path):
     saved(tmp_path / "a")
     saved(tmp_path / "b", ours=2.0, theirs=2.4)
     saved(tmp_path / "c", ours=1.1)
-    same = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert same.exit_code == 0, same.output
+    same = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"), exits=0)
     assert "decode, portattn: +0.0% over 6 cells" in same.stdout
-    slower = bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--json")
-    assert slower.exit_code == 1
+    slower = bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--json", exits=1)
     told = json.loads(slower.stdout)
     assert len(told["slower"]) == 6
     assert told["sets"][0]["change"] == pytest.approx(1 / 1.1)
@@ -331,8 +312,7 @@ def test_results_without_a_common_peer_are_not_compared(tmp_path):
     with results.Store(tmp_path / "none") as file:
         file.start()
         file.append(a_run())
-    nothing = bench("compare", str(tmp_path / "a"), str(tmp_path / "none"))
-    assert nothing.exit_code == 3
+    nothing = bench("compare", str(tmp_path / "a"), str(tmp_path / "none"), exits=3)
     assert "portattn: nothing was compared: BEFORE and AFTER share no case" in nothing.stderr
 
 

@@ -14,7 +14,6 @@ from portattn.tools.bench import firstcall
 
 @pytest.fixture
 def small(monkeypatch):
-    """A case that the CPU computes at once."""
     case = msgspec.structs.replace(firstcall.CASES[1], batch=1, seq_k=64)
     monkeypatch.setattr(firstcall, "CASES", (case,))
     return case

@@ -72,8 +72,7 @@ def test_a_part_is_a_case_of_its_own(case):
     )  # fmt: skip
     assert part.k.data_ptr() >= tensors.k.data_ptr()
     assert part.k.untyped_storage().data_ptr() == tensors.k.untyped_storage().data_ptr()
-    admitted = gate.admit(one, part, own(one, part))
-    assert admitted.refused == {}
+    assert gate.admit(one, part, own(one, part)).refused == {}
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.page_size])

@@ -14,7 +14,7 @@ from tiny import CASES, distinct
 
 from portattn.errors import ArgumentError
 from portattn.tools.bench import gate, peers
-from portattn.tools.bench.peers import PEERS, Peer, packages, torch_functions
+from portattn.tools.bench.peers import PEERS, Peer, packages
 from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")
@@ -81,8 +81,7 @@ def test_flex_is_given_the_same_mask(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     case = CASES[name]
     tensors = Tensors.random(case, CPU)
-    admitted = gate.admit(case, tensors, torch_functions.flex(case, tensors))
-    assert admitted.refused == {}
+    assert gate.admit(case, tensors, peers.flex(case, tensors)).refused == {}
 
 
 def test_libraries_that_do_not_load_are_named(tmp_path: Path):
@@ -97,7 +96,6 @@ def test_libraries_that_do_not_load_are_named(tmp_path: Path):
 
 
 def small_pages(peer: Peer) -> Peer:
-    """Small cases have small pages."""
     return replace(peer, contenders=functools.partial(peer.contenders, page=1))
 
 
@@ -149,8 +147,7 @@ def test_packages_are_called_as_they_document(name, monkeypatch):
             tensors = Tensors.random(case, CPU)
             builds = adapter.contenders(case, tensors)
             before = tensors.k.clone()
-            admitted = gate.admit(case, tensors, builds)
-            assert admitted.refused == {}, case.name
+            assert gate.admit(case, tensors, builds).refused == {}, case.name
             assert torch.equal(tensors.k, before), case.name
             seen |= set(builds)
     assert seen == expected
@@ -181,7 +178,7 @@ def test_flag_gems_latent_scale_is_refused():
 def test_sdpa_is_given_masks_for_what_it_has_no_argument_for(name):
     case = CASES[name]
     tensors = Tensors.random(case, CPU)
-    builds = torch_functions.sdpa(case, tensors)
+    builds = peers.sdpa(case, tensors)
     admitted = gate.admit(case, tensors, {key: builds[key] for key in ("sdpa", "sdpa-math", "sdpa-flash")})
     assert admitted.refused == {}
 
@@ -189,10 +186,10 @@ def test_sdpa_is_given_masks_for_what_it_has_no_argument_for(name):
 def test_the_unfused_form_is_for_small_scores_only(monkeypatch):
     case = CASES["seed decode"]
     tensors = Tensors.random(case, CPU)
-    monkeypatch.setattr(torch_functions, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k)
-    assert "sdpa-math" in torch_functions.sdpa(case, tensors)
-    monkeypatch.setattr(torch_functions, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k - 1)
-    assert "sdpa-math" not in torch_functions.sdpa(case, tensors)
+    monkeypatch.setattr(peers, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k)
+    assert "sdpa-math" in peers.sdpa(case, tensors)
+    monkeypatch.setattr(peers, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k - 1)
+    assert "sdpa-math" not in peers.sdpa(case, tensors)
 
 
 PEER = """

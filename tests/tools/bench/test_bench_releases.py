@@ -70,8 +70,7 @@ def own(*more: str) -> tuple[str, ...]:
 def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
     faults["99.0.0"] = {"slow": 2.0}
     out = tmp_path / "out"
-    called = bench(*SEED, *own(copy), "--out", str(out), "--json", "--commit", "c0ffee")
-    assert called.exit_code == 0, called.output
+    called = bench(*SEED, *own(copy), "--out", str(out), "--json", "--commit", "c0ffee", exits=0)
     told = json.loads(called.stdout)
     assert [(one["release"], one["failed"]) for one in told["releases"]] == [(OWN.version, ""), ("99.0.0", "")]
     assert {(c["case"], c["contender"], c["best"]) for c in told["cases"]} == {
@@ -119,8 +118,7 @@ def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
 def test_who_does_not_start_is_named_and_the_others_are_timed(tmp_path, copy, faults):
     faults["99.0.0"] = {"start": "libtriton.so: no such symbol"}
     out = tmp_path / "out"
-    called = bench(*SEED, *own(copy), "--out", str(out), "--json")
-    assert called.exit_code == 1
+    called = bench(*SEED, *own(copy), "--out", str(out), "--json", exits=1)
     told = json.loads(called.stdout)
     assert ["libtriton.so: no such symbol" in one["failed"] for one in told["releases"]] == [False, True]
     assert all(list(case["releases"]) == [OWN.version] for case in told["cases"])
@@ -149,8 +147,7 @@ def test_another_release_than_was_named_is_not_timed(copy, faults):
 def test_a_case_that_fails_in_one_release_is_measured_with_the_others(monkeypatch, copy, faults, fault, first, second):
     monkeypatch.setattr(releases, "TURN_S", 3.0)
     faults["99.0.0"] = fault
-    called = bench(*SEED, *own(copy), "--json")
-    assert called.exit_code == 1, called.output
+    called = bench(*SEED, *own(copy), "--json", exits=1)
     told = json.loads(called.stdout)
     of = {case["case"]: case for case in told["cases"] if case["contender"] == "portattn"}
     broken = of["seed decode"]["releases"]
@@ -167,25 +164,20 @@ def test_a_case_that_fails_in_one_release_is_measured_with_the_others(monkeypatc
 def test_a_run_goes_on_where_every_release_has_a_cell(tmp_path, copy, faults):
     out = tmp_path / "out"
     chosen = (*SEED[:4], "--peer", "none", "--rounds", "1", "--out", str(out))
-    once = bench(*chosen, *own(copy), "--budget", "0.001", "--json")
-    assert once.exit_code == 0, once.output
-    assert "1 cells are left" in once.stderr
+    assert "1 cells are left" in bench(*chosen, *own(copy), "--budget", "0.001", "--json", exits=0).stderr
     # An interrupt between the two releases' rows: only one has it.
     with results.Store(out / "99.0.0") as folder:
         result = results.read(out / "99.0.0")
         result.rows = []
         folder.replace(result)
-    again = bench(*chosen, *own(copy), "--resume", "--json")
-    assert again.exit_code == 0, again.output
+    bench(*chosen, *own(copy), "--resume", "--json", exits=0)
     for name in (OWN.version, "99.0.0"):
         result = results.read(out / name)
         assert Counter(row.name for row in result.rows) == {"seed decode": 1, "seed paged decode": 1}
         assert {row.run for row in result.rows} == {1}
-    other = bench(*chosen[:-2], "--out", str(out), *own(copy), "--resume", "--core-only")
-    assert other.exit_code == 2
+    other = bench(*chosen[:-2], "--out", str(out), *own(copy), "--resume", "--core-only", exits=2)
     assert "its core is False" in other.stderr
-    nothing = bench(*chosen[:-2], "--out", str(tmp_path / "new"), *own(copy), "--resume")
-    assert nothing.exit_code == 2
+    nothing = bench(*chosen[:-2], "--out", str(tmp_path / "new"), *own(copy), "--resume", exits=2)
     assert "no release's rows.jsonl" in nothing.stderr
 
 
@@ -223,8 +215,7 @@ def interrupted(*_: object) -> None:
 def test_an_interrupt_before_the_first_figure_leaves_the_comparison(out, copy, monkeypatch, resume, moment):
     before = contents(out)
     monkeypatch.setattr(*moment, interrupted)
-    called = bench(*SHORT, *own(copy), "--out", str(out), *resume)
-    assert called.exit_code == 130, called.output
+    bench(*SHORT, *own(copy), "--out", str(out), *resume, exits=130)
     after = contents(out)
     kept = [name for name in before if name.endswith(("releases.json", "releases.md", "bench.json", "bench.csv"))]
     assert len(kept) == 6
@@ -240,9 +231,7 @@ def test_an_interrupt_while_rows_are_begun_ends_as_any_other(tmp_path, copy, fau
         return start(self) if len(begun) == 1 else interrupted()
 
     monkeypatch.setattr(results.Store, "start", second)
-    called = bench(*SHORT, *own(copy), "--out", str(out), "--json")
-    assert called.exit_code == 130, called.output
-    assert json.loads(called.stdout)["releases"] == []
+    assert json.loads(bench(*SHORT, *own(copy), "--out", str(out), "--json", exits=130).stdout)["releases"] == []
     assert not (out / "releases.json").exists()
 
 
@@ -250,9 +239,7 @@ def test_where_no_release_starts_nothing_is_written(out, copy, faults):
     before = contents(out)
     faults["99.0.0"] = faults[OWN.version] = {"start": "no such symbol"}
     for resume in ((), ("--resume",)):
-        called = bench(*SHORT, *own(copy), "--out", str(out), *resume)
-        assert called.exit_code == 1, called.output
-        assert "written" not in called.stdout
+        assert "written" not in bench(*SHORT, *own(copy), "--out", str(out), *resume, exits=1).stdout
         assert contents(out) == before
 
 
@@ -260,18 +247,15 @@ def test_who_does_not_start_again_keeps_its_figures(out, copy, faults):
     once = json.loads((out / "releases.json").read_text())
     before = contents(out / "99.0.0")
     faults["99.0.0"] = {"start": "no such symbol"}
-    called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json")
-    assert called.exit_code == 1, called.output
+    called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json", exits=1)
     told = json.loads(called.stdout)
     assert told["cases"] == once["cases"]
     assert ["no such symbol" in one["failed"] for one in told["releases"]] == [False, True]
     assert told["releases"][1]["date"]
     assert contents(out / "99.0.0") == before
-    said = bench("report", str(out))
-    assert said.exit_code == 0, said.output
+    said = bench("report", str(out), exits=0)
     assert re.search(r"99\.0\.0: did not start: .*no such symbol; figures of ", said.stdout)
-    other = bench(*SHORT[:-1], "2", *own(copy), "--out", str(out), "--resume")
-    assert other.exit_code == 2
+    bench(*SHORT[:-1], "2", *own(copy), "--out", str(out), "--resume", exits=2)
 
 
 @pytest.mark.usefixtures("device")
@@ -282,8 +266,7 @@ def test_a_release_that_begins_later_loses_nobodys_rows(tmp_path, copy, faults):
     assert bench(*SHORT, *own(copy), "--out", str(out)).exit_code == 1
     before = (out / OWN.version / "rows.jsonl").read_bytes()
     del faults["99.0.0"]
-    called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json")
-    assert called.exit_code == 0, called.output
+    called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json", exits=0)
     (kept,) = (out / OWN.version).glob("rows-*.jsonl")
     assert kept.read_bytes() == before
     assert f"triton==99.0.0 begins: triton=={OWN.version}'s rows are now {kept}" in called.stderr
@@ -316,8 +299,7 @@ def test_kernels_are_compiled_with_every_release_first(copy, faults):
     several = releases.releases((OWN.version, copy))
     cases = [case for case in SETS["seed"] if "decode" in case.name]
     seen = []
-    complete = releases.prime_releases(several, cases, "auto", False, 2, lambda *item: seen.append(item))
-    assert complete
+    assert releases.prime_releases(several, cases, "auto", False, 2, lambda *item: seen.append(item))
     assert {(release.version, case.name) for release, case, _ in seen} == {
         (version, case.name) for version in (OWN.version, "99.0.0") for case in cases
     }
@@ -395,9 +377,7 @@ def test_bad_releases(texts, limit, monkeypatch, tmp_path):
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
     with pytest.raises(ArgumentError, match=limit):
         releases.releases(texts)
-    called = bench(*(word for text in texts for word in ("--release", text)))
-    assert called.exit_code == 2
-    assert re.search(limit, called.stderr)
+    assert re.search(limit, bench(*(word for text in texts for word in ("--release", text)), exits=2).stderr)
 
 
 def test_a_release_is_written_as_the_lab_writes_it(copy):
@@ -413,9 +393,7 @@ def test_a_release_is_written_as_the_lab_writes_it(copy):
 def test_without_a_device_nobody_is_asked_for_a_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    called = bench("--release", "99.0.0")
-    assert called.exit_code == 2
-    assert "no CUDA or ROCm device is here" in called.stderr
+    assert "no CUDA or ROCm device is here" in bench("--release", "99.0.0", exits=2).stderr
 
 
 def test_the_best_is_told_from_the_rounds_that_they_shared():

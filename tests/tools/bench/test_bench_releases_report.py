@@ -48,9 +48,7 @@ def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
     monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
     benchreport.show_comparison(whole(), [])
     shown = capsys.readouterr().out
-    called = bench("report", str(saved(tmp_path / name, whole())))
-    assert called.exit_code == 0, called.output
-    assert called.stdout == shown
+    assert bench("report", str(saved(tmp_path / name, whole())), exits=0).stdout == shown
     assert "3.6.0: triton==3.6.0, a chip" in shown
     assert "3.9.0: did not start: no such symbol" in shown
     assert "1000.0 µs (3.00), 1.00, triton  2000.0 µs (1.50), 0.50, triton  3.6.0" in shown
@@ -64,8 +62,7 @@ def test_a_folders_comparison_comes_before_a_run_that_lies_beside_it(tmp_path):
     (tmp_path / "bench.json").write_text("not read")
     (tmp_path / "rows.jsonl").write_text("not read")
     saved(tmp_path / "releases.json", whole())
-    called = bench("report", str(tmp_path), "--json")
-    assert called.exit_code == 0, called.output
+    called = bench("report", str(tmp_path), "--json", exits=0)
     assert json.loads(called.stdout) == msgspec.to_builtins(whole()) | {"written": []}
 
 
@@ -74,8 +71,7 @@ def test_files_of_before_chips_and_goals_were_kept(tmp_path):
         {name: value for name, value in run.items() if name != "chip"}
         for run in msgspec.to_builtins(whole())["releases"]
     ]
-    called = bench("report", str(saved(tmp_path / "releases.json", changed(goals=..., releases=runs))))
-    assert called.exit_code == 0, called.output
+    called = bench("report", str(saved(tmp_path / "releases.json", changed(goals=..., releases=runs))), exits=0)
     assert called.stdout.startswith("3.6.0: triton==3.6.0\n")
     assert "Goals" not in called.stdout
 
@@ -83,8 +79,7 @@ def test_files_of_before_chips_and_goals_were_kept(tmp_path):
 def test_markdown_and_csv(tmp_path):
     file = saved(tmp_path / "releases.json", whole())
     markdown, as_csv = tmp_path / "new" / "a.md", tmp_path / "new" / "a.csv"
-    called = bench("report", str(file), "--markdown", str(markdown), "--csv", str(as_csv), "--json")
-    assert called.exit_code == 0, called.output
+    called = bench("report", str(file), "--markdown", str(markdown), "--csv", str(as_csv), "--json", exits=0)
     assert json.loads(called.stdout)["written"] == [str(markdown), str(as_csv)]
     assert markdown.read_text() == comparison.as_markdown(whole())
     assert markdown.read_text().startswith(
@@ -134,9 +129,7 @@ def test_a_file_that_cannot_be_read_is_named_and_another_json_is_read_as_a_runs_
     (tmp_path / "of-may.json").write_text('{"schema": 3}')
     refused = {"": "releases.json: cannot be read: Is a directory", "of-may.json": "no results of portattn bench"}
     for name, said in refused.items():
-        called = bench("report", str(tmp_path / name))
-        assert called.exit_code == 2
-        assert said in called.stderr
+        assert said in bench("report", str(tmp_path / name), exits=2).stderr
 
 
 def test_portattns_own_cases_are_drawn_in_the_comparisons_order():
@@ -175,8 +168,7 @@ def test_plots(tmp_path):
     found = whole(sets=("decode", "dense18", "prefill"))
     cases = [case for case in found.cases if case.case != SETS["prefill"][0].name]  # one of two: no figure
     file = saved(tmp_path / "releases.json", msgspec.structs.replace(found, cases=cases))
-    called = bench("report", str(file), "--plots", str(tmp_path / "a"), "--json")
-    assert called.exit_code == 0, called.output
+    called = bench("report", str(file), "--plots", str(tmp_path / "a"), "--json", exits=0)
     names = [f"releases-{name}.{form}" for name in ("decode", "dense18") for form in ("svg", "png")]
     assert json.loads(called.stdout)["written"] == [str(tmp_path / "a" / name) for name in names]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(names)
@@ -191,7 +183,6 @@ def test_plots(tmp_path):
 
 
 def drawn(monkeypatch, folder: Path, found: comparison.Comparison) -> list[Any]:
-    """The axes of each figure."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     figures_: dict[int, Any] = {}
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda shown, *_, **__: figures_.update({id(shown): shown}))
@@ -257,8 +248,7 @@ def test_cases_are_in_the_order_of_their_set():
 def test_a_comparison_is_no_run(tmp_path, command):
     file = saved(tmp_path / "releases.json", whole())
     more = ["--out", str(tmp_path / "out")] if command == "join" else []
-    called = bench(command, str(file), str(file), *more)
-    assert called.exit_code == 2
+    called = bench(command, str(file), str(file), *more, exits=2)
     assert "compares releases of Triton: name the folder of one of them" in called.stderr
     assert not (tmp_path / "out").exists()
 

@@ -135,8 +135,10 @@ def part(folder: Path, set_: str, cases, asked=(), **fields) -> Path:
     return folder
 
 
-def run(*words: object):
-    return CliRunner().invoke(main, ["bench", "join", *map(str, words)])
+def run(*words: object, exits: int | None = None):
+    called = CliRunner().invoke(main, ["bench", "join", *map(str, words)])
+    assert exits in (None, called.exit_code), called.output
+    return called
 
 
 def test_parts_become_one(tmp_path: Path) -> None:
@@ -146,8 +148,7 @@ def test_parts_become_one(tmp_path: Path) -> None:
     ]  # fmt: skip
     with results.Store(tmp_path / "b") as file:
         file.append(FirstCall(case="first paged", run=0, empty_s=2.0, kept_s=1.0, second_s=0.1))
-    done = run(*parts, "--out", tmp_path / "whole", "--json")
-    assert done.exit_code == 0, done.output
+    done = run(*parts, "--out", tmp_path / "whole", "--json", exits=0)
     whole = results.read(tmp_path / "whole")
     assert [(row.name, row.run) for row in whole.rows] == [
         (PAGED[0].name, 0), (PAGED[1].name, 0), (DECODE[0].name, 1), (PAGED[3].name, 2)
@@ -168,16 +169,13 @@ def test_parts_of_other_things_are_refused(tmp_path: Path, field: str) -> None:
     first, second = (
         part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1], **{field: other}),
     )  # fmt: skip
-    done = run(first, second, "--out", tmp_path / "whole")
-    assert done.exit_code == 2
-    assert f"its {field} is {other!r}" in done.output
+    assert f"its {field} is {other!r}" in run(first, second, "--out", tmp_path / "whole", exits=2).output
     assert not (tmp_path / "whole").exists()
 
 
 def test_a_case_that_two_have_measured_is_refused(tmp_path: Path) -> None:
     first, second = part(tmp_path / "a", "paged", PAGED[:2]), part(tmp_path / "b", "paged", PAGED[1:3])
-    done = run(first, second, "--out", tmp_path / "whole")
-    assert done.exit_code == 2
+    done = run(first, second, "--out", tmp_path / "whole", exits=2)
     assert repr(PAGED[1].name) in done.output
     assert str(first) in done.output
 
@@ -185,9 +183,7 @@ def test_a_case_that_two_have_measured_is_refused(tmp_path: Path) -> None:
 def test_what_lay_there_is_kept(tmp_path: Path) -> None:
     first = part(tmp_path / "a", "paged", PAGED[:1])
     part(tmp_path / "whole", "decode", DECODE[:1])
-    done = run(first, "--out", tmp_path / "whole")
-    assert done.exit_code == 0
-    assert "are now" in done.output
+    assert "are now" in run(first, "--out", tmp_path / "whole", exits=0).output
     assert [row.set for row in results.read(tmp_path / "whole").rows] == ["paged"]
     assert len(list((tmp_path / "whole").glob("rows-*.jsonl"))) == 1
 
@@ -196,7 +192,5 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     first, second = part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1])
     path = second / results.ROWS
     path.write_bytes(path.read_bytes().replace(b'"rounds_ms"', b'"rounds_us"'))
-    done = run(first, second, "--out", tmp_path / "whole")
-    assert done.exit_code == 2
-    assert str(path) in done.output
+    assert str(path) in run(first, second, "--out", tmp_path / "whole", exits=2).output
     assert not (tmp_path / "whole").exists()

@@ -13,8 +13,7 @@ def test_list_create_remove(portattn, publish) -> None:
     assert [row["toolchain"] for row in called.json["toolchains"]] == list(toolchains())
     assert {row["state"] for row in called.json["toolchains"]} == {"missing"}
 
-    called = portattn("lab", "create", "triton==9.1.0", "--json")
-    assert called.status == 0, called.err
+    called = portattn("lab", "create", "triton==9.1.0", "--json", exits=0)
     (made,) = called.json["environments"]
     assert made["versions"] == {"triton": "9.1.0"}
     assert "triton==9.1.0: ready" in called.err  # progress
@@ -27,17 +26,13 @@ def test_list_create_remove(portattn, publish) -> None:
     assert "environment.json is missing" in text
     assert "0 environments, 0 MB" in text
 
-    called = portattn("lab", "remove", "triton==9.1.0", "--json")
-    assert called.json["removed"][0]["bytes"] > 500
-    called = portattn("lab", "remove", "triton==9.1.0")
-    assert called.status == 2
-    assert "there is no lab environment to remove" in called.err
+    assert portattn("lab", "remove", "triton==9.1.0", "--json").json["removed"][0]["bytes"] > 500
+    assert "there is no lab environment to remove" in portattn("lab", "remove", "triton==9.1.0", exits=2).err
 
 
 def test_one_that_cannot_be_made_is_red_and_the_others_are_made(portattn, publish) -> None:
     publish()
-    called = portattn("lab", "create", "triton==9.2.0", "triton==9.1.0", "--jobs", "2", "--json")
-    assert called.status == 1
+    called = portattn("lab", "create", "triton==9.2.0", "triton==9.1.0", "--jobs", "2", "--json", exits=1)
     assert [one["toolchain"] for one in called.json["environments"]] == ["triton==9.1.0"]
     (failed,) = called.json["failed"]
     assert "No matching distribution found for triton==9.2.0" in failed["error"]
@@ -54,9 +49,7 @@ def test_one_that_cannot_be_made_is_red_and_the_others_are_made(portattn, publis
     ],
 )
 def test_bad_input_is_one_line_and_status_2(portattn, line: list[str], message: str) -> None:
-    called = portattn("lab", *line)
-    assert called.status == 2
-    assert message in called.err
+    assert message in portattn("lab", *line, exits=2).err
     assert not list(folders.root().glob("[!.]*/"))
 
 
@@ -69,7 +62,5 @@ def test_an_interrupt_ends_it_and_leaves_nothing(portattn, publish, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "wait", interrupted)
-    called = portattn("lab", "create", "triton==9.1.0")
-    assert called.status == 130
-    assert "nothing half made is left" in called.err
+    assert "nothing half made is left" in portattn("lab", "create", "triton==9.1.0", exits=130).err
     assert [path for path in folders.root().iterdir() if path.suffix != ".lock"] == []

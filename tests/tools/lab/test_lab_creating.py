@@ -27,7 +27,6 @@ NAME = "triton==9.1.0"
 
 
 def left() -> list[str]:
-    """What lies in the lab's folder beside its locks."""
     return sorted(path.name for path in folders.root().glob("*") if path.suffix != ".lock")
 
 
@@ -70,8 +69,7 @@ def test_from_nothing_to_an_environment_and_back(publish, tmp_path: Path, monkey
         with pytest.raises(ArgumentError, match="remove it first"):
             lab.create(NAME, python="/usr/bin/other")
 
-    freed = lab.remove(NAME)
-    assert freed >= made.bytes
+    assert lab.remove(NAME) >= made.bytes
     assert (lab.find(NAME), left()) == (None, [])
     with pytest.raises(LabError, match="no lab environment to remove"):
         lab.remove(NAME)
@@ -190,8 +188,7 @@ def test_a_broken_environment_is_told_and_replaced(publish, tmp_path: Path) -> N
         shutil.copytree(tmp_path / "whole", folder, symlinks=True)
         assert lab.find(NAME) is not None
         spoil(folder)
-        state = next(state for state in lab.states() if state.toolchain == NAME)
-        assert state.environment is None, what
+        assert next(state for state in lab.states() if state.toolchain == NAME).environment is None, what
         assert lab.find(NAME) is None
         with pytest.raises(LabError, match=f"is broken: .*{why}.*; `portattn lab create"):
             lab.need(NAME)
@@ -379,7 +376,6 @@ programs = "{programs}"
 
 @pytest.fixture
 def bring(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Have the compiler of RECIPE brought by a package."""
     compilers.all_compilers()
     before = compilers._brought.compilers or {}
 

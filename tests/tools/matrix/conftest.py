@@ -22,13 +22,11 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small() -> list[NamedProblem]:
-    """Two problems that compile quickly."""
     return [dense(dtype="fp16", head_dim=64), decode("GQA", dtype="fp16", head_dim=64)]
 
 
 @pytest.fixture
 def cell() -> Callable[..., Cell]:
-    """The factory of hand-made cells."""
     return make_cell
 
 
@@ -46,7 +44,6 @@ def seen() -> Callable[..., Snapshot]:
 
 @pytest.fixture
 def run_of() -> Callable[..., tuple[Run, list[Cell]]]:
-    """The factory of runs."""
     return make_run
 
 

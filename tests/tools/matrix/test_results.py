@@ -205,14 +205,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_about_out(tmp_path: Path):
 
 @pytest.fixture
 def lines(run_of, cell):
-    """A run and two cells, as its file has them."""
     made, cells = run_of([cell(), cell(named=decode("GQA", dtype="bf16", head_dim=128))])
     return [made, *cells]
 
 
 @pytest.fixture
 def written(tmp_path):
-    """written([record, …]): a file of these lines."""
 
     def write(records):
         (tmp_path / NAME).write_bytes(b"".join(map(encode_record, records)))

@@ -20,7 +20,6 @@ SCREENS = (1400, 390)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a site, and its cells."""
     run, cells = run_of_every_kind(make_cell, make_run)
     place = tmp_path_factory.mktemp("served") / "sub" / "path"
     replace_folder(place, site.pages(run, cells, {}))
@@ -36,7 +35,6 @@ def driver(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(made):
-    """The site's address on a server, below its root."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):

@@ -61,9 +61,7 @@ def planted(folder: Path, kernels: str, features: str, more: str = "") -> tuple:
 
 
 @pytest.mark.parametrize(("kernels", "features", "op"), MET)
-def test_conditions_are_met_by_a_problem_that_is_planned_there(
-    tmp_path: Path, kernels: str, features: str, op: str
-) -> None:
+def test_conditions_are_met_by_a_problem_that_is_planned_there(tmp_path, kernels, features, op):
     quirk, known = planted(tmp_path, kernels, features)
     found = examples.find(quirk, known)
     assert (KERNELS[found.kernel], found.problem.op) == (op, op)

@@ -39,7 +39,6 @@ def class_of(class_with, target) -> Callable[..., Class]:
 
 @pytest.fixture
 def class_with(tmp_path, target) -> Callable[..., Class]:
-    """As class_of, with a compiler."""
 
     def make(toolchain: Toolchain, tunable: Any, *texts: str, file: str | None = FILE) -> Class:
         tuning = None

@@ -1,7 +1,5 @@
 """A kernel that is tuned without a device: its candidates are torch on the CPU, and a clock that is told the times."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -19,10 +19,11 @@ from portattn.worker.client import Worker
 WHERE = ("--target", "cuda:sm_90", "--toolchain", "triton==3.6.0")
 
 
-def tune(*arguments):
+def tune(*arguments, exits: int | None = None):
     result = click.testing.CliRunner().invoke(main, ["tune", *arguments], prog_name="portattn")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    assert exits in (None, result.exit_code), result.output
     return result
 
 
@@ -43,16 +44,13 @@ def tune(*arguments):
 )
 def test_bad_input(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    called = tune(*arguments)
-    assert called.exit_code == 2
-    assert message in called.stderr
+    assert message in tune(*arguments, exits=2).stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_says_what_would_be_searched_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    called = tune(*WHERE, "--problem", SMALL, "--kernel", "dense_forward", "--dry-run", "--json")
-    assert called.exit_code == 0
+    called = tune(*WHERE, "--problem", SMALL, "--kernel", "dense_forward", "--dry-run", "--json", exits=0)
     (row,) = json.loads(called.stdout)["classes"]
     assert row["problems"] == [SMALL]
     assert row["candidates"] > 10
@@ -74,15 +72,13 @@ def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here
         monkeypatch.setattr("portattn.cli.tune._device", lambda where: pytest.fail("a device is looked for"))
     else:
         monkeypatch.setattr("portattn.planning.registry.devices", list)
-    called = tune("--target", "cuda:sm_90", *common, "--out", str(tmp_path), "--json")
-    assert called.exit_code == 0
+    called = tune("--target", "cuda:sm_90", *common, "--out", str(tmp_path), "--json", exits=0)
     told = json.loads(called.stdout)
     assert (told["written"], told["out"], told["red"]) == ([], None, [])
     assert told["classes"][0]["measured"] is False
     assert told["origin"]["chip"].endswith("not present")
     assert "not measured" in (tmp_path / "sm_90.txt").read_text()
-    spills = tune("--target", "cuda:sm_120", *common, "--out", str(tmp_path))
-    assert spills.exit_code == 1
+    spills = tune("--target", "cuda:sm_120", *common, "--out", str(tmp_path), exits=1)
     assert "no candidate compiles, fits and does not spill" in spills.stdout
     assert not (tmp_path / "sm_120.toml").exists()
 
@@ -107,15 +103,13 @@ SHIPPED = Registry.load().tunings["cuda"]["sm_90"].entry
 
 
 def new(tuning: Tuning) -> list[Entry]:
-    """The entries that the shipped file does not have."""
     return [entry for entry in tuning.entry if entry not in SHIPPED]
 
 
 def test_a_timed_run_writes_toml_log_and_table(tmp_path, device):
     tunable = device({64: Made(100.0), 32: Made(50.0)})
     out = tmp_path / "made.toml"
-    called = tune(*WHERE, "--problem", SMALL, "--out", str(out), "--json")
-    assert called.exit_code == 0, called.output
+    called = tune(*WHERE, "--problem", SMALL, "--out", str(out), "--json", exits=0)
     told = json.loads(called.stdout)
     assert told["written"] == [told["classes"][0]["name"]]
     assert told["classes"][0]["choice"]["launch"]["block_n"] == 32
@@ -128,17 +122,14 @@ def test_a_timed_run_writes_toml_log_and_table(tmp_path, device):
     assert "chosen, measured: 64×32" in (tmp_path / "made.txt").read_text()
     # The file that there is now is where the next run begins.
     tunable.made[64] = Made(10.0)
-    again = tune(*WHERE, "--problem", SMALL, "--out", str(out))
-    assert again.exit_code == 0
-    assert "chosen, measured: 64×64" in again.stdout
+    assert "chosen, measured: 64×64" in tune(*WHERE, "--problem", SMALL, "--out", str(out), exits=0).stdout
     assert len(load_tuning(out, "cuda").entry) == len(tuning.entry)
     assert len(list(tmp_path.glob("made-*.jsonl"))) == 1
 
 
 def test_status_1_when_a_candidate_is_wrong(tmp_path, device):
     device({64: Made(100.0), 32: Made(1.0, "wrong")})
-    called = tune(*WHERE, "--problem", SMALL, "--out", str(tmp_path))
-    assert called.exit_code == 1
+    called = tune(*WHERE, "--problem", SMALL, "--out", str(tmp_path), exits=1)
     assert "wrong: 64×32" in called.stdout
     assert "over the budget" in called.stdout
 
@@ -159,19 +150,15 @@ def test_an_interrupted_run_goes_on(tmp_path, device):
     tunable = device({64: Made(100.0), 32: Made(50.0)})
     tunable.__class__ = Interrupted
     arguments = (*WHERE, "--problem", SMALL, "--problem", WIDE, "--out", str(tmp_path))
-    called = tune(*arguments)
-    assert called.exit_code == 130
-    assert "--resume goes on" in called.stderr
+    assert "--resume goes on" in tune(*arguments, exits=130).stderr
     half = load_tuning(tmp_path / "sm_90.toml", "cuda")
     assert len(new(half)) == 1
     tunable.over = True
     tunable.started.clear()
-    called = tune(*arguments, "--resume", "--json")
-    assert called.exit_code == 0, called.output
+    called = tune(*arguments, "--resume", "--json", exits=0)
     assert [one["choice"]["launch"]["block_n"] for one in json.loads(called.stdout)["classes"]] == [32, 32]
     whole = load_tuning(tmp_path / "sm_90.toml", "cuda")
     assert len(new(whole)) == 2
     assert len([r for r in read(tmp_path / "sm_90.jsonl") if isinstance(r, Outcome)]) == 2
-    refused = tune(*WHERE, "--problem", SMALL, "--out", str(tmp_path), "--resume")
-    assert refused.exit_code == 2
+    refused = tune(*WHERE, "--problem", SMALL, "--out", str(tmp_path), "--resume", exits=2)
     assert "it was begun with another classes" in refused.stderr

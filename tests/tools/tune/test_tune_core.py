@@ -37,8 +37,7 @@ def test_limits_and_quirks_act_on_candidates_so_some_are_twins(target):
     tunable = core(target, "dense_forward")
     tall, low = (Choice(launch={"block_m": rows, "block_n": 64}) for rows in (128, 64))
     assert tunable.build(problem, tall, target).identity == tunable.build(problem, low, target).identity
-    other = tunable.build(problem, choice(32), target)
-    assert other.identity != tunable.build(problem, low, target).identity
+    assert tunable.build(problem, choice(32), target).identity != tunable.build(problem, low, target).identity
 
 
 def test_the_split_over_keys_is_part_of_a_candidate_and_not_of_its_code(target):

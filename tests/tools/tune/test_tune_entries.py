@@ -100,8 +100,7 @@ def test_a_choice_of_another_release_stands_beside_todays(
     assert (of.timed_with, of.toolchain) == ("triton==3.6.0", {"triton": its_range})
     made = outcome(of, choice(chosen), timed_with=of.timed_with)
     assert ("no longer is" if chosen == 128 else "still is") in sentence(made)
-    file = TuningFile(path, base, origin(of.name, toolchain=str(toolchain)), "cuda")
-    assert file.put(of, made)
+    assert TuningFile(path, base, origin(of.name, toolchain=str(toolchain)), "cuda").put(of, made)
     added(base, path.read_text())
     features, after = of.workloads[0].problem.features(), load_tuning(path, "cuda")
     entry = after.find("dense_forward", features, toolchain)
@@ -111,8 +110,7 @@ def test_a_choice_of_another_release_stands_beside_todays(
         other = Toolchain.parse(f"triton=={other}")
         assert after.find("dense_forward", features, other) == before.find("dense_forward", features, other)
     first = path.read_text()
-    again = class_with(toolchain, tunable, file=first)
-    assert not again.timed_with
+    assert not class_with(toolchain, tunable, file=first).timed_with
     assert TuningFile(path, first, origin(of.name, toolchain=str(toolchain)), "cuda").put(of, made)
     assert path.read_text() == first
 
@@ -124,7 +122,6 @@ def dense_file(*entries: str) -> str:
 
 
 def timed(toolchain_range: str, block_n: int, release: str) -> str:
-    """An entry that was timed with a release of its own."""
     figures = '[{ problem = "p", us = 1.0 }]'
     return (
         f'toolchain = {{ triton = "{toolchain_range}" }}\nlaunch = {{ block_m = 64, block_n = {block_n} }}\n'
@@ -346,8 +343,7 @@ def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, bac
     after = load_tuning(tmp_path / f"{arch}.toml", backend)
     for number, of in enumerate(found):
         for load in of.workloads:
-            entry = after.find(of.kernel, load.problem.features(), TRITON)
-            assert entry.launch["num_stages"] == number + 1
+            assert after.find(of.kernel, load.problem.features(), TRITON).launch["num_stages"] == number + 1
     assert [e for e in after.entry if e in tuning.entry] == list(tuning.entry)
     for index, entry in enumerate(after.entry):
         assert any(

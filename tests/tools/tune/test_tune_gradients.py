@@ -200,9 +200,8 @@ def test_a_candidate_compiles_in_a_child_and_both_kernels_count() -> None:
     made: dict[str, CompileResult] = {}
     compile_all([(built.code, built)], str(where.toolchain), 1, 120.0, made.__setitem__, {})
     assert made[built.code].failure == ""
-    known = facts_of(built, made)
     # 128 rows of a gradient 128 wide and two tiles of scores, with four warps, do not fit the registers: rows alone.
-    assert known["spills"] > 0
+    assert facts_of(built, made)["spills"] > 0
     assert "bytes spilled" in verdict(made[built.code], chosen, where, 0)
 
 

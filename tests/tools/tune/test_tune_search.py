@@ -1,7 +1,5 @@
 """A class from its space to its choice: what is never timed, never chosen, and when an incumbent goes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

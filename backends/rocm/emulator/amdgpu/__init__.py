@@ -17,6 +17,7 @@ import sys
 import types
 from typing import Any
 
+from portattn.backends.rocm.emulator.amdgpu.assembly import ARCHES
 from portattn.backends.rocm.emulator.amdgpu.errors import (
     BadLaunch,
     BadProgram,
@@ -37,7 +38,6 @@ from portattn.backends.rocm.emulator.amdgpu.errors import (
     UnknownOperand,
     WrongArch,
 )
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES
 from portattn.backends.rocm.emulator.amdgpu.machine import Program, Report
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
 

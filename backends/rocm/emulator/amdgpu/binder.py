@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction, Operand, operand
+from portattn.backends.rocm.emulator.amdgpu.assembly import EXEC, VECTOR, Instruction, Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, VECTOR
 from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState, literal
 
 # Control → function of (lanes, its number) that returns the source lane, negative if it is missing. A row is 16 lanes.

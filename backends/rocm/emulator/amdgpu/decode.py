@@ -21,10 +21,9 @@ from portattn.backends.rocm.emulator.amdgpu import (
     vcc_ops,
     vector,
 )
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
+from portattn.backends.rocm.emulator.amdgpu.assembly import EXEC, SCC, VCC, Instruction
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, base_name, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import EmulationError, UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCC, VCC
 from portattn.backends.rocm.emulator.amdgpu.register_checks import wait_limits as wait_limits
 from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction, Operand, operand
+from portattn.backends.rocm.emulator.amdgpu.assembly import M0, Instruction, Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, unified_registers, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import MissingWait, OutOfBounds, UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.isa import M0
 from portattn.backends.rocm.emulator.amdgpu.lds import flat_waves
 from portattn.backends.rocm.emulator.amdgpu.lds_scratch_ops import bind_buffer_scratch, is_buffer_scratch
 from portattn.backends.rocm.emulator.amdgpu.memory import (

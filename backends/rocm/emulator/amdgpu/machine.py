@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import decode
-from portattn.backends.rocm.emulator.amdgpu.assembly import Assembly, KernargSlot, parse
+from portattn.backends.rocm.emulator.amdgpu.assembly import TTMP, VECTOR, Assembly, KernargSlot, parse
 from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.decode import END, SPLIT, WAIT
 from portattn.backends.rocm.emulator.amdgpu.errors import (
@@ -33,7 +33,6 @@ from portattn.backends.rocm.emulator.amdgpu.errors import (
     UnknownInstruction,
 )
 from portattn.backends.rocm.emulator.amdgpu.global_memory_ops import check_order
-from portattn.backends.rocm.emulator.amdgpu.isa import TTMP, VECTOR
 from portattn.backends.rocm.emulator.amdgpu.lds import GroupRaces, Lds
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
 from portattn.backends.rocm.emulator.amdgpu.register_checks import Definedness, PendingAccess, Waits, register_name

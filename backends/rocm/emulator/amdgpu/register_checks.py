@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.assembly import Operand, operand
+from portattn.backends.rocm.emulator.amdgpu.assembly import EXEC, SCALARS, SCC, VECTOR, Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.errors import Place, UninitialisedValue, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCALARS, SCC, VECTOR
 from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
 
 if TYPE_CHECKING:

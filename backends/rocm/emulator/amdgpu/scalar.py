@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import softfloat, vector_tables
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction, Operand, operand
+from portattn.backends.rocm.emulator.amdgpu.assembly import EXEC, SCC, Instruction, Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.binder import BoundInstruction
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCC
 from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
 
 _u32, _u64, _i32, _i64, _f32 = np.uint32, np.uint64, np.int32, np.int64, np.float32

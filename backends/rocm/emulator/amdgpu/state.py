@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu.assembly import Operand
-from portattn.backends.rocm.emulator.amdgpu.isa import ACCUMULATION, EXEC, SCALARS, AmdArch
+from portattn.backends.rocm.emulator.amdgpu.assembly import ACCUMULATION, EXEC, SCALARS, AmdArch, Operand
 
 Array = np.ndarray[Any, Any]
 JUNK = 0xDEAD0000  # initial contents of registers: a recognisable number

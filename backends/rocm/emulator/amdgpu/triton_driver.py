@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
+from portattn.backends.rocm.emulator.amdgpu.assembly import ARCHES, AmdArch
 from portattn.backends.rocm.emulator.amdgpu.errors import Checks, EmulationError, WrongArch
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, AmdArch
 from portattn.backends.rocm.emulator.amdgpu.machine import STEP_LIMIT, Program, Report
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory, share, value_of
 

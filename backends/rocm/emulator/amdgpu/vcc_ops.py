@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu import softfloat
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction, Operand
+from portattn.backends.rocm.emulator.amdgpu.assembly import EXEC, VCC, Instruction, Operand
 from portattn.backends.rocm.emulator.amdgpu.binder import (
     DPP,
     SDWA,
@@ -22,7 +22,6 @@ from portattn.backends.rocm.emulator.amdgpu.binder import (
     dpp_flow,
 )
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, VCC
 from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, WorkGroupState
 
 if TYPE_CHECKING:

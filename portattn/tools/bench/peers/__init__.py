@@ -1,20 +1,39 @@
-"""Peers: other libraries' attention, if this machine has it. `PEERS` has a row for each; none is a dependency."""
+"""Peers: other libraries' attention, if this machine has it. `PEERS` has a row for each; none is a dependency.
+
+torch's own is below: scaled_dot_product_attention as it chooses and each of its fused kernels, FlexAttention,
+varlen_attn (FlashAttention-2, packed and paged), and tokens gathered by indexing."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as functional
+
 from portattn.errors import ArgumentError
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, ours, with_gradients
-from portattn.tools.bench.peers import flash, packages, torch_functions
-from portattn.tools.bench.peers.packages import missing
+from portattn.tools.bench.contenders import Build, Contender, as_is, ours, with_gradients
+from portattn.tools.bench.peers import flash, packages
+from portattn.tools.bench.peers.packages import missing, row_starts, window_of
 from portattn.tools.bench.tensors import Tensors
+
+CHOOSES, MATH = "sdpa", "sdpa-math"
+KERNELS = {
+    "sdpa-cudnn": "CUDNN_ATTENTION",
+    "sdpa-flash": "FLASH_ATTENTION",
+    "sdpa-efficient": "EFFICIENT_ATTENTION",
+    MATH: "MATH",
+}
+MATH_BYTES = 1 << 31  # of float32 scores, above which the unfused form is left out
+PAGE = 256  # tokens, of which FlashAttention-2's pages have a multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +54,227 @@ def _unquantised(case: Case, t: Tensors) -> dict[str, Build]:
     return {"unquantised": lambda: ours(case.unquantised(), t.unquantised())} if case.quantised else {}
 
 
+def sdpa(case: Case, t: Tensors) -> dict[str, Build]:
+    """Return SDPA's contenders; masks for lengths, windows and chosen tokens are made before the timed call."""
+    if case.op not in ("attention", "decode_attention", "sparse_attention") or case.page_size or case.magicpig:
+        return {}
+    builds: dict[str, Build] = {CHOOSES: functools.partial(_sdpa, "", case, t)}
+    for name, kernel in KERNELS.items():
+        if name == MATH and case.backward:  # it would keep the whole scores
+            continue
+        if name != MATH or 4 * case.batch * case.heads_q * case.seq_q * case.seq_k <= MATH_BYTES:
+            builds[name] = functools.partial(_sdpa, kernel, case, t)
+    return builds
+
+
+def _sdpa(kernel: str, case: Case, t: Tensors) -> Contender:
+    """Return SDPA by `kernel`, a member of torch.nn.attention.SDPBackend; "" for torch's own choice."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    is_causal = case.causal != "none" and not case.windowed and t.seqlens_k is None and case.seq_q == case.seq_k
+    mask = None if is_causal else _sdpa_mask(case, t, kernel)
+    grouped = case.group > 1
+
+    def run() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            t.q, t.k, t.v, attn_mask=mask, dropout_p=case.dropout, is_causal=is_causal, scale=case.scale,
+            enable_gqa=grouped,
+        )  # fmt: skip
+
+    if not kernel:
+        return Contender(run)
+    return Contender(run, around=lambda: sdpa_kernel(getattr(SDPBackend, kernel)))
+
+
+def _sdpa_mask(case: Case, t: Tensors, kernel: str) -> torch.Tensor | None:
+    """Return the attention mask, which broadcasts to (B, Hq, Sq, Sk), or None if all keys are attended."""
+    if t.indices is not None:
+        mask = torch.zeros(case.batch, case.heads_q, case.seq_k, dtype=torch.bool, device=t.q.device)
+        return mask.scatter_(2, t.indices.long(), True)[:, :, None]
+    causal = case.causal != "none" and case.seq_q > 1
+    if kernel == "FLASH_ATTENTION" and causal and not case.windowed and t.seqlens_k is None:
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(case.seq_q, case.seq_k)  # the one mask that its flash kernel knows
+    if not (causal or case.windowed or t.seqlens_k is not None):
+        return None
+    keys = torch.arange(case.seq_k, device=t.q.device)
+    allowed = torch.ones(1, 1, 1, case.seq_k, dtype=torch.bool, device=t.q.device)
+    if causal or case.windowed:
+        # Where lengths are given, queries and keys of a sequence begin at 0 both: its corner is the same.
+        rows = torch.arange(case.seq_q, device=t.q.device)[:, None] + (0 if t.seqlens_q is not None else _shift(case))
+        left, right = case.window
+        right = 0 if causal else right
+        if right is not None:
+            allowed = allowed & (keys <= rows + right)
+        if left is not None:
+            allowed = allowed & (keys >= rows - left)
+    if t.seqlens_k is not None:
+        allowed = allowed & (keys < t.seqlens_k[:, None, None, None])
+    return allowed
+
+
+def _shift(case: Case) -> int:
+    return 0 if case.causal == "top_left" else case.seq_k - case.seq_q
+
+
+Keep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v as it takes them
+
+
+def flex(case: Case, t: Tensors) -> dict[str, Build]:
+    """Return its flex. It sees packed sequences as one, with a mask between them, only in a backward."""
+    if case.dropout:  # it has none
+        return {}
+    if case.op == "attention":
+        return {"flex": functools.partial(_flex, case, t)}
+    if case.op == "varlen_attention" and case.backward and case.lengths_q == case.lengths_k:
+        return {"flex": functools.partial(_flex_packed, case, t)}
+    return {}
+
+
+def _flex(case: Case, t: Tensors) -> Contender:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lengths = t.seqlens_k
+    # Where lengths are given, queries and keys of a sequence begin at 0 both.
+    shift = 0 if lengths is not None or case.causal == "top_left" else case.seq_k - case.seq_q
+    near = _flex_mask(case, shift)
+
+    def keep(b: torch.Tensor, h: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        kept = near(b, h, row, key)
+        return kept if lengths is None else kept & (key < lengths[b])
+
+    torch._dynamo.reset()  # it gives up compiling after some shapes, and would run eagerly then
+    blocks = None
+    if case.causal != "none" or case.windowed or lengths is not None:
+        batch = None if lengths is None else case.batch
+        blocks = create_block_mask(keep, batch, None, case.seq_q, case.seq_k, device=str(t.q.device))
+    return _flex_compiled(case, (t.q, t.k, t.v), blocks)
+
+
+def _flex_packed(case: Case, t: Tensors) -> Contender:
+    """Return FlexAttention over one sequence of all tokens, (1, H, T, D); equal rows and keys keep distances."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    total = sum(case.queries)
+    lengths = torch.tensor(case.queries, device=t.q.device)
+    document = torch.repeat_interleave(torch.arange(case.batch, device=t.q.device), lengths)
+    near = _flex_mask(case, 0)
+
+    def keep(b: torch.Tensor, h: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return near(b, h, row, key) & (document[row] == document[key])
+
+    torch._dynamo.reset()
+    blocks = create_block_mask(keep, None, None, total, total, device=str(t.q.device))
+    q, k, v = (x.transpose(0, 1)[None] for x in (t.q, t.k, t.v))
+    return _flex_compiled(case, (q, k, v), blocks, lambda out: out[0].transpose(0, 1))
+
+
+def _flex_mask(case: Case, shift: int) -> Keep:
+    left, right = case.window
+    if case.causal != "none":
+        right = 0
+
+    def near(b: torch.Tensor, h: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        kept = key >= 0
+        if right is not None:
+            kept = kept & (key <= row + shift + right)
+        if left is not None:
+            kept = kept & (key >= row + shift - left)
+        return kept
+
+    return near
+
+
+def _flex_compiled(
+    case: Case, given: Given, blocks: Any, shaped: Callable[[torch.Tensor], torch.Tensor] = as_is
+) -> Contender:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    grouped = case.group > 1
+    return Contender(
+        lambda: compiled(*given, block_mask=blocks, scale=case.scale, enable_gqa=grouped), shaped,
+        around=_repeatable if case.backward else contextlib.nullcontext,
+    )  # fmt: skip
+
+
+def _repeatable() -> AbstractContextManager[Any]:
+    """Forbid a compiled backward to write over its forward's saved tensors, after which it could not run again."""
+    import torch._functorch.config as functorch
+
+    change: AbstractContextManager[Any] = functorch.patch(donated_buffer=False)
+    return change
+
+
+def torch_others(case: Case, t: Tensors) -> dict[str, Build]:
+    if case.op == "sparse_attention" and case.magicpig is None:
+        return {"torch-gather": functools.partial(_gather, case, t)}
+    paged = case.op == "paged_attention" and case.page_size % PAGE == 0 and (case.packed or case.seq_q == 1)
+    if case.dropout:  # it has none
+        return {}
+    if (case.op == "varlen_attention" or paged) and case.dtype != "fp32" and _varlen_attn():
+        return {"torch-varlen": functools.partial(_varlen, case, t)}
+    return {}
+
+
+def _varlen_attn() -> Any:
+    """Return torch.nn.attention.varlen.varlen_attn, which torch has from 2.10 on; None before."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def _varlen(case: Case, t: Tensors) -> Contender:
+    function = _varlen_attn()
+    known = inspect.signature(function).parameters
+    q = t.q if case.packed else t.q[:, :, 0]
+    cu_q = row_starts(case, t) if t.cu_seqlens_q is None else t.cu_seqlens_q
+    options: dict[str, Any] = {"scale": case.scale} if case.scale is not None else {}
+    left, right = window_of(case)
+    window = (left, right if case.causal == "none" else 0)
+    if "window_size" in known:
+        options["window_size"] = window
+    elif case.windowed:
+        raise ValueError("this torch's varlen_attn has no window_size")
+    else:
+        options["is_causal"] = case.causal != "none"
+    if case.group > 1 and "enable_gqa" in known:
+        options["enable_gqa"] = True
+    if case.page_size:
+        if "block_table" not in known:
+            raise ValueError("this torch's varlen_attn has no block_table")
+        options |= {"seqused_k": t.seqlens_k, "block_table": t.page_table}
+    given = (q, t.k, t.v, cu_q, t.cu_seqlens_k, max(case.queries), max(case.keys))
+    return Contender(lambda: function(*given, **options), as_is if case.packed else lambda out: out[:, :, None])
+
+
+def _gather(case: Case, t: Tensors) -> Contender:
+    heads = (torch.arange(case.heads_q, device=t.q.device) // case.group)[None, :, None]
+    batches = torch.arange(case.batch, device=t.q.device)[:, None, None]
+
+    def run() -> torch.Tensor:
+        assert t.indices is not None
+        if t.page_table is not None:
+            page = t.page_table[batches, t.indices // case.page_size]
+            place = t.indices % case.page_size
+            k, v = t.k[page, place, heads], t.v[page, place, heads]
+        else:
+            k, v = t.k[batches, heads, t.indices], t.v[batches, heads, t.indices]
+        return functional.scaled_dot_product_attention(t.q, k, v, scale=case.scale)
+
+    return Contender(run)
+
+
 _FA2 = ("flash_attn",)
 _FA3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")  # a module by itself, or in a build's package
 PEERS = {
-    "sdpa": Peer(torch_functions.sdpa, differentiable=True), "torch": Peer(torch_functions.others, differentiable=True),
+    "sdpa": Peer(sdpa, differentiable=True), "torch": Peer(torch_others, differentiable=True),
     "flex": Peer(
-        torch_functions.flex, differentiable=True, slow="compiled by torch for this case, which takes tens of seconds"
+        flex, differentiable=True, slow="compiled by torch for this case, which takes tens of seconds"
     ),
     "fa3": Peer(flash.fa3, flash.fa3_absent), "flashmla": Peer(flash.flashmla, flash.flashmla_absent),
     "flash_attn": Peer(
@@ -62,7 +296,7 @@ PEERS = {
 # Libraries that are given a quantised cache's numbers in the queries' dtype, and read so many more bytes.
 UNQUANTISED = ("unquantised",)
 # Contenders that are timed to be seen beside the others: never the best peer, and no goal is held against them.
-REFERENCES = (torch_functions.MATH,)
+REFERENCES = (MATH,)
 
 
 def library(name: str) -> str:

@@ -22,7 +22,6 @@ def _lab_in_reach(real_lab: None) -> None:
 
 @pytest.fixture
 def mlir(_lab_in_reach: None) -> None:
-    """Skips where MLIR's programs are missing."""
     why = missing_reason()
     if why:
         pytest.skip(why)
@@ -41,7 +40,6 @@ def ascend_compiler() -> Iterator[Worker]:
 
 @pytest.fixture(scope="session")
 def runner() -> Iterator[Worker]:
-    """A child that executes lowered code."""
     with Worker(runs="kernels") as worker:
         yield worker
 

@@ -151,7 +151,6 @@ def test_reads_past_the_end_are_seen_where_nothing_is_clamped(named, executed, a
 
 
 def lowered(made: Plan, compiler: Worker) -> set[str]:
-    """Names of the lints that fire on a plan's kernels."""
     found: set[str] = set()
     for launch in kernel_calls(made, meta_call(made.problem), TARGET.arch.cores)[0]:
         reply = compile_in(compiler, launch, made, TARGET, 120.0, "text")

@@ -13,8 +13,7 @@ import numpy as np
 from places import ROOT
 
 from portattn.backends.rocm.emulator.amdgpu import Checks, Memory, Program
-from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, VECTOR
+from portattn.backends.rocm.emulator.amdgpu.assembly import ARCHES, VECTOR, Instruction
 from portattn.backends.rocm.emulator.amdgpu.machine import Machine
 
 ARCH_NAMES = tuple(name for name, arch in ARCHES.items() if not arch.same_as)  # one of each set of instructions

@@ -10,7 +10,7 @@ import isa_numbers as number
 import numpy as np
 from isa_numbers import F16, F32, M32
 
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES
+from portattn.backends.rocm.emulator.amdgpu.assembly import ARCHES
 
 USED: dict[str, list[str]] = coverage_data.data()["used"]
 CHECKED: set[tuple[str, str]] = set()  # (arch, mnemonic) that the ISA tests compare with a definition

@@ -288,9 +288,7 @@ def test_counters_of_rdna(arch: str, load: str, wait: str, fine: bool) -> None:
         ("gfx1201", "global_load_b32 v2, v1, s[10:11]", "global_load_b32 v3, v1, s[10:11]", 63),
     ],
 )
-def test_an_access_behind_as_many_as_its_counter_counts_has_finished(
-    arch: str, load: str, filler: str, most: int
-) -> None:
+def test_an_access_behind_as_many_as_its_counter_counts_has_finished(arch, load, filler, most):
     """A full counter holds the next access up. With one access fewer the first may be on its way still."""
     store = "ds_store_b32 v1, v0" if arch != "gfx942" else "ds_write_b32 v1, v0"
     none = {"gfx1201": "s_wait_dscnt 0x0"}.get(arch, "s_waitcnt lgkmcnt(0)")

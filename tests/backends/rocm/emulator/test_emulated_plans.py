@@ -157,8 +157,7 @@ def test_what_has_no_model_is_said() -> None:
     assert not model.lacks(parse_target("rocm:gfx1201", "triton==3.9.0"))
     made = plan(canary.CASES["attention"][0], parse_target("rocm:gfx942", "triton==3.2.0"))
     idle: Any = None
-    found = model.check(made, parse_target("rocm:gfx942", "triton==3.2.0"), idle, idle)
-    assert found.outcome == "not_run"
+    assert model.check(made, parse_target("rocm:gfx942", "triton==3.2.0"), idle, idle).outcome == "not_run"
 
 
 def test_a_hang_ends_at_the_time_limit(workers: tuple[Worker, Worker]) -> None:

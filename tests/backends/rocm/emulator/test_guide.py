@@ -16,8 +16,6 @@ GUIDE = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
 FIXTURE = """
 import torch, triton, triton.language as tl
 
-pytest_plugins = ["portattn.backends.rocm.emulator.amdgpu.fixture"]
-
 
 @triton.jit
 def twice(x, out, n, B: tl.constexpr):
@@ -25,18 +23,18 @@ def twice(x, out, n, B: tl.constexpr):
     tl.store(out + i, tl.load(x + i, i < n) * 2, i < n)
 
 
-def test_right(amdgpu):
+def test_right(portattn_amdgpu):
     x = torch.arange(100.0)
     out = torch.full_like(x, float("nan"))
-    with amdgpu("gfx1100") as gpu:
+    with portattn_amdgpu("gfx1100") as gpu:
         twice[(2,)](x, out, 100, B=64)
     assert torch.equal(out, 2 * x)
     assert len(gpu.launches) == 1
 
 
-def test_wrong(amdgpu):
+def test_wrong(portattn_amdgpu):
     out = torch.zeros(10)
-    with amdgpu("gfx1100"):
+    with portattn_amdgpu("gfx1100"):
         twice[(2,)](torch.arange(100.0), out, 100, B=64)
 """
 

@@ -27,7 +27,6 @@ def read(name: str) -> str:
 
 
 def told(name: str) -> dict[str, Any]:
-    """What NAME.toml says."""
     return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 

@@ -39,7 +39,6 @@ def fail(arch: str, registry: Registry, buggy, monkeypatch) -> Incident:
 
 
 def fill_in(path: Path, effect: str) -> None:
-    """What the engineer does: an effect, and the marked lines gone."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith(MARK)]
     lines.insert(lines.index("[effect]") + 1, effect)
     path.write_text("\n".join(lines) + "\n")
@@ -99,9 +98,7 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
     assert "'ttg.async_copy' op has 3 uses" in report.read_text()
 
 
-def test_a_crash_becomes_an_entry_that_leads_to_another_path(
-    buggy, worker, registry, triton, monkeypatch, tmp_path
-) -> None:
+def test_a_crash_becomes_an_entry_that_leads_to_another_path(buggy, worker, registry, triton, monkeypatch, tmp_path):
     incident = fail("sm_80", registry, buggy, monkeypatch)
     assert incident.symptom == "compiler-crash"
     out = tmp_path / "drafts"
@@ -110,12 +107,10 @@ def test_a_crash_becomes_an_entry_that_leads_to_another_path(
     entry = Path(draft.files[-1])
     fill_in(entry, 'path = "vendor"')
     known = Registry.read(find_backends(), out)
-    made = plan(PROBLEM, known.target("cuda:sm_80", TOOLCHAIN), known)
-    assert made.path == "sdpa"
+    assert plan(PROBLEM, known.target("cuda:sm_80", TOOLCHAIN), known).path == "sdpa"
     assert known.quirks[draft.id].symptom == "compiler-crash"
     assert re.search(known.quirks[draft.id].evidence.signature, incident.log)
-    result = probe.run(known.quirks[draft.id], TOOLCHAIN, registry=known, worker=worker)
-    assert result.verdict == "confirmed"
+    assert probe.run(known.quirks[draft.id], TOOLCHAIN, registry=known, worker=worker).verdict == "confirmed"
 
 
 def test_a_failure_that_an_entry_explains_is_said_first(buggy, worker, registry, triton, monkeypatch, tmp_path) -> None:
@@ -142,8 +137,6 @@ def test_the_command_line_goes_the_same_way(portattn, buggy, registry, monkeypat
     assert made["failure"]["stage"] == "ttgir"
     assert all(Path(file).is_file() for file in made["files"])
     assert made["id"].startswith("cuda-")
-    text = json.dumps(called.json)
-    assert "FILL-IN-effect" in text
-    unknown = portattn("quirks", "new", "--from-incident", "nobody", "--json")
-    assert unknown.status == 2
+    assert "FILL-IN-effect" in json.dumps(called.json)
+    unknown = portattn("quirks", "new", "--from-incident", "nobody", "--json", exits=2)
     assert incident.id in unknown.json["error"]["limit"]

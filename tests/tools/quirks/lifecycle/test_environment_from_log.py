@@ -33,8 +33,7 @@ def test_names_of_chips(text: str, chip: str, registry: Any) -> None:
 
 def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry) -> None:
     """triton.__version__ of triton-ascend says 3.2.0 as well: alone it names no compiler of an NPU."""
-    found = facts_of("ascend-3.2-tf32", registry)
-    assert found.compiler == ""
+    assert facts_of("ascend-3.2-tf32", registry).compiler == ""
     [with_version] = failure_facts.from_log(read("ascend-3.2-tf32") + "triton==3.2.0\n", "log", registry)
     assert with_version.compiler == ""
     [named] = failure_facts.from_log(read("ascend-3.2-tf32") + "triton-ascend==3.2.0 triton==3.2.0\n", "log", registry)
@@ -42,8 +41,7 @@ def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry) -> None:
 
 
 def test_two_chips_in_a_log_are_no_chip(registry) -> None:
-    found = environment_in("built for gfx942 and gfx950", "mlir", registry)
-    assert found.arch is None
+    assert environment_in("built for gfx942 and gfx950", "mlir", registry).arch is None
     assert environment_in("built for gfx942, gfx942", "mlir", registry).arch.value == "gfx942"
 
 

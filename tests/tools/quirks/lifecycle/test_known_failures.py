@@ -155,7 +155,6 @@ def test_words_elsewhere_in_a_log_are_not_its_cause(registry) -> None:
 @pytest.mark.parametrize("name", ["MLIRCompilationError", "triton.compiler.errors.CompilationError"])
 @pytest.mark.parametrize("said", ["something unheard of", "failed to legalize operation 'x'"])
 def test_an_exceptions_name_alone_says_nothing(registry, name: str, said: str) -> None:
-    """Of a compiler's one exception for everything."""
     found = incident(
         registry, 1, kernel="decode_split", target="ascend:ascend910b2", toolchain="triton-ascend==3.1.0",
         stage="ttadapter", message=f"{name}: {said}",

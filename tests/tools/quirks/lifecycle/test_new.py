@@ -19,7 +19,7 @@ from portattn.planning.registry import Registry, find_backends, shipped_quirks
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.toml_reader import tomllib
-from portattn.tools.quirks import draft_texts, drafts, evidence, failure_facts
+from portattn.tools.quirks import audit, draft_texts, drafts, failure_facts
 from portattn.tools.quirks.draft_texts import MARK, excerpt, open_lines
 from portattn.tools.quirks.failure_facts import excerpts
 
@@ -61,7 +61,7 @@ def test_every_log_gives_a_draft_that_the_loader_refuses(name: str, registry, tm
     assert quirk is not None
     assert not quirk.evidence.signature or any(re.search(quirk.evidence.signature, q) for q in quirk.evidence.quotes)
     # What the log says is evidence enough, but where any failure's log says it.
-    lacking = [text for keys, text in evidence.lacks(quirk) if keys == ("evidence", "signature")]
+    lacking = [text for keys, text in audit.lacks(quirk) if keys == ("evidence", "signature")]
     died = made.failure["kind"] in ("segmentation-fault", "abort")  # by any of the ways in which that is told
     assert died or all("what any failure has" in text for text in lacking)
 
@@ -74,8 +74,7 @@ def test_every_program_and_report_is_whole(name: str, registry, tmp_path) -> Non
     ast.parse(program)
     assert "def probe(arm: str, bench: Bench)" in program
     if ".ttir" in by_suffix or ".ptx" in by_suffix:
-        beside = by_suffix.get(".ttir", by_suffix.get(".ptx"))
-        assert f'with_name("{beside.name}")' in program
+        assert f'with_name("{by_suffix.get(".ttir", by_suffix.get(".ptx")).name}")' in program
     report = by_suffix[".md"].read_text()
     for part in ("## Environment", "## To reproduce", "## Expected", "## Log", by_suffix[".py"].name):
         assert part in report
@@ -197,8 +196,7 @@ def test_a_fence_in_a_log_does_not_end_the_reports(registry, tmp_path) -> None:
     text = read("triton-3.4-kpack") + "```\nnot code\n````\n"
     found = facts_of("triton-3.4-kpack", registry)
     made = drafts.make(msgspec.structs.replace(found, log=text), registry, tmp_path, force=True, replay=False)
-    report = next(Path(file) for file in made.files if file.endswith(".md")).read_text()
-    assert "`````\n" in report
+    assert "`````\n" in next(Path(file) for file in made.files if file.endswith(".md")).read_text()
 
 
 def test_a_home_folder_stays_private(registry, tmp_path, monkeypatch) -> None:
@@ -233,12 +231,10 @@ def test_the_command_line(portattn, registry, tmp_path) -> None:
     assert len(made["files"]) == 3
     assert all(Path(file).is_file() for file in made["files"])
     assert made["replay"].startswith("Not reproduced here: the log holds no program")
-    again = portattn("quirks", "new", "--from-log", log, "--toolchain", "triton==3.6.0", "--out", tmp_path)
-    assert again.status == 1
+    again = portattn("quirks", "new", "--from-log", log, "--toolchain", "triton==3.6.0", "--out", tmp_path, exits=1)
     assert f"drafted already, in {made['files'][-1]}" in again.out
     same = ("--from-log", log, "--toolchain", "triton==3.6.0")
-    words = portattn("quirks", "new", *same, "--out", tmp_path, "--words", "num-ctas", "--force")
-    assert words.status == 0
+    words = portattn("quirks", "new", *same, "--out", tmp_path, "--words", "num-ctas", "--force", exits=0)
     assert f"-{int(made['id'].split('-')[1]) + 1:04d}-num-ctas" in words.out
     assert f"{MARK}effect" in words.out
 
@@ -246,15 +242,12 @@ def test_the_command_line(portattn, registry, tmp_path) -> None:
 def test_the_command_line_says_first_what_is_known(portattn, tmp_path) -> None:
     log = str(FOLDER / "seed-ascend-sparse.log")
     where = ("--toolchain", "triton-ascend==3.1.0", "--kernel", "sparse_split", "--out", str(tmp_path))
-    called = portattn("quirks", "new", "--from-log", log, *where)
-    assert called.status == 1
+    called = portattn("quirks", "new", "--from-log", log, *where, exits=1)
     assert called.out.startswith("this is ascend-0014-sparse-reshape-crash: ")
     assert "in range here" in called.out
     assert "--force" in called.out
     assert [path.name for path in tmp_path.iterdir()] == ["cache"], "which has the lock: other users hold none there"
-    forced = portattn("quirks", "new", "--from-log", log, *where, "--force")
-    assert forced.status == 0
-    assert "ascend-0014" in forced.out
+    assert "ascend-0014" in portattn("quirks", "new", "--from-log", log, *where, "--force", exits=0).out
 
 
 def test_what_only_looks_like_an_entry_is_drafted(portattn, tmp_path) -> None:
@@ -273,8 +266,7 @@ def test_of_what_no_plan_avoids_no_work_around_is_missed(portattn, tmp_path) -> 
         'Assertion `abstractType && "Malformed type storage object."\' failed.\n'
     )
     where = ("--target", "ascend:ascend910b2", "--toolchain", "triton-ascend==3.2.0", "--out", str(tmp_path / "out"))
-    called = portattn("quirks", "new", "--from-log", str(log), *where, "--kernel", "decode_split")
-    assert called.status == 1
+    called = portattn("quirks", "new", "--from-log", str(log), *where, "--kernel", "decode_split", exits=1)
     assert called.out.startswith("this is ascend-0109-adapter-dies: ")
     assert "no plan can avoid it: a compiler that dies is retried once" in called.out
     assert "its work-around should have been applied" not in called.out
@@ -285,8 +277,7 @@ def test_a_draft_that_cannot_be_written_is_one_clear_error(portattn, tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").write_text("mine")
     log = FOLDER / "triton-3.4-kpack.log"
-    called = portattn("quirks", "new", "--from-log", log, "--no-replay", "--force", "--out", out, "--json")
-    assert called.status == 2
+    called = portattn("quirks", "new", "--from-log", log, "--no-replay", "--force", "--out", out, "--json", exits=2)
     assert called.json["error"]["argument"] == "--out"
     assert called.json["error"]["limit"].startswith("cannot be written: ")
     assert len(called.err.splitlines()) == 1
@@ -307,8 +298,7 @@ def test_a_draft_that_cannot_be_written_is_one_clear_error(portattn, tmp_path, m
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(portattn, tmp_path, arguments, argument) -> None:
-    called = portattn("quirks", "new", *arguments, "--out", tmp_path / "out", "--json")
-    assert called.status == 2
+    called = portattn("quirks", "new", *arguments, "--out", tmp_path / "out", "--json", exits=2)
     assert called.json["error"]["argument"] == argument
     assert not (tmp_path / "out").exists()
 

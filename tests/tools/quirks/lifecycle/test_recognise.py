@@ -1,7 +1,5 @@
 """Kinds of failures without a log of their own, signatures, and what is no failure; and the corpus of logs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -197,7 +195,6 @@ def test_where_it_was_and_whose_it_is(name: str, registry) -> None:
 
 
 def test_every_row_of_the_table_is_tried() -> None:
-    """Rows without a log of their own are tried by a line (test_recognise.py)."""
     lines = {kind for kind, _, _ in CASES["lines"]}
     kinds = {one["kind"] for name in NAMES for one in expected(name)}
     assert kinds | lines == {row.name for row in patterns().failure}

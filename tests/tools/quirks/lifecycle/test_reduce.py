@@ -144,8 +144,7 @@ def test_over_the_chips_memory_is_a_failure_too(registry) -> None:
     asked = msgspec.structs.replace(
         subject(registry, block_m=128), symptom="resource-limit", signature="out of resource: shared memory"
     )
-    made = reduce.reduce(asked, registry, Large(lambda c, o: ""))
-    assert made.after.launch.block_m == 64
+    assert reduce.reduce(asked, registry, Large(lambda c, o: "")).after.launch.block_m == 64
 
 
 @pytest.mark.parametrize("named", full()[::9], ids=lambda named: named.name)
@@ -174,8 +173,7 @@ def incident_of(registry, buggy, monkeypatch):
 def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, monkeypatch, tmp_path) -> None:
     name = incident_of(registry, buggy, monkeypatch)
     monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
-    called = portattn("quirks", "reduce", name, "--write", "--json")
-    assert called.status == 0, called.err
+    called = portattn("quirks", "reduce", name, "--write", "--json", exits=0)
     reduced = called.json["reduced"]
     assert reduced["after"]["launch"]["num_stages"] == 3
     assert reduced["probe"].startswith("plan: attention --target cuda:sm_86")
@@ -185,8 +183,7 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     assert called.json["written"] == f"incident {smaller.id}"
     assert smaller.problem.head_dim == 16
     # The command sends the request to a compiler, and what is kept of the log is the smaller one's.
-    done = subprocess.run(smaller.command, shell=True, capture_output=True, text=True)
-    assert '"ok": false' in done.stdout
+    assert '"ok": false' in subprocess.run(smaller.command, shell=True, capture_output=True, text=True).stdout
     found = failure_facts.from_incident(smaller, [], registry)
     assert (
         found.failure.signature == failure_facts.from_incident(incidents.incident(name), [], registry).failure.signature
@@ -208,8 +205,7 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     known = Registry.read(find_backends(), tmp_path)
     monkeypatch.setattr(Registry, "load", lambda: known)
     monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
-    called = portattn("quirks", "reduce", "cuda-0901-planted", "--toolchain", "triton==3.6.0", "--write")
-    assert called.status == 0, called.err
+    called = portattn("quirks", "reduce", "cuda-0901-planted", "--toolchain", "triton==3.6.0", "--write", exits=0)
     written = path.read_text()
     assert "# as it was seen" in written
     assert "--softcap" not in written
@@ -227,8 +223,7 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     ],
 )
 def test_bad_input(portattn, arguments, argument) -> None:
-    called = portattn("quirks", "reduce", *arguments, "--json")
-    assert called.status == 2
+    called = portattn("quirks", "reduce", *arguments, "--json", exits=2)
     error = called.json["error"]
     assert error.get("argument", argument) == argument  # a range that the option itself has is told in a sentence
     assert argument in called.err

@@ -136,7 +136,6 @@ def test_an_edit_that_would_break_the_file_is_not_written(tmp_path) -> None:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Every write to a file fails, as on a full disk; Python ignores the signal of this limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:

@@ -106,7 +106,6 @@ def test_many_failures_take_no_time() -> None:
 
 
 def reported(heading: str, said: str, exception: str = "RuntimeError: PassManager::run failed") -> str:
-    """What pytest says of a test that failed: its exception first, and then what it had printed."""
     return f"__ {heading} __\nE   {exception}\n--- Captured stderr call ---\n{said}\n"
 
 
@@ -168,8 +167,7 @@ def test_a_separator_of_pytest_is_no_heading() -> None:
 
 def test_each_failure_is_drafted(portattn, tmp_path) -> None:
     log = FOLDER / "three-failures.log"
-    called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path, "--no-replay", "--json")
-    assert called.status == 0, called.err
+    called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path, "--no-replay", "--json", exits=0)
     assert called.json["of"] == 3
     assert [one["number"] for one in called.json["failures"]] == [1, 2, 3]
     assert [one["failure"]["kind"] for one in called.json["failures"]] == [
@@ -183,8 +181,7 @@ def test_each_failure_is_drafted(portattn, tmp_path) -> None:
 
 def test_one_of_several_is_chosen(portattn, tmp_path) -> None:
     log = FOLDER / "three-failures.log"
-    called = portattn("quirks", "new", "--from-log", log, "--failure", "2", "--out", tmp_path, "--no-replay")
-    assert called.status == 0, called.err
+    called = portattn("quirks", "new", "--from-log", log, "--failure", "2", "--out", tmp_path, "--no-replay", exits=0)
     assert "failure 2 of 3, from line 11 on" in called.out
     assert "2 other failures in the log" in called.out
     assert len(list(tmp_path.glob("*/*.toml"))) == 1
@@ -203,16 +200,14 @@ def test_a_known_one_among_several_is_status_1(portattn, tmp_path) -> None:
     assert drafted["files"]
     assert (known["files"], known["known"][0]["id"], known["known"][0]["is_it"]) == ([], "rocm-0015-kpack", True)
     again = portattn(
-        "quirks", "new", "--from-log", log, *where, "--out", tmp_path / "out", "--no-replay", "--failure", "2"
+        "quirks", "new", "--from-log", log, *where, "--out", tmp_path / "out", "--no-replay", "--failure", "2", exits=1
     )
-    assert again.status == 1
     assert "this is rocm-0015-kpack" in again.out
 
 
 def test_what_is_not_installed_is_reported_and_not_drafted(portattn, tmp_path) -> None:
     log = tmp_path / "build.log"
     log.write_text(f"{KPACK_TRACE}RuntimeError: ROCm linker /opt/rocm/ld.lld not found\n")
-    called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path / "out", "--no-replay")
-    assert called.status == 0, called.err
+    called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path / "out", "--no-replay", exits=0)
     assert "no compiler's failure, and not drafted: install ROCm's LLVM" in called.out
     assert len(list((tmp_path / "out").glob("*/*.toml"))) == 1

@@ -64,7 +64,6 @@ def plant(
     folder: Path, symptom: str = "compile-error", range_: str = ">=3.2", effect: str = "launch = { num_stages = 1 }",
     signature: str = "boom", more: str = "", program: str = "",
 ) -> Quirk:  # fmt: skip
-    """A quirk file with its program under a folder."""
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     (folder / "probes" / "planted.py").write_text(program)
     path = folder / "rocm" / f"{ID}.toml"
@@ -76,7 +75,6 @@ def plant(
 
 
 def child(folder: Path, control: str = "pass", off: str = "pass", on: str = "pass") -> Worker:
-    """A worker whose arms end so; `arms_of` says which ones it was asked for."""
     script = folder / "planted-child"
     arms = {"control": control, "off": off, "on": on}
     script.write_text(CHILD.format(python=sys.executable, arms=arms, seen=str(folder / "arms")))

@@ -15,7 +15,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import execute_code
+from portattn.testing.executor import execute_code
 from portattn.testing.findings import Numerics
 from portattn.tools.quirks import probe, probe_plans
 from portattn.worker.client import Worker
@@ -62,9 +62,7 @@ def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ())
     ("off", "unchecked", "told"),
     [((8, 0), (), "BugFound: OutOfBounds: line"), ((8, 1), ("memory",), "BugFound: 2.0 for 1.0")],
 )  # fmt: skip
-def test_wrong_numbers_and_findings_are_seen(
-    tmp_path: Path, off: tuple[int, int], unchecked: tuple[str, ...], told: str
-) -> None:
+def test_wrong_numbers_and_findings_are_seen(tmp_path, off, unchecked, told):
     result = probe.run(planted(tmp_path, off, unchecked), seconds=300)
     assert (result.verdict, result.off.word, result.level) == ("confirmed", "fail:signature", "emulated"), result
     assert told in result.reason
@@ -105,11 +103,11 @@ def test_what_the_model_does_not_know_is_missing() -> None:
             raise UnknownInstruction("v_new is not modelled")
 
         patch.setattr(Program, "parse", parse)
-        answer = execute_code.execute(request)
+        answer = execute_code(request)
     assert answer == {"missing": "the model does not know: v_new is not modelled"}
-    old = execute_code.execute(request | {"triton": "3.3.1"})
+    old = execute_code(request | {"triton": "3.3.1"})
     assert old == {"missing": "the model was tried with the code of Triton 3.4 and newer"}
-    none = execute_code.execute(request | {"target": "cuda:sm_90", "texts": {"ptx": ""}})
+    none = execute_code(request | {"target": "cuda:sm_90", "texts": {"ptx": ""}})
     assert none == {"missing": "nothing here executes code for cuda:sm_90"}
     with pytest.raises(Missing, match="nothing here executes code for cuda:sm_90"):
         Bench("cuda:sm_90", ("cuda", 90, 32), executor=sys.executable, path=os.pathsep.join(sys.path)).execute(
@@ -127,7 +125,6 @@ def wrong_result(symptom: str = "wrong-result", signature: str = "") -> Quirk:
 
 
 def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> probe.Arm:
-    """The off arm of a planned probe whose code, once compiled, ends as told."""
 
     def check(self: EmulatorExecutor, plan: object, target: Target, compiler: Worker, runner: Worker) -> Numerics:
         return seen

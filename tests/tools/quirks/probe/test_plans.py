@@ -131,7 +131,6 @@ def test_real_compiler() -> None:
 
 @pytest.mark.compiles
 def test_the_day_the_compiler_is_fixed(tmp_path: Path) -> None:
-    """A probe on the installed toolchain whose off arm passes: stale."""
     program = Path(KNOWN.quirks["rocm-0018-tf32-refused"].file).parent.parent / "probes" / "tf32.py"
     harness = program.with_name("harness.py")
     quirk = plant(tmp_path, program=program.read_text().replace('"tf32" if arm == "off" else "ieee"', '"ieee"'))

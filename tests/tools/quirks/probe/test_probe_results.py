@@ -181,9 +181,7 @@ def test_narrowed(old: str, version: str, affected: list[str], new: str) -> None
         ("==3.6.0", "3.6.0", "triton==3.6.0 does not have it any more: retire rocm-0901-planted, or mend its probe"),
     ],
 )
-def test_a_range_of_which_nothing_is_left_is_advised_to_nobody(
-    tmp_path: Path, range_: str, last: str, advice: str
-) -> None:
+def test_a_range_of_which_nothing_is_left_is_advised_to_nobody(tmp_path, range_, last, advice):
     table = f'\n[[verified]]\ntoolchain = "triton=={last}"\ntarget = "rocm:gfx942"\nlevel = "compiles"\n'
     saw = "fail:signature" if last == "3.6.0" else "pass"
     quirk = plant(tmp_path, range_=range_, more=f'{table}off = "{saw}"\non = "pass"\ndate = 2026-11-01\n')
@@ -249,8 +247,7 @@ def test_writes_one_table_for_each_toolchain(tmp_path: Path) -> None:
     before = Path(quirk.file).read_text()
     found = [result(tmp_path, quirk, f"triton==3.{minor}.0", off=BOOM) for minor in (4, 6)]
     assert record(quirk, found) == 2
-    after = Path(quirk.file).read_text()
-    assert after.startswith(before), "comments and layout are kept"
+    assert Path(quirk.file).read_text().startswith(before), "comments and layout are kept"
     read = load_quirk(Path(quirk.file)).verified
     assert [(v.toolchain, v.target, v.level, v.off, v.on) for v in read] == [
         (f"triton==3.{minor}.0", "rocm:gfx942", "compiles", "fail:signature", "pass") for minor in (4, 6)

@@ -1,4 +1,4 @@
-"""The registry as pages: `python -m portattn.tools.quirks.pages` prints the catalogue of quirks.
+"""The registry as pages: `python scripts/quirk_pages.py` prints the catalogue of quirks.
 
 With `--verification` it prints the probes' results, quirks × toolchains. The site has both (scripts/site_pages.py)."""
 
@@ -78,7 +78,7 @@ def _cell(word: str | None, seen: ProbeRun | None) -> str:
 
 
 # Reports that are no entries are notes of the repository, not data that a plan reads: they do not ship in the wheel.
-LEFT_OUT = Path(__file__).parents[3] / "docs" / "quirks-left-out.toml"
+LEFT_OUT = Path(__file__).resolve().parents[1] / "docs" / "quirks-left-out.toml"
 
 
 class DismissedReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     if list(arguments) == ["--verification"]:
         sys.stdout.write(render_verification(Registry.load()))
     elif arguments:
-        sys.exit(f"python -m portattn.tools.quirks.pages: {' '.join(arguments)!r} is not --verification")
+        sys.exit(f"quirk_pages.py: {' '.join(arguments)!r} is not --verification")
     else:
         sys.stdout.write(render(Registry.load().quirks.values(), load_left_out()))
 
