@@ -26,7 +26,6 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -35,16 +34,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.gluon_names import aggregate, arrive, gather, load, reinterpreted, store, sync
-from portattn.backends.cuda.hopper_latent import KEYS, ROPE, ROWS
+from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, store, sync
+from portattn.backends.cuda.hopper_latent import CHUNKS, FREE, KEYS, ROPE, ROWS
 from portattn.backends.cuda.hopper_latent import RANK as LATENT  # columns that are V too: the kernel's word for them
-
-CHUNKS = 4  # a tile's scores begin when the first of so many parts of its 512 columns is there (2, 4 or 8)
+from portattn.backends.cuda.hopper_latent.gather import gather_bytes, gather_rows, listed
 
 # Named barriers of the hardware, of which there are 16. Triton's warp specialisation takes 0 to 4 (3.6).
 _READY: gl.constexpr = gl.constexpr(5)  # 5, 6    P of the tile in buffer b is there: READY + b
 _MAXIMUM: gl.constexpr = gl.constexpr(7)  # 7, 8    the row maxima up to and with that tile: MAXIMUM + b
-_FREE: gl.constexpr = gl.constexpr(9)  # 9..12   half w of buffer b may be loaded again: FREE + 2·b + w
+_FREE: gl.constexpr = gl.constexpr(FREE)  # 9..12   half w of buffer b may be loaded again: FREE + 2·b + w
 _DONE: gl.constexpr = gl.constexpr(13)  # both warp groups have left their row sums
 _CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads that meet there: both warp groups
 
@@ -63,11 +61,6 @@ _PROBS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=
 _ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _OUTPUT_ROW: gl.constexpr = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
 _SCORE_COLUMN: gl.constexpr = gl.constexpr(gl.SliceLayout(0, _SCORES.value))
-# Gathered rows: 16 bytes a thread. Of bytes, four numbers a word, a row takes four threads: once they are widened,
-# eight threads write half of two rows' 128 bytes each, which the swizzle puts in different banks.
-_GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_BYTES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-_BYTES_TAIL: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 _LISTED_KEYS: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all of a tile
 
 
@@ -150,9 +143,9 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, page_tiles, k, row_units,
     if not work.LISTED:
         _copy(k_desc, k_tail_desc, page_tiles, work, shared)
     elif k.dtype.element_ty.is_int():
-        _gather_bytes(k, row_units, slots - 1, work, shared)
+        gather_bytes(k, row_units, slots - 1, work, shared)
     else:
-        _gather(k, row_units, slots - 1, work, shared)
+        gather_rows(k, row_units, slots - 1, work, shared)
     for i in range(gl.maximum(work.tiles - 2, 0), work.tiles):  # the last arrivals, for which nothing is loaded
         for side in gl.static_range(2):
             sync(_FREE + 2 * (i % 2) + side, work.LOADERS)
@@ -182,128 +175,6 @@ def _copy(k_desc, k_tail_desc, page_tiles, work, shared):
                 else:
                     mbarrier.expect(full, _KEYS * _CHUNK * 2)
                 load(k_desc, [row, chunk * _CHUNK], full, shared.k.index(slot))
-
-
-@gluon.jit
-def _listed(tile, work, layout: gl.constexpr):
-    """Return the slots of a tile's keys [KEYS], below 0 for holes and behind the list's length."""
-    places = tile * _KEYS + gl.arange(0, _KEYS, layout)
-    return gl.load(work.table + places, mask=places < work.length, other=-1)
-
-
-@gluon.jit
-def _row_places(k, slots, most, row_units):
-    """Return pointers to the rows of slots [KEYS, 1], which are row_units times 16 bytes apart."""
-    unit: gl.constexpr = 16 // (k.dtype.element_ty.primitive_bitwidth // 8)
-    return (k + gl.minimum(gl.maximum(slots, 0), most).to(gl.int64) * row_units * unit)[:, None]
-
-
-@gluon.jit
-def _gather(k, row_units, most, work, shared):
-    """Load the rows of every tile's slots, by one warp group; holes become rows of zeros."""
-    columns = gl.arange(0, _CHUNK, gl.SliceLayout(0, _GATHER))[None, :]
-    tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _GATHER))[None, :]
-    slots = _listed(work.first, work, gl.SliceLayout(1, _GATHER))
-    for i in range(work.tiles):
-        buffer = i % 2
-        rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
-        slots = _listed(work.first + i + 1, work, gl.SliceLayout(1, _GATHER))  # ahead of the waits below
-        for turn in gl.static_range(2):
-            half = buffer ^ turn  # the owner's first: it is free first
-            if i >= 2:
-                sync(_FREE + 2 * buffer + half, work.LOADERS)
-            if turn == 0:  # the owner has read the tail before it frees its half
-                place = shared.k_tail.index(buffer)
-                gather(place, rows + (_LATENT + tail_columns), mask=there)
-            for j in gl.static_range(_CHUNKS // 2):
-                chunk = half * (_CHUNKS // 2) + j
-                place = shared.k.index(buffer * _CHUNKS + chunk)
-                gather(place, rows + (chunk * _CHUNK + columns), mask=there)
-                # Every thread arrives when its copies so far are there.
-                full = shared.k_full.index(buffer * _CHUNKS + chunk)
-                async_copy.mbarrier_arrive(full, increment_count=False)
-
-
-@gluon.jit
-def _load_bytes(rows, there, chunk):
-    """Load a chunk of fp8_ds_mla rows as words of four numbers [KEYS, CHUNK / 4], and its scales [KEYS, 1]."""
-    words = gl.arange(0, _CHUNK // 4, gl.SliceLayout(0, _BYTES))[None, :]
-    found = gl.load(rows.to(gl.pointer_type(gl.int32)) + (chunk * (_CHUNK // 4) + words), mask=there, other=0)
-    scales = gl.load(rows.to(gl.pointer_type(gl.float32)) + (_LATENT // 4 + chunk), mask=there, other=0.0)
-    return found, scales
-
-
-@gluon.jit
-def _store_widened(place, words, scales):
-    """Write e4m3 numbers times their scales, as bfloat16, to a chunk in shared memory."""
-    low, high = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 a, b, c, d, e, f;
-        .reg .b32 x, y;
-        .reg .f32 p, q, r, s;
-        mov.b32 {a, b}, $2;
-        cvt.rn.f16x2.e4m3x2 x, a;
-        cvt.rn.f16x2.e4m3x2 y, b;
-        mov.b32 {c, d}, x;
-        mov.b32 {e, f}, y;
-        cvt.f32.f16 p, c;
-        cvt.f32.f16 q, d;
-        cvt.f32.f16 r, e;
-        cvt.f32.f16 s, f;
-        mul.f32 p, p, $3;
-        mul.f32 q, q, $3;
-        mul.f32 r, r, $3;
-        mul.f32 s, s, $3;
-        cvt.rn.bf16x2.f32 $0, q, p;
-        cvt.rn.bf16x2.f32 $1, s, r;
-        }
-        """,
-        "=r,=r,r,r",
-        [words, scales],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    pairs = gl.join(low, high).reshape([_KEYS, _CHUNK // 2])
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    reinterpreted(place, gl.int32, [_KEYS, _CHUNK // 2], layout).store(pairs)
-
-
-@gluon.jit
-def _gather_bytes(k, row_units, most, work, shared):
-    """Like `_gather`, of fp8_ds_mla rows (bytes): 512 e4m3 numbers, 4 float32 scales, 64 bfloat16 numbers."""
-    tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _BYTES_TAIL))[None, :]
-    slots = _listed(work.first, work, gl.SliceLayout(1, _BYTES))
-    rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
-    found, scales = _load_bytes(rows, there, 0)
-    for i in range(work.tiles):
-        buffer = i % 2
-        tail_slots = gl.convert_layout(slots, gl.SliceLayout(1, _BYTES_TAIL))
-        slots = _listed(work.first + i + 1, work, gl.SliceLayout(1, _BYTES))
-        for step in gl.static_range(_CHUNKS):
-            half = buffer ^ (step // (_CHUNKS // 2))  # the owner's first: it is free first
-            chunk = half * (_CHUNKS // 2) + step % (_CHUNKS // 2)
-            # The next chunk's bytes are under way while this one's are widened, or wait for their place.
-            if step + 1 < _CHUNKS:
-                after = (buffer ^ ((step + 1) // (_CHUNKS // 2))) * (_CHUNKS // 2) + (step + 1) % (_CHUNKS // 2)
-            else:
-                after = (1 - buffer) * (_CHUNKS // 2)
-                rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
-            next_found, next_scales = _load_bytes(rows, there, after)
-            if step % (_CHUNKS // 2) == 0 and i >= 2:
-                sync(_FREE + 2 * buffer + half, work.LOADERS)
-            full = shared.k_full.index(buffer * _CHUNKS + chunk)
-            if step == 0:  # the owner has read the tail before it frees its half
-                tails = _row_places(k, tail_slots, most, row_units) + (_LATENT + 16)
-                tails = tails.to(gl.pointer_type(gl.bfloat16)) + tail_columns
-                tail_there = (tail_slots >= 0)[:, None]
-                gather(shared.k_tail.index(buffer), tails, mask=tail_there)
-                async_copy.mbarrier_arrive(full, increment_count=False)
-            _store_widened(shared.k.index(buffer * _CHUNKS + chunk), found, scales)
-            fence_async_shared()
-            mbarrier.arrive(full, count=1)
-            found, scales = next_found, next_scales
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -374,7 +245,7 @@ def _scores(shared, half: gl.constexpr, phase, work):
 def _holes(tile, work):
     """Return how many of a tile's keys a list does not have."""
     if work.LISTED:
-        return gl.sum((_listed(tile, work, _LISTED_KEYS) < 0).to(gl.int32), 0)
+        return gl.sum((listed(tile, work, _LISTED_KEYS) < 0).to(gl.int32), 0)
     else:
         return 0
 
@@ -384,7 +255,7 @@ def _maximum(s, row_max, shared, key, holes, work, row_end, scale, half: gl.cons
     """Return an own tile's masked scores and new row maxima, and send the maxima to the other warp group."""
     if work.LISTED:
         if holes != 0:
-            s = gl.where((_listed(key // _KEYS, work, _SCORE_COLUMN) >= 0)[None, :], s, -float("inf"))
+            s = gl.where((listed(key // _KEYS, work, _SCORE_COLUMN) >= 0)[None, :], s, -float("inf"))
     elif key + _KEYS > work.unmasked:
         columns = key + gl.arange(0, _KEYS, gl.SliceLayout(0, _SCORES))
         s = gl.where(columns[None, :] < row_end[:, None], s, -float("inf"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from portattn.backends.cuda.hopper_latent import KEYS, RANK, ROPE, ROWS
+from portattn.backends.cuda.hopper_latent import CHUNKS, KEYS, RANK, ROPE, ROWS
 from portattn.backends.cuda.launch_parts import merging, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import LATENT, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
@@ -129,7 +129,8 @@ class _LatentLauncher(StepLauncher):
         p = self._problem = call.problem
         batch, rows = p.query_rows
         # Descriptors' blocks: the kernel is compiled for them. A query with a list is a sequence of its own.
-        self._heads, self._queries = (ROWS, 1) if p.has_lists else pin_sizes(row_tile(rows))
+        tile: tuple[int, int] = (ROWS, 1) if p.has_lists else pin_sizes(row_tile(rows))
+        self._heads, self._queries = tile
         query_tiles, self._sequences = (batch * rows, 1) if p.has_lists else (ceil_div(rows, self._queries), batch)
         self._row_tiles = ceil_div(p.heads_q, self._heads) * query_tiles
         splits = p.num_splits or split_count(self._row_tiles, self._sequences, p.seq_k, multiprocessors(call.q.device))
@@ -178,8 +179,6 @@ class _LatentLauncher(StepLauncher):
 def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int, listed: bool) -> dict[str, Any]:
     """Return descriptors of q, q_rope and out (64 rows), and of the latent rows, unless they are gathered."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from portattn.backends.cuda.hopper_latent.kernel import CHUNKS
 
     def describe(x: torch.Tensor, *block: int) -> Any:
         # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
