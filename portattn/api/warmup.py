@@ -69,8 +69,7 @@ class Spec:
                 used.add(value)
             if isinstance(value, TensorSpec):
                 used |= value.names
-                unknown = sorted(value.names - set(self.sizes))
-                if unknown:
+                if unknown := sorted(value.names - set(self.sizes)):
                     limit = "must be a number or one of the spec's sizes" + "".join(f", {size}" for size in self.sizes)
                     raise ArgumentError("warmup", f"{name}.{key}'s size", unknown[0], limit)
         unused = [size for size in self.sizes if size not in used]
@@ -81,9 +80,8 @@ class Spec:
     def points(self) -> torch.Tensor:
         """All combinations of sizes, (combinations, names) int64; of sizes given as tensors those in their order."""
         columns = [torch.as_tensor(values, dtype=torch.int64, device="cpu") for values in self.sizes.values()]
-        if any(isinstance(values, torch.Tensor) for values in self.sizes.values()):
-            return torch.stack(columns, 1)
-        return torch.cartesian_prod(*columns).view(-1, len(columns))
+        listed = any(isinstance(values, torch.Tensor) for values in self.sizes.values())
+        return torch.stack(columns, 1) if listed else torch.cartesian_prod(*columns).view(-1, len(columns))
 
     @functools.cached_property
     def kept(self) -> dict[str, bool]:
@@ -98,15 +96,11 @@ class Spec:
         return self.at(self.points[-1].tolist()) if self.sizes else {}
 
     def arguments(self, device: torch.device, sizes: Mapping[str, int]) -> dict[str, Any]:
-        found = {}
+        found = {name: sizes.get(one, one) if isinstance(one, str) else one for name, one in self.given.items()}
         for name, value in self.given.items():
             if isinstance(value, TensorSpec):
-                # A scale must not be 0.
-                scale = name in ("q_scale", "k_scale", "v_scale", "kv_scale")
-                value = value.allocate(device, sizes, 1.0) if scale else value.allocate(device, sizes)
-            elif isinstance(value, str):
-                value = sizes.get(value, value)
-            found[name] = value
+                fill = (1.0,) if name in ("q_scale", "k_scale", "v_scale", "kv_scale") else ()  # a scale must not be 0
+                found[name] = value.allocate(device, sizes, *fill)
         return found
 
 
