@@ -25,8 +25,8 @@ _BYTES_TAIL: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1]
 
 
 @gluon.jit
-def listed(tile, work, layout: gl.constexpr):
-    """Return the slots of a tile's keys [KEYS], below 0 for holes and behind the list's length."""
+def load_slots(tile, work, layout: gl.constexpr):
+    """Load the slots of a tile's keys [KEYS], below 0 for holes and behind the list's length."""
     places = tile * _KEYS + gl.arange(0, _KEYS, layout)
     return gl.load(work.table + places, mask=places < work.length, other=-1)
 
@@ -43,11 +43,11 @@ def gather_rows(k, row_units, most, work, shared):
     """Load the rows of every tile's slots, by one warp group; holes become rows of zeros."""
     columns = gl.arange(0, _CHUNK, gl.SliceLayout(0, _GATHER))[None, :]
     tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _GATHER))[None, :]
-    slots = listed(work.first, work, gl.SliceLayout(1, _GATHER))
+    slots = load_slots(work.first, work, gl.SliceLayout(1, _GATHER))
     for i in range(work.tiles):
         buffer = i % 2
         rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
-        slots = listed(work.first + i + 1, work, gl.SliceLayout(1, _GATHER))  # ahead of the waits below
+        slots = load_slots(work.first + i + 1, work, gl.SliceLayout(1, _GATHER))  # ahead of the waits below
         for turn in gl.static_range(2):
             half = buffer ^ turn  # the owner's first: it is free first
             if i >= 2:
@@ -114,13 +114,13 @@ def _store_widened(place, words, scales):
 def gather_bytes(k, row_units, most, work, shared):
     """Like `gather_rows`, of fp8_ds_mla rows (bytes): 512 e4m3 numbers, 4 float32 scales, 64 bfloat16 numbers."""
     tail_columns = gl.arange(0, _ROPE, gl.SliceLayout(0, _BYTES_TAIL))[None, :]
-    slots = listed(work.first, work, gl.SliceLayout(1, _BYTES))
+    slots = load_slots(work.first, work, gl.SliceLayout(1, _BYTES))
     rows, there = _row_places(k, slots, most, row_units), (slots >= 0)[:, None]
     found, scales = _load_bytes(rows, there, 0)
     for i in range(work.tiles):
         buffer = i % 2
         tail_slots = gl.convert_layout(slots, gl.SliceLayout(1, _BYTES_TAIL))
-        slots = listed(work.first + i + 1, work, gl.SliceLayout(1, _BYTES))
+        slots = load_slots(work.first + i + 1, work, gl.SliceLayout(1, _BYTES))
         for step in gl.static_range(_CHUNKS):
             half = buffer ^ (step // (_CHUNKS // 2))  # the owner's first: it is free first
             chunk = half * (_CHUNKS // 2) + step % (_CHUNKS // 2)

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reinterpreted, store, sync
 from portattn.backends.cuda.hopper_latent import CHUNKS, FREE, KEYS, ROPE, ROWS
 from portattn.backends.cuda.hopper_latent import RANK as LATENT  # columns that are V too: the kernel's word for them
-from portattn.backends.cuda.hopper_latent.gather import gather_bytes, gather_rows, listed
+from portattn.backends.cuda.hopper_latent.gather import gather_bytes, gather_rows, load_slots
 
 # Named barriers of the hardware, of which there are 16. Triton's warp specialisation takes 0 to 4 (3.6).
 _READY: gl.constexpr = gl.constexpr(5)  # 5, 6    P of the tile in buffer b is there: READY + b
@@ -245,7 +245,7 @@ def _scores(shared, half: gl.constexpr, phase, work):
 def _holes(tile, work):
     """Return how many of a tile's keys a list does not have."""
     if work.LISTED:
-        return gl.sum((listed(tile, work, _LISTED_KEYS) < 0).to(gl.int32), 0)
+        return gl.sum((load_slots(tile, work, _LISTED_KEYS) < 0).to(gl.int32), 0)
     else:
         return 0
 
@@ -255,7 +255,7 @@ def _maximum(s, row_max, shared, key, holes, work, row_end, scale, half: gl.cons
     """Return an own tile's masked scores and new row maxima, and send the maxima to the other warp group."""
     if work.LISTED:
         if holes != 0:
-            s = gl.where((listed(key // _KEYS, work, _SCORE_COLUMN) >= 0)[None, :], s, -float("inf"))
+            s = gl.where((load_slots(key // _KEYS, work, _SCORE_COLUMN) >= 0)[None, :], s, -float("inf"))
     elif key + _KEYS > work.unmasked:
         columns = key + gl.arange(0, _KEYS, gl.SliceLayout(0, _SCORES))
         s = gl.where(columns[None, :] < row_end[:, None], s, -float("inf"))
