@@ -482,9 +482,9 @@ def _classes(before: Sequence[_Warming], spec: Spec, device: torch.device, say: 
             return
         left = left[(left != torch.tensor([*sizes.values()], device="cpu")).any(1)]  # whatever their class covers
         left = left if empty else left[~last.covers(left)]
-        for one in before if count == 1 else ():
-            if (one.recipe, one.spec.kept) == (last.recipe, spec.kept) and one.shape and not one.shape.why and len(left):
-                left = left[~last.covers(left, one.shape)]
+        for it in before if count == 1 else ():
+            if (it.recipe, it.spec.kept) == (last.recipe, spec.kept) and it.shape and not it.shape.why and len(left):
+                left = left[~last.covers(left, it.shape)]
         sizes = spec.at(left[-1 if empty else 0].tolist()) if len(left) else {}
 
 
