@@ -58,6 +58,7 @@ class Spec:
         rest = {str(key): value for key, value in given.items() if key not in ("op", "sizes")}
         self.given = {key: _argument(f"{name}.{key}", key, value) for key, value in rest.items()}
         self.sizes = _all_sizes(f"{name}.sizes", given.get("sizes"))
+        self.kept = {key: one.kept for key, one in self.given.items() if isinstance(one, TensorSpec)}
         self._check_names(name)
 
     def _check_names(self, name: str) -> None:
@@ -82,11 +83,6 @@ class Spec:
         columns = [torch.as_tensor(values, dtype=torch.int64, device="cpu") for values in self.sizes.values()]
         listed = any(isinstance(values, torch.Tensor) for values in self.sizes.values())
         return torch.stack(columns, 1) if listed else torch.cartesian_prod(*columns).view(-1, len(columns))
-
-    @functools.cached_property
-    def kept(self) -> dict[str, bool]:
-        """Which described tensors are made outside of inference mode: the launch cache tells them from others."""
-        return {name: value.kept for name, value in self.given.items() if isinstance(value, TensorSpec)}
 
     def at(self, values: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.sizes, values, strict=True))
@@ -480,10 +476,9 @@ def _classes(before: Sequence[_Warming], spec: Spec, device: torch.device, say: 
             return
         left = left[(left != torch.tensor([*sizes.values()], device="cpu")).any(1)]  # whatever their class covers
         left = left if empty else left[~last.covers(left)]
-        for one in before if count == 1 else ():
-            alike = one.recipe == last.recipe and one.spec.kept == spec.kept
-            if alike and one.shape is not None and not one.shape.why and len(left):
-                left = left[~last.covers(left, one.shape)]
+        for it in before if count == 1 else ():
+            if (it.recipe, it.spec.kept) == (last.recipe, spec.kept) and it.shape and not it.shape.why and len(left):
+                left = left[~last.covers(left, it.shape)]
         sizes = spec.at(left[-1 if empty else 0].tolist()) if len(left) else {}
 
 

@@ -98,7 +98,7 @@ class _IndexerLauncher(StepLauncher):
         from portattn.backends.cuda.hopper_indexer.kernel import scheduled_index_scores
 
         p, k, scale, table = self._problem, tensors["k"][:, 0], tensors["k_scale"], tensors["page_table"]
-        rows = pin_sizes(rows_of(p.seq_q))
+        rows, heads = pin_sizes(rows_of(p.seq_q)), pin_sizes(p.heads_q)
         row_tiles, key_tiles = ceil_div(p.seq_q, rows), ceil_div(p.seq_k, CONSUMERS * KEYS)
         tiles = p.batch * row_tiles * key_tiles
         result = tensors["result"]
@@ -108,8 +108,8 @@ class _IndexerLauncher(StepLauncher):
         }  # fmt: skip
         page = p.page_size or k.shape[1]
         arguments = {
-            "q_desc": _describe(tensors["q"].transpose(1, 2), 1, 1, p.heads_q, DIM),
-            "weights_desc": _describe(tensors["weights"], 1, 1, p.heads_q),
+            "q_desc": _describe(tensors["q"].transpose(1, 2), 1, 1, heads, DIM),
+            "weights_desc": _describe(tensors["weights"], 1, 1, heads),
             "k_desc": _describe(k, 1, PAGE if p.page_size % KEYS else KEYS, DIM),
             **{name: tensors[role] for name, role in roles.items() if not name.endswith("_desc")},
             "scale_stride_b": None if scale is None else scale.stride(0),
@@ -117,7 +117,7 @@ class _IndexerLauncher(StepLauncher):
             "result_stride_b": result.stride(0), "result_stride_s": result.stride(1),
             "seq_q": p.seq_q, "seq_k": p.seq_k, "row_tiles": row_tiles, "key_tiles": key_tiles, "tiles": tiles,
             "pages": k.shape[0], "page_size": page, "table_stride": 0 if table is None else table.stride(0),
-            "HEADS": p.heads_q, "ROWS": rows, "CONSUMER": CONSUMER_REGISTERS, "PRODUCER": PRODUCER_REGISTERS,
+            "HEADS": heads, "ROWS": rows, "CONSUMER": CONSUMER_REGISTERS, "PRODUCER": PRODUCER_REGISTERS,
         }  # fmt: skip
         options = {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
         blocks = tiles if rows > FEW_ROWS else least(tiles, self._cores)

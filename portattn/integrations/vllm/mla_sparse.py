@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
-from portattn.integrations.engine_warmup import Engine, RowLayout, sizes_to
+from portattn.integrations.engine_warmup import Engine, RowLayout
 from portattn.integrations.vllm import SPARSE_NAME
 from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import StartUp, refuse_features
@@ -271,6 +271,10 @@ def key_pages(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torc
     return numbers.view(torch.float8_e4m3fn).unflatten(1, (page, head_dim)), scales.view(torch.float32)
 
 
+def _up_to(most: int) -> list[int]:
+    return sorted({size for size in (1, 8, 15, 16, 17, 64, 1000) if size < most} | {most})
+
+
 @dataclass
 class IndexerCalls:
     """One indexer's calls: the `impl` of its cache for StartUp."""
@@ -310,7 +314,8 @@ class IndexerCalls:
         most, made = max(engine.columns), []
         for batch, n, sizes in (
             ("B", self.decode_rows, {"B": range(1, engine.sequences + 1), "C": engine.columns}),
-            (1, "M", {"M": sizes_to(engine.tokens), "C": sizes_to(most)}),
+            # Few sizes: each is a class of its own, and kernels differ by few rows or many and by C's divisors.
+            (1, "M", {"M": _up_to(engine.tokens), "C": _up_to(most)}),
         ):
             kept = batch == "B"
             logits = {
