@@ -488,6 +488,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 returns="portattn.validate.indexer:in_order",
                 canaries=(
                     {"batch": 2, "seq_q": 3, "seq_k": 1501, "tokens": 64, "dtype": "fp32"} | _ONE_HEAD,
+                    {"batch": 1, "seq_q": 2, "seq_k": 9001, "tokens": 300, "dtype": "fp32"} | _ONE_HEAD,
                     {"batch": 1, "seq_q": 3, "seq_k": 70, "tokens": 100, "dtype": "fp32"} | _ONE_HEAD,
                 ),
             ),
