@@ -155,7 +155,7 @@ def count_of(chosen):
 
 @triton.jit
 def threshold(numbers, wanted, spare, low, reached):
-    """Return the largest number that `wanted` of a tile's reach, or any that up to wanted + `spare` reach.
+    """Return the largest number that `wanted` of a tile's numbers reach; up to wanted + `spare` may reach the result.
 
     It is at least `low`, which about `reached` numbers reach, and at least `wanted` of them."""
     high = tl.max(tl.max(numbers, axis=1), axis=0)
@@ -215,8 +215,8 @@ def take_from_row(source, to, pivot, wanted, room, first, end, seq_k, stride, BL
                   EQUALS: tl.constexpr):  # fmt: skip
     """Store the keys of a row's numbers above a pivot, and of the first `wanted` equal to it, in order, up to `room`.
 
-    The pivot is a `sortable` number. Without EQUALS none equal to it is taken. Return how many were taken, and how
-    many are equal."""
+    The pivot is a `sortable` number. Without EQUALS only numbers above it are taken. Return how many were taken, and
+    how many are equal."""
     least = (pivot ^ ((pivot >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     taken, equals = no_counts(BLOCK_N), no_counts(BLOCK_N)
     begin = first // BLOCK_N * BLOCK_N
@@ -295,15 +295,16 @@ def topk_rows(
                 # Between too few and too many: for 2,048 to 4,096 of 65,536 numbers and a sample of 4,096,
                 # some four standard deviations from both.
                 aim = tl.minimum(tokens, BLOCK_N) + tl.maximum(BLOCK_N - tokens, 0) * 7 // 16
-                pivot, high = LOWEST, HIGHEST
+                pivot, high = first - first + LOWEST, HIGHEST  # a tensor in the interpreter too
                 searching, attempt = 1, 0
                 while searching == 1:
                     if attempt < SAMPLED:
-                        sampled = sampled_pivot(source, first, end, seq_k, q_stride_d, aim, BLOCK_N)
-                        pivot = tl.where(attempt == 0, sampled, tl.minimum(tl.maximum(sampled, pivot), high))
+                        if end - first > tokens:  # otherwise all numbers are taken
+                            sampled = sampled_pivot(source, first, end, seq_k, q_stride_d, aim, BLOCK_N)
+                            pivot = tl.where(attempt == 0, sampled, tl.minimum(tl.maximum(sampled, pivot), high))
                     held, _ = take_from_row(source, memory, pivot, 0, BLOCK_N, first, end, seq_k, q_stride_d, BLOCK_N,
                                             False)  # fmt: skip
-                    if held < tokens:
+                    if held <= tokens:
                         wanted = tl.where(pivot > LOWEST, tokens - held, 0)
                         taken, equals = take_from_row(source, to, pivot, wanted, tokens, first, end, seq_k, q_stride_d,
                                                       BLOCK_N, True)  # fmt: skip

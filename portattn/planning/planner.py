@@ -111,6 +111,7 @@ def variant_key(variant: Variant, problem: Problem, schedule: dict[str, Any], ta
         "variant": variant.name,
         "schedule": schedule,
         "dtype": problem.dtype,
+        "cache": [problem.kv_format, problem.kv_scales, problem.has_lists],
         "optional": {name: getattr(problem, name) for name in OPTIONAL} | {"packed": problem.packed},
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],

@@ -374,6 +374,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         batch = 1 if self.num_splits else self.batch
         if self.has_lists:  # a query's list is a sequence
             batch, seq_q, rows = batch if self.num_splits else batch * seq_q, 1, 1
+        elif self.op == "topk_indices":  # each row is a program's, whatever sequence has it
+            rows = self.batch * self.seq_q
         elif self.packed and self.num_splits:
             # A demanded number of splits promises results that do not depend on the other sequences of the batch:
             # nothing may be chosen by how many or how long they are.

@@ -180,7 +180,7 @@ def _axes(tensor: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
 def _meet(distance: int, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
     """Return whether two tensors share an element; the second begins `distance` bytes after the first."""
     # Axes that differ in stride, or are longer than the stride of the axis around them, are compared by their ends.
-    tangled = not first or first[0][0] <= max(_reach(first[1:]), _reach(second[1:]))
+    tangled = not first or not second or first[0][0] <= max(_reach(first[1:]), _reach(second[1:]))
     if tangled or first[0][0] != second[0][0]:
         return -_reach(second) <= distance <= _reach(first)
     (stride, size), (_, other_size) = first[0], second[0]

@@ -84,7 +84,7 @@ def test_why_says_what_applies_and_why_others_do_not(portattn):
 def test_why_names_the_variants_that_a_quirk_is_about(portattn):
     found = portattn("quirks", "why", "cuda:sm_90", "--toolchain", "triton==3.6.0", "--json").json
     uses = {use["id"]: use["kernels"] for use in found["applied"]}
-    assert uses["cuda-0018-register-a-variants"] == ["gluon_forward", "gluon_backward", "gluon_mla"]
+    assert uses["cuda-0018-register-a-variants"] == ["gluon_forward", "gluon_backward", "gluon_mla", "gluon_indexer"]
     assert {"gluon_forward", "dense_forward"} <= set(uses["any-0004-carried-bound"])
 
 

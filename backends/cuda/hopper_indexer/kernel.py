@@ -35,7 +35,7 @@ _DIM: gl.constexpr = gl.constexpr(DIM)
 _CONSUMERS: gl.constexpr = gl.constexpr(CONSUMERS)
 _ROW_STAGES: gl.constexpr = gl.constexpr(ROW_STAGES)
 _KEY_STAGES: gl.constexpr = gl.constexpr(KEY_STAGES)
-_THREADS: gl.constexpr = gl.constexpr(CONSUMERS * 128 + 32)  # that meet where a buffer becomes free
+_THREADS: gl.constexpr = gl.constexpr(CONSUMERS * 128 + 32)  # participants of ROW_FREE and KEYS_FREE
 
 
 @aggregate

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 HEADS = (32, 64)  # a row of fewer weights is no 128 bytes of shared memory, on which TMA writes begin
 PAGE = 64  # keys of a page that are loaded at a time; of packed keys KEYS
-FEW_ROWS, MANY_ROWS = 4, 64  # of a tile. Of tiles of few each core takes several, whose keys are loaded ahead
+# Rows of a tile. A core takes several tiles of few rows, and loads their keys ahead.
+FEW_ROWS, MANY_ROWS = 4, 64
 # 4 × 128 threads (one warp counts as four) with 128 registers each, which the kernel's roles then share out anew.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 128, 160, 32
 
@@ -38,7 +39,7 @@ class IndexerVariant(Variant):
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, e4m3 queries and keys of {DIM} columns, {' or '.join(map(str, HEADS))} heads"
     needs += f", pages of a multiple of {PAGE} rows"
-    legend = MappingProxyType({"rows": "query rows of a tile", "keys": "keys of a tile"})
+    legend = MappingProxyType({"rows": "query rows of a tile", "keys": "keys of a tile", "heads": "heads of a row"})
     canaries = INDEXER
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
@@ -64,7 +65,7 @@ class IndexerVariant(Variant):
         return _IndexerLauncher(call)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
-        return {"rows": rows_of(problem.seq_q), "keys": CONSUMERS * KEYS}
+        return {"rows": rows_of(problem.seq_q), "keys": CONSUMERS * KEYS, "heads": problem.heads_q}
 
     def timed_with(self, problem: Problem) -> str:
         return str(TIMED_WITH)

@@ -208,7 +208,7 @@ class PortattnIndexerMetadataBuilder(AttentionMetadataBuilder[PortattnIndexerMet
         self.decode_rows = 1 + vllm_config.num_speculative_tokens
         layers = vllm_config.compilation_config.static_forward_context
         self.topk = min(layers[name].impl.topk for name in layer_names)
-        # Of its own, and kept: a captured graph reads it at this address.
+        # The tensor is kept: a captured graph reads it at this address.
         most = vllm_config.scheduler_config.max_num_batched_tokens
         self._ends = torch.zeros(most, dtype=torch.int32, device=device)
         self._counted = torch.arange(1, most + 1, dtype=torch.int32, device=device)
@@ -237,9 +237,8 @@ class PortattnIndexerMetadataBuilder(AttentionMetadataBuilder[PortattnIndexerMet
                 spans[-1].end = span.end
             elif span.first < span.end:
                 spans.append(span)
-            if (
-                not short
-            ):  # copies: parts of the batch's tensors would lie at any address, for which kernels compile anew
+            # Copies: parts of the batch's tensors would lie at any address, for which kernels compile anew.
+            if not short:
                 one, pages = slice(request, request + 1), -(-keys[request] // self.kv_cache_spec.block_size)
                 span.table, span.length = common.block_table_tensor[one, :pages].clone(), common.seq_lens[one].clone()
                 span.ends = ends[None, span.first : span.end].clone()

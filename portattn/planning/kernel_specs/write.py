@@ -19,6 +19,7 @@ NARROW = 8  # columns of a tile that has no 16 numbers beside each other
 SCORES_AT_ONCE = 16384  # of a tile of keys and all heads of a row: 64 a thread of eight warps
 MOST_HEADS = 512
 LEAST_READ = 1024  # numbers of a row that a step of its selection reads: less is all latency
+MOST_HELD = 8192  # numbers of a row in registers: 16 a thread of 16 warps
 WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a thread of four warps
 
 
@@ -183,8 +184,10 @@ class TopkRows(CoreKernel):
         split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
         if "block_n" not in pinned:
-            shorter = least(launch.block_n, next_power_of_two(problem.seq_k))
-            launch = msgspec.structs.replace(launch, block_n=most(shorter, LEAST_READ))
+            # Of a longer row the numbers above a pivot are put into a tile: it must be larger than what is chosen.
+            tile = most(launch.block_n, least(2 * next_power_of_two(problem.tokens), MOST_HELD))
+            tile = least(tile, next_power_of_two(problem.seq_k))
+            launch = msgspec.structs.replace(launch, block_n=most(tile, LEAST_READ))
         return msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
