@@ -298,10 +298,9 @@ def topk_rows(
                 pivot, high = first - first + LOWEST, HIGHEST  # a tensor in the interpreter too
                 searching, attempt = 1, 0
                 while searching == 1:
-                    if attempt < SAMPLED:
-                        if end - first > tokens:  # otherwise all numbers are taken
-                            sampled = sampled_pivot(source, first, end, seq_k, q_stride_d, aim, BLOCK_N)
-                            pivot = tl.where(attempt == 0, sampled, tl.minimum(tl.maximum(sampled, pivot), high))
+                    if (end - first > tokens) & (attempt < SAMPLED):  # a row of fewer numbers needs no pivot
+                        sampled = sampled_pivot(source, first, end, seq_k, q_stride_d, aim, BLOCK_N)
+                        pivot = tl.where(attempt == 0, sampled, tl.minimum(tl.maximum(sampled, pivot), high))
                     held, _ = take_from_row(source, memory, pivot, 0, BLOCK_N, first, end, seq_k, q_stride_d, BLOCK_N,
                                             False)  # fmt: skip
                     if held <= tokens:
