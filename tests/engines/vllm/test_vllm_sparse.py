@@ -86,7 +86,7 @@ def test_releases_and_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: torch.float8_e4m3fnuz))
     (reason,) = reasons(**asked, kv_cache_dtype="fp8_ds_mla")
     assert "needs rows of torch.float8_e4m3fn, and this platform writes torch.float8_e4m3fnuz" in reason
-    with pytest.raises(ArgumentError, match="the platform's fp8_dtype is torch.float8_e4m3fnuz, but must be"):
+    with pytest.raises(ArgumentError, match=r"the platform's fp8_dtype is torch.float8_e4m3fnuz, but must be"):
         Decoder(torch.zeros(4, 4, dtype=torch.int32))
     monkeypatch.setattr(vllm, "__version__", "0.32.1")
     with pytest.raises(PortattnError, match=r"vLLM 0\.32\.1 is not supported: it is older than 0\.33"):
