@@ -227,7 +227,8 @@ def rows_by_block(
     counted = (indices >= 0) & (indices < blocks)
     if counts is not None:
         counted &= torch.arange(places, device=indices.device) < counts[..., None]
-    ordered, order = torch.where(counted, indices, blocks).flatten(2).sort(dim=-1, stable=True)
+    # Contiguous: the kernels read rows of it, and a permuted list of one place stays permuted through all of these.
+    ordered, order = torch.where(counted, indices, blocks).flatten(2).contiguous().sort(dim=-1, stable=True)
     bounds = torch.arange(blocks + 1, dtype=torch.int32, device=indices.device).expand(*ordered.shape[:2], blocks + 1)
     starts = torch.searchsorted(ordered, bounds.contiguous(), out_int32=True)
     chunks, rows = chunks_of(ordered.shape[2], blocks, group)

@@ -44,6 +44,7 @@ def backward_problem(problem: Problem) -> Problem:
         problem,
         op=BACKWARD[problem.op],
         needs_grad=False,
+        num_splits=0,
         return_lse=False,
         grad_lse=problem.return_lse,
         grad_bias=problem.bias,

@@ -421,8 +421,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 takes=("page_size", "total_q", "tokens"),
                 packs_heads=True,
                 latent=True,
-                trained_by="attention for the keys and values of each head, or with a row as key and its first 512 "
-                "columns as value (a tree_mask written out as its mask)",
+                trained_by="attention, rows as keys and their columns as values (a tree_mask written out as its mask)",
                 canaries=(
                     _LATENT | {"causal": "bottom_right", "num_splits": 2},
                     _LATENT | {"seq_k": 100, "tokens": 100, "sinks": True, "num_splits": 2},

@@ -183,8 +183,9 @@ def _check_out(op: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, re
         given = (tuple(out.shape), out.dtype) if isinstance(out, torch.Tensor) else type(out).__name__
         raise ArgumentError(op, "out", given, f"must be {shape} of {dtype}")
     check_place(op, "out", out, next(iter(read.values())).device, contiguous=False)
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ArgumentError(op, "out.stride()", out.stride(), "must not be 0: each number is written")
+    if any(size > 1 and stride < shape[-1] for size, stride in zip(shape[:-1], out.stride(), strict=False)):
+        limit = f"must be at least {shape[-1]} between rows: each number is written"
+        raise ArgumentError(op, "out.stride()", out.stride(), limit)
     for name, tensor in read.items():
         if tensor is not None:
             check_apart(op, (name, "out"), (tensor, out))

@@ -192,8 +192,8 @@ def block_call(
     check_layout(BLOCKS, layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(BLOCKS, name, tensor, AXES[layout])
-        check_like(BLOCKS, name, tensor, "q's", q)
-    if block_size not in KEY_BLOCKS:
+        check_like(BLOCKS, name, tensor, "q", q)
+    if not isinstance(block_size, int) or block_size not in KEY_BLOCKS:
         raise ArgumentError(BLOCKS, "block_size", block_size, f"must be one of {', '.join(map(str, KEY_BLOCKS))}")
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -91,6 +91,9 @@ def problems_of_any_op(draw: st.DrawFn) -> Problem:
         fields |= {n: op == "attention" and draw(flag) for n in ("seqlens_q", "leftpad_q")}
     elif op == "sparse_attention":
         fields |= {"seqlens_k": draw(flag)}
+    elif op == "block_sparse_attention":
+        fields |= dict.fromkeys(("softcap", "alibi_slopes", "bias", "mask"), False) | {"seqlens_k": draw(flag)}
+        fields |= {"window_left": -1, "window_right": -1, "tokens": draw(st.integers(1, 4)), "block_k": 16}
     return Problem(
         op=op, batch=draw(st.integers(0, 3)), heads_q=fields["heads_k"] * draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(sorted(DTYPES))), aligned=False, **fields,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcalls import use_small_tiles
+from opcalls import use_small_tiles, watched
 from support import Device, assert_right, random_call, run_core
 
 import portattn
@@ -65,17 +65,18 @@ def tensors(rows: int = 21, keys: int = 40, dtype: torch.dtype = torch.float32) 
     return tuple(torch.randn(2, h, s, 16, generator=generator).to(dtype) for h, s in ((4, rows), (2, keys), (2, keys)))
 
 
+@pytest.mark.parametrize("places", [1, 2])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("backend", ["reference", pytest.param("interpreter", marks=pytest.mark.interpreter)])
 def test_public_calls_and_gradients_are_those_of_a_mask(
-    monkeypatch: pytest.MonkeyPatch, backend: str, layout: str
+    monkeypatch: pytest.MonkeyPatch, backend: str, layout: str, places: int
 ) -> None:
     use_small_tiles(monkeypatch)
     q, k, v = tensors()
-    listed = torch.rand(2, 2, 21, 3, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :2].int()
-    listed[:, :, 3], counts = -1, torch.full((2, 2, 21), 2, dtype=torch.int32)
-    counts[:, 1, 7] = 1
-    named = torch.where(torch.arange(2) < counts[..., None], listed, -1)[..., None]
+    listed = torch.rand(2, 2, 21, 3, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :places].int()
+    listed[:, :, 3], counts = -1, torch.full((2, 2, 21), places, dtype=torch.int32)
+    counts[:, 1, 7], listed[:, 1, 7, -1] = places - 1, 99
+    named = torch.where(torch.arange(places) < counts[..., None], listed, -1)[..., None]
     mask = (named == torch.arange(40) // 16).any(3).repeat_interleave(2, dim=1)
     turn = (lambda t: t.transpose(1, 2).contiguous()) if layout == "bshd" else (lambda t: t)
     given: tuple[Any, ...] = turn(listed), {"block_counts": turn(counts), "block_size": 16, "causal": True}
@@ -90,9 +91,30 @@ def test_public_calls_and_gradients_are_those_of_a_mask(
         torch.testing.assert_close(ours, right, atol=3e-6, rtol=3e-6)
 
 
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.interpreter
+def test_wild_numbers_that_nothing_validates_stay_inside(monkeypatch: pytest.MonkeyPatch, causal: Any) -> None:
+    use_small_tiles(monkeypatch)
+    least, most = -(2**31), 2**31 - 1
+    wild = torch.tensor([[most, least, -1, 0], [4, 5, 2**27, 2**28 - 1], [2**26 + 1, 2, 1, least]], dtype=torch.int32)
+    listed, counts = wild.repeat(7, 1)[:21].expand(2, 2, 21, 4), torch.tensor([most, least, -1, 0, 2, 4, 5] * 3)
+    given = {"block_counts": counts.int().expand(2, 2, 21), "seqlens_k": torch.tensor([most, 33], dtype=torch.int32)}
+    found = []
+    for backend in ("interpreter", "reference"):
+        leaves = [tensor.requires_grad_() for tensor in tensors()]
+        with watched(monkeypatch) as kernels:
+            out, lse = portattn.block_sparse_attention(
+                *leaves, listed, block_size=16, causal=causal, return_lse=True, backend=backend, validate=False, **given
+            )
+            found.append((out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+        assert kernels or backend == "reference"
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+
+
 LISTS = torch.tensor([[0, 1]], dtype=torch.int32).expand(2, 2, 21, 2)
 WRONG: dict[str, tuple[Any, ...]] = {
-    "block_size": (LISTS, {"block_size": 24}, "must be one of 16, 32, 64, 128"),
+    "block_size": (LISTS, {"block_size": 16.0}, "must be one of 16, 32, 64, 128"),
     "block_indices.ndim": (LISTS[0], {}, r"must be 4: \(batch, heads_k, seq_q, places\)"),
     "block_indices.dtype": (LISTS.long(), {}, "must be torch.int32"),
     "block_indices[0, 0, 0, 1]": (LISTS * 3, {}, "must be below 3, the blocks of keys"),

@@ -248,7 +248,8 @@ def block_sparse_attention(
     bit: a program goes through the rows that list its block.
 
     Memory beyond the inputs: as of `attention`; if keys are split over programs, float32 partial results of
-    splits·B·Hq·Sq·(Dv + 2) elements; for gradients 20 bytes for each place of the lists.
+    splits·B·Hq·Sq·(Dv + 2) elements; for gradients 20 bytes for each place of the lists, and float32
+    partial results of B·Hk·chunks·block_size·(D + Dv) elements, where a block that many rows list has several chunks.
 
     Raises:
         ArgumentError: An argument is malformed: the error has the argument, its value and the limit.

@@ -237,7 +237,8 @@ def topk_indices(
     Returns:
         (T, k) or (B, Sq, k) int32: indices into the last axis, −1 after a row's last where it has fewer than k.
 
-    Memory beyond the inputs: the result; with `sorted` a few copies of it, and on the reference path of the logits.
+    Memory beyond the inputs: the result; up to 32 MiB for rows longer than a tile (4,096 or 8,192 numbers); with
+    `sorted` a few copies of the result, and on the reference path of the logits.
 
     Raises:
         ArgumentError: An argument is malformed, or a tensor requires a gradient. Nothing is written.

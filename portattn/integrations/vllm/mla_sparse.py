@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadataBuilder,
 )
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
@@ -171,6 +172,8 @@ class PortattnSparseMLABackend(Capabilities):
     ) -> str | None:
         if kv_cache_dtype == DS_CACHE and head_size != DS_HEAD:
             return f"a {DS_CACHE} cache needs a head size of {DS_HEAD}, not {head_size}"
+        if kv_cache_dtype == DS_CACHE and (found := current_platform.fp8_dtype()) != torch.float8_e4m3fn:
+            return f"a {DS_CACHE} cache needs rows of torch.float8_e4m3fn, and this platform writes {found}"
         return super().supports_combination(head_size, dtype, kv_cache_dtype, *others, **more)
 
 
@@ -399,6 +402,13 @@ class PortattnSparseAttnIndexer(SparseAttnIndexer):
     ) -> None:
         CustomOp.__init__(self)  # vLLM's own constructor asks for DeepGEMM
         config = get_current_vllm_config()
+        if (found := current_platform.fp8_dtype()) != torch.float8_e4m3fn:
+            limit = "must be torch.float8_e4m3fn for portattn's indexer"
+            raise ArgumentError(SPARSE_NAME, "the platform's fp8_dtype", found, limit)
+        if current_platform.is_cuda() and not current_platform.has_device_capability(89):
+            limit = "must be at least 8.9: vLLM's kernel narrows the indexer's queries to e4m3 from sm_89 on"
+            found = current_platform.get_device_capability()
+            raise ArgumentError(SPARSE_NAME, "the compute capability", found, limit)
         parallel = config.parallel_config
         sizes = {name: getattr(parallel, name) for name in (DCP_SIZE, PCP_SIZE)} | {"compress_ratio": compress_ratio}
         refuse_features(
@@ -428,6 +438,12 @@ class PortattnSparseAttnIndexer(SparseAttnIndexer):
         return self.topk_indices_buffer
 
     forward_cuda = forward_hip = forward_xpu = forward_cpu = forward_native
+
+    @property
+    def topk_backend(self) -> Any:
+        """Raise ArgumentError: vLLM's fused models ask for it, and portattn's indexer is for the generic ones."""
+        limit = "must be portattn's for the drafter too: DeepseekV32MTPModel in --model-class-overrides"
+        raise ArgumentError(SPARSE_NAME, "the model's class", "vLLM's fused one", limit)
 
 
 @functools.cache

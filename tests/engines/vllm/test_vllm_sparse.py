@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models import deepseek_v2
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla import index_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_batches import BLOCK, DEVICE, Batch, default_dtype
@@ -82,6 +83,11 @@ def test_releases_and_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons(**asked | {"head_size": 512}, kv_cache_dtype="fp8_ds_mla") == [
         "a fp8_ds_mla cache needs a head size of 576, not 512"
     ]
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: torch.float8_e4m3fnuz))
+    (reason,) = reasons(**asked, kv_cache_dtype="fp8_ds_mla")
+    assert "needs rows of torch.float8_e4m3fn, and this platform writes torch.float8_e4m3fnuz" in reason
+    with pytest.raises(ArgumentError, match=r"the platform's fp8_dtype is torch.float8_e4m3fnuz, but must be"):
+        Decoder(torch.zeros(4, 4, dtype=torch.int32))
     monkeypatch.setattr(vllm, "__version__", "0.32.1")
     with pytest.raises(PortattnError, match=r"vLLM 0\.32\.1 is not supported: it is older than 0\.33"):
         AttentionBackendEnum["PORTATTN_MLA_SPARSE"].get_class()
