@@ -151,7 +151,7 @@ def complete(q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         ("    out: receives them, (B, Hq, Sq, D)\n", "a row about out"),
         (", (B, Hq, Sq, D)\n", "shapes"),
         ("        >>> import torch\n", "an example that imports what it uses"),
-        ("        tensor([2.])\n", "an example that shows a result"),
+        ("\n        tensor([2.])", "an example that shows a result"),
     ],
 )
 def test_a_docstring_that_lacks_something_is_red(removed: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:

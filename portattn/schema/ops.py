@@ -496,5 +496,4 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
 )
 PUBLIC = tuple(name for name, row in ROWS.items() if not row.gradient_of)
 WRITERS = tuple(name for name, row in ROWS.items() if row.writes)
-# Operation -> the operation that computes its gradients.
-BACKWARD = {row.gradient_of: name for name, row in ROWS.items() if row.gradient_of}
+BACKWARD = {row.gradient_of: name for name, row in ROWS.items() if row.gradient_of}  # its gradients' op

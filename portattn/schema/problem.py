@@ -455,6 +455,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         sizes = [
             f"{name} {getattr(self, name)}" for name in ("page_size", "tokens", "num_splits") if getattr(self, name)
         ]
+        if self.has_blocks:
+            sizes.append(f"blocks of {self.block_k} keys")
         if self.packed:
             sizes.append(f"{self.batch} sequences")
         flags = [flag for flag in (*ASKED, "dropout") if getattr(self, flag)]

@@ -98,7 +98,8 @@ def _offered() -> list[tuple[str, dict[str, Any], str]]:
         ("--page-layout", _choice(("phd", "hpd"), "phd"), "Whether tokens or heads come first in a page."),
         ("--pages-apart", FLAG,
          "Pages do not follow each other row by row, as in a cache of K and V together (no TMA)."),
-        ("--tokens", _NUMBER, "Places for chosen tokens of each head."),
+        ("--tokens", _NUMBER, "Places of a list of chosen tokens, blocks, slots or logits."),
+        ("--block-size", _NUMBER, "Keys of a chosen block; 64 by default."),
         ("--num-splits", _NUMBER, "Programs that must share a row's keys."),
         ("--lse", FLAG, "The log-sum-exp is returned as well."),
         ("--layout", _choice(("bhsd", "bshd"), "bhsd"), "Order in memory."),
@@ -123,7 +124,7 @@ def shape(op: str, option: str, text: str) -> tuple[int, int, int, int]:
 
 def problem_from(
     op: str, q: str, kv: str, dv: int | None, dtype: str, causal: str | None, window: str | None, chunk: int | None,
-    lse: bool, unaligned: bool, unaligned_words: bool, pages_apart: bool, **given: Any,
+    lse: bool, unaligned: bool, unaligned_words: bool, pages_apart: bool, block_size: int | None, **given: Any,
 ) -> Problem:  # fmt: skip
     """Return the Problem of the options, as a call with such arguments makes it. Raises ArgumentError."""
     row = ROWS[op]
@@ -136,6 +137,7 @@ def problem_from(
     batch_k, heads_k, seq_k, head_dim_k = shape(op, "--kv", kv)
     page_size, layout, latent = given["page_size"] or 0, given["page_layout"], op == "mla_attention"
     pages = "goes with --page-size, which is not given"
+    blocks, sizes = "block_indices" in row.parameters, problem_limits.KEY_BLOCKS
     _check(op, [
         (batch_k != batch, "--kv's batch", batch_k, f"must be --q's, {batch}"),
         (head_dim_k != head_dim, "--kv's head_dim", head_dim_k, f"must be --q's, {head_dim}"),
@@ -145,6 +147,9 @@ def problem_from(
         (latent and (dv or 0) > head_dim, "--dv", dv, f"must be at most {head_dim}, a latent row with its rotary part"),
         (op == "sparse_attention" and seq_q != 1, "--q's S", seq_q,
          "must be 1: tokens are chosen for one query a sequence"),
+        (block_size is not None and not blocks, "--block-size", block_size, f"{op} has none"),
+        (block_size is not None and block_size not in sizes, "--block-size", block_size,
+         f"must be one of {', '.join(map(str, sizes))}"),
         (page_size and seq_k % page_size, "--kv's S", seq_k, f"must be a multiple of --page-size, {page_size}"),
         (layout != _DEFAULTS["page_layout"] and not page_size, "--page-layout", layout, pages),
         (pages_apart and not page_size, "--pages-apart", True, pages),
@@ -166,6 +171,7 @@ def problem_from(
     unpacked = "goes with queries that are not packed (--total-q)"
     _check(op, [(packed and given[name], _option(name), True, unpacked) for name in ("bias", "mask")])
     given["kv_scales"] = given["kv_scales"] or problem_limits.cache_format(given["kv_format"]).default_scales
+    given |= {"block_k": block_size or 64} if blocks else {}
     lengths = (row.always_lengths and not given["tokens"]) or bool(row.allocates and page_size)
     given["seqlens_k"] = given["seqlens_k"] or lengths
     if given["rotary"] != _DEFAULTS["rotary"] and given["rotary_dim"] is None:

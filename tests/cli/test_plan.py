@@ -167,6 +167,10 @@ SAME = {
         (meta(2, 4, 1, 64), meta(9, 16, 2, 64), meta(9, 16, 2, 64), integers(2, 4, 12), integers(2, 4)),
         {"magicpig": (10, 150), "page_table": integers(2, 4), "seqlens_k": integers(2)},
     ),
+    "block_sparse_attention": (
+        "--q 2,4,8,64 --kv 2,2,64,64 --tokens 2 --causal",  # blocks of 64 keys
+        (meta(2, 4, 8, 64), meta(2, 2, 64, 64), meta(2, 2, 64, 64), integers(2, 2, 8, 2)), {"causal": True},
+    ),
     "mla_attention": (
         "--q 2,16,2,576 --kv 2,1,128,576 --dv 512 --page-size 64 --causal",
         (meta(2, 16, 2, 512), meta(2, 16, 2, 64), meta(9, 64, 576), integers(2, 2), integers(2)),

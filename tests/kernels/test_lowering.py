@@ -35,6 +35,7 @@ PAGES = {"seq_k": 48, "page_size": 16, "seqlens_k": True, "pages_in_line": True}
 BASE: dict[str, dict[str, Any]] = {
     "attention": {}, "varlen_attention": {"batch": 3, "total_q": 33, "total_k": 70}, "decode_attention": {"seq_q": 1},
     "paged_attention": {"seq_q": 1} | PAGES, "sparse_attention": {"seq_q": 1, "tokens": 24},
+    "block_sparse_attention": {"seq_q": 5, "tokens": 2, "block_k": 16},
     "mla_attention": {"seq_q": 1, "heads_q": 4, "heads_k": 1, "head_dim": 48, "head_dim_v": 32} | PAGES,
 }  # fmt: skip
 DENSE = {
@@ -91,6 +92,7 @@ SPARSE = {
     },
     "magicpig_bf16": {"magicpig": True, "dtype": "bf16", "head_dim": 32},
 }  # fmt: skip
+BLOCKS = {"causal": {"causal": "bottom_right"}, "lengths_bf16": {"dtype": "bf16", "seqlens_k": True}}
 ATTENTION = tuple(op for op in PUBLIC if op not in WRITERS)  # the others: test_cache_writes.py
 MLA = {
     "one_query": {}, "causal_fp16": {"seq_q": 3, "causal": "bottom_right", "dtype": "fp16", "layout": "bshd"},
@@ -102,7 +104,7 @@ MLA = {
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{op.removesuffix('_attention')}-{name}": (op, BASE[op] | ({"heads_q": 4} if op != "attention" else {}) | fields)
-    for op, cases in zip(ATTENTION, (DENSE, VARLEN, DECODE, PAGED, SPARSE, MLA), strict=True)
+    for op, cases in zip(ATTENTION, (DENSE, VARLEN, DECODE, PAGED, SPARSE, BLOCKS, MLA), strict=True)
     for name, fields in cases.items()
 }
 TILES = [
@@ -110,6 +112,12 @@ TILES = [
     for load, k_tile, order in itertools.product(CHOICES["load"], CHOICES["k_tile"], CHOICES["block_order"])
     if order == "column" or (load, k_tile) == ("block_ptr", "transposed")  # elsewhere block_order is not read
 ]
+
+
+def choices(op: str) -> tuple[str, ...]:
+    """Return the choices that an op's code depends on: of chosen blocks fewer than tuning may name."""
+    p = problem(op=op, **BASE[ROWS[op].gradient_of or op])
+    return CORES[op].read(p, Lowering()) if p.has_blocks else CORES[op].choices
 
 
 def possible(op: str, p: Problem, lowering: dict[str, str], keys: int = TILE) -> dict[str, str]:
@@ -132,7 +140,7 @@ def check(device: Device, case: str, lowering: dict[str, str], seed: int = 0) ->
 def alone() -> list[tuple[str, str, str]]:
     """Each value that is no default, for each case whose kernel reads the choice, where nothing forbids it."""
     return [
-        (case, name, value) for case, (op, fields) in CASES.items() for name in CORES[op].choices
+        (case, name, value) for case, (op, fields) in CASES.items() for name in choices(op)
         for value in (CUDA_PRECISIONS if name == "dot_precision" else CHOICES[name])
         if value not in (DEFAULTS[name], *NOT_HERE)
         and possible(op, problem(op=op, **fields), {name: value})[name] == value
@@ -142,10 +150,9 @@ def alone() -> list[tuple[str, str, str]]:
 def test_every_value_that_a_kernel_reads_is_among_them() -> None:
     """Of those that its limits allow: only dense keys are known to fit one tile."""
     for op in ATTENTION:
-        kernel = CORES[op]
         never = {("pipeline", "single")} if op != "attention" else set()
         seen = {(name, value) for case, name, value in alone() if CASES[case][0] == op}
-        wanted = {(name, v) for name in kernel.choices for v in CHOICES[name] if v not in (DEFAULTS[name], *NOT_HERE)}
+        wanted = {(name, v) for name in choices(op) for v in CHOICES[name] if v not in (DEFAULTS[name], *NOT_HERE)}
         assert seen == wanted - never
 
 
@@ -314,8 +321,8 @@ def test_choices_are_read(device: Device) -> None:
         # A function that several ops share has all their choices.
         shared = {name for other in CORES.values() if other.function == kernel.function for name in other.choices}
         # Read by the planner alone: one decides the width of tiles, the other which of two kernels decodes.
-        elsewhere = {"reads"} if op == "sparse_attention" else {"warps"} & set(kernel.choices)
-        assert set(kernel.choices) - elsewhere <= given.keys() <= shared
+        elsewhere = {"reads"} if op == "sparse_attention" else {"warps"}
+        assert set(choices(op)) - elsewhere <= given.keys() <= shared
         assert all(given[name] == DEFAULTS[name] for name in given.keys() - set(kernel.choices))
 
 

@@ -156,6 +156,7 @@ def test_flops_of_chosen_tokens_and_latent_rows() -> None:
         (SPARSE | {"magicpig": True}, ("tokens 8", "magicpig")),
         ({"window_left": 4, "softcap": True, "sinks": True}, ("window (4,-1)", "softcap", "sinks")),
         ({"chunk": 8}, ("chunk 8",)),
+        ({"op": "block_sparse_attention", "tokens": 3, "block_k": 16}, ("tokens 3 blocks of 16 keys",)),
     ],
 )  # fmt: skip
 def test_text_says_what_caches_and_packed_rows_are(fields: dict, parts: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
 """Tables by operation in the tools have every operation of schema/ops.py: an op that is left out is never looked at."""
 
-from portattn.schema.ops import ROWS, WRITERS
+from portattn.schema.ops import ROWS
 from portattn.schema.problem_limits import OPS
 from portattn.tools.matrix import problems
 from portattn.tools.quirks import audit, examples
@@ -14,5 +14,5 @@ def test_the_type_of_ops_names_the_rows() -> None:
 def test_every_table_of_the_tools_has_every_op() -> None:
     assert set(examples.problems().usual) == set(ROWS)
     assert {problem.op for problem in audit._problems()} == set(ROWS)
-    assert set(classes.groups()[1]) == set(ROWS) - set(WRITERS)  # which are not tuned
+    assert set(classes.groups()[1]) == set(ROWS) - set(classes.UNTUNED)
     assert {named.problem.op for named in problems.quick()} == set(ROWS)

@@ -134,11 +134,10 @@ class BlockBackward(DenseBackward):
         pinned: Container[str] = frozenset(),
         split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
-        group, of_rows = max(next_power_of_two(problem.group), MIN_DOT), launch.of_rows()
+        group = max(next_power_of_two(problem.group), MIN_DOT)
         return msgspec.structs.replace(
             launch, splits=1, block_m=min(launch.block_m, problem.block_k), block_n=max(launch.block_n, group),
-            rows_m=group, rows_n=min(of_rows.block_n, problem.block_k), rows_warps=of_rows.num_warps,
-            rows_stages=of_rows.num_stages,
+            rows_m=group, rows_n=min(launch.of_rows().block_n, problem.block_k),
         )  # fmt: skip
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:

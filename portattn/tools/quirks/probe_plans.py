@@ -329,6 +329,7 @@ def problem_words(problem: Problem) -> list[str]:
     for name in ("chunk", "page_size", "tokens", "num_splits", "rotary_dim"):
         if getattr(p, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(p, name))]
+    words += ["--block-size", str(p.block_k)] if p.has_blocks else []
     for name, usual in usually.items():
         if getattr(p, name) != usual:
             words += [f"--{name.replace('_', '-')}", getattr(p, name)]
