@@ -80,7 +80,7 @@ def test_a_downgrade_below_a_version_gate_is_red_with_the_quirk_and_what_to_do(p
     assert {one["quirk"] for one in losses} == {"cuda-0016-gluon-aggregates"}
     assert all(one["kinds"] == ["variant"] and one["targets"] == ["cuda:sm_90"] for one in losses)
     lost = [name for one in losses for name in one["problems"]]
-    assert len(lost) == len(set(lost)) == 7
+    assert len(lost) == len(set(lost)) == 8
     assert all("rules out the path" in one["cause"] for one in losses)
     assert all("portattn quirks probe cuda-0016" in one["todo"] for one in losses)
 

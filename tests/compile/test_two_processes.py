@@ -134,7 +134,8 @@ ROOT = Path(__file__).parent.parent.parent
 # Launches by the options of another Step or of a KernelCall, or by a name that is made in the line before.
 TAKEN_OVER = [
     "backends/cuda/hopper_forward/quantized_variants.py", "backends/cuda/hopper_forward/quantized_variants.py",
-    "backends/cuda/hopper_latent/variant.py", "portattn/launch/cached_launch.py", "portattn/launch/run.py",
+    "backends/cuda/hopper_indexer/variant.py", "backends/cuda/hopper_latent/variant.py",
+    "portattn/launch/cached_launch.py", "portattn/launch/run.py",
     "portattn/schema/kernel_step.py",
 ]  # fmt: skip
 

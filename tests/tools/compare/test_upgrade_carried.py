@@ -37,9 +37,11 @@ def test_a_variant_that_nobody_has_run_with_the_new_compiler_is_tried_by_its_can
     made = upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90", "rocm:gfx942")
     found = {one.name: one for one in made.variants}
     assert set(found) == {"gluon_forward", "gluon_backward", "gluon_mla", "gluon_indexer"}, "sm_90's alone"
-    assert all((one.before, one.after, one.refuses) == ("run", "tried", {}) for one in made.variants)
-    assert all(one.unseen == one.takes for one in made.variants)
-    assert all(one.less_sure and "canaries" in one.said for one in made.variants)
+    *found, newer = made.variants
+    assert (newer.name, newer.before, newer.after) == ("gluon_indexer", "tried", "tried"), "changed since it ran"
+    assert all((one.before, one.after, one.refuses) == ("run", "tried", {}) for one in found)
+    assert all(one.unseen == one.takes for one in found)
+    assert all(one.less_sure and "canaries" in one.said for one in found)
 
 
 @pytest.mark.parametrize(("release", "level"), [("3.7.1", "runs"), ("3.8.0", "measured"), ("3.9.0", "measured")])
@@ -48,7 +50,7 @@ def test_what_was_run_with_the_new_compiler_carries_over_and_names_that_run(rele
     (seen,) = [one for one in load_verified(Registry.load().backends["cuda"].folder) if one.toolchain == toolchain]
     *found, newer = upgraded("triton==3.6.0", toolchain, "cuda:sm_90").variants
     assert [one.name for one in found] == ["gluon_forward", "gluon_backward", "gluon_mla"]
-    assert (newer.name, newer.after, newer.evidence) == ("gluon_indexer", "tried", None), "it ran with 3.6.0 alone"
+    assert (newer.name, newer.after, newer.evidence) == ("gluon_indexer", "tried", None), "it changed since it ran"
     expected = {"toolchain": toolchain, "level": level, "what": seen.what}
     assert [msgspec.to_builtins(one)["evidence"] for one in found] == 3 * [expected]
     assert {variant_line(one) for one in found} == {f"carries over; {level} with {toolchain}: {seen.what}"}
@@ -90,14 +92,15 @@ def test_one_problem_that_was_left_out_is_named(monkeypatch):
         ),
     )  # fmt: skip
     made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90")
-    one, _ = [one for one in made.variants if one.less_sure]  # beside the indexer's, which ran with 3.6.0 alone
+    (one,) = [one for one in made.variants if one.less_sure]
     assert (one.name, set(one.unseen)) == ("gluon_forward", some)
     assert one.said.startswith(f"is tried by its canaries for {some.pop()}: no complete run")
 
 
 def test_back_on_the_compiler_that_they_were_run_with_they_carry_over():
     made = upgraded("triton==3.9.0", "triton==3.6.0", "cuda:sm_90")
-    assert {one.said for one in made.variants} == {"carries over"}
+    # The indexer's kernel changed after it ran with 3.6.0.
+    assert {one.said for one in made.variants if one.name != "gluon_indexer"} == {"carries over"}
     assert not any(one.less_sure for one in made.variants)
     timed = [one for one in made.schedules if one.timed_with]
     assert len(timed) >= 5
