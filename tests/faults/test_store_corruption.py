@@ -78,7 +78,8 @@ def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Pat
         path.mkdir() if made is None else path.write_bytes(made)
         fresh = CompileStore(tmp_path)
         if path.parent.name == "records":
-            assert fresh.get(path.stem) in (None, put[path.stem])
+            found = fresh.get(path.stem)
+            assert found in (None, put[path.stem])
             assert sum(fresh.count()) == len(KEYS)
         else:
             found = fresh.incident(path.stem)
