@@ -65,7 +65,8 @@ def scale_down(problem: Problem, launch: Launch) -> Problem:
 
 def on_device(problem: Problem, backend: str) -> Problem:
     seq = (CPU_SEQ if backend == "cpu" else DEVICE_SEQ) + RAGGED
-    return _scaled(problem, batch=DEVICE_BATCH, heads_k=DEVICE_HEADS_K, rows=seq, keys=seq, left=seq // 2)
+    keys = problem.seq_k if problem.op == "topk_indices" else seq  # longer than a tile, or not
+    return _scaled(problem, batch=DEVICE_BATCH, heads_k=DEVICE_HEADS_K, rows=seq, keys=keys, left=seq // 2)
 
 
 def _scaled(problem: Problem, batch: int, heads_k: int, rows: int, keys: int, left: int) -> Problem:
