@@ -406,7 +406,7 @@ class PortattnSparseAttnIndexer(SparseAttnIndexer):
             limit = "must be torch.float8_e4m3fn for portattn's indexer"
             raise ArgumentError(SPARSE_NAME, "the platform's fp8_dtype", found, limit)
         if current_platform.is_cuda() and not current_platform.has_device_capability(89):
-            limit = "must be at least 8.9: vLLM's kernel narrows the indexer's queries to e4m3 from sm_89 on"
+            limit = "must be at least 8.9, from which on vLLM's kernel can narrow the indexer's queries to e4m3"
             found = current_platform.get_device_capability()
             raise ArgumentError(SPARSE_NAME, "the compute capability", found, limit)
         parallel = config.parallel_config
