@@ -50,37 +50,33 @@ def _broadcast(x: torch.Tensor | None) -> bool:
     return x is not None and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def make_descriptor(x: torch.Tensor, rows: int, dim: int, before: int = 1) -> Any:
-    """Return a descriptor of (B, H, S, D), in blocks of `before` × `rows` × a kernel's width."""
+def describe(x: torch.Tensor, *block: int) -> Any:
+    """Return a descriptor of a tensor in blocks of these sizes; float32 is unswizzled in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
-    strides = [stride if size > 1 else 8 * x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(
-        x, list(x.shape), [*strides, 1], [1, before, rows, dim], _layout(before, rows, dim, str(x.dtype))
-    )
+    strides = [stride if size > 1 else 16 * x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, str(x.dtype)))
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(before: int, rows: int, dim: int, dtype: str) -> Any:
+def _layout(block: tuple[int, ...], dtype: str) -> Any:
     from triton.experimental.gluon import language as gl
 
-    kind = {"torch.bfloat16": gl.bfloat16, "torch.int8": gl.int8}.get(dtype, gl.float16)
-    return gl.NVMMASharedLayout.get_default_for([1, before, rows, dim], kind)
+    if dtype == "torch.float32":
+        return gl.NVMMASharedLayout(0, 32, len(block))
+    kinds = {"torch.bfloat16": gl.bfloat16, "torch.int8": gl.int8, "torch.uint8": gl.uint8}
+    return gl.NVMMASharedLayout.get_default_for(list(block), kinds.get(dtype, gl.float16))
+
+
+def make_descriptor(x: torch.Tensor, rows: int, dim: int, before: int = 1) -> Any:
+    """Return a descriptor of (B, H, S, D), in blocks of `before` × `rows` × a kernel's width."""
+    return describe(x, 1, before, rows, dim)
 
 
 def flat(x: torch.Tensor, rows: int) -> Any:
-    """Return a descriptor of a contiguous float32 matrix by blocks of whole rows, unswizzled in shared memory."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [rows, x.shape[1]], _unswizzled())
-
-
-@functools.cache
-def _unswizzled() -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(0, 32, 2)
+    """Return a descriptor of a contiguous float32 matrix by blocks of whole rows."""
+    return describe(x, rows, x.shape[1])
 
 
 _ROLES = {"partial": "partial", "partial_state": "partial_lse", "out": "out", "lse": "lse"}

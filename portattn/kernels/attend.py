@@ -370,8 +370,7 @@ def attend(
 
     Of quantised queries the products of values are float16, which holds each number of every format exactly. With
     PIPELINE "single" there is at most one tile, which begins at the origin. With "masked", steps may be places of a
-    list of blocks. No key from scores.tree_first on lies in a
-    tile that is attended whole.
+    list of blocks. No key from scores.tree_first on lies in a tile that is attended whole.
 
     Returns acc, row_max and row_sum.
     """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.hopper_indexer import CONSUMERS, DIM, KEYS
-from portattn.backends.cuda.launch_parts import multiprocessors, with_copies
+from portattn.backends.cuda.launch_parts import describe, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import INDEXER, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
@@ -109,9 +108,9 @@ class _IndexerLauncher(StepLauncher):
         }  # fmt: skip
         page = p.page_size or k.shape[1]
         arguments = {
-            "q_desc": _describe(tensors["q"].transpose(1, 2), 1, 1, heads, DIM),
-            "weights_desc": _describe(tensors["weights"], 1, 1, heads),
-            "k_desc": _describe(k, 1, PAGE if p.page_size % KEYS else KEYS, DIM),
+            "q_desc": describe(tensors["q"].transpose(1, 2), 1, 1, heads, DIM),
+            "weights_desc": describe(tensors["weights"], 1, 1, heads),
+            "k_desc": describe(k, 1, PAGE if p.page_size % KEYS else KEYS, DIM),
             **{name: tensors[role] for name, role in roles.items() if not name.endswith("_desc")},
             "scale_stride_b": None if scale is None else scale.stride(0),
             "scale_stride_s": None if scale is None else scale.stride(2),
@@ -123,19 +122,3 @@ class _IndexerLauncher(StepLauncher):
         options = {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
         blocks = tiles if rows > FEW_ROWS else least(tiles, self._cores)
         return [Step(scheduled_index_scores, (blocks,), arguments, options, roles)]
-
-
-def _describe(x: Any, *block: int) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
-    strides = [stride if size > 1 else 16 * x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.element_size()))
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(block: tuple[int, ...], size: int) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    # Weights are read as they are; a tile of e4m3 rows is a product's operand.
-    return gl.NVMMASharedLayout(0 if size == 4 else 128, 8 * size, len(block))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.hopper_latent import CHUNKS, KEYS, RANK, ROPE, ROWS
-from portattn.backends.cuda.launch_parts import merging, multiprocessors, with_copies
+from portattn.backends.cuda.launch_parts import describe, merging, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import LATENT, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
@@ -20,8 +19,6 @@ from portattn.schema.plan import Rejection
 from portattn.schema.symbolic_int import least, most, next_power_of_two, pin_sizes
 
 if TYPE_CHECKING:
-    import torch
-
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
@@ -168,23 +165,14 @@ class _LatentLauncher(StepLauncher):
             **numbers, "HEADS": self._heads, "QUERIES": self._queries, "CAUSAL": p.causal != "none", "SPLIT": split,
             "LISTED": p.has_lists, "CONSUMER": registers[0], "PRODUCER": registers[1],
         }  # fmt: skip
-        grid, options = (
-            (self._row_tiles, self._splits, self._sequences),
-            {"num_warps": 4, "maxnreg": REGISTERS, **FUSED},
-        )
+        grid = (self._row_tiles, self._splits, self._sequences)
+        options = {"num_warps": 4, "maxnreg": REGISTERS, **FUSED}
         decode = Step(latent_decode, grid, arguments, options, roles)
         return [decode, merging(p, self._splits, tensors)] if split else [decode]
 
 
 def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int, listed: bool) -> dict[str, Any]:
     """Return descriptors of q, q_rope and out (64 rows), and of the latent rows, unless they are gathered."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    def describe(x: torch.Tensor, *block: int) -> Any:
-        # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
-        strides = [stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-        return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, str(x.dtype)))
-
     found = {
         "q_desc": describe(tensors["q"], 1, heads, queries, RANK // CHUNKS),
         "q_tail_desc": describe(tensors["q_rope"], 1, heads, queries, ROPE),
@@ -195,11 +183,3 @@ def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int, listed: b
         latent = pages.as_strided((pages.shape[0] * pages.shape[1], RANK + ROPE), pages.stride()[1:])
         found |= {"k_desc": describe(latent, KEYS, RANK // CHUNKS), "k_tail_desc": describe(latent, KEYS, ROPE)}
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(block: tuple[int, ...], dtype: str) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    kind = gl.bfloat16 if dtype == "torch.bfloat16" else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(list(block), kind)
