@@ -339,7 +339,6 @@ def topk_rows(
             else:
                 nth, _ = ranks(chosen, no_counts(BLOCK_N))
                 tl.store(to - 1 + nth, keys, mask=chosen)
-        if taken < tokens:
-            for start in range(0, tokens, BLOCK_N):
-                empty = start + places
-                tl.store(to + empty, tl.full(places.shape, -1, tl.int32), mask=(empty >= taken) & (empty < tokens))
+        for start in range(0, tokens - taken, BLOCK_N):
+            empty = start + tl.arange(0, BLOCK_N)
+            tl.store(to + taken + empty, tl.full([BLOCK_N], -1, tl.int32), mask=empty < tokens - taken)

@@ -186,6 +186,15 @@ class Assembly:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # label → index of the instruction after it
 
+    @property
+    def one_cache(self) -> bool:
+        """Whether a work-group's waves share one vector cache, which takes their accesses in order.
+
+        Source: LLVM's AMDGPUUsage, memory models of gfx90a and gfx942 (tgsplit mode) and of gfx10 to gfx12 (CU mode)."""
+        if self.arch.family == 9:
+            return not self.descriptor.get("tg_split", 0)
+        return not self.descriptor.get("workgroup_processor_mode", 1)
+
 
 def parse(text: str, kernel: str | None = None) -> Assembly:
     """Parse one kernel's assembly. Raise WrongArch, TruncatedText, UnknownOperand or BadProgram with the line."""

@@ -292,6 +292,8 @@ class Machine:
         if self.checks.barriers:
             self._same_barrier(waiting, places)
         self.lds.barrier()
+        if self.waits is not None and self.program.one_cache:
+            self.waits.order_stores()
         split = self.program.instructions[places[0]].mnemonic == "s_barrier_wait"
         if split:
             self.signals[waiting] -= 1

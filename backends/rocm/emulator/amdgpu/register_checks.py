@@ -51,6 +51,11 @@ class Waits:
             queue.clear()
         self.pending.clear()
 
+    def order_stores(self) -> None:
+        """Order the outstanding global stores before what the work-group's waves load from now on."""
+        for entry in self.queues[self.names["store"]]:
+            entry.payload = None
+
     def issue(self, kind: str, entry: PendingAccess) -> None:
         """Record an access of a kind ("load", "store", "atomic", "lds", "scalar")."""
         counter = self.names[kind]
