@@ -190,7 +190,7 @@ class Assembly:
     def one_cache(self) -> bool:
         """Whether a work-group's waves share one vector cache, which takes their accesses in order.
 
-        Source: LLVM's AMDGPUUsage, memory models of gfx90a and gfx942 (tgsplit mode) and of gfx10 to gfx12 (CU mode)."""
+        Source: LLVM's AMDGPUUsage, memory models of gfx90a and gfx942 (tgsplit) and gfx10 to gfx12 (CU mode)."""
         if self.arch.family == 9:
             return not self.descriptor.get("tg_split", 0)
         return not self.descriptor.get("workgroup_processor_mode", 1)
