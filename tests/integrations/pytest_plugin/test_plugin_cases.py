@@ -10,10 +10,10 @@ from pytest_runs import Runner
 
 from portattn.integrations.pytest_plugin.session import slug
 from portattn.schema.toolchain import installed_toolchain
-from portattn.tools.matrix import baseline, provenance, select
+from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import Cell, snapshot
 from portattn.tools.matrix.problems import SETS
-from portattn.tools.matrix.results import Results
+from portattn.tools.matrix.results import Results, write_baseline
 from portattn.tools.matrix.run import Options, execute
 
 HERE = str(installed_toolchain())
@@ -119,7 +119,7 @@ def kept(path: Path, planted: str) -> str:
     cells: list[Cell] = []
     execute(specs, options, cells.append)
     made = provenance.this_run(specs, "quick", "a test", (), {HERE: planted})
-    text = baseline.write(snapshot(made, sorted(cells, key=lambda cell: cell.index), "a test"))
+    text = write_baseline(snapshot(made, sorted(cells, key=lambda cell: cell.index), "a test"))
     path.write_text(text, encoding="utf-8")
     return text
 

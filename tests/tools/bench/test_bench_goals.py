@@ -4,12 +4,11 @@ import msgspec
 import pytest
 from benchfakes import a_result, figures, host, made
 
-from portattn.tools.bench import goals, report
+from portattn.tools.bench import report
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import CASES as FIRST
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.goals import GOALS, Goal, goal_results
-from portattn.tools.bench.report import document, summaries
+from portattn.tools.bench.report import GOALS, Goal, document, goal_results, summaries
 
 
 def dense18(*ratios, core=0.9):
@@ -100,7 +99,7 @@ def test_every_goal_names_sets_and_cells_that_there_are():
         assert goal.done is None or (goal.done <= goal.limit) != goal.at_most
     counts = {goal.name: len(goal.cells) for goal in GOALS}
     assert (counts["small, fp32"], counts["small, fp16"], counts["the seed's kernels, each"]) == (3, 3, 6)
-    assert goals.geomean([1.0, 4.0]) == pytest.approx(2.0)
+    assert report.geomean([1.0, 4.0]) == pytest.approx(2.0)
 
 
 def test_a_time_has_to_be_at_most():

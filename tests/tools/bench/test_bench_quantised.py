@@ -12,9 +12,8 @@ from portattn.schema.tensors import CACHE_DTYPE
 from portattn.tools.bench import gate, peers
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, ours, plan_of
-from portattn.tools.bench.goals import GOALS, goal_results
 from portattn.tools.bench.plots import panels
-from portattn.tools.bench.report import as_markdown
+from portattn.tools.bench.report import GOALS, as_markdown, goal_results
 from portattn.tools.bench.run import BenchOptions
 from portattn.tools.bench.tensors import Tensors
 

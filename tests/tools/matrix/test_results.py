@@ -12,10 +12,9 @@ import pytest
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.testing.findings import KernelFacts
-from portattn.tools.matrix import baseline
 from portattn.tools.matrix.cells import SCHEMA, Cell, Run, snapshot
 from portattn.tools.matrix.problems import decode
-from portattn.tools.matrix.results import NAME, Results, merge, read
+from portattn.tools.matrix.results import NAME, Results, merge, read, read_baseline, write_baseline
 from portattn.tools.run_log import encode_record
 
 TARGETS = ("cuda:sm_80", "cuda:sm_90", "rocm:gfx942")
@@ -264,15 +263,15 @@ def test_what_no_run_writes_is_refused(written, lines, change, line, said):
 
 
 def test_a_baseline_whose_date_has_no_zone_is_refused(tmp_path, lines):
-    text = baseline.write(snapshot(lines[0], lines[1:], "x"))
+    text = write_baseline(snapshot(lines[0], lines[1:], "x"))
     path = tmp_path / "b.toml"
     path.write_text(text)
     date = lines[0].date
-    assert baseline.read(path).date == date
+    assert read_baseline(path).date == date
     for shown in (naive(date).isoformat(), date.date().isoformat()):
         path.write_text(text.replace(f"\ndate = {date.isoformat()}", f"\ndate = {shown}"))
         with pytest.raises(DataError, match="key 'date'"):
-            baseline.read(path)
+            read_baseline(path)
     assert date.utcoffset() == datetime.timedelta(0)
 
 

@@ -15,7 +15,7 @@ from portattn import Target
 from portattn.backends.cuda.ptx_compat import PtxExecutor
 from portattn.cli import main
 from portattn.cli.matrix import _summary
-from portattn.cli.matrix_output import counts
+from portattn.cli.matrix_compare import counts
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
