@@ -78,8 +78,7 @@ KNOWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_was_found(device: Device, small_tiles: None, name: str) -> None:
-    case = msgspec.structs.replace(KNOWN[name], backend=device.path)
-    assert values.run(case, device.name).failure == ""
+    assert values.run(msgspec.structs.replace(KNOWN[name], backend=device.path), device.name).failure == ""
 
 
 def test_cases_are_drawn_from_the_seed() -> None:
@@ -187,8 +186,7 @@ KNOWN_TURNS = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", KNOWN_TURNS)
 def test_shapes_that_were_found(tmp_path: Path, name: str) -> None:
-    text = shapes.command(KNOWN_TURNS[name]).split("'")[1]
-    assert _recorded(tmp_path / "report.json", "--turns", text).green
+    assert _recorded(tmp_path / "report.json", "--turns", shapes.command(KNOWN_TURNS[name]).split("'")[1]).green
 
 
 class _Forgetful:
@@ -210,8 +208,7 @@ class _Forgetful:
 def test_a_call_that_serves_another_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [("prefill", Shape(keys=keys)) for keys in (1, 17, 64, 30, 65, 64)]
     here: Any = _Forgetful(monkeypatch, turns[2])
-    outcomes = [here.perform(turn) for turn in turns]
-    found = shapes._compared(here, 0, 10, turns, outcomes)
+    found = shapes._compared(here, 0, 10, turns, [here.perform(turn) for turn in turns])
     (failure,) = found.failures
     assert (found.cases, failure.case) == (6, 14)
     assert failure.why.endswith("64, alone 65")

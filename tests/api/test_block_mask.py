@@ -152,8 +152,7 @@ def test_graphs(recorder: str) -> None:
 
     class Layer(torch.nn.Module):
         def forward(self, q: torch.Tensor, counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-            lists = portattn.BlockMask(counts, indices, block_size=SIZE)
-            return portattn.attention(q, k, v, block_mask=lists)
+            return portattn.attention(q, k, v, block_mask=portattn.BlockMask(counts, indices, block_size=SIZE))
 
     given = (q, blocks.kv_num_blocks, blocks.kv_indices)
     if recorder == "export":
@@ -299,8 +298,7 @@ def test_the_operator_checks_its_map() -> None:
     q, k, v = tensors()
     down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])
     spread = torch.rand(1, 1, down, 2 * across).lt(0.5)[..., ::2]
-    call = request_of("attention", q, k, v)
-    tensors_, values, lengths = call.parts
+    tensors_, values, lengths = request_of("attention", q, k, v).parts
     names = list(OPS["attention"].tensors)
     given = list(tensors_)
     given[names.index("block_mask")] = spread
@@ -345,8 +343,7 @@ def test_a_mask_beside_a_mask_mod() -> None:
     mask = torch.rand(1, 2, 32, 32) < 0.6
     both = mask & torch.ones(32, 32, dtype=torch.bool).tril()
     found = portattn.attention(q, k, v, mask=mask, block_mask=blocks, backend="reference")
-    expected = portattn.attention(q, k, v, mask=both, backend="reference")
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(found, portattn.attention(q, k, v, mask=both, backend="reference"), atol=1e-6)
     assert not torch.allclose(found, portattn.attention(q, k, v, causal=True, backend="reference"), atol=1e-2)
     assert not torch.allclose(found, portattn.attention(q, k, v, mask=mask, backend="reference"), atol=1e-2)
 

@@ -130,11 +130,9 @@ def test_errors_name_argument_value_and_limit(bad: tuple[dict[str, Any], str, st
 def test_nothing_is_read_back_where_max_pages_is_given() -> None:
     """Even of values that are wrong: nothing then waits for the device."""
     for indptr in (int32(0, 2, 1), int32(-5, 90, 2**31 - 1)):
-        table = PageTable.from_csr(indptr, GOOD["indices"], GOOD["last_page_len"], max_pages=2)
-        pages = table.pages
+        pages = PageTable.from_csr(indptr, GOOD["indices"], GOOD["last_page_len"], max_pages=2).pages
         assert ((pages == -1) | ((pages >= 4) & (pages <= 6))).all()
-    shapes = {n: t.to("meta") for n, t in GOOD.items()}
-    assert PageTable.from_csr(**shapes, max_pages=4).pages.shape == (2, 4)
+    assert PageTable.from_csr(**{n: t.to("meta") for n, t in GOOD.items()}, max_pages=4).pages.shape == (2, 4)
 
 
 PAGED = [n for n in CALLS if "page_size" in CALLS[n]]

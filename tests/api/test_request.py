@@ -58,8 +58,7 @@ def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_th
 def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row, parameters = ROWS[op], inspect.signature(getattr(portattn, op)).parameters
     own = {"backend", "validate", "magicpig_bits", "magicpig_tables", "block_size"}
-    named = {*row.tensors.values(), *row.values}
-    assert named - own == set(parameters) - own
+    assert {*row.tensors.values(), *row.values} - own == set(parameters) - own
     seen: list[Any] = []
 
     def looked_for(op: str, tensors: Any, values: Any, lengths: Any = ()) -> None:

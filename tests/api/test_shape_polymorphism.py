@@ -236,8 +236,7 @@ def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(keep, monkeypatch
     assert cached.why_fixed == why
     assert cached.program(inputs) == cached.sizes
     for place in range(len(inputs)):
-        others = [size + (i == place) for i, size in enumerate(inputs)]
-        assert cached.program(others) is None, place
+        assert cached.program([size + (i == place) for i, size in enumerate(inputs)]) is None, place
 
 
 @pytest.mark.interpreter

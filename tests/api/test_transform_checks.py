@@ -177,8 +177,7 @@ def test_autocast_is_as_of_torchs_attention(dtype: str, device: Device) -> None:
         found = portattn.attention(q, k, v, bias=bias)
         theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     assert found.dtype == theirs.dtype == torch.bfloat16
-    lower = [t.bfloat16() for t in (q, k, v)]
-    assert same(found, portattn.attention(*lower, bias=bias))
+    assert same(found, portattn.attention(*[t.bfloat16() for t in (q, k, v)], bias=bias))
     torch.testing.assert_close(found, theirs, atol=0.05, rtol=0.05)
 
 

@@ -240,8 +240,7 @@ def test_the_command(tmp_path: Path) -> None:
     path.write_text(json.dumps([SMALL, SMALL | {"causal": True}]))
     called = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu", "--json"])
     assert called.exit_code == 0, called.output
-    report = json.loads(called.stdout)
-    assert [one["path"] for one in report["specs"]] == ["sdpa", "sdpa"]
+    assert [one["path"] for one in json.loads(called.stdout)["specs"]] == ["sdpa", "sdpa"]
     assert "running 2 of 2" in called.stderr
     assert "2 calls in" in CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"]).stdout
     path.write_text(json.dumps([SMALL | {"backend": "triton"}]))

@@ -71,8 +71,7 @@ def _spills(monkeypatch):
 @pytest.mark.usefixtures("_spills")
 def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "dense*fp32*")
-    called = portattn(*line, exits=0)
-    notes = [text for text in called.out.splitlines() if text.startswith("NOTE ")]
+    notes = [text for text in portattn(*line, exits=0).out.splitlines() if text.startswith("NOTE ")]
     assert notes == [f"NOTE            cuda:sm_90  {installed_toolchain()}  dense full fp32 D=64: {SPILLED}"]
     found = portattn(*line, "--json").json
     assert found["statuses"] == {"NOTE": 1, "NOT_RUN": 1}

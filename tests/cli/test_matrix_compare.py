@@ -194,8 +194,7 @@ def test_a_run_is_compared_with_what_it_was_asked_for(portattn, made, tmp_path):
     assert made(tmp_path / "new", "sm_90", "--baseline", str(tmp_path / "both.toml")).status == 0, (
         "one compiler is asked"
     )
-    text = kept.read_text().replace("cuda:sm_90 with", "cuda:sm_9999 with")
-    kept.write_text(text)
+    kept.write_text(kept.read_text().replace("cuda:sm_90 with", "cuda:sm_9999 with"))
     called = made(tmp_path / "new", "cuda:sm_9*", "--baseline", str(kept))
     assert called.status == 1, "a target that has left the registry is gone"
     assert "the new run has no target cuda:sm_9999" in called.out

@@ -121,8 +121,7 @@ def test_each_failure(reply: Reply, expected: Standing) -> None:
 )
 def test_logs_of_real_failures(name: str, kind: str, expected: Standing) -> None:
     log = (LOGS / name).read_text()
-    message = log[log.rindex(f"{kind}: ") + len(kind) + 2 :]
-    assert standing(error(kind, message, "load", log)) == expected
+    assert standing(error(kind, log[log.rindex(f"{kind}: ") + len(kind) + 2 :], "load", log)) == expected
 
 
 def test_a_full_disk_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -81,8 +81,7 @@ def test_who_waited_for_another_processs_compile_does_not_compile_again(tmp_path
     for process in processes:
         _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
-    asked = [json.loads(line)["task"] for line in requests.read_text().splitlines()]
-    assert asked == ["compile"]
+    assert [json.loads(line)["task"] for line in requests.read_text().splitlines()] == ["compile"]
 
 
 # A compiler that has a program of its own at work, which holds a lock for as long as it lives, and never answers.

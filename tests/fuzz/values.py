@@ -100,8 +100,7 @@ def _make_wild(call: Call, wild: str, generator: torch.Generator) -> None:
     p = call.problem
     if wild in ("queries of NaN", "keys of NaN"):
         tensor = call.q if wild == "queries of NaN" else call.k
-        chosen = some(*tensor.shape[:3])
-        tensor[..., 0] = torch.where(chosen, float("nan"), tensor[..., 0])
+        tensor[..., 0] = torch.where(some(*tensor.shape[:3]), float("nan"), tensor[..., 0])
     elif wild == "sinks of infinity":
         assert call.sinks is not None
         infinite = torch.where(some(*call.sinks.shape), -math.inf, math.inf)

@@ -340,8 +340,7 @@ def test_forward_over_pages_and_used_rows() -> None:
     for b, length in enumerate(LENGTHS_K):
         its = slice(*CU_K[b : b + 2].tolist())
         pages_k[b, :length], pages_v[b, :length] = k[its], v[its]
-    table = ints(0, 1, 2)[:, None]
-    paged = {**sizes, **lengths, "window_size_right": 0, "block_table": table}
+    paged = {**sizes, **lengths, "window_size_right": 0, "block_table": ints(0, 1, 2)[:, None]}
     by_pages, lse_by_pages, *_ = inner._flash_attn_varlen_forward(q, pages_k, pages_v, **paged)
     for b in range(3):
         mine, first = slice(*CU_Q[b : b + 2].tolist()), int(CU_K[b])
@@ -389,8 +388,7 @@ def test_the_extension_s_argument_orders() -> None:
     target = torch.zeros(2, 5, 4, 16)
     out, lse, _, state = gpu.fwd(q, k, v, target, None, 0.0, *tail, False, None)
     assert out is target
-    right = inner._flash_attn_forward(q, k, v, 0.0, *tail, None, False)
-    assert torch.equal(out, right[0])
+    assert torch.equal(out, inner._flash_attn_forward(q, k, v, 0.0, *tail, None, False)[0])
     *grads, rows = gpu.bwd(out, q, k, v, out, lse, None, None, None, None, 0.0, *tail, False, None, state)
     others = [torch.empty_like(t) for t in (q, k, v)]
     assert torch.equal(rows, inner._flash_attn_backward(out, q, k, v, out, lse, *others, 0.0, *tail, None, False))

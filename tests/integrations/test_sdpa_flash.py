@@ -322,8 +322,7 @@ def test_sdpas_flash_kernel_on_the_accelerator(dtype: torch.dtype, heads: int) -
                 assert path() == ("portattn" if serve else "none")
                 found.append([out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out))])
     exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
-    seen = torch.ones(2, 128, 128, dtype=torch.bool).tril()
-    right, _ = masked_attention(*exact, 64**-0.5, seen)
+    right, _ = masked_attention(*exact, 64**-0.5, torch.ones(2, 128, 128, dtype=torch.bool).tril())
     grads = torch.autograd.grad(right, exact, gradient_of(right))
     for torchs, mine, one in zip(*found, [right.detach(), *grads], strict=True):
         assert_within_budget(mine, torchs, one)

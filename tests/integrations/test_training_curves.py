@@ -162,8 +162,7 @@ def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFi
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "curves.json"
-    arguments = ["--steps", "40", "--lr", "1e30", "--device", "cpu", "--json", str(path)]
-    assert example.main(arguments) == 1
+    assert example.main(["--steps", "40", "--lr", "1e30", "--device", "cpu", "--json", str(path)]) == 1
     assert "train_llama: plain, eager: the loss of step " in capsys.readouterr().err
     assert not path.exists()
 

@@ -83,8 +83,7 @@ def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None
 @pytest.mark.parametrize("block_m", [8, 16])
 def test_a_query_of_zeros_attends_all_keys_alike(device: Device, block_m: int) -> None:
     fields = {"op": "decode_attention", "seq_k": 70, "head_dim": 64, "kv_format": "int4", "kv_scales": "token"}
-    p = problem(**SMALL | fields)
-    call = random_call(p, device=device.name)
+    call = random_call(problem(**SMALL | fields), device=device.name)
     call.q = torch.zeros_like(call.q)
     for unpack in unpackings(device):
         assert_right(call, *run_core(device, call, {"unpack": unpack}, FEW | {"block_m": block_m}))

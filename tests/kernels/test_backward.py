@@ -285,8 +285,7 @@ def test_padding_holds_nan_of_two_tiles(device: Device, tile: dict[str, int]) ->
 @BOTH
 @EACH
 def test_the_gradient_of_slopes(device: Device, base: dict[str, Any], tile: dict[str, int]) -> None:
-    call = random(device, base=base, causal="bottom_right", alibi_slopes=True, grad_slopes=True)
-    check(device, call, **tile)
+    check(device, random(device, base=base, causal="bottom_right", alibi_slopes=True, grad_slopes=True), **tile)
 
 
 @EACH

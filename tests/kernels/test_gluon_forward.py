@@ -227,8 +227,7 @@ def test_wild_beginnings_and_lengths_touch_nothing_outside(chip: Device, causal:
             call = dataclasses.replace(packed)
             setattr(call, name, torch.tensor(wild, dtype=torch.int32, device=chip.name))
             assert fenced(call)
-    p = problem(**fields, batch=5, seqlens_q=True, seqlens_k=True)
-    padded = random_call(p, 3, device=chip.name)
+    padded = random_call(problem(**fields, batch=5, seqlens_q=True, seqlens_k=True), 3, device=chip.name)
     exact = run_variant(VARIANT, padded)[1]
     for name in ("seqlens_q", "seqlens_k"):
         call = dataclasses.replace(padded)
@@ -301,8 +300,7 @@ def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
     torch.testing.assert_close(first, core, atol=2e-2, rtol=2e-2)
     swapped = [t.transpose(1, 2).contiguous() for t in (call.q, call.k, call.v)]
     for _ in range(2):
-        again = portattn.attention(*swapped, causal=True, layout="bshd")
-        assert torch.equal(again.transpose(1, 2), first)
+        assert torch.equal(portattn.attention(*swapped, causal=True, layout="bshd").transpose(1, 2), first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = portattn.attention(call.q, call.k, call.v, causal=True)

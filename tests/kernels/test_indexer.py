@@ -184,14 +184,12 @@ def test_nan_in_an_operand_stays(device: Device) -> None:
 def rows(**fields: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     q, k, weights = (torch.randn(*sizes, generator=generator) for sizes in ((6, 4, 16), (50, 16), (6, 4)))
-    ends = torch.arange(45, 51, dtype=torch.int32)
-    return {"q": q, "k": k, "weights": weights, "row_ends": ends} | fields
+    return {"q": q, "k": k, "weights": weights, "row_ends": torch.arange(45, 51, dtype=torch.int32)} | fields
 
 
 def test_the_two_in_a_row_choose_as_the_definition() -> None:
     given = rows()
-    logits = portattn.indexer_logits(**given)
-    chosen = portattn.topk_indices(logits, 8, row_ends=given["row_ends"], sorted=True)
+    chosen = portattn.topk_indices(portattn.indexer_logits(**given), 8, row_ends=given["row_ends"], sorted=True)
     scores = torch.einsum("thd,sd->ths", given["q"].double(), given["k"].double()).relu()
     exact = (given["weights"].double()[..., None] * scores).sum(1)
     for row, end in enumerate(given["row_ends"].tolist()):

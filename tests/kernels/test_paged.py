@@ -42,8 +42,7 @@ def test_tiles_of_another_size(device: Device, block_n: int) -> None:
     for page in (16, 32, 64):
         call = random_call(problem("paged", **sized(page), heads_q=2, heads_k=1), page, device=device.name)
         for loop in ("flat_masked",) if page % block_n else ("per_page", "flat_masked"):
-            launch = {"block_n": block_n, "splits": 2}
-            assert_right(call, *run_core(device, call, {"page_loop": loop}, launch))
+            assert_right(call, *run_core(device, call, {"page_loop": loop}, {"block_n": block_n, "splits": 2}))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 20])
@@ -254,8 +253,7 @@ def wanted(v: torch.Tensor, keys: int, length: int | None = None) -> torch.Tenso
     rows = v.shape[2]
     padded = torch.zeros(*v.shape[:2], max(1, -(-rows // keys)) * keys, v.shape[3], dtype=v.dtype)
     padded[:, :, : rows if length is None else length] = v[:, :, :length]
-    numbers = torch.arange(padded.shape[2]).view(-1, 16)[:, ORDER].flatten()
-    return padded[:, :, numbers].transpose(-1, -2)
+    return padded[:, :, torch.arange(padded.shape[2]).view(-1, 16)[:, ORDER].flatten()].transpose(-1, -2)
 
 
 def numbers(*shape: int) -> torch.Tensor:

@@ -75,8 +75,7 @@ def test_rows_with_their_scales_inside(device: Device, cache: str, fields: dict[
     """vLLM's fp8_ds_mla. NaN and wild scales are wherever a token is not attended."""
     if "total_q" in CACHES[cache]:
         fields = {name: value for name, value in fields.items() if name not in ("mask", "bias")}
-    p = problem(**(SMALL | CACHES[cache] | DS | fields))
-    call = random_call(p, seed=4, device=device.name)
+    call = random_call(problem(**(SMALL | CACHES[cache] | DS | fields)), seed=4, device=device.name)
     assert_right(call, *blockwise.run(call))
     for splits in (1, 2):
         assert_right(call, *on(device, call, splits=splits))

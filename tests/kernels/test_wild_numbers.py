@@ -306,8 +306,7 @@ def test_a_bias_can_hold_anything_where_nothing_is_attended(device, name, mask_v
     """NaN where the mask is False, behind the lengths, and in all of the rows of padding."""
     from portattn.testing.oracle import allowed_keys
 
-    p = problem(name, bias=True, mask=True, causal="bottom_right")
-    call = poisoned_call(device, p, 4, poison, NAN)
+    call = poisoned_call(device, problem(name, bias=True, mask=True, causal="bottom_right"), 4, poison, NAN)
     shown = allowed_keys(call)[:, None].to(device.name) & call.mask
     call.bias = call.bias.masked_fill(~shown, NAN)
     assert bool(call.bias.isnan().any())

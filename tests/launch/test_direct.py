@@ -126,8 +126,7 @@ def test_calls_are_right(release: str, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["triton"] == release
-    wrong = {name: distance for name, distance in found["distances"].items() if not distance < 2e-6}
-    assert not wrong
+    assert not {name: distance for name, distance in found["distances"].items() if not distance < 2e-6}
     assert len(found["distances"]) == 12
 
 

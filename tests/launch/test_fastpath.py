@@ -35,13 +35,11 @@ def q(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.
 def test_torchs_guards_are_passed_over_where_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_compat, "_made", lambda tensors: pytest.fail("torch's guards are used"))
     monkeypatch.setattr(torch_compat, "_usable", lambda: False)
-    x = torch.zeros(2, 3)
-    assert torch_compat.guard([x])(torch.ones(4, 5))
+    assert torch_compat.guard([torch.zeros(2, 3)])(torch.ones(4, 5))
 
 
 def test_sizes_and_strides_are_no_part_of_it(q: torch.Tensor) -> None:
-    one = kind({"q": q, "k": q.clone(), "sinks": None})
-    sizes = matches(one, q, torch.zeros(3, 2, 7, 16)[:, :, 2:], None)
+    sizes = matches(kind({"q": q, "k": q.clone(), "sinks": None}), q, torch.zeros(3, 2, 7, 16)[:, :, 2:], None)
     assert sizes == [1, 2, 4, 16, 128, 64, 16, 1, 3, 2, 5, 16, 224, 112, 16, 1]
 
 

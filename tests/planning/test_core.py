@@ -129,8 +129,7 @@ def test_products_of_int4_numbers_are_32_deep(arch: str, toolchain: str, keys: i
 @pytest.mark.parametrize("op", ["decode_attention", "sparse_attention", "mla_attention"])
 def test_tiles_are_as_wide_as_rows_where_nothing_outside_may_be_read(op: str) -> None:
     """reads = inside: no power of two, and no least width of a product's operand."""
-    widths = {"head_dim": 40, "head_dim_v": 20}
-    kernel, p = CORES[op], of(op, **widths)
+    kernel, p = CORES[op], of(op, **{"head_dim": 40, "head_dim_v": 20})
     inside = kernel.constexprs(p, Lowering(reads="inside"), Launch())
     masked = kernel.constexprs(p, Lowering(reads="masked"), Launch())
     latent = op == "mla_attention"
@@ -155,8 +154,7 @@ def test_tiles_are_as_wide_as_rows_where_nothing_outside_may_be_read(op: str) ->
 )
 def test_most_keys_of_one_tile_of_rows(fields: dict[str, Any], keys: int) -> None:
     """Five queries see what the first one's window begins with, up to what the last one's ends with."""
-    p = problem(op="decode_attention", seq_q=5, seq_k=1000, **fields)
-    assert CORES["decode_attention"].keys(p) == keys
+    assert CORES["decode_attention"].keys(problem(op="decode_attention", seq_q=5, seq_k=1000, **fields)) == keys
 
 
 @pytest.mark.parametrize(
@@ -309,8 +307,7 @@ def test_the_number_of_programs_is_that_of_the_launch_with_the_most(problem: Pro
             problem=problem, target="cuda:sm_90", toolchain="none", requested="triton", path="triton",
             kernel=kernel.name, lowering=planned(Registry.load()).lowering, launch=launch,
         )  # fmt: skip
-        launches = kernel_calls(plan_, meta_call(problem), 132)[0]
-        grids = {one.function: one.grid[0] for one in launches}
+        grids = {one.function: one.grid[0] for one in kernel_calls(plan_, meta_call(problem), 132)[0]}
         assert kernel.tiles(problem, launch) == max(grids["backward_keys"], grids["backward_rows"])
     assert kernel.tiles(problem, Launch(block_m=128, rows_m=16)) > kernel.tiles(problem, Launch(block_m=128))
 

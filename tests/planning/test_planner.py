@@ -214,8 +214,7 @@ def test_descriptors_only_when_aligned() -> None:
     seen = set()
     for target in Registry.load().targets("triton==3.6.0"):
         for causal, head_dim, aligned in itertools.product(("none", "bottom_right"), (64, 128), (True, False)):
-            p = problem(**BIG | {"head_dim": head_dim, "causal": causal, "aligned": aligned})
-            made = plan(p, target)
+            made = plan(problem(**BIG | {"head_dim": head_dim, "causal": causal, "aligned": aligned}), target)
             if made.lowering is None:
                 continue
             seen.add((made.lowering.load, aligned))

@@ -236,8 +236,7 @@ def test_a_refused_variant_says_what_would_help(tmp_path: Path, incident: str, t
     (no,) = caught.value.rejected
     assert (no.path, no.hint, no.incident) == (NAME, told, incident)
     assert no.reason == "it failed here on 2026-11-21: boom"
-    passed = msgspec.structs.replace(failed, passed=True)
-    assert plan(P, SM_90, records={failed.key: passed}).path == NAME
+    assert plan(P, SM_90, records={failed.key: msgspec.structs.replace(failed, passed=True)}).path == NAME
 
     plant(tmp_path, "cuda-0901-x", 'path = "core"', 'kernels = ["gluon_*"]\ntoolchain = { triton = "<3.7" }',
           title="it hangs", evidence="")  # fmt: skip
@@ -459,8 +458,7 @@ def test_signatures_are_plain_data_for_the_other_variant_too() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from portattn.tools.matrix import variants
 
-    problem = VARIANTS["gluon_mla"].canaries[0]
-    decode, merging = variants.launches(VARIANTS["gluon_mla"], problem)
+    decode, merging = variants.launches(VARIANTS["gluon_mla"], VARIANTS["gluon_mla"].canaries[0])
     assert isinstance(decode, Signature)
     assert (decode.function, merging.function) == ("latent_decode", "combine")
     assert decode.types["k_desc"].startswith("tensordesc<bf16[64, 128]")

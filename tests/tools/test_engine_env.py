@@ -116,8 +116,7 @@ def test_tests_see_the_checkout(script: ModuleType, capfd: Capture) -> None:
     script.main(["make", "toy==1.0"])
     capfd.readouterr()
     # pytest's own status is the result.
-    environment = script.recipe("toy-1.0")
-    site = next((environment.folder / "lib").glob("python3*/site-packages"))
+    site = next((script.recipe("toy-1.0").folder / "lib").glob("python3*/site-packages"))
     for name in ("msgspec", "numpy", "torch"):  # portattn imports the real ones
         shutil.rmtree(site / name)
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))

@@ -78,8 +78,7 @@ def test_every_tensor_must_be_aligned() -> None:
     odd = torch.zeros(2 * 2 * 7 * 16 + 1)[1:].view(K)
     assert call(torch.zeros(K), torch.zeros(K), torch.zeros(K)).problem.aligned
     for place in range(3):
-        tensors = [odd if i == place else torch.zeros(K) for i in range(3)]
-        assert not call(*tensors).problem.aligned
+        assert not call(*[odd if i == place else torch.zeros(K) for i in range(3)]).problem.aligned
 
 
 def test_needs_grad_only_where_autograd_will_ask() -> None:
@@ -109,8 +108,7 @@ def test_every_differentiable_tensor_asks_for_gradients() -> None:
 
 def test_wants_gradients_sees_forward_mode_too() -> None:
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2))
-        assert wants_gradients(None, dual)
+        assert wants_gradients(None, torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2)))
         assert not wants_gradients(None, torch.zeros(2))
     assert not wants_gradients(None)
 
@@ -118,8 +116,7 @@ def test_wants_gradients_sees_forward_mode_too() -> None:
 def test_rows_too_far_apart_for_32_bit_offsets_are_copied() -> None:
     near = torch.zeros(1, 1, 3, 16)
     assert reachable(near) is near
-    far = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), device="meta")
-    assert reachable(far).stride(2) == 16
+    assert reachable(torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), device="meta")).stride(2) == 16
     within = torch.empty_strided((1, 1, 3, 16), (0, 0, (2**31 - 1 - 16) // 256, 1), device="meta")
     assert reachable(within) is within
 
@@ -216,8 +213,7 @@ def test_a_tensor_that_is_copied_is_said_to_be(name: str) -> None:
         if n not in TENSORS:
             continue
         strides = [2**26 if stride != 1 else 1 for stride in tensor.stride()]
-        far = torch.empty_strided(tensor.shape, strides, device="meta")
-        call = built(op, shapes | {n: far})
+        call = built(op, shapes | {n: torch.empty_strided(tensor.shape, strides, device="meta")})
         assert call.copied, n
         assert getattr(call, TENSORS[n]).is_contiguous(), n
 

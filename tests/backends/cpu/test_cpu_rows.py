@@ -122,8 +122,7 @@ def test_merged_parts_keep_nan() -> None:
 def test_in_training_nan_is_in_the_output_too(where: str, causal: bool) -> None:
     found = []
     for backend in ("sdpa", "reference"):
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = torch.randn(3, 1, 2, 4, 8, generator=generator).unbind()
+        q, k, v = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
         {"q": q, "k": k}[where][0, 0, 0, 0] = NAN
         tensors = [t.requires_grad_() for t in (q, k, v)]
         out = portattn.attention(*tensors, causal=causal, backend=backend)

@@ -31,8 +31,7 @@ def launched(scale: float, broadcast: str = "") -> tuple[bool, dict[str, torch.T
     if broadcast:
         given[broadcast] = given[broadcast][:1].expand(2, 3, 4, 8)
     seen: dict[str, Any] = {}
-    call = Call(problem=PROBLEM, scale=scale, **given)
-    launch = with_copies(seen.update, call, ("q", "k", "v"), ("q",))
+    launch = with_copies(seen.update, Call(problem=PROBLEM, scale=scale, **given), ("q", "k", "v"), ("q",))
     launch(given)
     return launch == seen.update, given, seen
 
@@ -187,8 +186,7 @@ def test_a_left_operand_stays_until_its_product_has_ended(
 ) -> None:
     disassembler = nvdisasm(gluon_target)
     p = Problem(**FORMS[form])  # type: ignore[arg-type]
-    chosen = choice(p)
-    assert chosen.schedule.reg_q
+    assert choice(p).schedule.reg_q
     plan = Plan(problem=p, target=SM_90.name, toolchain="triton==3.6.0", requested=VARIANT.name, path=VARIANT.name)
     reply = compile_in(gluon_compiler, signatures(VARIANT, meta_call(p))[0], plan, SM_90, 120.0, "text")
     assert reply.outcome == "ok", reply.message

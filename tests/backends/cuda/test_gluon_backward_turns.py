@@ -285,8 +285,7 @@ def spans(call: Call) -> list[tuple[int, int, int, int]]:
     """Of each sequence: its place on the first axis, its first row there and its number of rows, and its number."""
     p = call.problem
     if call.cu_seqlens_q is not None:
-        first = call.cu_seqlens_q.tolist()
-        return [(0, a, b - a, i) for i, (a, b) in enumerate(itertools.pairwise(first))]
+        return [(0, a, b - a, i) for i, (a, b) in enumerate(itertools.pairwise(call.cu_seqlens_q.tolist()))]
     lengths = [p.seq_q] * p.batch if call.seqlens_q is None else call.seqlens_q.tolist()
     return [(i, 0, length, i) for i, length in enumerate(lengths)]
 

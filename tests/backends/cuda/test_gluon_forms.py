@@ -136,8 +136,7 @@ def test_what_is_not_as_it_is_scheduled_is_a_gate(facts: dict[str, int], broken:
 
 def test_a_signature_says_what_a_compiler_sees() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    p = problem("split", 128, "none")
-    forward, merging = signatures(VARIANT, meta_call(p))
+    forward, merging = signatures(VARIANT, meta_call(problem("split", 128, "none")))
     assert (forward.module, forward.function) == ("portattn.backends.cuda.hopper_forward.kernel", "scheduled_forward")
     assert forward.types["q_desc"].startswith("tensordesc<bf16[1, 1, 64, 128],NVMMASharedLayout(")
     assert forward.types["lse"] == "*fp32"

@@ -240,8 +240,7 @@ def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
 def test_strides_of_axes_of_one_element_are_anything(chip: Device) -> None:
     call = random_call(problem(batch=1, heads_q=128), 8, device=chip.name)
     expected = run_variant(VARIANT, call)[1]
-    q = torch.empty(128, 1, 512, 1, device=chip.name, dtype=call.q.dtype).permute(3, 0, 1, 2)
-    call.q = q.copy_(call.q)
+    call.q = torch.empty(128, 1, 512, 1, device=chip.name, dtype=call.q.dtype).permute(3, 0, 1, 2).copy_(call.q)
     assert call.q.stride()[0] % 8
     assert torch.equal(run_variant(VARIANT, call)[1], expected)
 

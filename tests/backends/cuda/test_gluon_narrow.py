@@ -117,8 +117,7 @@ def test_a_launch_transposes_and_one_attends() -> None:
     assert forward.types["k_scale"] == "*fp32"
     assert (forward.constants["FP8"], forward.constants["PAGE"]) == (True, 0)
     # 700 rows are at most 700 // 64 + 4 + 1 tiles, each sequence at the edge of one
-    buffers = VARIANT.described(call).buffers
-    assert tuple(map(int, buffers["transposed"][0])) == (1, 8, 128, 15 * 64)
+    assert tuple(map(int, VARIANT.described(call).buffers["transposed"][0])) == (1, 8, 128, 15 * 64)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,7 @@ def test_scales_that_are_not_there_are_no_arguments() -> None:
 @pytest.mark.parametrize("form", ["plain", "packed"])
 def test_a_launch_has_the_scales_and_their_strides(form: str) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    p = problem(form, kind="int8")
-    (forward,) = signatures(INT8, meta_call(p))
+    (forward,) = signatures(INT8, meta_call(problem(form, kind="int8")))
     assert forward.types["q_desc"].startswith("tensordesc<i8[1, 1, 64, 128],NVMMASharedLayout(")
     assert forward.types["v_desc"].startswith("tensordesc<bf16[1, 1, ")
     assert (forward.types["q_scale"], forward.types["k_scale"]) == ("*fp32", "*fp32")
@@ -192,8 +190,7 @@ def test_a_launch_has_the_scales_and_their_strides(form: str) -> None:
 def test_what_it_does_not_take_is_said(kind: str, fields: dict[str, Any], reason: str) -> None:
     variant, p = VARIANT if kind == "e4m3" else INT8, problem("plain", kind=kind)
     p = msgspec.structs.replace(p, **({"head_dim_v": fields.get("head_dim", 128)} | fields))
-    no = variant.rejects(p, SM_90)
-    assert no.reason == reason
+    assert variant.rejects(p, SM_90).reason == reason
     assert plan(p, SM_90, settings=Settings()).path != variant.name
 
 

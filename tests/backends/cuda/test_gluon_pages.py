@@ -97,8 +97,7 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: s
     made = plan(problem(**fields), SM_90)
     assert made.path == "triton"
     assert why in " ".join(made.notes)
-    by_name = plan(problem(**fields), SM_90, settings=Settings(backend=VARIANT.name))
-    assert by_name.path == VARIANT.name
+    assert plan(problem(**fields), SM_90, settings=Settings(backend=VARIANT.name)).path == VARIANT.name
 
 
 @pytest.mark.parametrize(
@@ -247,8 +246,7 @@ def test_a_warp_without_growth_leaves_its_accumulator_alone(
     gluon_compiler: Worker, gluon_target: Target, form: str, head_dim: int, causal: str, late: bool
 ) -> None:
     p = forms_problem(form, head_dim, causal)
-    chosen = variant.choice(p)
-    schedule = msgspec.structs.replace(chosen.schedule, lazy=True, late=late)
+    schedule = msgspec.structs.replace(variant.choice(p).schedule, lazy=True, late=late)
     signature, *_ = signatures(ScheduledVariant(ForwardTunable(), schedule), meta_call(p))
     assert signature.constants["LAZY"] is True
     reply = compile_in(gluon_compiler, signature, plan_of(p, gluon_target), gluon_target, 120.0, "text")

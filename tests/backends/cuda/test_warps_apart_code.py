@@ -103,8 +103,7 @@ def test_a_release_compiles_small_float32(release_compiler: Worker, release_targ
     # A warp's products in instructions of 16 x 8 x 16.
     columns, each = DENSE[form].head_dim, made.launch.block_n // made.launch.num_warps
     products = 2 * 6 * (made.launch.block_m // 16) * (columns // 16) * (each // 8)
-    ptx = str(reply.facts["ptx"])
-    assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == products
+    assert str(reply.facts["ptx"]).count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == products
 
 
 # What each problem of float32 may be asked for beside its sizes.

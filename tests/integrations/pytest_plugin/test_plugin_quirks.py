@@ -248,8 +248,7 @@ def test_a_wrong_option_is_one_line(pytester: pytest.Pytester, inner: Runner, ar
     pytester.makefile(".toml", broken="[[expected]", deep=deep, digits=digits)
     result = inner("-q", *arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    errors = [line for line in result.errlines if line]
-    assert len(errors) == 1
+    assert len([line for line in result.errlines if line]) == 1
     result.stderr.fnmatch_lines([f"ERROR: {said}"])
 
 

@@ -234,8 +234,7 @@ def test_the_gradient_has_the_strides_of_the_result():
 
 
 def test_deterministic_mode_is_around_all_calls_and_is_taken_back():
-    tensors = Tensors.random(ORDERED, CPU)
-    leaves, seen = tensors.leaves(), []
+    leaves, seen = Tensors.random(ORDERED, CPU).leaves(), []
 
     class Told(torch.autograd.Function):
         @staticmethod

@@ -158,8 +158,7 @@ def test_tables_hold_every_figure():
     assert "GEMM 800 TFLOP/s, copy 4.00 TB/s" in text
     assert "no result after 9 s" in text
     assert "| decode | best peer | every ≥ 1 |" in text
-    widths = {line.replace("\\|", "").count("|") for line in report.set_table([row]).splitlines()}
-    assert len(widths) == 1
+    assert len({line.replace("\\|", "").count("|") for line in report.set_table([row]).splitlines()}) == 1
     lines = report.as_csv(a_result(row)).splitlines()
     assert len(lines) == 4
     assert lines[3].split(",")[10:12] == ["flex", ""]

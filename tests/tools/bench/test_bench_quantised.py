@@ -93,15 +93,13 @@ def test_a_wrong_scale_is_refused(case):
         "keys' scales for values": lambda: ours(case, replace(tensors, v_scale=2 * tensors.k_scale)),
         "the numbers themselves": lambda: ours(case, replace(tensors, v_scale=torch.ones_like(tensors.v_scale))),
     }  # fmt: skip
-    admitted = gate.admit(case, tensors, builds)
-    assert set(admitted.refused) == set(builds) - {"right"}
+    assert set(gate.admit(case, tensors, builds).refused) == set(builds) - {"right"}
 
 
 def test_who_takes_part(case):
     """FlashAttention, SDPA and the like read no such cache; a file's peer is asked whatever the case is."""
     tensors = Tensors.random(case, CPU)
-    found = peers.contenders(case, tensors)
-    assert set(found) == {"unquantised"}
+    assert set(peers.contenders(case, tensors)) == {"unquantised"}
     assert "unquantised" not in peers.contenders(case.unquantised(), tensors.unquantised())
     assert plan_of(case, tensors).problem.kv_format == case.kv_format
 

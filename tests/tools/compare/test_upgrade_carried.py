@@ -63,10 +63,8 @@ def test_the_evidence_is_the_new_compilers_and_of_what_is_taken(tmp_path, monkey
         "gluon_forward": "runs with triton==3.7.1: planted by a test",
         "gluon_backward": None, "gluon_mla": None, "gluon_indexer": None,
     }  # fmt: skip
-    nobody = upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90")
-    assert {one.evidence for one in nobody.variants} == {None}
-    refused = upgraded("triton==3.6.0", "triton==3.5.1", "cuda:sm_90")
-    assert {one.evidence for one in refused.variants} == {None}
+    assert {one.evidence for one in upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90").variants} == {None}
+    assert {one.evidence for one in upgraded("triton==3.6.0", "triton==3.5.1", "cuda:sm_90").variants} == {None}
 
 
 def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries(tmp_path, monkeypatch):
@@ -91,8 +89,7 @@ def test_one_problem_that_was_left_out_is_named(monkeypatch):
             target, registry, p
         ),
     )  # fmt: skip
-    made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90")
-    (one,) = [one for one in made.variants if one.less_sure]
+    (one,) = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").variants if one.less_sure]
     assert (one.name, set(one.unseen)) == ("gluon_forward", some)
     assert one.said.startswith(f"is tried by its canaries for {some.pop()}: no complete run")
 

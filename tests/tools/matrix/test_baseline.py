@@ -71,8 +71,7 @@ def test_cells_of_several_origins_keep_them(tmp_path, cells, seen):
 
 def test_names_may_hold_anything(tmp_path, cell, seen):
     named = NamedProblem(name='a "b" \\ [c] = #d, é', problem=dense(dtype="fp16", head_dim=64).problem)
-    made = seen([cell(named=named)])
-    assert [e.name for e in read_baseline(kept(tmp_path, made)).entries] == [named.name]
+    assert [e.name for e in read_baseline(kept(tmp_path, seen([cell(named=named)]))).entries] == [named.name]
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,7 @@ def test_a_quirk_whose_signature_matches_explains_a_gate():
     planted = replace(registry, quirks={spill.id: spill})
     assert check(registry=planted, spills=8) == {"bytes spilled": spill.id}
     assert check(registry=planted, spills=12) == {"bytes spilled": ""}
-    elsewhere = replace(spill, when=type(quirk.when)(backend="rocm"))
-    planted = replace(registry, quirks={spill.id: elsewhere})
+    planted = replace(registry, quirks={spill.id: replace(spill, when=type(quirk.when)(backend="rocm"))})
     assert check(registry=planted, spills=8) == {"bytes spilled": ""}
 
 

@@ -254,8 +254,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("change", "line", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_no_run_writes_is_refused(written, lines, change, line, said):
-    path = written(lines)
-    assert len(read(path)[1]) == 2
+    assert len(read(written(lines))[1]) == 2
     with pytest.raises(DataError) as caught:
         read(written(change(*lines)))
     assert caught.value.line == line

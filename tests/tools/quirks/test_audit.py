@@ -204,8 +204,7 @@ def test_conflict_by_conditions(tmp_path: Path, one: str, two: str, meets: bool)
     plant(tmp_path, "rocm-0901-one", CAP.format(3), one)
     plant(tmp_path, "rocm-0902-two", CAP.format(1), two)
     known, _ = audit.load_for_audit(tmp_path)
-    pairs = dict(audit._conflicts_by_condition(list(known.quirks.values()), known))
-    assert bool(pairs) is meets
+    assert bool(dict(audit._conflicts_by_condition(list(known.quirks.values()), known))) is meets
 
 
 def test_a_draft_is_audited_beside_the_registry(tmp_path: Path) -> None:
@@ -272,8 +271,7 @@ def errors(
     path = plant(tmp_path, "cuda-0901-x", 'note = "x"', when, evidence=more)
     text = path.read_text().replace('signature = "boom"', f"signature = {signature}")
     path.write_text(text.replace('quotes    = ["boom"]', f"quotes    = {quotes}"))
-    quirk = load_quirk(path)
-    return [text for _, text in audit.lacks(quirk)]
+    return [text for _, text in audit.lacks(load_quirk(path))]
 
 
 def test_the_audit_says_so_at_the_key(tmp_path) -> None:

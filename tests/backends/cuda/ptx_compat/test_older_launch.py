@@ -91,8 +91,7 @@ def test_every_prefix_of_a_text_is_refused_or_whole() -> None:
 @pytest.mark.parametrize("scratch", [0, 1, 2])
 def test_arguments_go_in_the_kernels_order_and_scratch_is_null(scratch: int) -> None:
     """Triton 3.2 appends nothing, 3.3 and 3.4 one pointer, 3.5 and later two."""
-    ptx = read(text(parameters=PARAMETERS[:4] + PARAMETERS[4:] * scratch))
-    found = arguments(ptx, TYPES, VALUES)
+    found = arguments(read(text(parameters=PARAMETERS[:4] + PARAMETERS[4:] * scratch)), TYPES, VALUES)
     assert [one.value for one in found] == [TENSOR.data_ptr(), 0.25, -7, 2**40] + [None] * scratch
     assert [ctypes.sizeof(one) for one in found] == [8, 4, 4, 8] + [8] * scratch
 

@@ -104,8 +104,7 @@ def test_a_crash_becomes_an_entry_that_leads_to_another_path(buggy, worker, regi
     out = tmp_path / "drafts"
     draft = drafts.make(failure_facts.from_incident(incident, [incident], registry), registry, out, worker=worker)
     assert draft.reproduced is True
-    entry = Path(draft.files[-1])
-    fill_in(entry, 'path = "vendor"')
+    fill_in(Path(draft.files[-1]), 'path = "vendor"')
     known = Registry.read(find_backends(), out)
     assert plan(PROBLEM, known.target("cuda:sm_80", TOOLCHAIN), known).path == "sdpa"
     assert known.quirks[draft.id].symptom == "compiler-crash"

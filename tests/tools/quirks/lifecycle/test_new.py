@@ -116,8 +116,7 @@ def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
 def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) -> None:
     log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
     made = draft(log, registry, tmp_path, **on)
-    found = facts_of(log, registry, **on)
-    assert [entry.id for entry in drafts.find_drafts(found, tmp_path)] == [made.id]
+    assert [entry.id for entry in drafts.find_drafts(facts_of(log, registry, **on), tmp_path)] == [made.id]
     later = facts_of(log, registry, toolchain="triton==3.7.1")
     other = facts_of("triton-3.4-kpack", registry, **on)
     assert drafts.find_drafts(later, tmp_path) == drafts.find_drafts(other, tmp_path) == []
@@ -183,8 +182,7 @@ def test_help_says_where_drafts_go(portattn) -> None:
 
 
 def test_a_long_log_is_cut_round_its_cause() -> None:
-    log = "\n".join(f"line {n}" for n in range(1, 501))
-    shown = excerpt(log, 250)
+    shown = excerpt("\n".join(f"line {n}" for n in range(1, 501)), 250)
     assert "line 250\n" in shown
     assert shown.startswith("…\nline 238\n")
     assert shown.endswith("line 500")
@@ -217,8 +215,7 @@ def test_a_real_log_fails_again_under_the_installed_compiler(registry, tmp_path)
     if str(installed_toolchain()) != "triton==3.6.0":
         pytest.skip(f"the logs are of triton==3.6.0, and this is {installed_toolchain()}")
     for name in ("triton-3.6-gfx950-stages", "ptxas-registers"):
-        found = facts_of(name, registry, toolchain="triton==3.6.0")
-        made = drafts.make(found, registry, tmp_path, force=True)
+        made = drafts.make(facts_of(name, registry, toolchain="triton==3.6.0"), registry, tmp_path, force=True)
         assert made.reproduced is True, made.replay
 
 
@@ -382,8 +379,7 @@ def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, port
     called = portattn(
         "quirks", "new", "--from-log", str(tmp_path / "build.log"), "--out", str(tmp_path), "--force", "--no-replay"
     )
-    program = next((tmp_path / "probes").glob("*.py")).read_text()
-    assert (name in program) is kept
+    assert (name in next((tmp_path / "probes").glob("*.py")).read_text()) is kept
     assert (f"left out: variable {name}={value!r}: no switch of the compiler's" in called.out) is not kept
     assert ("add it to ENV of the program" in called.out) is not kept
 

@@ -189,8 +189,7 @@ def test_where_it_was_and_whose_it_is(name: str, registry) -> None:
         where = f"{one.backend}:{one.arches[0] if one.arches else one.chip}"
         assert (where, one.compiler, one.function) == (wanted["target"], wanted["compiler"], wanted["kernel"])
         entries = [entry for entry in find_known_failures(one, registry) if entry.in_cause]
-        shown = [f"{'is' if entry.is_it else 'looks like'} {entry.id}" for entry in entries]
-        assert shown == wanted["entries"]
+        assert [f"{'is' if entry.is_it else 'looks like'} {entry.id}" for entry in entries] == wanted["entries"]
         assert len([entry for entry in entries if entry.is_it]) <= 1, "one failure is no two entries"
 
 

@@ -210,8 +210,7 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     assert "# as it was seen" in written
     assert "--softcap" not in written
     assert "num_stages=3" in written
-    again = Registry.read(find_backends(), tmp_path).quirks["cuda-0901-planted"]
-    assert again.evidence.probe in called.out
+    assert Registry.read(find_backends(), tmp_path).quirks["cuda-0901-planted"].evidence.probe in called.out
 
 
 @pytest.mark.parametrize(

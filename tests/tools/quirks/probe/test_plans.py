@@ -123,8 +123,7 @@ def test_real_compiler() -> None:
         pytest.skip("needs community Triton")
     sizes = "--q 1,1,128,256 --kv 1,1,128,256 --dtype bf16"
     probe = f"plan: attention --target cuda:sm_86 {sizes} --start block_m=64,block_n=64"
-    quirk = probing_with(KNOWN.quirks["cuda-0009-shared-memory"], probe)
-    result = probing.run(quirk, seconds=300)
+    result = probing.run(probing_with(KNOWN.quirks["cuda-0009-shared-memory"], probe), seconds=300)
     assert result.verdict == "confirmed", result
     assert result.reason.startswith("out of resource: shared memory, required")
 

@@ -245,8 +245,7 @@ def result(folder: Path, quirk: Quirk, toolchain: str, **arms: str) -> probe.Pro
 def test_writes_one_table_for_each_toolchain(tmp_path: Path) -> None:
     quirk = plant(tmp_path)
     before = Path(quirk.file).read_text()
-    found = [result(tmp_path, quirk, f"triton==3.{minor}.0", off=BOOM) for minor in (4, 6)]
-    assert record(quirk, found) == 2
+    assert record(quirk, [result(tmp_path, quirk, f"triton==3.{minor}.0", off=BOOM) for minor in (4, 6)]) == 2
     assert Path(quirk.file).read_text().startswith(before), "comments and layout are kept"
     read = load_quirk(Path(quirk.file)).verified
     assert [(v.toolchain, v.target, v.level, v.off, v.on) for v in read] == [
