@@ -94,7 +94,6 @@ def test_keys_and_values_are_poisoned_apart(name: str) -> None:
     problem = Problem(batch=2, heads_q=2, heads_k=1, seq_q=3, seq_k=20, head_dim=8, dtype="fp32", seqlens_k=True)
     other = {"k": "v", "v": "k"}[name]
     call = values.call_of(Case(problem=problem, seed=3, backend="reference", **{name: "inf", other: "normal"}), "cpu")
-    assert call.seqlens_k is not None
     for b, length in enumerate(call.seqlens_k.tolist()):
         assert getattr(call, name)[b, :, length:].isposinf().all()
         assert getattr(call, name)[b, :, :length].isfinite().all()
@@ -246,7 +245,6 @@ def test_an_interrupt_ends_with_a_report(tmp_path: Path) -> None:
     process = subprocess.Popen(
         words, **options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=support.interruptible
     )
-    assert process.stderr is not None
     end = time.monotonic() + 120
     for line in process.stderr:  # progress: until there is a case
         if " 0 cases" not in line or time.monotonic() > end:

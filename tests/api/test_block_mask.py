@@ -59,9 +59,7 @@ def test_lists_are_a_mask(batch: int, heads: int, more: str) -> None:
         given |= {"causal": True, "layout": "bshd"}
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     out, lse = portattn.attention(q, k, v, block_mask=blocks, **given)
-    made = portattn.last_plan()
-    assert made is not None
-    assert made.problem.block_mask
+    assert portattn.last_plan().problem.block_mask
     expected, expected_lse = portattn.attention(q, k, v, **(given | {"mask": shown}))
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)

@@ -164,7 +164,6 @@ def test_hooks_run_and_a_module_s_copy_is_trained_by_itself() -> None:
     before = layer.weight.grad.clone()
     portattn.attention(q, q, q).sum().backward()
     assert torch.equal(layer.weight.grad, before)
-    assert other.weight.grad is not None
     assert other.weight.grad.any()
 
 

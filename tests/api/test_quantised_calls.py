@@ -167,7 +167,6 @@ def test_the_plan_says_how_products_are_computed() -> None:
     asked = problem("attention", dtype="bf16", kv_format="e4m3", kv_scales="head")
     plan = portattn.plan(asked, parse_target("cuda:sm_90", "triton==3.6.0"))
     assert plan.path == "triton"
-    assert plan.lowering is not None
     assert plan.lowering.operands == "widened"
 
 

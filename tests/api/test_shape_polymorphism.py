@@ -208,7 +208,6 @@ def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> Non
         sizes = cached.program(inputs)
         assert sizes is not None
         memory = cached.memory(sizes)
-        assert memory is not None
         ranges = sorted(
             (t.data_ptr() - memory.data_ptr(), t.numel() * t.itemsize) for t in cached.buffers(memory, sizes).values()
         )

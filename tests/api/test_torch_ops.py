@@ -240,7 +240,6 @@ def test_only_what_needs_a_gradient_gets_one(device: Device) -> None:
     v.requires_grad_()
     torch._dynamo.reset()
     torch.compile(portattn.attention, backend="aot_eager", fullgraph=True)(q, k, v).sum().backward()
-    assert v.grad is not None
     assert q.grad is None
     assert k.grad is None
     torch.testing.assert_close(v.grad, torch.autograd.grad(portattn.attention(q, k, v).sum(), v)[0])

@@ -97,7 +97,6 @@ def test_public_calls_are_right(name: str) -> None:
         with poisoned():
             assert_right(call, *perform(call.problem.op, given(call)))
         made = portattn.last_plan()
-        assert made is not None
         assert made.problem.tree_mask
         assert "tree_mask" in str(made.problem)
 

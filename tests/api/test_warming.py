@@ -167,7 +167,6 @@ def test_a_start_goes_on_whatever_cannot_be_compiled(caplog, monkeypatch):
     with pytest.warns(portattn.CompileWarning):
         report = compile_calls(lambda: [SMALL, dict(SMALL), SMALL | {"backend": "triton"}], device, log)
     assert min(frozen) > 0 == gc.get_freeze_count(), "no garbage collection looks at an engine's objects meanwhile"
-    assert report is not None
     assert [bool(one.failed) for one in report.specs] == [False, True], "equal calls are one"
     assert "no kernel of portattn's runs, but sdpa" in caplog.text
 

@@ -23,7 +23,6 @@ def attend(
     """A random call of opcalls.CALLS over a shard: {error, budget, …, bits}, bits of the whole result."""
     call = tolerance.random_call(opcalls.problem(name, **fields), seed, poison=poison)  # type: ignore[arg-type]
     if lengths is not None:
-        assert call.seqlens_k is not None
         call.seqlens_k.copy_(torch.tensor(lengths, dtype=torch.int32))
     arguments = opcalls.given(call)
     parallel = decode_parallel(interleave=interleave, heads=heads)  # type: ignore[arg-type]

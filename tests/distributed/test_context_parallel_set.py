@@ -109,7 +109,6 @@ def test_the_page_has_the_tables_of_its_report() -> None:
     """The report is of the script that the set was before."""
     page = (DOCS / "performance" / "context-parallel.md").read_text(encoding="utf-8")
     report = workloads.read(REPORT)
-    assert report is not None
     assert report.wrong == []
     tables = workloads.as_markdown(report).strip().split("\n\n")
     assert len(tables) == 5

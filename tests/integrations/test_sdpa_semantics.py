@@ -73,9 +73,7 @@ def test_shapes_by_the_core_kernel(name: str, is_causal: bool) -> None:
     *shapes, enable_gqa = SHAPES[name]
     with portattn.settings(backend="interpreter"):
         check(ours, *tensors(*shapes, grad=False), is_causal=is_causal, enable_gqa=enable_gqa)
-    plan = portattn.last_plan()
-    assert plan is not None
-    assert plan.path == "interpreter"
+    assert portattn.last_plan().path == "interpreter"
 
 
 @pytest.mark.interpreter
@@ -157,9 +155,7 @@ def test_rows_that_may_attend_nothing(kind: str, dtype: torch.dtype, device: str
     out = ours(*given, attn_mask=mask)
     assert (out[:, :, 1] == 0).all()
     out.sum().backward()
-    query = given[0].grad
-    assert query is not None
-    assert (query[:, :, 1] == 0).all()
+    assert (given[0].grad[:, :, 1] == 0).all()
     with sdpa_kernel(SDPBackend.MATH):
         assert (theirs(*given, attn_mask=mask)[:, :, 1] == 0).all()
 
@@ -238,8 +234,6 @@ def test_autocast(dtype: torch.dtype, device: str) -> None:
     out.sum().backward()
     ours(*lower, attn_mask=mask.to(dtype)).sum().backward()
     for cast, plain in zip(given, lower, strict=True):
-        assert cast.grad is not None
-        assert plain.grad is not None
         torch.testing.assert_close(cast.grad, plain.grad.float(), rtol=0, atol=0)
     with torch.autocast(device, dtype=dtype, enabled=False):
         assert ours(*given).dtype is torch.float32
@@ -438,6 +432,5 @@ def test_last_plan_tells_how_portattn_ran_a_sample() -> None:
     sample = next(iter(samples("cpu", torch.float32)))
     sdpa.scaled_dot_product_attention(sample.input, *sample.args, **sample.kwargs)
     plan = portattn.last_plan()
-    assert plan is not None
     assert plan.problem.causal == "top_left"
     assert plan.problem.needs_grad

@@ -239,7 +239,6 @@ def test_probes_and_tombstones(tmp_path: Path) -> None:
     )
     text = GOOD.replace(">=3.4,<3.5", ">=3.4") + tombstone
     retired = load_quirk(write(tmp_path / "rocm", text), BACKENDS).retired
-    assert retired is not None
     assert (retired.fixed_in, retired.replaced_by) == ("triton==3.9.0", "rocm-0043-x")
     known = Registry.read(find_backends(), tmp_path)
     assert (list(known.quirks), list(known.retired)) == ([], ["rocm-0042-planted"])

@@ -258,7 +258,6 @@ def features(**fields):
 def test_the_first_entry_that_holds(tmp_path: Path) -> None:
     tuning = load(tmp_path, HEAD + ENTRIES)
     wide = tuning.find("dense_forward", features(head_dim=128, causal="top_left"), TRITON)
-    assert wide is not None
     assert wide.lowering == {"load": "descriptor"}
     assert tuning.find("dense_forward", features(head_dim=128), TRITON).launch == {"block_m": 32}
     assert tuning.find("decode_split", features(), TRITON) is None
@@ -293,7 +292,6 @@ launch = { block_m = 32 }
 )
 def test_an_entry_for_a_range_of_compilers(tmp_path: Path, toolchain: str, rows: int) -> None:
     entry = load(tmp_path, HEAD + RANGES).find("dense_forward", features(), Toolchain.parse(toolchain))
-    assert entry is not None
     assert entry.launch == {"block_m": rows}
 
 
@@ -315,7 +313,6 @@ def test_values_of_the_kernel_of_rows(tmp_path: Path) -> None:
     for pattern in ("dense_backward", "*_backward"):
         tuning = load(tmp_path, HEAD + TWO.replace("dense_backward", pattern))
         entry = tuning.find("dense_backward", features(op="attention_backward", return_lse=False), TRITON)
-        assert entry is not None
         assert entry.launch == {"block_m": 128, "rows_m": 64}
 
 

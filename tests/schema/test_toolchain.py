@@ -266,7 +266,6 @@ def brought(tmp_path: Path) -> Iterator[dict[str, Compiler]]:
     found = compilers.read(tmp_path, "portattn-musa 0.1")
     compilers.all_compilers()
     before = compilers._brought.compilers
-    assert before is not None
     compilers.bring(before | found)
     yield found
     compilers.bring(before)
@@ -291,9 +290,7 @@ def test_a_file_that_is_whole(brought: dict[str, Compiler]) -> None:
     assert "mubin" in compilers.stages()
     assert "MUSA_OPT" in compilers.variables()
     assert tracker_of("triton-musa") == "https://example.com/issues"
-    told = _version("Successfully installed triton_musa-3.1.0", _versions()["triton-musa"])
-    assert told is not None
-    assert told.value == "3.1.0"
+    assert _version("Successfully installed triton_musa-3.1.0", _versions()["triton-musa"]).value == "3.1.0"
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,6 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def script(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with lists of its own, an empty folder of environments, and wheels instead of an index."""
     spec = importlib.util.spec_from_file_location("engine_env", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "engine_env", module)
     spec.loader.exec_module(module)
@@ -189,7 +187,6 @@ def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, 
     code += "import engine_env; "
     code += f"engine_env.LISTS = Path({str(script.LISTS)!r}); sys.exit(engine_env.main(['make', 'toy==1.0']))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     for line in process.stderr:
         if "trying it" in line:
             break

@@ -302,7 +302,6 @@ def test_rows_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch, for
         tensors |= launcher.fresh(call.q)
     steps = launcher.steps(tensors)
     launch_steps(steps[:1])
-    assert call.grad_q is not None
     nothing = torch.isneginf(call.forward_lse)
     delta = (call.forward_out.double() * call.grad_out.double()).sum(-1)
     if call.grad_lse is not None:

@@ -107,9 +107,7 @@ def test_a_module_that_was_cut_is_no_program() -> None:
 
 
 def test_a_request_in_a_log() -> None:
-    request = request_in(read("worker-time-out"))
-    assert request is not None
-    assert request["target"] == ["hip", "gfx1201", 32]
+    assert request_in(read("worker-time-out"))["target"] == ["hip", "gfx1201", 32]
     assert request_in('{"version": 1, "task": "compile", "signature": {"cut": ') is None
 
 
@@ -139,7 +137,6 @@ def test_a_process_that_ended_is_no_compiler_that_died(text: str, registry: Any)
 def test_an_exception_is_no_kernels_name(registry: Any) -> None:
     assert environment_in("Triton compilation failed: OutOfResources: shared", "triton", registry).function is None
     told = environment_in("Triton compilation failed: my_kernel", "triton", registry).function
-    assert told is not None
     assert told.value == "my_kernel"
 
 
