@@ -6,13 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import TILE, Device, assert_right, key_tile, problem, random_call, run_core
+from support import TILE, assert_right, key_tile, problem, random_call, run_core
 from test_quantised_accuracy import INPUTS, assert_exact, run, written
 from test_quantised_words import BY_PAGE, unpackings
 
 from portattn.planning.kernel_specs import CORES
 from portattn.reference import blockwise, write
-from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.testing.random_writing import judge_writing, random_writing
 from portattn.validate.checks import words_aligned
@@ -39,18 +38,18 @@ CACHES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def quantised(device: str, cache: str, scales: str, strides: str = "plain", **fields: Any) -> Call:
+def quantised(device, cache, scales, strides="plain", **fields):
     p = problem(**(SMALL | CACHES[cache] | {"kv_scales": scales} | fields))
     return random_call(p, seed=3, device=device, strides=strides)
 
 
-def on(device: Device, call: Call, lowering: dict[str, str] | None = None, **launch: int) -> Any:
+def on(device, call, lowering=None, **launch):
     return run_core(device, call, lowering, launch)
 
 
 @pytest.mark.parametrize("scales", ["none", "head"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_kernels_are_right(device: Device, cache: str, scales: str) -> None:
+def test_kernels_are_right(device, cache, scales):
     """Scales that are NaN, negative or the largest are wherever a token is not attended."""
     call = quantised(device.name, cache, scales)
     assert_right(call, *blockwise.run(call))
@@ -65,14 +64,14 @@ LOWERINGS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
-def test_every_way_to_lower_it_is_right(device: Device, lowering: dict[str, str]) -> None:
+def test_every_way_to_lower_it_is_right(device, lowering):
     width = 32 if "reads" in lowering else 48  # its tiles are as wide as the head
     call = quantised(device.name, "decode", "head", head_dim=width, head_dim_v=32)
     assert_right(call, *on(device, call, lowering))
 
 
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "combined"])
-def test_any_strides(device: Device, strides: str) -> None:
+def test_any_strides(device, strides):
     """Of scales the last axis alone is contiguous, as in a page [K | scales of K | V | scales of V]."""
     cache = "paged_small_pages" if strides == "combined" else "decode_fp16_bshd"
     fields = {} if strides == "combined" else {"head_dim_v": 32}
@@ -82,14 +81,14 @@ def test_any_strides(device: Device, strides: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"seq_q": 0}, {"seq_k": 0}], ids=str)
-def test_nothing_to_attend(device: Device, fields: dict[str, int]) -> None:
+def test_nothing_to_attend(device, fields):
     call = quantised(device.name, "decode_two_parts", "head", head_dim=32, **fields)
     assert_right(call, *blockwise.run(call))
     assert_right(call, *on(device, call))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_every_number_under_every_scale_is_read_exactly(device: Device, dtype: str) -> None:
+def test_every_number_under_every_scale_is_read_exactly(device, dtype):
     """One key a sequence: the result is its value. All 16 numbers in a block, and all 127 scales."""
     p = problem(
         op="decode_attention", batch=4, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=16, head_dim_v=512,
@@ -110,20 +109,18 @@ def test_every_number_under_every_scale_is_read_exactly(device: Device, dtype: s
 WHOLE = {"decode_fp16_bshd": 64, "decode_two_parts": 96, "paged_small_pages": 160}  # widths of whole words of scales
 
 
-def words_of(cache: str) -> dict[str, Any]:
+def words_of(cache):
     width = WHOLE.get(cache, 32)
     return {"head_dim": width, "head_dim_v": 32 if cache in ("decode_fp16_bshd", "decode_two_parts") else width}
 
 
-def on_in_words(
-    device: Device, call: Call, unpack: str = "words", **launch: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def on_in_words(device, call, unpack="words", **launch):
     return run_core(device, call, {"unpack": unpack}, launch)
 
 
 @pytest.mark.parametrize("scales", ["none", "head"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_words_are_right(device: Device, cache: str, scales: str) -> None:
+def test_words_are_right(device, cache, scales):
     """Scales that are NaN, negative or the largest are wherever a token is not attended."""
     call = quantised(device.name, cache, scales, **words_of(cache))
     assert call.problem.words
@@ -132,7 +129,7 @@ def test_words_are_right(device: Device, cache: str, scales: str) -> None:
 
 
 @pytest.mark.parametrize("strides", ["spare", "sliced", "combined"])
-def test_any_strides_of_whole_words(device: Device, strides: str) -> None:
+def test_any_strides_of_whole_words(device, strides):
     """Also those of a page [K | scales of K | V | scales of V]."""
     cache = "paged_small_pages" if strides == "combined" else "decode_fp16_bshd"
     call = quantised(device.name, cache, "head", strides, head_dim=64, head_dim_v=64, aligned=False)
@@ -142,7 +139,7 @@ def test_any_strides_of_whole_words(device: Device, strides: str) -> None:
 
 
 @pytest.mark.parametrize("fields", BY_PAGE, ids=str)
-def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str, Any]) -> None:
+def test_pages_that_are_looked_up_a_step_ahead(device, fields):
     """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
     base = {"op": "paged_attention", "seq_k": 96, "head_dim": 32}
     p = problem(**SMALL | base | fields | {"kv_scales": "head"})
@@ -163,14 +160,14 @@ SPECIAL = [*(("decode", one) for one in FEATURES), *(("decode_two_parts", one) f
 
 
 @pytest.mark.parametrize(("cache", "fields"), SPECIAL, ids=str)
-def test_features_of_scores_and_nothing_to_attend(device: Device, cache: str, fields: dict[str, Any]) -> None:
+def test_features_of_scores_and_nothing_to_attend(device, cache, fields):
     call = quantised(device.name, cache, "head", **fields)
     for unpack in unpackings(device):
         assert_right(call, *on_in_words(device, call, unpack))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_number_under_every_scale_is_read_exactly_in_words(device: Device, dtype: str) -> None:
+def test_every_number_under_every_scale_is_read_exactly_in_words(device, dtype):
     """One key a sequence: the result is its value. All 16 numbers are in each block, in every place of a word in turn,
     and scales are all 256 bytes: negative ones and NaN are what e4m3 says."""
     p = problem(
@@ -191,7 +188,7 @@ def test_every_number_under_every_scale_is_read_exactly_in_words(device: Device,
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device: Device) -> None:
+def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device):
     """The LSE of one key is its score: with a query of one 1 it is one of the key's numbers."""
     p = problem(
         op="decode_attention", batch=16, heads_q=32, heads_k=1, seq_q=1, seq_k=1, head_dim=32, head_dim_v=32,
@@ -219,7 +216,7 @@ def test_nothing_is_lost_beside_the_results_rounding(device, what, dtype, monkey
         assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
 
 
-def test_scales_of_no_weight_round_no_value_away(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_no_weight_round_no_value_away(device, monkeypatch):
     """The key that has nearly all of a row's weight has the smallest scales, and the others, of weight e^-20, the
     largest: both have a part in the result."""
     call = written("normal", "nvfp4", "bf16", "head", device.name, keys=100, heads=1)
@@ -238,11 +235,11 @@ def test_scales_of_no_weight_round_no_value_away(device: Device, monkeypatch: py
         assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
 
 
-def test_what_is_not_read_in_words() -> None:
+def test_what_is_not_read_in_words():
     """Rows of an odd number of scales, and scales that are not aligned; the plan says why, and takes bytes."""
     kernel, launch, words = CORES["decode_attention"], Launch(block_m=16, block_n=64), Lowering(unpack="ptx")
 
-    def limits(**fields: object) -> dict[str, str]:
+    def limits(**fields):
         p = problem(op="decode_attention", seq_q=1, kv_format="nvfp4", **({"dtype": "bf16"} | fields))
         return {choice: why for choice, _, why in kernel.limits(p, words, launch)}
 
@@ -256,7 +253,7 @@ def test_what_is_not_read_in_words() -> None:
 
 
 @pytest.mark.parametrize(("width", "by"), [(128, 1), (128, 2), (64, 2), (32, 1)])
-def test_scales_that_are_not_aligned_are_no_words(width: int, by: int) -> None:
+def test_scales_that_are_not_aligned_are_no_words(width, by):
     """A view of scales that begins inside of a word of memory, as a caller's pages may have it."""
     rows = torch.zeros(2, 2, 8, width // 2, dtype=torch.int8)
     scales = torch.zeros(2 * 2 * 8 * width // 16 + 4, dtype=torch.int8)
@@ -278,7 +275,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def case(name: str, scales: str) -> Any:
+def case(name, scales):
     stored = {"heads_q": 2, "heads_k": 2, "dtype": "bf16", "kv_format": "nvfp4", "kv_scales": scales}
     return problem(**stored | CASES[name])
 
@@ -286,7 +283,7 @@ def case(name: str, scales: str) -> Any:
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("scales", ["none", "head"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_byte_is_the_nearest_number(device: Device, name: str, scales: str, spare: bool) -> None:
+def test_every_byte_is_the_nearest_number(device, name, scales, spare):
     """Of ties, NaN, infinity, numbers that are too large or too small, and rows of zeros; nothing else is touched."""
     for way in (lambda call: run_core(device, call), write.run):
         call = random_writing(case(name, scales), seed=5, device=device.name, spare=spare)
@@ -294,7 +291,7 @@ def test_every_byte_is_the_nearest_number(device: Device, name: str, scales: str
         assert judge_writing(call) == {"error": 0.0, "budget": 0.0, "wrong": 0}
 
 
-def test_ties_go_to_the_even_code(device: Device) -> None:
+def test_ties_go_to_the_even_code(device):
     """Of blocks whose largest number is 6, and whose scale is 1: numbers halfway between two of the format."""
     middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     row = torch.cat((middle, -middle, torch.tensor([6.0, -0.0])))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 
 import evidence_files
 import msgspec
@@ -17,7 +16,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.compare import registry_changes
-from portattn.tools.compare.registry_changes import Upgrade, compare, pages, read_published_results
+from portattn.tools.compare.registry_changes import compare, pages, read_published_results
 from portattn.tools.compare.sides import Pair, Side, cautions, parse_compiler
 from portattn.tools.matrix.problems import NamedProblem, dense, full, quick
 
@@ -25,9 +24,7 @@ THREE = ("triton==3.6.0", "triton==3.8.0", "triton==3.9.0")
 COMPARED = "docs/performance/releases.md"  # several compilers beside each other
 
 
-def upgraded(
-    before: str, after: str, *targets: str, new: Registry | None = None, problems: Sequence[NamedProblem] = ()
-) -> Upgrade:
+def upgraded(before, after, *targets, new=None, problems=()):
     known = Registry.load()
     pairs = [Pair(Side(known.target(t, before), known), Side(known.target(t, after), new or known)) for t in targets]
     return compare(pairs, problems or quick(), pages=True)
@@ -254,7 +251,7 @@ def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
     assert named == listed
 
 
-def _releases_of_small() -> set[str]:
+def _releases_of_small():
     """The releases that the section of small problems has figures of: it names more than one."""
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     section = text.partition("\n## Small problems of float32\n")[2].partition("\n## ")[0]

@@ -3,8 +3,6 @@
 import datetime
 import errno
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.testing.findings import KernelFacts
-from portattn.tools.matrix.cells import SCHEMA, Cell, Run, snapshot
+from portattn.tools.matrix.cells import SCHEMA, snapshot
 from portattn.tools.matrix.problems import decode
 from portattn.tools.matrix.results import NAME, Results, merge, read, read_baseline, write_baseline
 from portattn.tools.run_log import encode_record
@@ -21,7 +19,7 @@ TARGETS = ("cuda:sm_80", "cuda:sm_90", "rocm:gfx942")
 
 
 @pytest.fixture
-def cells(cell: Callable[..., Cell]) -> list[Cell]:
+def cells(cell):
     return [cell(target=target, index=index) for index, target in enumerate(TARGETS)]
 
 
@@ -120,7 +118,7 @@ def test_resuming_needs_the_same_run(tmp_path, cells, run):
             file.resume(msgspec.structs.replace(run(cells), kernels="another digest"))
 
 
-def keyed(cells: list[Cell], made: Run) -> list[Cell]:
+def keyed(cells, made):
     return [msgspec.structs.replace(cell, key=f"key of {cell.id}", origin=made.identity.id) for cell in cells]
 
 
@@ -193,7 +191,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         pass  # free again once the first is done
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_about_out(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_an_error_about_out(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentError, match="--out"):
         Results(tmp_path / "file" / "folder")
