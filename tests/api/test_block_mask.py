@@ -127,8 +127,7 @@ def test_gradients_are_those_of_the_mask() -> None:
     for given in ({"block_mask": blocks}, {"mask": shown}):
         leaves = [t.requires_grad_() for t in tensors()]
         found.append(torch.autograd.grad(portattn.attention(*leaves, **given).sin().sum(), leaves))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
 def test_other_lists_each_step(kept: str) -> None:
@@ -253,8 +252,7 @@ def test_gradients_in_a_graph_are_those_of_the_mask(way: str) -> None:
         found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = torch.autograd.grad(portattn.attention(*leaves, mask=shown).square().sum(), leaves)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("made", [(ROWS, KEYS + 32), (ROWS, KEYS - 30), (ROWS + 7, KEYS), (ROWS - 40, KEYS)])

@@ -192,8 +192,6 @@ def test_a_kept_call_gives_what_a_first_one_gives(device, monkeypatch, name, spl
 
 
 def test_only_what_is_asked_for_is_returned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
     q, k, v = tensors(1, 2, 3, 16)
     for _ in range(2):
@@ -203,8 +201,6 @@ def test_only_what_is_asked_for_is_returned(device: Device, monkeypatch: pytest.
 
 def test_what_makes_another_call(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that decides a plan, or what is compiled, may be answered by a call that was kept for something else."""
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
     built = kept_calls(monkeypatch)
     q, k, v = tensors(1, 2, 3, 16)
@@ -231,8 +227,6 @@ def test_what_makes_another_call(device: Device, monkeypatch: pytest.MonkeyPatch
 
 
 def test_validated_calls_are_validated_every_time(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
     q, k, v = tensors(2, 2, 3, 16)
     lengths = torch.tensor([3, 1], dtype=torch.int32)

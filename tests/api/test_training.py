@@ -53,8 +53,7 @@ def test_queries_that_a_mask_hides_from_all_keys_hold_nan(backend, sinks):
             inputs[0][:, :, 2::5] = value
         out = portattn.attention(*inputs[:3], **given)
         found.append([out, *torch.autograd.grad(out.square().sum(), inputs[:3] + inputs[3:] * sinks)])
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
@@ -177,8 +176,7 @@ def test_gradients_that_are_views_to_be_negated(result):
     assert view.is_neg()
     assert view.is_contiguous()
     found, expected = (torch.autograd.grad(chosen, (q, k), g, retain_graph=True) for g in (view, -towards))
-    for ours, right in zip(found, expected, strict=True):
-        assert torch.equal(ours, right)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
@@ -188,8 +186,7 @@ def test_a_sum_has_a_gradient_without_strides(result):
         torch.autograd.grad(portattn.attention(q, k, v, return_lse=True, backend=b)[result].sum(), (q, k))
         for b in (KERNELS, "reference")
     )
-    for ours, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture
@@ -272,8 +269,7 @@ def test_a_checkpoint_on_a_cpu_has_the_calls_gradients(fields, reentrant):
         torch.manual_seed(5)
         run(q, k, v).square().sum().backward()
         found.append([t.grad for t in (q, k, v)])
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
@@ -296,8 +292,7 @@ def test_autocast_gives_gradients_in_the_dtypes_of_the_tensors():
     found = torch.autograd.grad(out.float().sum(), inputs)
     assert all(gradient.dtype is torch.float32 for gradient in found)
     expected = torch.autograd.grad(portattn.attention(*inputs, causal=True, backend="reference").sum(), inputs)
-    for ours, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, right, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
 
 
 def test_a_compiled_call_has_the_eager_ones_gradients(monkeypatch):

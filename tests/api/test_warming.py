@@ -195,8 +195,6 @@ def test_it_arms_the_monitor(monkeypatch):
 
 
 def test_the_nearest_kept_call_is_the_one_that_differs_in_least(device, monkeypatch):
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
     memory = torch.zeros(300)
 
@@ -219,8 +217,6 @@ def test_the_nearest_kept_call_is_the_one_that_differs_in_least(device, monkeypa
 
 
 def test_what_differs_is_named_as_the_caller_does(device, monkeypatch):
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
 
     def call(keys):

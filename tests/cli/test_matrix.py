@@ -5,18 +5,11 @@ import pytest
 from portattn.cli import output
 from portattn.config import settings
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import executor
 from portattn.tools.lab import LabError, toolchains
 from portattn.tools.matrix import results, run
 
-pytestmark = pytest.mark.compiles  # plans need an installed Triton
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("quick_cells")]  # plans need an installed Triton
 RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cells, and nothing that compiles here
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
 
 
 def test_run_and_report(portattn, tmp_path):

@@ -12,10 +12,9 @@ from portattn.cli import output
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import executor
 from portattn.tools.matrix import results, run
 
-pytestmark = pytest.mark.compiles  # plans need an installed Triton
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("quick_cells")]  # plans need an installed Triton
 EXPECTED = """\
 [[expected]]
 target    = "cuda:sm_89"
@@ -25,12 +24,6 @@ reason    = "the planted compiler refuses"
 owner     = "tests"
 expires   = {}
 """
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
 
 
 @pytest.fixture

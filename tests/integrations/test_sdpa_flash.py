@@ -239,8 +239,7 @@ def test_rows_without_keys_have_torchs_lse() -> None:
     right = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, k, attn_mask=mask)
     with sdpa.flash_impl("cpu"):
         found = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, k, attn_mask=mask)
-    for mine, torchs in zip(found, right, strict=True):
-        torch.testing.assert_close(mine, torchs)
+    torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize(
@@ -339,5 +338,4 @@ def test_the_lse_of_rows_without_keys_on_the_accelerator() -> None:
         with sdpa.flash_impl("cuda") if serve else torch.enable_grad():
             out, lse, *_ = ATEN._scaled_dot_product_flash_attention(*leaves, 0.0, True)
             found.append([out.detach(), lse, *torch.autograd.grad(out, leaves, gradient_of(out))])
-    for torchs, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)

@@ -421,8 +421,7 @@ def test_gradients_of_gradients():
             out = function(q, k, v, is_causal=True)
         (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), (q, k, v)))
-    for mine, torchs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_last_plan_tells_how_portattn_ran_a_sample():

@@ -82,8 +82,7 @@ def test_public_calls_and_gradients_are_those_of_a_mask(monkeypatch, backend, la
         out, lse = function(*leaves, *lists, **more, return_lse=True, layout=layout)
         (out * turn(q)).sum().add(lse[lse.isfinite()].sum()).backward()
         found.append((out, lse, *(leaf.grad for leaf in leaves)))
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours, right, atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(*found, atol=3e-6, rtol=3e-6)
 
 
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
@@ -103,8 +102,7 @@ def test_wild_numbers_that_nothing_validates_stay_inside(monkeypatch, causal):
             )
             found.append((out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
         assert kernels or backend == "reference"
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 LISTS = torch.tensor([[0, 1]], dtype=torch.int32).expand(2, 2, 21, 2)

@@ -245,5 +245,4 @@ def test_a_bias_of_minus_infinity_masks_whatever_the_key_holds(device: Device, n
         call.k[:, :, KEY] = call.v[:, :, KEY] = held
         results.append(run(device, call))
     assert_right(call, *results[0])
-    for plain, spoilt in zip(*results, strict=True):
-        assert torch.equal(spoilt, plain)
+    torch.testing.assert_close(*results, rtol=0, atol=0)

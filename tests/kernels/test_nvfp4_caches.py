@@ -3,12 +3,11 @@ read by bytes, as 16-bit words (kernels/attend_packed16.py), and written."""
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from support import TILE, assert_right, key_tile, problem, random_call, run_core
-from test_quantised_accuracy import INPUTS, assert_exact, run, written
-from test_quantised_words import BY_PAGE, unpackings
+from support import assert_right, problem, random_call, run_core
+from test_quantised_accuracy import INPUTS, written
+from test_quantised_words import check_exact_words, check_words, unpackings
 
 from portattn.planning.kernel_specs import CORES
 from portattn.reference import blockwise, write
@@ -114,18 +113,13 @@ def words_of(cache):
     return {"head_dim": width, "head_dim_v": 32 if cache in ("decode_fp16_bshd", "decode_two_parts") else width}
 
 
-def on_in_words(device, call, unpack="words", **launch):
-    return run_core(device, call, {"unpack": unpack}, launch)
-
-
 @pytest.mark.parametrize("scales", ["none", "head"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_words_are_right(device, cache, scales):
     """Scales that are NaN, negative or the largest are wherever a token is not attended."""
     call = quantised(device.name, cache, scales, **words_of(cache))
     assert call.problem.words
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack, splits=1 + (cache != "paged_small_pages")))
+    check_words(device, call, splits=1 + (cache != "paged_small_pages"))
 
 
 @pytest.mark.parametrize("strides", ["spare", "sliced", "combined"])
@@ -134,24 +128,7 @@ def test_any_strides_of_whole_words(device, strides):
     cache = "paged_small_pages" if strides == "combined" else "decode_fp16_bshd"
     call = quantised(device.name, cache, "head", strides, head_dim=64, head_dim_v=64, aligned=False)
     assert call.problem.words
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack))
-
-
-@pytest.mark.parametrize("fields", BY_PAGE, ids=str)
-def test_pages_that_are_looked_up_a_step_ahead(device, fields):
-    """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
-    base = {"op": "paged_attention", "seq_k": 96, "head_dim": 32}
-    p = problem(**SMALL | base | fields | {"kv_scales": "head"})
-    tile = key_tile(device, p)
-    p = msgspec.structs.replace(p, page_size=p.page_size * (tile // TILE))
-    call = random_call(p, seed=3, strides="spare" if not p.aligned else "", device=device.name)
-    for sequence, length in enumerate(call.seqlens_k.tolist()):
-        call.page_table[sequence, -(-max(length, 0) // p.page_size) :] = 2**30
-    limits = CORES[p.op].limits(call.problem, Lowering(unpack="words", page_loop="by_page"), Launch(block_n=tile))
-    assert not dict(limit[:2] for limit in limits)
-    for unpack in unpackings(device):
-        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": "by_page"}, {"splits": 2}))
+    check_words(device, call)
 
 
 FEATURES = [{"window_left": -1, "leftpad_k": False, one: True} for one in ("alibi_slopes", "mask", "sinks")]
@@ -162,8 +139,7 @@ SPECIAL = [*(("decode", one) for one in FEATURES), *(("decode_two_parts", one) f
 @pytest.mark.parametrize(("cache", "fields"), SPECIAL, ids=str)
 def test_features_of_scores_and_nothing_to_attend(device, cache, fields):
     call = quantised(device.name, cache, "head", **fields)
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack))
+    check_words(device, call)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -184,7 +160,7 @@ def test_every_number_under_every_scale_is_read_exactly_in_words(device, dtype):
     factors = scales.to(torch.uint8).view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     expected = (torch.cat((numbers, -numbers))[codes] * factors)[:, None, None]
     for unpack in unpackings(device):
-        out = on_in_words(device, call, unpack)[0].float().cpu()
+        out = on(device, call, {"unpack": unpack})[0].float().cpu()
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -205,15 +181,15 @@ def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device)
     factors = scales.to(torch.uint8).view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     expected = (torch.cat((levels, -levels))[codes] * factors)[:, :, None]
     for unpack in unpackings(device):
-        torch.testing.assert_close(on_in_words(device, call, unpack)[1].cpu(), expected, rtol=1e-6, atol=1e-9)
+        lse = on(device, call, {"unpack": unpack})[1]
+        torch.testing.assert_close(lse.cpu(), expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("what", INPUTS)
 def test_nothing_is_lost_beside_the_results_rounding(device, what, dtype, monkeypatch):
     call = written(what, "nvfp4", dtype, "head", device.name, keys=300)
-    for unpack in unpackings(device):
-        assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+    check_exact_words(device, call, monkeypatch)
 
 
 def test_scales_of_no_weight_round_no_value_away(device, monkeypatch):
@@ -229,10 +205,8 @@ def test_scales_of_no_weight_round_no_value_away(device, monkeypatch):
     call.scale = 5.0  # times 4
     call.v_block_scale = torch.full_like(call.v_block_scale, 0x7E)
     call.v_block_scale[..., 50, :] = 0x01
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack, splits=2))
-    for unpack in unpackings(device):
-        assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+    check_words(device, call, splits=2)
+    check_exact_words(device, call, monkeypatch)
 
 
 def test_what_is_not_read_in_words():

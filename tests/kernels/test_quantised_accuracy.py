@@ -11,7 +11,6 @@ from support import assert_right, problem, random_call, run_core
 import portattn
 from portattn.api import quantize
 from portattn.reference import blockwise, write
-from portattn.reference.blocks import dequantize
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.schema.tensors import KV_DTYPE, KV_STORED
@@ -177,31 +176,6 @@ def test_tiny_scales_lose_nothing_in_float16(device, monkeypatch):
     out = run(device, call, monkeypatch)
     assert float(out.abs().max()) < 2.0**-10
     torch.testing.assert_close(out.double(), oracle(call)[0], rtol=1e-3, atol=2.0**-25)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("scales", ["head", "token"])
-def test_every_byte_is_read_exactly(device, scales, dtype):
-    """One key a sequence: the result is its value. All 256 bytes, and of tokens' scales all that may stand for 0."""
-    p = problem(
-        op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=32, head_dim_v=512,
-        dtype=dtype, kv_format="int4", kv_scales=scales,
-    )  # fmt: skip
-    call = random_call(p, device=device.name)
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).expand(16, 1, 1, 256)
-    scale = torch.ones(16, 1)
-    if scales == "token":
-        zeros = torch.arange(16, dtype=torch.int32)[:, None, None]
-        scale = (torch.ones(16, 1, 1).view(torch.int32) | zeros).view(torch.float32)
-    call.v, call.v_scale = codes.contiguous().to(device.name), scale.to(device.name)
-    out, _ = run_core(device, call)
-    expected = dequantize(
-        call.v, "int4", call.v_scale if scales == "token" else call.v_scale[..., None], scales == "token"
-    )
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)
-    first = torch.stack((torch.arange(256) % 16, torch.arange(256) // 16), dim=1).flatten() - 8.0
-    if scales == "head":
-        torch.testing.assert_close(out[0, 0, 0].float().cpu(), first, rtol=0, atol=0)
 
 
 SHAPES = {

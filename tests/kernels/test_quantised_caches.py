@@ -9,7 +9,6 @@ from support import Device, assert_right, problem, random_call, run_core
 from portattn.reference import blockwise
 from portattn.schema.call import Call
 from portattn.schema.problem_limits import FORMATS, ONE_SCALE
-from portattn.schema.tensors import KV_DTYPE
 
 SMALL: dict[str, Any] = {"heads_q": 4, "heads_k": 2, "seq_q": 2, "batch": 3, "dtype": "bf16"}
 # Caches, each with features that decide how scales are read: hidden tokens, paddings, pages, packed queries.
@@ -88,25 +87,6 @@ def test_scales_inside_rows_that_are_no_powers_of_two(device: Device) -> None:
     call.k[..., 256:264] = scales.view(torch.int8)
     assert_right(call, *blockwise.run(call))
     assert_right(call, *run_core(device, call), extra=0.02)
-
-
-@pytest.mark.parametrize("kind", KV_DTYPE)
-def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> None:
-    """One key a sequence: the result is its value. In float16 and bfloat16 every finite number is exact."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device.name)
-    for dtype in ("fp16", "bf16"):
-        p = problem(
-            op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=16, dtype=dtype,
-            kv_format=kind, kv_scales="none" if kind != "int8" else "head",
-        )  # fmt: skip
-        call = random_call(p, device=device.name)
-        call.k = torch.zeros_like(call.k)
-        call.v = codes.view(call.v.dtype).reshape(call.v.shape)
-        if call.k_scale is not None:
-            call.k_scale, call.v_scale = torch.ones_like(call.k_scale), torch.ones_like(call.k_scale)
-        out, _ = run_core(device, call)
-        expected = codes.view(KV_DTYPE[kind]).to(out.dtype).reshape(out.shape)
-        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -33,13 +33,30 @@ def on(device, call, unpack="words", **launch):
     return run_core(device, call, {"unpack": unpack}, launch)
 
 
+def check_words(device, call, lowering=None, **launch):
+    for unpack in unpackings(device):
+        assert_right(call, *run_core(device, call, {"unpack": unpack} | (lowering or {}), launch))
+
+
+def check_exact_words(device, call, monkeypatch, **launch):
+    for unpack in unpackings(device):
+        assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, **{"block_n": 64} | launch))
+
+
+def without_pages(call):
+    """Pages that no key is in have ids of no page."""
+    if call.page_table is not None and call.seqlens_k is not None:
+        for sequence, length in enumerate(call.seqlens_k.tolist()):
+            call.page_table[sequence, -(-max(length, 0) // call.problem.page_size) :] = 2**30
+    return call
+
+
 @pytest.mark.parametrize("cache", WORDS)
 @pytest.mark.parametrize(("kind", "scales"), IN_WORDS)
 def test_words_are_right(device, kind, scales, cache):
     """NaN, or a scale that is NaN, infinite, negative or 0, is wherever a token is not attended."""
     call = quantised(device.name, cache, kind, scales)
-    for unpack in unpackings(device):
-        assert_right(call, *on(device, call, unpack, splits=1 + (cache != "paged_small_pages")))
+    check_words(device, call, splits=1 + (cache != "paged_small_pages"))
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
@@ -53,8 +70,7 @@ def test_pages_of_every_size(device, page_size, kind):
     call = random_call(p, seed=page_size, strides="spare", device=device.name)
     assert call.k.stride(-2) > call.k.shape[-1]
     assert call.problem.words
-    for unpack in unpackings(device):
-        assert_right(call, *on(device, call, unpack, splits=2))
+    check_words(device, call, splits=2)
 
 
 def test_neighbours_read_heads_that_lie_side_by_side():
@@ -82,23 +98,21 @@ BY_PAGE = [
 
 def looked_up(device, fields, kind):
     """A problem of BY_PAGE: of a device's wider tiles the pages are longer, so that a tile has as many."""
-    base = {"op": "paged_attention", "seq_k": 96, "head_dim": 24, "kv_format": kind, "kv_scales": "token"}
-    p = problem(**SMALL | base | fields)
+    base = {"op": "paged_attention", "seq_k": 96, "kv_format": kind}
+    own = {"head_dim": 32, "kv_scales": "head"} if kind == "nvfp4" else {"head_dim": 24, "kv_scales": "token"}
+    p = problem(**SMALL | base | own | fields)
     return msgspec.structs.replace(p, page_size=p.page_size * (key_tile(device, p) // TILE))
 
 
-KINDS_BY_PAGE = list(zip(BY_PAGE, ["int4", "e4m3"] * 4, strict=True))
+KINDS_BY_PAGE = [*zip(BY_PAGE, ["int4", "e4m3"] * 4, strict=True), *((fields, "nvfp4") for fields in BY_PAGE)]
 
 
 @pytest.mark.parametrize(("fields", "kind"), KINDS_BY_PAGE, ids=str)
 def test_pages_that_are_looked_up_a_step_ahead(device, fields, kind):
     """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
     p = looked_up(device, fields, kind)
-    call = random_call(p, seed=3, strides="spare" if not p.aligned else "", device=device.name)
-    for sequence, length in enumerate(call.seqlens_k.tolist()):
-        call.page_table[sequence, -(-max(length, 0) // p.page_size) :] = 2**30
-    for unpack in unpackings(device):
-        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": "by_page"}, {"splits": 2}))
+    call = without_pages(random_call(p, seed=3, strides="spare" if not p.aligned else "", device=device.name))
+    check_words(device, call, {"page_loop": "by_page"}, splits=2)
 
 
 def test_tiles_of_a_chip_fit_pages_as_those_here_do():
@@ -138,16 +152,14 @@ def test_pages_that_a_window_hides_have_any_id(device, page_loop, page_id):
     for sequence, length in enumerate(call.seqlens_k.tolist()):
         call.page_table[sequence, : max(length - p.seq_q - p.window_left, 0) // p.page_size] = page_id
     assert (call.page_table == page_id).any()
-    for unpack in unpackings(device):
-        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": page_loop}, {"splits": 2}))
+    check_words(device, call, {"page_loop": page_loop}, splits=2)
 
 
 @pytest.mark.parametrize("fields", [{"alibi_slopes": True}, {"mask": True}, {"tree_mask": True}], ids=str)
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
 def test_features_of_scores(device, kind, fields):
     call = quantised(device.name, "decode", kind, "token", window_left=-1, leftpad_k=False, **fields)
-    for unpack in unpackings(device):
-        assert_right(call, *on(device, call, unpack))
+    check_words(device, call)
 
 
 def narrow(what, kind, dtype, scales, device, keys=300):
@@ -180,13 +192,12 @@ def narrow(what, kind, dtype, scales, device, keys=300):
 @pytest.mark.parametrize("what", INPUTS)
 def test_nothing_is_lost_beside_the_results_rounding(device, what, kind, dtype, scales, monkeypatch):
     call = narrow(what, kind, dtype, scales, device.name)
-    for unpack in unpackings(device):
-        assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+    check_exact_words(device, call, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KV_DTYPE)
 def test_every_number_of_a_format_is_read_exactly(device, kind):
-    """One key a sequence: the result is its value. All numbers are in either place of a word."""
+    """One key a sequence: the result is its value, in 16 bits exact. All numbers are in either place of a word."""
     codes = torch.arange(256, dtype=torch.uint8, device=device.name)
     codes = torch.stack((codes, codes.flip(0))).flatten()
     for dtype in ("fp16", "bf16"):
@@ -200,16 +211,16 @@ def test_every_number_of_a_format_is_read_exactly(device, kind):
         if call.k_scale is not None:
             call.k_scale, call.v_scale = torch.ones_like(call.k_scale), torch.ones_like(call.k_scale)
         expected = codes.view(KV_DTYPE[kind]).to(call.dtype).reshape(call.new_out().shape)
-        for unpack in unpackings(device):
+        for unpack in ("bytes", *unpackings(device)):
             out, _ = run_core(device, call, {"unpack": unpack})
             torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def check_bytes_of_int4(device, scales, launch):
+def check_bytes_of_int4(device, scales, dtype, unpacks, launch=None):
     """Attend one key a sequence: every byte in both bytes of a word, and all tokens' scales that may stand for 0."""
     p = problem(
         op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=64, head_dim_v=512,
-        dtype="bf16", kv_format="int4", kv_scales=scales,
+        dtype=dtype, kv_format="int4", kv_scales=scales,
     )  # fmt: skip
     call = random_call(p, device=device.name)
     codes = torch.arange(256, dtype=torch.uint8).roll(1).view(torch.int8).expand(16, 1, 1, 256)
@@ -220,14 +231,17 @@ def check_bytes_of_int4(device, scales, launch):
     call.v, call.v_scale = codes.contiguous().to(device.name), scale.to(device.name)
     by_token = scales == "token"
     expected = dequantize(call.v, "int4", call.v_scale if by_token else call.v_scale[..., None], by_token)
-    for unpack in unpackings(device):
+    first = torch.stack((torch.arange(256) % 16, torch.arange(256) // 16), dim=1).roll(1, 0).flatten() - 8.0
+    assert scales == "token" or torch.equal(expected[0, 0, 0].cpu(), first)
+    for unpack in unpacks:
         out, _ = run_core(device, call, {"unpack": unpack}, launch)
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("scales", ["head", "token"])
-def test_every_byte_of_int4_is_read_exactly(device, scales):
-    check_bytes_of_int4(device, scales, None)
+def test_every_byte_of_int4_is_read_exactly(device, scales, dtype):
+    check_bytes_of_int4(device, scales, dtype, ("bytes", *unpackings(device)))
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
@@ -251,9 +265,7 @@ def test_a_scale_of_no_weight_rounds_no_other_away(device, kind):
     call.v_scale = (exact.view(torch.int32) | zero).view(torch.float32)
     expected, _ = oracle(call)
     assert expected.abs().max() < 100.0
-    for unpack in unpackings(device):
-        out, lse = on(device, call, unpack, splits=2)
-        assert_right(call, out, lse)
+    check_words(device, call, splits=2)
 
 
 def test_values_all_of_whose_scales_are_tiny(device):
@@ -270,16 +282,11 @@ def test_values_all_of_whose_scales_are_tiny(device):
 def test_queries_beyond_float16(device, by):
     """Each row of bfloat16 queries has a factor of its own: rows of other sizes beside it lose nothing."""
     call = narrow("normal", "int8", "bf16", "head", device.name, keys=100)
-    assert call.k_scale is not None
     call.q[:, ::2] *= by
     if by > 1.0:  # else the other rows' scores would be beyond what a base-2 exponential's argument holds exactly
         call.k_scale /= by
-    for unpack in unpackings(device):
-        out, lse = on(device, call, unpack)
-        expected, expected_lse = oracle(call)
-        assert_right(call, out, lse)
-        assert torch.isfinite(expected_lse).all()
-        assert torch.isfinite(expected).all()
+    assert all(torch.isfinite(result).all() for result in oracle(call))
+    check_words(device, call)
 
 
 def test_what_is_not_read_in_words():
@@ -311,8 +318,7 @@ def test_a_sink_that_weighs_most_rounds_no_value_away(device, above, kind, scale
     call = narrow("normal", kind, "bf16", scales, device.name, keys=100)
     call.problem = msgspec.structs.replace(call.problem, sinks=True)
     call.sinks = torch.full((16,), above, device=device.name)
-    for unpack in unpackings(device):
-        assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+    check_exact_words(device, call, monkeypatch)
 
 
 @pytest.mark.parametrize("by", [2.0**40, 2.0**-40])
@@ -326,8 +332,7 @@ def test_scales_of_any_size_beside_scores_in_the_natural_base(device, feature, b
     shape = (1, 16) if feature == "alibi_slopes" else (1, 16, 1, 100)
     setattr(call, feature, (torch.rand(shape, generator=generator) * 0.1).to(device.name))
     call.v_scale = call.v_scale * by
-    for unpack in unpackings(device):
-        assert_exact(call, run_rounded(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+    check_exact_words(device, call, monkeypatch)
 
 
 OPS = ("decode", "paged", "whole pages", "ragged", "mla", "mla ragged")
@@ -393,8 +398,7 @@ def test_a_word_of_zero_leaves_the_keys_before(device):
     call.k[:, :, -1] = call.v[:, :, -1] = float("nan")
     shorter = replace(call, tree_mask=None, k=call.k[:, :, :-1], v=call.v[:, :, :-1], problem=msgspec.structs.replace(
         call.problem, tree_mask=False, seq_k=call.problem.seq_k - 1))  # fmt: skip
-    for ours, theirs in zip(run(device, call), run(device, shorter), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(run(device, call), run(device, shorter))
 
 
 @pytest.mark.parametrize("name", ["decode", "ragged"])
@@ -414,8 +418,7 @@ def test_a_chain_is_the_causal_mask(device, name):
     both = replace(chain, problem=msgspec.structs.replace(chain.problem, causal="bottom_right"))
     wanted = run(device, causal)
     for found in (run(device, chain), run(device, both)):
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(found, wanted)
 
 
 def test_rows_without_a_key(device):
