@@ -455,9 +455,9 @@ def test_a_schedule_that_nobody_timed_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 def test_signatures_are_plain_data_for_the_other_variant_too() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from portattn.tools.matrix import variants
+    from portattn.testing import findings
 
-    decode, merging = variants.launches(VARIANTS["gluon_mla"], VARIANTS["gluon_mla"].canaries[0])
+    decode, merging = findings.variant_launches(VARIANTS["gluon_mla"], VARIANTS["gluon_mla"].canaries[0])
     assert isinstance(decode, Signature)
     assert (decode.function, merging.function) == ("latent_decode", "combine")
     assert decode.types["k_desc"].startswith("tensordesc<bf16[64, 128]")

@@ -19,7 +19,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.tools import lab
-from portattn.tools.lab.run_programs import OpenWorker, run_in_threads
+from portattn.tools.lab.creating import OpenWorker, run_in_threads
 from portattn.worker.client import Worker
 
 Setting = bool | int | str | None

@@ -25,9 +25,9 @@ from portattn.launch.run import launch_tensors
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
+from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
 from portattn.testing.tolerance import nan_filled_memory
-from portattn.tools.matrix import variants
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = BackwardVariant()
@@ -254,7 +254,7 @@ MOST_SPILLED = 128  # bytes a thread of all roles: a thread that only moves memo
 @pytest.mark.parametrize("form", FORMS)
 def test_it_compiles_clean(gluon_compiler, gluon_target, form):
     p = FORMS[form]
-    kernels, failed, _ = variants.compile_variant(
+    kernels, failed, _ = findings.compile_variant(
         VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0
     )
     assert failed is None, failed
@@ -265,7 +265,7 @@ def test_it_compiles_clean(gluon_compiler, gluon_target, form):
         assert kernel.facts["scratchpad_bytes"] <= (SM_90.arch.scratchpad_bytes or 0), kernel.function
     assert kernels[1].facts["wgmma"] > 0
     if VARIANT.timed_with(p):
-        assert variants.broken(variants.check(VARIANT, p, gluon_target, kernels)) == []
+        assert findings.broken_gates(findings.check_variant(VARIANT, p, gluon_target, kernels)) == []
 
 
 def test_a_variant_needs_matrix_instructions_in_one_of_its_kernels():
@@ -273,7 +273,7 @@ def test_a_variant_needs_matrix_instructions_in_one_of_its_kernels():
     rows = KernelFacts(function="row_statistics", facts=facts)
     keys = KernelFacts(function="scheduled_backward", facts=facts | {"wgmma": 12})
     for kernels, passed in (((rows, keys), True), ((rows, rows), False)):
-        assert all(gate.passed for gate in variants.check(VARIANT, BASE, SM_90, kernels)) is passed
+        assert all(gate.passed for gate in findings.check_variant(VARIANT, BASE, SM_90, kernels)) is passed
 
 
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")

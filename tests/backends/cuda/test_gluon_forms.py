@@ -14,8 +14,8 @@ from portattn.launch import meta_call
 from portattn.launch.kernelcall import signatures
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
+from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
-from portattn.tools.matrix import variants
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
@@ -72,10 +72,10 @@ def plan_of(p, target=SM_90, name=VARIANT.name):
 def compiled(worker, target, variant, p):
     """Return the facts of the kernels of `p`, all compiled, no product serialized and no gate broken."""
     assert variant.rejects(p, target) is None
-    kernels, failed, _ = variants.compile_variant(variant, plan_of(p, target, variant.name), target, worker, 120.0)
+    kernels, failed, _ = findings.compile_variant(variant, plan_of(p, target, variant.name), target, worker, 120.0)
     assert failed is None, failed
     assert "serialized_wgmma" not in next(one for one in kernels if one.function == "scheduled_forward").facts
-    assert variants.broken(variants.check(variant, p, target, kernels)) == []
+    assert findings.broken_gates(findings.check_variant(variant, p, target, kernels)) == []
     return kernels
 
 
@@ -123,9 +123,9 @@ def test_what_is_not_as_it_is_scheduled_is_a_gate(facts, broken):
     kernels = (KernelFacts(function="scheduled_forward", facts=good | facts),)
     p = problem("plain", 128, "none")
     assert VARIANT.timed_with(p)
-    seen = variants.check(VARIANT, p, SM_90, kernels)
+    seen = findings.check_variant(VARIANT, p, SM_90, kernels)
     assert [gate.name for gate in seen if not gate.passed] == ([broken] if broken else [])
-    status = variants.fields(kernels, seen)
+    status = findings.gate_fields(kernels, seen)
     assert (status["status"], status["level"]) == (("FAIL", "declared") if broken else ("PASS", "compiles"))
 
 

@@ -14,9 +14,9 @@ from portattn.config import Settings
 from portattn.launch.run import run_variant
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
+from portattn.testing import findings
 from portattn.testing.random_writing import random_writing
 from portattn.testing.verdict import judge
-from portattn.tools.matrix import variants
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = IndexerVariant()
@@ -61,11 +61,11 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_it_compiles_without_spills(gluon_compiler, gluon_target, form):
     p = problem(**FORMS[form])
-    (kernel,), failed, _ = variants.compile_variant(VARIANT, plan(p, gluon_target), gluon_target, gluon_compiler, 120.0)
+    (kernel,), failed, _ = findings.compile_variant(VARIANT, plan(p, gluon_target), gluon_target, gluon_compiler, 120.0)
     assert failed is None, failed
     assert (kernel.function, kernel.facts["spills"]) == ("scheduled_index_scores", 0)
     assert "serialized_wgmma" not in kernel.facts
-    assert [str(gate) for gate in variants.check(VARIANT, p, gluon_target, (kernel,)) if not gate.passed] == []
+    assert [str(gate) for gate in findings.check_variant(VARIANT, p, gluon_target, (kernel,)) if not gate.passed] == []
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
-from portattn.tools.matrix import variants
+from portattn.testing import findings
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = LatentVariant()
@@ -147,14 +147,14 @@ def test_it_compiles_without_spills(gluon_compiler, gluon_target, form):
     p = problem(**FORMS[form])
     made = plan(p, gluon_target)
     assert made.path == VARIANT.name
-    kernels, failed, _ = variants.compile_variant(VARIANT, made, gluon_target, gluon_compiler, 120.0)
+    kernels, failed, _ = findings.compile_variant(VARIANT, made, gluon_target, gluon_compiler, 120.0)
     assert failed is None, failed
     assert kernels[0].function == "latent_decode"
     assert (len(kernels) == 2) is (FORMS[form]["num_splits"] > 1)  # and the one that merges
     for kernel in kernels:
         assert kernel.facts["spills"] == 0, kernel.function
         assert "serialized_wgmma" not in kernel.facts, kernel.function
-    assert [str(gate) for gate in variants.check(VARIANT, p, gluon_target, kernels) if not gate.passed] == []
+    assert [str(gate) for gate in findings.check_variant(VARIANT, p, gluon_target, kernels) if not gate.passed] == []
 
 
 @pytest.fixture

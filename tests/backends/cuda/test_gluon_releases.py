@@ -20,7 +20,7 @@ from portattn.config import Settings
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
-from portattn.tools.matrix import variants
+from portattn.testing import findings
 
 TRITONS = triton_folders()
 HERE = Path(__file__).parent
@@ -93,14 +93,14 @@ def test_a_release_compiles_them(release_compiler, release_target, form):
     variant = VARIANTS[name]
     made = plan(problem, release_target, settings=ASKED.get(name, Settings()))
     assert made.path == name
-    kernels, failed, _ = variants.compile_variant(variant, made, release_target, release_compiler, 240.0)
+    kernels, failed, _ = findings.compile_variant(variant, made, release_target, release_compiler, 240.0)
     assert failed is None, failed
     assert tuple(kernel.function for kernel in kernels) == functions
     for kernel in kernels:
         assert "serialized_wgmma" not in kernel.facts, kernel.function
         assert kernel.facts["spills"] <= MOST_SPILLED, kernel.function
-    assert variants.broken(variants.check(variant, problem, release_target, kernels)) == []
-    for signature in variants.launches(variant, problem):
+    assert findings.broken_gates(findings.check_variant(variant, problem, release_target, kernels)) == []
+    for signature in findings.variant_launches(variant, problem):
         if signature.function.startswith(("scheduled_", "latent_")):
             reply = compile_in(release_compiler, signature, made, release_target, 240.0, "text")
             gluon_ptx.assert_synchronised(str(reply.facts["ptx"]))

@@ -94,7 +94,7 @@ def test_a_variant_s_cell_is_red_by_either_kernel(monkeypatch, planted, small, r
         return Reply(outcome="ok", facts=facts)
 
     monkeypatch.setattr(run, "compile_in", compile_in)
-    monkeypatch.setattr("portattn.tools.matrix.variants.compile_in", compile_in)
+    monkeypatch.setattr("portattn.testing.findings.compile_in", compile_in)
     cell = variant_cell(planted, small)
     assert (cell.status, cell.level) == (("ERROR", "declared") if refused else ("PASS", "compiles"))
     assert cell.reason == reason
