@@ -168,7 +168,7 @@ def test_wild_lengths_are_clamped(device: Device, path: str) -> None:
             arguments["page_table"] = arguments["page_table"].clamp(0, 3)
         if "leftpad_k" in arguments:
             arguments["leftpad_k"] = torch.zeros_like(arguments["leftpad_k"])
-        wild_ones = torch.tensor([2**31 - 1, -(2**31), 1000], dtype=torch.int32, device=device.name)
+        wild_ones = torch.tensor([2**31 - 1, -(2**31), p.seq_k + 1], dtype=torch.int32, device=device.name)
         meant = torch.tensor([p.seq_k, 0, p.seq_k], dtype=torch.int32, device=device.name)
         found, expected = (perform(p.op, arguments | {"seqlens_k": n}, **way) for n in (wild_ones, meant))
         assert torch.equal(found[0], expected[0]), name
@@ -182,8 +182,8 @@ def test_wild_page_ids_are_clamped(device: Device, path: str) -> None:
         call = random_call(problem(name), seed=4, device=device.name)
         p, arguments = call.problem, finite(given(call))
         last = call.k.shape[0] - 1
-        inside, ids = torch.full_like(arguments["page_table"], last), torch.full_like(arguments["page_table"], 2**30)
-        inside[:, ::2], ids[:, ::2] = 0, -5
+        inside, ids = (torch.full_like(arguments["page_table"], n) for n in (last, 2**31 - 1))
+        inside[:, ::2], ids[:, ::2], ids[:, :1] = 0, -5, -(2**31)
         found, expected = (perform(p.op, arguments | {"page_table": t}, **way) for t in (ids, inside))
         assert torch.equal(found[0], expected[0]), name
         assert torch.equal(found[1], expected[1]), name

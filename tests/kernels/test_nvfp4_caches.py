@@ -79,32 +79,6 @@ def test_any_strides(device, strides):
     assert_right(call, *on(device, call))
 
 
-@pytest.mark.parametrize("fields", [{"seq_q": 0}, {"seq_k": 0}], ids=str)
-def test_nothing_to_attend(device, fields):
-    call = quantised(device.name, "decode_two_parts", "head", head_dim=32, **fields)
-    assert_right(call, *blockwise.run(call))
-    assert_right(call, *on(device, call))
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_every_number_under_every_scale_is_read_exactly(device, dtype):
-    """One key a sequence: the result is its value. All 16 numbers in a block, and all 127 scales."""
-    p = problem(
-        op="decode_attention", batch=4, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=16, head_dim_v=512,
-        dtype=dtype, kv_format="nvfp4", kv_scales="none",
-    )  # fmt: skip
-    call = random_call(p, device=device.name)
-    codes = torch.tensor([low | low + 1 << 4 for low in range(0, 16, 2)], dtype=torch.uint8).repeat(32)
-    scales = torch.arange(128, dtype=torch.uint8).clamp(max=126)
-    call.v = codes.view(torch.int8).expand(4, 1, 1, 256).contiguous().to(device.name)
-    call.v_block_scale = scales.view(torch.int8).view(4, 1, 1, 32).to(device.name)
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    factors = scales.view(torch.float8_e4m3fn).float().view(4, 1, 1, 32, 1)
-    expected = (torch.cat((numbers, -numbers)) * factors).flatten(-2)
-    for out in (on(device, call)[0], blockwise.run(call)[0]):
-        torch.testing.assert_close(out.float().cpu(), expected, rtol=0, atol=0)
-
-
 WHOLE = {"decode_fp16_bshd": 64, "decode_two_parts": 96, "paged_small_pages": 160}  # widths of whole words of scales
 
 
@@ -139,11 +113,13 @@ SPECIAL = [*(("decode", one) for one in FEATURES), *(("decode_two_parts", one) f
 @pytest.mark.parametrize(("cache", "fields"), SPECIAL, ids=str)
 def test_features_of_scores_and_nothing_to_attend(device, cache, fields):
     call = quantised(device.name, cache, "head", **fields)
+    assert_right(call, *blockwise.run(call))
+    assert_right(call, *on(device, call, {"unpack": "bytes"}))
     check_words(device, call)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_number_under_every_scale_is_read_exactly_in_words(device, dtype):
+def test_every_number_under_every_scale_is_read_exactly(device, dtype):
     """One key a sequence: the result is its value. All 16 numbers are in each block, in every place of a word in turn,
     and scales are all 256 bytes: negative ones and NaN are what e4m3 says."""
     p = problem(
@@ -159,9 +135,9 @@ def test_every_number_under_every_scale_is_read_exactly_in_words(device, dtype):
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     factors = scales.to(torch.uint8).view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     expected = (torch.cat((numbers, -numbers))[codes] * factors)[:, None, None]
-    for unpack in unpackings(device):
-        out = on(device, call, {"unpack": unpack})[0].float().cpu()
-        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    found = [on(device, call, {"unpack": unpack})[0] for unpack in ("bytes", *unpackings(device))]
+    for out in (*found, blockwise.run(call)[0]):
+        torch.testing.assert_close(out.float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device):

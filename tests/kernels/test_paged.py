@@ -85,21 +85,6 @@ def test_more_rows_than_a_tile(device, parts):
     check(device, random_call(p, 6, device=device.name, extremes=True), parts)
 
 
-@pytest.mark.parametrize("name", ["paged", "mla"])
-def test_sequences_without_keys(device, name):
-    """What their tables hold is nobody's business; with a sink a row still has that as its LSE."""
-    for sinks in (False, True):
-        call = with_lengths(random_call(problem(name, batch=3, sinks=sinks), 7, device=device.name), (0, 0, 0))
-        call.page_table[:] = 2**31 - 1
-        call.k.fill_(float("nan"))
-        call.v.fill_(float("nan"))
-        for parts in (1, 3):
-            out, lse = run(device, call, parts)
-            assert_right(call, out, lse)
-            assert not out.any()
-            assert torch.isfinite(lse).all() if sinks else torch.isneginf(lse).all()
-
-
 def test_pages_that_sequences_share(device):
     """Prefix caching: both tables begin with the same pages, and one sequence has one of them twice."""
     call = with_lengths(random_call(problem("paged", causal="bottom_right"), 8, device=device.name), (20, 24))

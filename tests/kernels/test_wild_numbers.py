@@ -111,15 +111,6 @@ def test_packed_sequences_that_begin_anywhere(monkeypatch, device, name, case):
     assert not torch.isnan(lse).any()
 
 
-def test_rows_that_the_last_sequence_claims_beyond_the_end(device):
-    call = random_call(problem("varlen", causal="bottom_right"), 5, device=device.name)
-    call.q, call.k, call.v = (x.nan_to_num(0.5) for x in (call.q, call.k, call.v))
-    meant = replace(call, cu_seqlens_q=int32(device, 0, 7, 20, 33), cu_seqlens_k=int32(device, 0, 30, 40, 70))
-    wilder = replace(call, cu_seqlens_q=int32(device, 0, 7, 20, HIGHEST), cu_seqlens_k=int32(device, 0, 30, 40, 71))
-    torch.testing.assert_close(run(device, wilder), run(device, meant), rtol=0, atol=0)
-    check(device, meant)
-
-
 # leftpad, seqlens -> what they mean in a storage of 37 rows
 EXTREMES = {
     "longest after padding": ((5, 5), (HIGHEST, HIGHEST), (5, 5), (32, 32)),
@@ -175,20 +166,6 @@ def test_keys_of_any_length_mean_the_clamped_one(device, path, causal, case):
 def test_queries_of_any_length_mean_the_clamped_one(device, path, case):
     p = problem("dense", seq_q=37, causal="bottom_right", seqlens_q=True, leftpad_q=True)
     assert_clamped(device, path, p, case, "q")
-
-
-@pytest.mark.parametrize("backend", ["reference", "core"])
-def test_any_length_is_taken_by_a_call_that_is_not_validated(device, backend):
-    import portattn
-
-    call = random_call(problem("dense"), seed=10, device=device.name)
-    given = {"seqlens_k": int32(device, HIGHEST, LOWEST), "leftpad_k": int32(device, 5, 5)}
-    meant = {"seqlens_k": int32(device, 32, 0), "leftpad_k": int32(device, 5, 5)}
-    path = device.path if backend == "core" else backend
-    with portattn.settings(validate="never", backend=path):
-        found, expected = (portattn.attention(call.q, call.k, call.v, **lengths) for lengths in (given, meant))
-    assert torch.equal(found, expected)
-    assert not found[1].any()
 
 
 NAN, INF = float("nan"), float("inf")

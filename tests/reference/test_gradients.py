@@ -91,10 +91,14 @@ def test_gradients_are_within_the_budget(op: str, feature: str, dtype: str) -> N
     assert facts["error"] <= facts["budget"], facts
 
 
-@pytest.mark.parametrize("op", ["varlen", "paged_packed", "mla_packed"])
-def test_no_rows_and_no_keys_have_gradients_of_zero(op: str) -> None:
-    """All rows belong to no sequence, and so do all keys."""
-    call = random_call(problem(op, "sinks"), seed=2)
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [("varlen", {}), ("paged_packed", {}), ("mla_packed", {}), ("dense", {"seq_q": 0}), ("dense", {"seq_k": 0})],
+    ids=str,
+)
+def test_no_rows_and_no_keys_have_gradients_of_zero(op: str, sizes: dict) -> None:
+    """Of packed ones all rows belong to no sequence, and so do all keys."""
+    call = random_call(problem(op, "plain" if sizes else "sinks", **sizes), seed=2)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"):
         if getattr(call, name) is not None:
             setattr(call, name, torch.zeros_like(getattr(call, name)))
