@@ -118,3 +118,7 @@ for line in Path(recorded_torch_npu.__file__).with_name("schemas.txt").read_text
         library.impl(operator, on_devices(operator), "PrivateUse1")
         globals()[operator] = getattr(torch.ops.npu, operator)
 library.impl("npu_fusion_attention", fusion_with_autograd, "AutogradPrivateUse1")
+
+
+def _autoload() -> None:
+    """Called at `import torch` where a distribution names it as an entry point of torch.backends."""

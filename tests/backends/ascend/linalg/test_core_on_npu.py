@@ -43,7 +43,7 @@ def run_case(mlir: None, tmp_path: Path) -> Any:
     paths = [ROOT, TESTS, DEVICES, TESTS / "backends" / "ascend", made["PYTHONPATH"]]
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)), "PATH": made["PATH"] + os.pathsep + os.environ["PATH"],
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0",
     }  # fmt: skip
 
     def run(name: str, **more: str) -> dict[str, Any]:
