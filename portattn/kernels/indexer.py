@@ -206,9 +206,10 @@ def ranks(marked, counts):
 
 @triton.jit
 def load_numbers(source, keys, seq_k, stride, READS: tl.constexpr):
-    # The mask follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
     if READS == "inside":
-        keys = tl.minimum(keys, seq_k - 1)
+        return tl.load(source + tl.minimum(keys, seq_k - 1).to(tl.int64) * stride)
+    # The mask follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide. Callers drop
+    # numbers from seq_k on, whatever these are.
     return tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k)
 
 

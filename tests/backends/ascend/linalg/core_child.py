@@ -95,4 +95,6 @@ if __name__ == "__main__":
     with nan_filled_memory():
         CASES[sys.argv[1]](sys.argv[1])
     launches = driver.active.launcher_cls.__call__.__globals__["launches"]
-    print(json.dumps({"kernels": sorted({kernel for kernel, _, _ in launches}), "strays": [s for *_, s in launches if s]}))
+    print(
+        json.dumps({"kernels": sorted({kernel for kernel, _, _ in launches}), "strays": [s for *_, s in launches if s]})
+    )
