@@ -1,4 +1,4 @@
-"""A folder of packages in which `triton` is the lab's triton-ascend, driven by npu_driver.py over torch of this Python."""
+"""A folder of packages in which `triton` is the lab's triton-ascend, with npu_driver.py, over torch of this Python."""
 
 import sysconfig
 from pathlib import Path

@@ -9,9 +9,9 @@ from opcalls import CALLS, assert_right, given, perform, problem
 from triton.runtime import driver
 
 import portattn
-from portattn.testing.verdict import judge_gradients
-from portattn.testing.tolerance import nan_filled_memory
 from portattn.testing.random_calls import random_call
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.testing.verdict import judge_gradients
 
 CORE = {"backend": "triton"}
 WIDTHS = {"head_dim": 64, "head_dim_v": 64, "dtype": "fp16"}
