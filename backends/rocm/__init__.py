@@ -1,4 +1,4 @@
-"""AMD GPUs: detection, ROCm and driver versions, and SDPA as the vendor's path. torch calls them `cuda`."""
+"""AMD GPUs: detection, ROCm and driver versions, SDPA and AITER as vendor paths. torch calls them `cuda`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
+from portattn.backends.rocm.aiter import AiterPath
 from portattn.backends.sdpa import SdpaPath
 from portattn.planning.backend import Backend
 from portattn.schema.target import Target
@@ -34,7 +35,7 @@ class RocmBackend(Backend):
         {"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str, "enable_fp_fusion": bool}
     )
     compilers = ("triton", "flagtree")
-    vendor = (SdpaPath(),)
+    vendor = (SdpaPath(), AiterPath())  # no evidence puts AITER before the core, or before what torch tests
 
     def detect(self, index: int | None = None) -> str | None:
         """Return the arch of AMD device `index`, or None. AMD's code objects run on their own processor only."""
