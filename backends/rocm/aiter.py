@@ -115,18 +115,24 @@ def installed() -> Installed | None:
     version = next(filter(None, map(_version, DISTRIBUTIONS)), None)
     if not folders or version is None:
         return None
-    folder, found = Path(folders[0]), {}
+    found = parameters_in(Path(folders[0]))
+    return Installed(version, found) if found else None
+
+
+def parameters_in(folder: Path) -> dict[tuple[str, str], str]:
+    """Return the text of the parameters of each recorded function in a package's folder, by (function, file)."""
+    found = {}
     for function, file in dict.fromkeys((row.function, row.file) for row in recorded()):
         try:
             tree = ast.parse((folder / file).read_bytes())
-        except (OSError, SyntaxError):  # a release without this file, or of a later Python
+        except (OSError, SyntaxError):  # a release without this file, or for a later Python
             continue
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == function:
                 for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
                     argument.annotation = None
                 found[function, file] = ast.unparse(node.args)
-    return Installed(version, found) if found else None
+    return found
 
 
 def _version(distribution: str) -> str | None:

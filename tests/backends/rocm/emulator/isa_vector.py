@@ -139,18 +139,25 @@ def widened(name: str, scale: int, x: int, target: Format) -> int:
 
 def _scaled() -> dict[str, Entry]:
     """V_CVT_SCALEF32_PK_…: the low half of fp8 sources, the low byte of fp4 ones; op_sel has a test of its own."""
+
+    def from_narrow(name: str, width: int, target: Format) -> Callable[..., Any]:
+        return lambda a, s: tuple(widened(name, s, field(a, width * n, width), target) for n in range(2))
+
+    def from_halves(name: str, source: Format) -> Callable[..., Any]:
+        return lambda a, s: tuple(narrowed(name, s, field(a, 16 * n, 16), source) for n in range(2))
+
+    def from_singles(name: str) -> Callable[..., Any]:
+        return lambda a, b, s: (narrowed(name, s, a, F32), narrowed(name, s, b, F32))
+
     found: dict[str, Entry] = {}
     for wide in ("f32", "f16", "bf16"):
-        target = NARROW[wide]
         for name, width in (("fp8", 8), ("bf8", 8), ("fp4", 4)):
-            found[f"cvt_scalef32_pk_{wide}_{name}"] = (f"{wide}x2", "u32 f32", lambda a, s, name=name, width=width,
-                target=target: tuple(widened(name, s, field(a, width * n, width), target) for n in range(2)))  # fmt: skip
-            if width == 8 and wide == "f32":
-                found[f"cvt_scalef32_pk_{name}_f32"] = (f"{name}x2", "f32 f32 f32", lambda a, b, s, name=name: (
-                    narrowed(name, s, a, F32), narrowed(name, s, b, F32)))  # fmt: skip
-            elif width == 8:
-                found[f"cvt_scalef32_pk_{name}_{wide}"] = (f"{name}x2", "u32 f32", lambda a, s, name=name,
-                    target=target: tuple(narrowed(name, s, field(a, 16 * n, 16), target) for n in range(2)))  # fmt: skip
+            function = from_narrow(name, width, NARROW[wide])
+            found[f"cvt_scalef32_pk_{wide}_{name}"] = (f"{wide}x2", "u32 f32", function)
+    for name in ("fp8", "bf8"):
+        found[f"cvt_scalef32_pk_{name}_f32"] = (f"{name}x2", "f32 f32 f32", from_singles(name))
+        for half in ("f16", "bf16"):
+            found[f"cvt_scalef32_pk_{name}_{half}"] = (f"{name}x2", "u32 f32", from_halves(name, NARROW[half]))
     return found
 
 

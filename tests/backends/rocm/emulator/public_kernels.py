@@ -1,8 +1,9 @@
 """Public attention kernels for AMD chips, run in the model by their owners' own launchers. A program by itself:
 
-    python public_kernels.py FOLDER ARCH     prints one JSON line a case: name, error (of the largest value), reason
+    python public_kernels.py FOLDER OWNER ARCH [NAME]
 
-FOLDER has `vllm`, `fla` or `aiter` as a wheel has them. Their packages' __init__ modules are not run: they want GPUs."""
+prints one JSON line a case: name, error (of the largest value) or reason. FOLDER has `vllm`, `fla` or `aiter` as a
+wheel has it; the packages' own __init__ modules, which want a GPU, are not run."""
 
 from __future__ import annotations
 
@@ -91,6 +92,11 @@ class Cache:
         self.q = torch.randn(self.ends[-1], 4, dim).to(dtype)
         self.k, self.v = (torch.randn(12, self.page, 2, dim).to(stored or dtype) for _ in range(2))
         self.table = torch.randperm(12)[: 3 * columns].reshape(3, columns).int()
+        for cache in (self.k, self.v) if stored is None else ():  # NaN in places beyond a sequence's length
+            for pages, length in zip(self.table.long(), self.lengths, strict=True):
+                rows = cache[pages].flatten(0, 1)
+                rows[length:] = math.nan
+                cache[pages] = rows.unflatten(0, (-1, self.page))
 
     @property
     def starts(self) -> torch.Tensor:
@@ -109,9 +115,9 @@ class Cache:
 
 
 def unified(
-    launch: Callable[..., Any], dtype: torch.dtype = torch.bfloat16, dim: int = 64, *, stored: torch.dtype | None = None,
-    decode: bool = False, columns: int = 4, sinks: bool = False, window: int = 0, softcap: float = 0.0,
-    slopes: bool = False, **more: Any,
+    launch: Callable[..., Any], dtype: torch.dtype = torch.bfloat16, dim: int = 64, *,
+    stored: torch.dtype | None = None, decode: bool = False, columns: int = 4, sinks: bool = False, window: int = 0,
+    softcap: float = 0.0, slopes: bool = False, **more: Any,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """The interface that vLLM's and aiter's unified_attention share."""
     cache, one = Cache(dtype, dim, stored, decode, columns), torch.ones(1)
@@ -151,8 +157,8 @@ def vllm(folder: Path, arch: str) -> dict[str, Case]:
         ),
     )
     stand_in("vllm.platforms.rocm", on_gfx1x=lambda: arch in RDNA)
-    modes = {"NONE": 0, "FP8_PER_TENSOR": 1, "INT8_PER_TOKEN_HEAD": 2, "FP8_PER_TOKEN_HEAD": 3, "INT4_PER_TOKEN_HEAD": 4}
-    mode = enum.IntEnum("KVQuantMode", modes)
+    modes = "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD"
+    mode = enum.IntEnum("KVQuantMode", modes, start=0)
     stand_in("vllm.v1.kv_cache_interface", KVQuantMode=mode)
     stand_in("vllm.utils.math_utils", RCP_LN2=1 / math.log(2))
 
@@ -307,9 +313,7 @@ def aiter(folder: Path, arch: str) -> dict[str, Case]:
         "paged decode": lambda: decode(4),
         "paged decode of one head": lambda: decode(1),
         "prefill": lambda: ragged(module("prefill_attention").context_attention_fwd),
-        "prefill width 80": lambda: ragged(
-            module("prefill_attention").context_attention_fwd, dim=80, is_causal=False
-        ),
+        "prefill width 80": lambda: ragged(module("prefill_attention").context_attention_fwd, dim=80, is_causal=False),
     }
 
 
@@ -326,7 +330,8 @@ def main(folder: Path, owner: str, arch: str, wanted: str = "") -> None:
             found: dict[str, Any] = {"name": name}
             try:
                 pairs = case()
-                found["error"] = max(float((a.double() - b).abs().max() / b[b.isfinite()].abs().max()) for a, b in pairs)
+                errors = [((a.double() - b).abs().max() / b[b.isfinite()].abs().max()).item() for a, b in pairs]
+                found["error"] = max(errors) if all(map(math.isfinite, errors)) else None
             except Exception as error:  # noqa: BLE001 - each is a line of the table
                 found["reason"] = f"{type(error).__name__}: {error}"[:400]
             print(json.dumps(found), flush=True)
