@@ -68,7 +68,7 @@ _PARAMETERS = {
 _WINDOWED = ("flash_attn_func",)
 
 
-class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RecordedSignature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One function's parameters in some releases, as Python's text."""
 
     function: str
@@ -81,7 +81,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return names_of(self.parameters)
 
 
-class Installed(NamedTuple):
+class Installation(NamedTuple):
     """An AITER that Python finds: its version, and the text of each function's parameters by (function, file)."""
 
     version: str
@@ -93,12 +93,12 @@ class Installed(NamedTuple):
 
 
 @functools.cache
-def recorded() -> tuple[Signature, ...]:
+def load_signatures() -> tuple[RecordedSignature, ...]:
     from portattn.schema import toml_reader
 
     path = Path(__file__).with_suffix(".toml")
     data, text = toml_reader.read(path)
-    return toml_reader.convert(data["signature"], tuple[Signature, ...], path, text, "signature")
+    return toml_reader.convert(data["signature"], tuple[RecordedSignature, ...], path, text, "signature")
 
 
 def names_of(parameters: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def names_of(parameters: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def installed() -> Installed | None:
+def find_installation() -> Installation | None:
     """Return the AITER that this Python would import, from its files alone; None without one."""
     spec = importlib.util.find_spec("aiter")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
@@ -116,13 +116,13 @@ def installed() -> Installed | None:
     if not folders or version is None:
         return None
     found = parameters_in(Path(folders[0]))
-    return Installed(version, found) if found else None
+    return Installation(version, found) if found else None
 
 
 def parameters_in(folder: Path) -> dict[tuple[str, str], str]:
     """Return the text of the parameters of each recorded function in a package's folder, by (function, file)."""
     found = {}
-    for function, file in dict.fromkeys((row.function, row.file) for row in recorded()):
+    for function, file in dict.fromkeys((row.function, row.file) for row in load_signatures()):
         try:
             tree = ast.parse((folder / file).read_bytes())
         except (OSError, SyntaxError):  # a release without this file, or for a later Python
@@ -142,12 +142,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def find_signature(function: str) -> tuple[Signature | None, str]:
+def find_signature(function: str) -> tuple[RecordedSignature | None, str]:
     """Return the recorded signature of the installed function; or None and the reason that forbids a call."""
-    found = installed()
+    found = find_installation()
     if found is None:
         return None, "amd-aiter is not installed"
-    rows = [row for row in recorded() if row.function == function]
+    rows = [row for row in load_signatures() if row.function == function]
     texts = {file: text for (name, file), text in found.parameters.items() if name == function}
     for row in rows:
         if texts.get(row.file) == row.parameters:
@@ -224,7 +224,7 @@ class AiterPath(VendorPath):
             (bool(lacks), lacks, "install an amd-aiter of backends/rocm/aiter.toml"),
             (
                 bool(missing),
-                f"aiter {getattr(installed(), 'version', '')}: {function} has no parameter {', '.join(missing)}",
+                f"aiter {getattr(find_installation(), 'version', '')}: {function} has no parameter {', '.join(missing)}",
                 "a later amd-aiter",
             ),
         )
@@ -295,7 +295,7 @@ def _training_checks(function: str, p: Problem) -> tuple[Check, ...]:
 def _width_checks(function: str, p: Problem) -> tuple[Check, ...]:
     pair, widest = (p.head_dim, p.head_dim_v), max(p.head_dim, p.head_dim_v)
     unequal = UNEQUAL_HEAD_DIMS if p.op != "paged_attention" else ()
-    found = installed()
+    found = find_installation()
     return (
         (
             widest > MAX_HEAD_DIM,
@@ -323,7 +323,7 @@ def _width_checks(function: str, p: Problem) -> tuple[Check, ...]:
     )
 
 
-def _latent_checks(p: Problem, signature: Signature | None) -> tuple[Check, ...]:
+def _latent_checks(p: Problem, signature: RecordedSignature | None) -> tuple[Check, ...]:
     return (
         (
             (p.head_dim, p.head_dim_v) != LATENT_HEAD_DIMS,
@@ -347,7 +347,7 @@ def _latent_checks(p: Problem, signature: Signature | None) -> tuple[Check, ...]
         # Releases without this parameter return the LSE's memory unwritten.
         (
             p.return_lse and signature is not None and "page_size" not in signature.names,
-            f"return_lse is True, and aiter {getattr(installed(), 'version', '')}: mla_decode_fwd writes no LSE",
+            f"return_lse is True, and aiter {getattr(find_installation(), 'version', '')}: mla_decode_fwd writes no LSE",
             "return_lse=False, or a later amd-aiter",
         ),
     )

@@ -41,15 +41,14 @@ PLAIN = {
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(release: str = NEWEST, **changes: str) -> list[tuple[str, dict[str, Any]]]:
-        calls = recorded_aiter.install(tmp_path, release, **changes)
+    def make(release: str = NEWEST, **change: Any) -> None:
+        recorded_aiter.install(tmp_path, release, **change)
         monkeypatch.syspath_prepend(str(tmp_path))
-        aiter.installed.cache_clear()
-        return calls
+        aiter.find_installation.cache_clear()
 
     yield make
-    aiter.installed.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("aiter", recorded_aiter.STAND_IN)]:
+    aiter.find_installation.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
         del sys.modules[name]
 
 
@@ -86,21 +85,20 @@ def test_results(install: Any, case: dict[str, Any], seed: int) -> None:
     check(Problem(**case), seed)
 
 
-@pytest.mark.parametrize("row", aiter.recorded(), ids=lambda row: f"{row.function}-{row.releases[0]}")
-def test_each_recorded_signature_is_called(install: Any, row: aiter.Signature) -> None:
-    release = row.releases[-1]
-    calls = install(release)
+@pytest.mark.parametrize("row", aiter.load_signatures(), ids=lambda row: f"{row.function}-{row.releases[0]}")
+def test_each_recorded_signature_is_called(install: Any, row: aiter.RecordedSignature) -> None:
+    install(row.releases[-1])
     p = Problem(**PLAIN[row.function])
-    if row.function == "unified_attention" and aiter.installed().release < aiter.TILES_OF_64_SINCE:  # type: ignore[union-attr]
+    if row.function == "unified_attention" and aiter.find_installation().release < aiter.TILES_OF_64_SINCE:  # type: ignore[union-attr]
         assert "masks no tiles before 0.1.12" in refusal(p)
         return
     check(p)
-    assert [name for name, _ in calls] == [row.function]
+    assert [name for name, _ in recorded_aiter.CALLS] == [row.function]
 
 
 def test_the_records_are_of_distinct_releases() -> None:
     for function in PLAIN:
-        rows = [row for row in aiter.recorded() if row.function == function]
+        rows = [row for row in aiter.load_signatures() if row.function == function]
         releases = [release for row in rows for release in row.releases]
         assert len(releases) == len(set(releases))
         assert releases[-1] == NEWEST
@@ -151,27 +149,26 @@ def test_features_are_refused_by_the_version_that_lacks_their_parameter(install:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"without": "softmax_scale"}, "has no parameter softmax_scale"),
-        ({"extra": "extra=None"}, "has a parameter extra that no recorded release has there"),
+        (("softmax_scale=None, ", ""), "has no parameter softmax_scale"),
+        (("bias=", "extra=None, bias="), "has a parameter extra that no recorded release has there"),
+        (("causal=False", "causal=True"), "has its parameters in another order, or with other defaults"),
     ],
 )
-def test_another_signature_is_refused_by_name(install: Any, change: dict[str, str], words: str) -> None:
-    install("0.1.19", **change)
+def test_another_signature_is_refused_by_name(install: Any, change: tuple[str, str], words: str) -> None:
+    install("0.1.19", change=change)
     assert refusal(Problem(**DENSE)) == f"aiter 0.1.19: flash_attn_func {words} (recorded: {NEWEST})"
 
 
 def test_without_aiter_or_with_another_project_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    aiter.installed.cache_clear()
+    aiter.find_installation.cache_clear()
     assert refusal(Problem(**DENSE)) == "amd-aiter is not installed"
-    (tmp_path / "aiter").mkdir()
-    (tmp_path / "aiter" / "__init__.py").write_text("raise RuntimeError")
-    info = tmp_path / "aiter-0.13.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: aiter\nVersion: 0.13\n")
+    for path, text in (("aiter/__init__.py", "raise RuntimeError"), ("aiter-0.13.dist-info/METADATA", "Version: 0.13")):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    aiter.installed.cache_clear()
+    aiter.find_installation.cache_clear()
     assert refusal(Problem(**DENSE)) == "amd-aiter is not installed"
-    aiter.installed.cache_clear()
+    aiter.find_installation.cache_clear()
 
 
 def test_plans_take_it_after_the_core_and_sdpa_without_importing_it(install: Any) -> None:
@@ -190,7 +187,7 @@ def test_plans_take_it_after_the_core_and_sdpa_without_importing_it(install: Any
 
 @pytest.mark.parametrize("case", [DENSE, DENSE | CAUSAL | {"window_left": 3}, PACKED | CAUSAL])
 def test_gradients(install: Any, case: dict[str, Any]) -> None:
-    calls = install()
+    install()
     p = Problem(**case, needs_grad=True, deterministic=True)
     assert AITER.rejects(p, MI300) is None
     call = random_call(msgspec.structs.replace(p, needs_grad=False))
@@ -207,4 +204,4 @@ def test_gradients(install: Any, case: dict[str, Any]) -> None:
         assert ours is not None
         assert theirs.grad is not None
         assert float((ours.double() - theirs.grad).abs().max()) <= 0.02 * float(theirs.grad.abs().max())
-    assert calls[0][1]["deterministic"] is True
+    assert recorded_aiter.CALLS[0][1]["deterministic"] is True

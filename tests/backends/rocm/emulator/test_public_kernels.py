@@ -29,6 +29,8 @@ EXPECTED = {
     ("aiter", "2d table as long as the sequence"): (("gfx90a", "gfx942", "gfx950"), "OutOfBounds"),
     # A tile as long as a page is not masked, so that NaN in unused places of the last page spreads.
     ("aiter", "2d decode"): (ARCH_NAMES, "NaN"),
+    # gfx90a has no fp8 conversions, and Triton 3.6 lowers one of e4m3fnuz to them.
+    ("aiter", "2d fp8 cache"): (("gfx90a",), "Cannot select"),
     # AITER has launch configurations of its dense kernels for gfx942, gfx950, gfx1151 and gfx1250 only.
     **{("aiter", name): (("gfx90a", "gfx1100", "gfx1201"), "MHA-DEFAULT.json") for name in (
         "mha", "mha width 128", "mha sinks", "mha fp32", "mha gradients")},
@@ -73,5 +75,7 @@ def test_public_kernels(owner: str, arch: str) -> None:
 
 def test_the_recorded_signatures_are_those_of_the_source() -> None:
     found = aiter.parameters_in(folder("aiter") / "aiter")
-    recorded = {(row.function, row.file): row.parameters for row in aiter.recorded() if "0.1.20.post1" in row.releases}
+    recorded = {
+        (row.function, row.file): row.parameters for row in aiter.load_signatures() if "0.1.20.post1" in row.releases
+    }
     assert {key: text for key, text in found.items() if key in recorded} == recorded
