@@ -573,7 +573,7 @@ def _ends(spans: list[tuple[int, int]]) -> list[int]:
 def _index(spans: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.tensor([row for first, end in spans for row in range(first, end)], dtype=torch.long, device=device)
+    return torch.tensor([row for first, end in spans for row in range(first, end)], dtype=torch.long).to(device)
 
 
 def _rows_of(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:

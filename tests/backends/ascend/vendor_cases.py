@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "ALiBi": (FUSION, DENSE | RIGHT | {"alibi_slopes": True}),
     "ALiBi, top left": (FUSION, DENSE | {"alibi_slopes": True, "causal": "top_left", "dtype": "fp32"}),
     "bias": (FUSION, DENSE | {"bias": True, "dtype": "bf16"}),
-    "bias, ALiBi, sinks": (FUSION, DENSE | RIGHT | {name: True for name in ("bias", "alibi_slopes", "sinks")}),
+    "bias, ALiBi, sinks": (FUSION, DENSE | RIGHT | dict.fromkeys(("bias", "alibi_slopes", "sinks"), True)),
     "bias, window": (FUSION, DENSE | {"bias": True, "window_left": 2, "window_right": 0, "dtype": "fp32"}),
     "narrow values": (FUSION, DENSE | TRAIN | {"head_dim_v": 8}),
     "narrow values, packed": (FUSION, PACKED | TRAIN | {"head_dim_v": 8}),
