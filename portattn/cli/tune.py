@@ -347,8 +347,10 @@ def _device(where: Target) -> Any:
     from portattn.schema.toolchain import installed_for
 
     backend, device = Registry.load().backends[where.backend], timed_device()
-    if device is None or device.type != backend.device_type or str(where.toolchain) != str(
-        installed_for(backend.compilers)
+    if (
+        device is None
+        or device.type != backend.device_type
+        or str(where.toolchain) != str(installed_for(backend.compilers))
     ):
         return None
     return device if any(one.name == where.name for one in devices()) else None

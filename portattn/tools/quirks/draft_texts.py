@@ -71,7 +71,8 @@ def entry(facts: Facts, quirk_id: str, title: str, probe: str, program: str) -> 
     return render_template(
         "draft_entry.jinja", facts=facts, failure=failure, mark=MARK, id=quirk_id, title=title, probe=probe,
         program=program, told_arch=_told(facts, "arch"), told_function=_told(facts, "function"), known_stages=STAGES,
-        compiler=tuple(facts.compiler.split("==")), usual=Registry.load().backends[facts.backend].compiler, known=", ".join(kernel.name for kernel in CORES.values()),
+        compiler=tuple(facts.compiler.split("==")), known=", ".join(kernel.name for kernel in CORES.values()),
+        usual=Registry.load().backends[facts.backend].compiler,
         conditions=_conditions(what, facts) if what else [],
         stages=max(_launch(what, facts).num_stages - 1, 1) if what else 0,
         quote=quote if re.search(failure.signature, quote) else "",
