@@ -22,12 +22,24 @@ DEFAULT_CANN_HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 DRIVER_VERSION_FILE = Path("/usr/local/Ascend/driver/version.info")
 
 
+@functools.cache
+def _import_error() -> str:
+    """Return the error of torch_npu's first import, or an empty string: a second import fails by the first's halves."""
+    try:
+        import torch_npu as torch_npu
+    except Exception as error:  # noqa: BLE001 - as in `_device_name`
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _device_name(index: int | None) -> tuple[str, str]:
     """Return the SoC name of NPU `index`, or the error that torch_npu raised instead; both empty without an NPU."""
     step = "import torch_npu"
     try:
         if importlib.util.find_spec("torch_npu") is None:
             return "", ""
+        if trouble := _import_error():
+            return "", f"{step} raised {trouble}"
         import torch_npu
 
         step = "torch_npu.npu.is_available()"

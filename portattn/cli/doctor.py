@@ -233,7 +233,8 @@ def backends() -> Section:
         paths = f"paths: {', '.join(p for p in (backend.core_path, vendors, 'reference') if p)}"
         versions = "".join(f", {component} {version}" for component, version in components.items())
         shown = f"{arch} ({seen})" if arch and seen else arch or (f"no arch of {seen}" if seen else "no device here")
-        items.append((name, f"{shown}{versions}; {paths}" if arch else f"{shown}: {trouble}" if trouble else shown))
+        shown = f"not detected: {trouble}" if trouble else shown
+        items.append((name, f"{shown}{versions}; {paths}" if arch else shown))
     errors += [one.told() for one in (*registry.broken, *plugins.disabled_backends())]
     return _section("backends", items, errors=errors)
 

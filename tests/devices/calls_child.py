@@ -1,5 +1,5 @@
-"""Run by test_npu.py and test_other_device.py: public calls on devices that are not CUDA's, with the package that the
-process finds for `sys.argv[1]`. Prints as JSON the finding of each case: "right", or the error."""
+"""Run by test_devices.py: public calls on the second of two devices that are not CUDA's, of the type and the package
+that the command line names. Prints as JSON each case's finding ("right", or the error), path and fall-backs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,11 +22,12 @@ import opcalls  # noqa: E402
 import oracle64  # noqa: E402
 
 import portattn  # noqa: E402
-from portattn.schema.ops import ROWS  # noqa: E402
+from portattn.api import dispatch  # noqa: E402
+from portattn.launch.torch_compat import chip_name, current_accelerator, runtime, timed_device  # noqa: E402
 from portattn.schema.problem import Problem  # noqa: E402
 from portattn.testing import tolerance  # noqa: E402
 
-ONE = f"{NAME}:1"
+DEVICE = f"{NAME}:1"
 DENSE = Problem(
     batch=2, heads_q=4, heads_k=2, seq_q=5, seq_k=7, head_dim=16, head_dim_v=16, dtype="fp32", causal="bottom_right",
     return_lse=True,
@@ -41,7 +42,8 @@ def case(function: Case) -> Case:
 
 
 def run_case(function: Case) -> dict[str, Any]:
-    """Return what a case gave, with the path of its last call and the reasons of its fall-backs."""
+    """Return the finding of a case, the path of its last call, and the fall-backs that it was told of."""
+    dispatch._warned.clear()  # each case is to be told
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -54,21 +56,18 @@ def run_case(function: Case) -> dict[str, Any]:
     return {"found": found, "path": plan.path if plan else "", "fell_back": told}
 
 
-def check(call: Any, given: dict[str, Any], device: str) -> None:
-    """Raise unless a public call is right, with results on the device of its tensors."""
-    out, lse = getattr(portattn, call.problem.op)(**given)
-    assert out.device == lse.device == torch.device(device), (out.device, lse.device)
-    opcalls.assert_right(tolerance.on_cpu(call), out.cpu().contiguous(), lse.cpu().contiguous())
-
-
-def random_call(problem: Problem, device: str = ONE) -> Any:
-    return tolerance.random_call(problem, seed=3, device=device)
+def random_call(problem: Problem) -> Any:
+    return tolerance.random_call(problem, seed=3, device=DEVICE)
 
 
 def of_op(name: str, **fields: Any) -> Case:
+    """Return a case of a random call, with NaN wherever nothing may be read, against float64."""
+
     def run() -> str:
         call = random_call(opcalls.problem(name, **fields))
-        check(call, opcalls.given(call), ONE)
+        out, lse = opcalls.perform(call.problem.op, opcalls.given(call))
+        assert out.device == lse.device == torch.device(DEVICE)
+        opcalls.assert_right(tolerance.on_cpu(call), out.cpu().contiguous(), lse.cpu().contiguous())
         return "right"
 
     return run
@@ -77,7 +76,7 @@ def of_op(name: str, **fields: Any) -> Case:
 for name in opcalls.CALLS:
     for dtype in ("fp32", "fp16"):
         CASES[f"{name} {dtype}"] = of_op(name, dtype=dtype, head_dim_v=opcalls.CALLS[name].get("head_dim_v", 16))
-PLAIN = {name: False for name in opcalls.LENGTHS} | {"head_dim_v": 16, "dtype": "fp16"}
+PLAIN = dict.fromkeys(opcalls.LENGTHS, False) | {"head_dim_v": 16, "dtype": "fp16"}
 DECODE = {"leftpad_k": False, "seq_q": 1, "head_dim_v": 16, "dtype": "fp16"}
 CASES |= {
     "dense": of_op("attention", **PLAIN), "causal": of_op("attention", **PLAIN, causal="bottom_right"),
@@ -102,10 +101,10 @@ def inference_mode() -> str:
 
 @case
 def side_stream() -> str:
-    stream = torch.Stream(device=ONE)
+    stream = torch.Stream(device=DEVICE)
     with stream:
         found = str(CASES["causal"]())
-        assert torch.accelerator.current_stream(ONE) == stream
+        assert torch.accelerator.current_stream(DEVICE) == stream
     return found
 
 
@@ -147,7 +146,7 @@ def compiled() -> str:
 
 @case
 def vmapped() -> str:
-    several = [torch.randn(3, 2, heads, 6, 16).to(ONE) for heads in (4, 2, 2)]
+    several = [torch.randn(3, 2, heads, 6, 16).to(DEVICE) for heads in (4, 2, 2)]
     found = torch.func.vmap(lambda q, k, v: portattn.attention(q, k, v, causal=True))(*several)
     for place, one in enumerate(zip(*several, strict=True)):
         torch.testing.assert_close(found[place].cpu(), portattn.attention(*one, causal=True).cpu())
@@ -159,7 +158,7 @@ def trained() -> str:
     """Gradients of the output, the LSE and both, of each causal alignment."""
     for causal in ("none", "top_left", "bottom_right"):
         for loss in oracle64.LOSSES:
-            call = oracle64.random_call(msgspec.structs.replace(DENSE, causal=causal), device=ONE)
+            call = oracle64.random_call(msgspec.structs.replace(DENSE, causal=causal), device=DEVICE)
             leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
             call = dataclasses.replace(call, **dict(zip("qkv", leaves, strict=True)))
             out, lse = portattn.attention(**opcalls.given(call))
@@ -178,9 +177,9 @@ def dropped() -> str:
     """Dropped probabilities follow from the seed as on the CPU."""
     q, k, v = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
     seed = torch.tensor([7])
-    found = portattn.attention(q.to(ONE), k.to(ONE), v.to(ONE), dropout_p=0.5, dropout_seed=seed.to(ONE))
+    found = portattn.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), dropout_p=0.5, dropout_seed=seed.to(DEVICE))
     torch.testing.assert_close(found.cpu(), portattn.attention(q, k, v, dropout_p=0.5, dropout_seed=seed))
-    portattn.attention(q.to(ONE), k.to(ONE), v.to(ONE), dropout_p=0.5)  # a seed drawn on the device
+    portattn.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), dropout_p=0.5)  # a seed drawn on the device
     return "right"
 
 
@@ -190,11 +189,12 @@ def cache_writes() -> str:
     new = [torch.randn(2, 2, 3, 16) for _ in "kv"]
     seqlens, slots = torch.tensor([4, 1], dtype=torch.int32), torch.tensor([5, -1, 0])
     found = []
-    for device in ("cpu", ONE):
+    for device in ("cpu", DEVICE):
         caches, pages = ([torch.zeros(2, 2, 10, 16, device=device) for _ in "kv"] for _ in range(2))
         rows = [tensor.to(device) for tensor in new]
         portattn.append_kv(*rows, *caches, seqlens.to(device))
-        portattn.write_pages(*(t[0].transpose(0, 1) for t in rows), *pages, slots.to(device), page_layout="hpd")
+        tokens = [tensor[0].transpose(0, 1) for tensor in rows]
+        portattn.write_pages(*tokens, *pages, slots.to(device), page_layout="hpd")
         found.append([cache.cpu() for cache in (*caches, *pages)])
     for one, other in zip(*found, strict=True):
         assert one.any()
@@ -204,22 +204,37 @@ def cache_writes() -> str:
 
 @case
 def planned() -> str:
-    """plan(), warmup() and last_plan() tell of one path."""
+    """plan(), warmup() on the current device, prepare() and last_plan() tell of one path."""
     given = opcalls.given(random_call(DENSE))
     made = portattn.plan("attention", **given)
+    assert current_accelerator() == torch.device(NAME, 0)
     portattn.warmup([{"op": "attention"} | given])
-    portattn.attention(**given)
-    last = portattn.last_plan()
-    assert made.path == last.path, (made.path, last.path)
     handle = portattn.prepare("attention", **given)
     for one, other in zip(handle.run(**given), portattn.attention(**given), strict=True):
         assert torch.equal(one.cpu(), other.cpu())
-    return str(made.target) if hasattr(made, "target") else made.explain().splitlines()[1]
+    assert portattn.last_plan().path == made.path
+    return made.target
 
 
-def findings() -> Iterator[tuple[str, Any]]:
-    for name, function in CASES.items():
-        yield name, run_case(function)
+@case
+def timed() -> str:
+    """Events of the device keep the benchmarks' and the tuner's time, and launches find its streams."""
+    from portattn.tools.bench.rounds import DeviceClock
+    from portattn.tools.tune.race import DeviceSampleClock
+
+    device = timed_device()
+    assert device is not None
+    clock, numbers = DeviceClock(device.type), torch.zeros(1 << 12, device=device)
+
+    def run() -> None:
+        numbers.add_(1.0)
+
+    assert min(clock.turn_ms(run, "hot", 3, 1.0), *DeviceSampleClock(NAME).samples(run, "hot", True)) > 0.0
+    assert clock.peak_extra_bytes(run) is None
+    assert clock.lost() == ""
+    with torch.Stream(device=DEVICE) as stream:
+        assert runtime(NAME).stream(1) == stream.native_handle
+    return chip_name(device)
 
 
-print(json.dumps(dict(findings())))
+print(json.dumps({name: run_case(function) for name, function in CASES.items()}))

@@ -1,4 +1,4 @@
-"""Two devices in host memory under any name: `install("npu")`, once a process. host_device.cpp is built at first use."""
+"""Two devices in host memory under any name: `install("npu")`, once a process; host_device.cpp is built if needed."""
 
 from __future__ import annotations
 

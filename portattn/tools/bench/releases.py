@@ -353,8 +353,8 @@ class TurnsClock(DeviceClock):
     def host_us(self, run: Any, expected_ms: float = 0.0) -> Spread:
         return self._measure("host_us", Spread, run, expected_ms=expected_ms)
 
-    def peak_extra_bytes(self, run: Any) -> int:
-        return self._measure("peak_extra_bytes", int, run)
+    def peak_extra_bytes(self, run: Any) -> int | None:
+        return self._measure("peak_extra_bytes", int | None, run)  # type: ignore[arg-type]  # a UnionType
 
     def graphed(self, contender: Contender) -> Any:
         run = contender.run

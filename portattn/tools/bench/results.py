@@ -374,7 +374,8 @@ def this_run(
         "rocm": str(torch.version.hip or ""), "cudnn": str(torch.backends.cudnn.version() or ""), "driver": driver,
     } | {n: version(p.distribution) for n, p in PEERS.items() if p.distribution and peers.get(n) == "here"}  # fmt: skip
     device = {
-        **{name: getattr(properties, field, None) for name, field in PROPERTIES.items()}, "host": f"{platform.system()} {platform.machine()}",
+        **{name: getattr(properties, field, None) for name, field in PROPERTIES.items()},
+        "host": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
     return BenchRun(
         date=found["date"], command=found["command"], commit=commit or found["commit"], portattn=portattn.__version__,

@@ -31,7 +31,7 @@ class SampleClock(Protocol):
 
 
 class DeviceSampleClock:
-    """The benchmarks' clock; short calls are replayed from a graph, where there are any: a plan's launch takes the host longer."""
+    """The benchmarks' clock; short calls are replayed from a graph, if any: a plan's launch takes the host longer."""
 
     PROBE_MS, THOROUGH_MS = 3.0, 8.0  # device time of a turn
     PROBE_TURNS, THOROUGH_TURNS = 2, 3
