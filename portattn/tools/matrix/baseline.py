@@ -37,6 +37,8 @@ class _Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     quirks: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     worse: dict[str, int] = {}
+    speed: dict[str, int] = {}
+    tile: str = ""
     looked: bool = True
     numbers: str = "pass"
     origin: str = ""

@@ -58,8 +58,8 @@ def test_what_no_core_kernel_takes_is_not_built():
 
 def test_programs_a_core(target):
     facts = {"registers": 168, "num_warps": 4, "scratchpad_bytes": 65536}
-    assert programs_a_core(facts, target) == 3
-    assert programs_a_core(facts | {"registers": 128}, target) == 3
+    assert programs_a_core(facts, target.arch) == 3
+    assert programs_a_core(facts | {"registers": 128}, target.arch) == 3
     assert programs_a_core(facts | {"registers": 128, "scratchpad_bytes": 32768}, target) == 4
     assert programs_a_core(facts | {"registers": 255, "scratchpad_bytes": 0}, target) == 2
     one_warp = facts | {"num_warps": 1, "scratchpad_bytes": 0}  # a quarter of them has two of 178, three of 168
