@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +49,8 @@ def plan(
     OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, block_sparse_attention,
     mla_attention, append_kv, write_pages, indexer_logits, topk_indices, or the gradients of three of them:
     attention_backward, varlen_attention_backward, block_sparse_attention_backward. There --lse says that the LSE has a
-    gradient, too. Nothing is run, only --bound compiles, and the target need not be here. With a named target the plan does not
-    depend on this machine; without one, what failed to compile here before is taken into account.
+    gradient, too. Nothing is run, --bound alone compiles, and the target need not be here. With a named target the plan
+    does not depend on this machine; without one, what failed to compile here before is taken into account.
 
     Exit status 1: the path named by --backend cannot run this.
 
@@ -85,11 +84,13 @@ def plan(
     made = [plan_problem(problem, where, records=records, settings=settings) for where in places]
     bounds = [_bound(one, where) for one, where in zip(made, places, strict=True)] if bounded else []
     if as_json:
-        shown = [msgspec.to_builtins(one) | {"bound": least} for one, least in zip(made, bounds, strict=True)] or made
-        output.emit_json(shown if len(made) > 1 else shown[0])
+        shown = [msgspec.to_builtins(one) for one in made]
+        for one, least in zip(shown, bounds, strict=False):
+            one["bound"] = least
+        output.emit_json(shown if len(shown) > 1 else shown[0])
     else:
-        told = (f"\n{_said(least)}" for least in bounds) if bounds else itertools.repeat("")
-        click.echo("\n\n".join(one.explain() + more for one, more in zip(made, told)))  # noqa: B905 - repeat has no end
+        told = [_said(least) for least in bounds] or [""] * len(made)
+        click.echo("\n\n".join(one.explain() + more for one, more in zip(made, told, strict=True)))
         lines = display_text.of_plans(made)
         if lines and not explained:
             lines = ["--legend says what the names in a schedule mean"]
@@ -122,7 +123,7 @@ def _said(least: Bound) -> str:
 
     costs = least.costs
     return "\n".join((
-        f"  bound: the portable core takes at least {least.us:.1f} µs, by {least.binding}",
+        "", f"  bound: the portable core takes at least {least.us:.1f} µs, by {least.binding}",
         f"    µs: {listed(least.times, 1)}",
         f"    {least.programs} programs, {costs.programs} a core at a time; {least.steps} steps; {least.bytes} bytes",
         f"    a step, cycles of a core: {listed(costs.cycles, 0)}; of a program alone: {costs.alone:.0f}",

@@ -25,8 +25,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     memory_gbs     bandwidth of the device's memory, 10⁹ bytes a second
     scratchpad     bytes a cycle of the scratchpad
     simds          parts of a core, each with its own warps
-    cycles         of a SIMD, for one instruction of a warp, by unit (worker/machine_code.py). `issue`: for any other that
-                   a warp issues; `transcendental` adds to `vector` if `one_pipe`
+    cycles         of a SIMD, for one instruction of a warp, by unit (worker/machine_code.py); issue: for any other
+                   unit; transcendental: added to `vector` if `one_pipe`
     one_pipe       the vector unit works on transcendental functions, too
     products       operations a cycle of the core's matrix units, by type of the operands
     least          least cycles of a matrix instruction, by its rows × columns"""

@@ -29,7 +29,6 @@ from portattn.worker.machine_code import Instruction, Loop, key_loops, pass_thro
 
 WHOLE = 0.75  # of a step's operations: a loop with fewer has a part of the products, and another loop the rest
 TERMS = {"tf32x3": 3, "bf16x6": 6}  # products for one, by dot_precision
-UNITS = ("matrix", "issue", "vector", "half_rate", "transcendental", "scratchpad")
 
 
 class NoBound(PortattnError):
@@ -93,7 +92,9 @@ def costs(text: str, call: KernelCall, facts: Mapping[str, Any], target: Target)
     first, n = found[0][0], steps[0]
     counts = {unit: first.count(unit) / n for unit in ("matrix", "vector", "half_rate", "transcendental", "scratchpad")}
     moved = min(loop.amount("scratchpad") * warps // n for (loop, _), n in zip(found, steps, strict=True))
-    return Costs(counts=counts, cycles=cycles, alone=alone, programs=_room(facts, target, rates), scratchpad_bytes=moved)
+    return Costs(
+        counts=counts, cycles=cycles, alone=alone, programs=_room(facts, target, rates), scratchpad_bytes=moved
+    )
 
 
 def _cycles(loop: Loop, warps: int, rates: Rates) -> dict[str, float]:
@@ -177,7 +178,7 @@ def compulsory_bytes(problem: Problem) -> int:
     rows = p.total_q or rows * sequences
     keys = p.tokens or p.seq_k
     keys = p.total_k if p.total_k is not None else keys * p.batch
-    stored = item if p.kv_format == "as_q" else KV_STORED[p.kv_format].itemsize / p.cache_format.per_byte
+    stored = item if p.kv_format == "as_q" else KV_STORED.itemsize / p.cache_format.per_byte
     width = p.head_dim if p.op == "mla_attention" else p.head_dim + p.head_dim_v
     return int(rows * p.heads_q * (p.head_dim + p.head_dim_v) * item + keys * p.heads_k * width * stored)
 
@@ -194,7 +195,9 @@ def of_plan(made: Plan, target: Target, worker: Worker, seconds: float) -> Bound
             raise NoBound(f"{call.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}")
         if not reply.facts.get("code"):
             raise NoBound(f"{call.function}: {target.toolchain} has no program that lists its machine code")
-        found.append(bound(made.problem, call.launch, costs(str(reply.facts["code"]), call, reply.facts, target), target))
+        found.append(
+            bound(made.problem, call.launch, costs(str(reply.facts["code"]), call, reply.facts, target), target)
+        )
     if not found:
         raise NoBound(f"{made.path}: no kernel of portattn's core runs")
     return max(found, key=lambda one: one.us)

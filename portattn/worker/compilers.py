@@ -204,7 +204,8 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     """Compile one Signature (as plain data) for one target and return facts about the machine code.
 
     A signature with a `file` is of a kernel outside portattn. The request's `facts`: basic, full (registers, spills,
-    instructions), text (the assembly), all, or code (full, and the machine code's text). `enter(stage)` is called before each compiler stage."""
+    instructions), text (the assembly), all, or code (full, and the machine code's text). `enter(stage)` is called
+    before each compiler stage."""
     signature, target = request["signature"], tuple(request["target"])
     if "file" in signature:  # a user's kernel: a failure before `parse` is not the compiler's
         from portattn.worker import own_kernels

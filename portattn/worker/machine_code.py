@@ -1,6 +1,6 @@
-"""Reads machine code as text: the loop with matrix products, its instructions by unit, and how one warp goes through it.
+"""Reads machine code as text: the loop with matrix products, its instructions by unit, and one warp's way through it.
 
-Languages: amdgcn as LLVM prints it, and SASS as nvdisasm prints it. Standard library only, as a compiler's child has it.
+Languages: amdgcn as LLVM prints it, and SASS as nvdisasm prints it. Standard library only: a compiler's child reads it.
 Sources: LLVM, User guide for AMDGPU back end; AMD, Instinct and RDNA ISA references; NVIDIA, CUDA binary utilities
 (instruction set of Hopper) and PTX ISA (shapes of wgmma and mma)."""
 
@@ -197,8 +197,9 @@ def pass_through(loop: Loop, cycles: Mapping[str, float], product: Callable[[Ins
     """Return the cycles of one round of a warp that is alone: instructions in order, products side by side with others.
 
     A warp issues one instruction at a time and waits for a product where the code does: at a wait for its group, or at
-    a register that it writes. cycles: of an instruction, by unit; product: a function of a matrix instruction. Latencies
-    of everything else count as nothing, so that no chip is faster."""
+    a register that it writes. Other latencies count as nothing, so that no chip is faster.
+
+    cycles: of an instruction, by unit; product: of a matrix instruction"""
     time, unit_free, rounds = 0.0, 0.0, []
     groups: list[float] = []
     ready: dict[int, float] = {}
@@ -222,4 +223,3 @@ def pass_through(loop: Loop, cycles: Mapping[str, float], product: Callable[[Ins
             time += cycles.get(one.unit, cycles["issue"])
         rounds.append(time)
     return rounds[2] - rounds[1]
-

@@ -20,6 +20,7 @@ from portattn.schema.target import Target
 from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.testing.findings import Facts, programs_a_core
 from portattn.tools import lab
+from portattn.tools.bound import Bound
 from portattn.tools.lab.run_programs import OpenWorker, run_in_threads
 from portattn.worker.client import Worker
 
@@ -124,6 +125,8 @@ class BuiltCandidate:
     code: str = ""  # candidates of equal code are compiled once; empty for the identity
     # compiles it in a child process within a number of seconds, also without the chip; None if only a run can
     compile: Callable[[Worker, float], CompileResult] | None = None
+    # a lower bound on its time from the facts of its code, if they have what a bound needs
+    bound: Callable[[Facts], Bound | None] | None = None
 
     @property
     def key(self) -> str:
