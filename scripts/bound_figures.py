@@ -125,7 +125,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ranking(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, of each search, how much longer candidates of the least bound take than the fastest, and the middle one."""
+    """Return, of each search, how much longer candidates of least bound take than the fastest, and the middle one."""
     searches: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in rows:
         if one["source"].endswith(".txt"):
