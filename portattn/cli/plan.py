@@ -16,7 +16,7 @@ from portattn.tools.problem_options import CausalCommand, problem_from, problem_
 if TYPE_CHECKING:
     from portattn.schema.plan import Plan
     from portattn.schema.target import Target
-    from portattn.tools.bound import Bound
+    from portattn.testing.bound import LowerBound
 
 BOUND_SECONDS = 240.0  # that the compiler of a bound may take
 
@@ -98,10 +98,11 @@ def plan(
             click.echo(f"  {line}")
 
 
-def _bound(made: Plan, where: Target) -> Bound:
+def _bound(made: Plan, where: Target) -> LowerBound:
     """Return the bound on the portable core of a plan. Raises NoBound, LabError or ArgumentError."""
     from portattn.planning.registry import Registry
-    from portattn.tools import bound, lab
+    from portattn.testing import bound
+    from portattn.tools import lab
     from portattn.tools.matrix.run import core_of
 
     bound.rates_of(where)
@@ -115,7 +116,7 @@ def _bound(made: Plan, where: Target) -> Bound:
         worker.close()
 
 
-def _said(least: Bound) -> str:
+def _said(least: LowerBound) -> str:
     """Return a bound as text: microseconds by resource, then one step of one program."""
 
     def listed(numbers: dict[str, float], digits: int) -> str:

@@ -205,7 +205,7 @@ def tune(
 
     where = target_from(target, toolchain)
     if by_bound:
-        from portattn.tools.bound import rates_of
+        from portattn.testing.bound import rates_of
 
         rates_of(where)  # raises NoBound
     fixed = _settings(settings)

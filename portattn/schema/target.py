@@ -18,8 +18,8 @@ Trait = Literal["deep_pipeline", "descriptors", "dependent_launch", "matrix_shap
 TRAITS: tuple[str, ...] = get_args(Trait)
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The most that one core does in a cycle, for bounds on time (portattn/tools/bound.py): of the fastest chip.
+class UnitRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most that one core does in a cycle, for bounds on time (portattn/testing/bound.py): of the fastest chip.
 
     clock_mhz      highest clock
     memory_gbs     bandwidth of the device's memory, 10⁹ bytes a second
@@ -95,7 +95,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fp8: tuple[str, ...] = ()
     dot_precisions: tuple[str, ...] = ("ieee",)
     cache_share: int = 0
-    rates: Rates | None = None
+    rates: UnitRates | None = None
     tuning: str = ""
     toolchain: dict[str, str] = {}
     refused: str = ""

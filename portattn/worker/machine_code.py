@@ -25,7 +25,7 @@ _TRANSCENDENTAL = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_")
 _REGISTERS = re.compile(r"\b([av])(?:\[(\d+):(\d+)\]|(\d+)\b)")
 
 
-class Instruction(NamedTuple):
+class WarpInstruction(NamedTuple):
     """One instruction of a warp.
 
     unit     matrix, transcendental, half_rate, vector, scratchpad, or other (scalar, global memory, branches)
@@ -49,10 +49,10 @@ class Instruction(NamedTuple):
     reads: frozenset[int] = frozenset()
 
 
-class Loop(NamedTuple):
+class KeyLoop(NamedTuple):
     """The instructions that every round executes; `whole` counts also those that branches may skip."""
 
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[WarpInstruction, ...]
     whole: int
 
     def count(self, unit: str) -> int:
@@ -69,7 +69,7 @@ def is_sass(text: str) -> bool:
     return ".headerflags" in text[:4000] or re.search(r"^\s+/\*0000\*/", text, re.MULTILINE) is not None
 
 
-def key_loops(text: str) -> list[Loop]:
+def key_loops(text: str) -> list[KeyLoop]:
     """Return the innermost loops with products; without any, the whole text as one round (no loop: one tile)."""
     lines, labels = parse(text)
     spans = sorted(
@@ -89,7 +89,7 @@ def instructions_of_key_loop(text: str) -> int:
     return max((loop.whole for loop in key_loops(text) if loop.operations()), default=0)
 
 
-def _loop(lines: Sequence[Instruction], labels: Mapping[str, int], begin: int, end: int) -> Loop:
+def _loop(lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: int, end: int) -> KeyLoop:
     """Return a loop without the instructions that a conditional branch within it may skip, products excepted."""
     kept, place = [], begin
     while place <= end:
@@ -98,12 +98,12 @@ def _loop(lines: Sequence[Instruction], labels: Mapping[str, int], begin: int, e
         there = labels.get(one.target, -1) if one.conditional else -1
         skipped = lines[place + 1 : there] if place < there <= end else ()
         place = there if skipped and all(other.unit != "matrix" for other in skipped) else place + 1
-    return Loop(tuple(kept), end + 1 - begin)
+    return KeyLoop(tuple(kept), end + 1 - begin)
 
 
-def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
+def parse(text: str) -> tuple[list[WarpInstruction], dict[str, int]]:
     """Return the instructions of a kernel's text, and the place of each label."""
-    lines: list[Instruction] = []
+    lines: list[WarpInstruction] = []
     labels: dict[str, int] = {}
     sass = is_sass(text)
     lanes = 32 if re.search(r"^\s*\.amdhsa_wavefront_size32 1", text, re.MULTILINE) else 64
@@ -120,7 +120,7 @@ def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
     return lines, labels
 
 
-def _sass(found: re.Match[str]) -> Instruction:
+def _sass(found: re.Match[str]) -> WarpInstruction:
     guard, name, rest = found[1] or "", found[2], found[3]
     base = name.partition(".")[0]
     if group := _GROUP_MMA.match(name):
@@ -128,23 +128,23 @@ def _sass(found: re.Match[str]) -> Instruction:
         kind = "tf32" if ".TF32" in name else kind
         # Four warps work on 64 rows: a quarter of the product is a warp's.
         amount, shape = 2 * 16 * int(group[2]) * int(group[3]), f"64x{group[2]}"
-        return Instruction(name, "matrix", kind, amount, shape, closes="gsb" in rest)
+        return WarpInstruction(name, "matrix", kind, amount, shape, closes="gsb" in rest)
     if shape_of := _WARP_SHAPE.match(name):
         kind = "tf32" if ".TF32" in name else {"H": "f16", "I": "i8", "Q": "f8", "O": "f4"}[base[0]]
-        return Instruction(name, "matrix", kind, 2 * 16 * 8 * int(shape_of[2]), "16x8")
+        return WarpInstruction(name, "matrix", kind, 2 * 16 * 8 * int(shape_of[2]), "16x8")
     if base == "WARPGROUP" and "DEPBAR" in name:
         left = re.search(r"0x([0-9a-f]+)", rest)
-        return Instruction(name, "other", waits=int(left[1], 16) if left else 0)
+        return WarpInstruction(name, "other", waits=int(left[1], 16) if left else 0)
     if base == "BRA":
         target = _SASS_TARGET.search(rest)
-        return Instruction(name, "other", target=target[1] if target else "", conditional=bool(guard))
+        return WarpInstruction(name, "other", target=target[1] if target else "", conditional=bool(guard))
     if guard:  # where its predicate is false, it takes its place in the order and no unit
-        return Instruction(name, "other")
+        return WarpInstruction(name, "other")
     if base == "MUFU":
-        return Instruction(name, "transcendental")
+        return WarpInstruction(name, "transcendental")
     if base in ("LDS", "STS", "LDSM", "STSM"):
-        return Instruction(name, "scratchpad", amount=32 * _sass_width(name))
-    return Instruction(name, "half_rate" if base in _HALF_RATE else "vector")
+        return WarpInstruction(name, "scratchpad", amount=32 * _sass_width(name))
+    return WarpInstruction(name, "half_rate" if base in _HALF_RATE else "vector")
 
 
 def _sass_width(name: str) -> int:
@@ -156,22 +156,23 @@ def _sass_width(name: str) -> int:
     return next((widths[part] for part in parts if part in widths), 4)
 
 
-def _amd(name: str, rest: str, lanes: int) -> Instruction:
+def _amd(name: str, rest: str, lanes: int) -> WarpInstruction:
     if product := _MFMA.match(name):
         rows, columns, depth, blocks = (int(product[n] or 1) for n in (1, 2, 3, 4))
         operands = rest.split(",")
-        return Instruction(
+        return WarpInstruction(
             name, "matrix", _kind(product[5]), 2 * rows * columns * depth * blocks, f"{rows}x{columns}",
             writes=_registers(operands[0]), reads=_registers(",".join(operands[1:])),
         )  # fmt: skip
     if name.startswith(("s_cbranch", "s_branch")):
-        return Instruction(name, "other", target=rest.strip(), conditional="cbranch" in name)
+        return WarpInstruction(name, "other", target=rest.strip(), conditional="cbranch" in name)
     if name.startswith("ds_"):
-        return Instruction(name, "scratchpad", amount=lanes * _lane_bytes(name), reads=_registers(rest))
+        return WarpInstruction(name, "scratchpad", amount=lanes * _lane_bytes(name), reads=_registers(rest))
     if name.startswith("v_"):
         unit = "transcendental" if _TRANSCENDENTAL.match(name) else "vector"
-        return Instruction(name, unit, reads=_registers(rest))
-    return Instruction(name, "other", reads=_registers(rest) if name.startswith(("global", "buffer")) else frozenset())
+        return WarpInstruction(name, unit, reads=_registers(rest))
+    stores = name.startswith(("global", "buffer"))
+    return WarpInstruction(name, "other", reads=_registers(rest) if stores else frozenset())
 
 
 def _kind(text: str) -> str:
@@ -193,7 +194,7 @@ def _registers(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def pass_through(loop: Loop, cycles: Mapping[str, float], product: Callable[[Instruction], float]) -> float:
+def pass_through(loop: KeyLoop, cycles: Mapping[str, float], product: Callable[[WarpInstruction], float]) -> float:
     """Return the cycles of one round of a warp that is alone: instructions in order, products side by side with others.
 
     A warp issues one instruction at a time and waits for a product where the code does: at a wait for its group, or at

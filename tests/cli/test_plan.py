@@ -11,7 +11,7 @@ from portattn.planning.registry import parse_target
 from portattn.schema.ops import COMMON, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem_limits import OPS
-from portattn.tools import bound
+from portattn.testing import bound
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--causal")
 
@@ -322,7 +322,7 @@ def test_a_release_that_nobody_has_run_a_variant_with_is_said(portattn, toolchai
 def test_plan_says_the_bound_of_real_code(portattn, target):
     shapes = ("--q", "4,16,4096,64", "--kv", "4,16,4096,64", "--dtype", "bf16")
     line = ("plan", "attention", "--target", target, "--toolchain", "triton==3.6.0", *shapes, "--bound")
-    found = msgspec.convert(portattn(*line, "--json", exits=0).json["bound"], bound.Bound)
+    found = msgspec.convert(portattn(*line, "--json", exits=0).json["bound"], bound.LowerBound)
     rates = bound.rates_of(parse_target(target, "triton==3.6.0"))
     cores = {"rocm:gfx942": 304, "cuda:sm_90": 132}[target]
     operations = 4 * 4 * 16 * 4096 * 4096 * 64

@@ -31,8 +31,8 @@ from portattn.schema.symbolic_int import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.schema.tuning import Entry, Provenance, Tuning
+from portattn.testing import bound
 from portattn.testing.executor import analyst
-from portattn.tools import bound
 from portattn.tools.tune import tunable
 from portattn.tools.tune.gradients import combine_sweeps, swept
 from portattn.worker.client import Worker
@@ -232,10 +232,10 @@ class CoreTunable:
         def compile_it(worker: Worker, seconds: float) -> tunable.CompileResult:
             return compile_plan(made, launches, target, worker, seconds)
 
-        def bound_of(facts: tunable.Facts) -> bound.Bound | None:
+        def bound_of(facts: tunable.Facts) -> bound.LowerBound | None:
             said = facts.get(COSTS)
             costs = msgspec.json.decode(str(said), type=bound.Costs) if said else None
-            return bound.bound(problem, made.specialised[1], costs, target) if costs is not None else None
+            return bound.lower_bound(problem, made.specialised[1], costs, target) if costs is not None else None
 
         return tunable.BuiltCandidate(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it, bound_of)
 

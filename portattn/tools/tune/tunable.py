@@ -18,9 +18,9 @@ from portattn.schema.lowering import LAUNCH_FIELDS, Launch, Lowering, OptionValu
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.schema.tuning import SPLIT_THRESHOLD
+from portattn.testing.bound import LowerBound
 from portattn.testing.findings import Facts, programs_a_core
 from portattn.tools import lab
-from portattn.tools.bound import Bound
 from portattn.tools.lab.run_programs import OpenWorker, run_in_threads
 from portattn.worker.client import Worker
 
@@ -126,7 +126,7 @@ class BuiltCandidate:
     # compiles it in a child process within a number of seconds, also without the chip; None if only a run can
     compile: Callable[[Worker, float], CompileResult] | None = None
     # a lower bound on its time from the facts of its code, if they have what a bound needs
-    bound: Callable[[Facts], Bound | None] | None = None
+    bound: Callable[[Facts], LowerBound | None] | None = None
 
     @property
     def key(self) -> str:

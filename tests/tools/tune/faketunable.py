@@ -8,7 +8,7 @@ import torch
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
-from portattn.tools.bound import Bound, Costs
+from portattn.testing.bound import Costs, LowerBound
 from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, NotBuilt, RunnableCandidate
 
 SMALL = "attention q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
@@ -61,10 +61,10 @@ class FakeTunable:
             self.compiled.append(block_n)
             return CompileResult(one.failure, one.facts)
 
-        def bound_of(facts) -> Bound | None:
+        def bound_of(facts) -> LowerBound | None:
             costs = Costs(counts={}, cycles={}, alone=0.0, programs=1, scratchpad_bytes=0)
             about = {"binding": "matrix", "times": {}, "steps": 1, "programs": 1, "bytes": 1, "costs": costs}
-            return None if one.bound is None else Bound(us=one.bound, **about)
+            return None if one.bound is None else LowerBound(us=one.bound, **about)
 
         return BuiltCandidate(identity, start, compile=compile_it, bound=bound_of)
 

@@ -9,7 +9,7 @@ import pytest
 from portattn.launch import KernelCall
 from portattn.planning.registry import parse_target
 from portattn.schema.lowering import Launch
-from portattn.tools import bound
+from portattn.testing import bound
 from portattn.tools.tune.classes import parse, workload
 from portattn.worker.machine_code import instructions_of_key_loop, key_loops, pass_through
 from portattn.worker.machine_code import parse as read
@@ -101,18 +101,18 @@ def test_a_steps_costs_and_a_launchs_bound_are_the_arithmetic():
         for mask in ("", " causal")
     )
     launch = Launch(block_m=128, block_n=64)
-    found = bound.bound(full, launch, costs, target)
+    found = bound.lower_bound(full, launch, costs, target)
     programs = 4 * 16 * 32
     assert (found.programs, found.steps) == (programs, programs * 64)
     share = -(-programs // 304)  # of the busiest CU
     assert found.times["matrix"] == pytest.approx(share * 64 * 48 / 2100)
     assert (found.binding, found.us) == ("occupancy", pytest.approx(-(-share // 2) * 64 * 3000 / 2100))
     assert found.bytes == 4 * 4 * 16 * 4096 * 64 * 2
-    half = bound.bound(causal, launch, costs, target)
+    half = bound.lower_bound(causal, launch, costs, target)
     assert half.steps == 4 * 16 * sum(2 * tile + 2 for tile in range(32))
     # A split over keys shares out the steps of a row, and changes no byte.
     decode = workload(parse("decode_attention q=2,8,1,64 kv=2,2,1000,64 dtype=bf16")).problem
-    parts = bound.bound(decode, Launch(block_m=16, block_n=64, splits=5), costs, target)
+    parts = bound.lower_bound(decode, Launch(block_m=16, block_n=64, splits=5), costs, target)
     assert (parts.programs, parts.steps) == (2 * 2 * 5, 2 * 2 * 16)
 
 
@@ -126,7 +126,7 @@ def test_what_has_no_bound_says_why():
 
 
 def test_no_bound_exceeds_a_time_of_an_h200():
-    rows = json.loads(FIGURES.read_text())["checked"]["rows"]
+    rows = json.loads(FIGURES.read_text())["rows"]
     timed = [one for one in rows if "bound" in one]
     assert len(timed) > 150
     assert [one for one in timed if one["bound"] > 1.03 * one["us"]] == []

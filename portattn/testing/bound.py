@@ -21,11 +21,11 @@ from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.target import Rates, Target
+from portattn.schema.target import Target, UnitRates
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.testing.findings import programs_a_core
 from portattn.worker.client import Worker
-from portattn.worker.machine_code import Instruction, Loop, key_loops, pass_through
+from portattn.worker.machine_code import KeyLoop, WarpInstruction, key_loops, pass_through
 
 WHOLE = 0.75  # of a step's operations: a loop with fewer has a part of the products, and another loop the rest
 TERMS = {"tf32x3": 3, "bf16x6": 6}  # products for one, by dot_precision
@@ -50,7 +50,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     scratchpad_bytes: int  # moved by the program
 
 
-class Bound(msgspec.Struct, frozen=True, kw_only=True):
+class LowerBound(msgspec.Struct, frozen=True, kw_only=True):
     """Microseconds that a launch takes at least, by resource; `us` is the largest, of `binding`."""
 
     us: float
@@ -62,7 +62,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     costs: Costs
 
 
-def rates_of(target: Target) -> Rates:
+def rates_of(target: Target) -> UnitRates:
     if target.arch.rates is None:
         raise NoBound(f"{target.arch.name} has no rates: backends/{target.backend}/arches/{target.arch.name}.toml")
     return target.arch.rates
@@ -97,7 +97,7 @@ def costs(text: str, call: KernelCall, facts: Mapping[str, Any], target: Target)
     )
 
 
-def _cycles(loop: Loop, warps: int, rates: Rates) -> dict[str, float]:
+def _cycles(loop: KeyLoop, warps: int, rates: UnitRates) -> dict[str, float]:
     cycles, a_simd = rates.cycles, warps / rates.simds
     found = {"matrix": sum(_product(one, rates) for one in loop.instructions if one.unit == "matrix")}
     if "vector" in cycles:
@@ -115,21 +115,21 @@ def _cycles(loop: Loop, warps: int, rates: Rates) -> dict[str, float]:
     return found | {"scratchpad": loop.amount("scratchpad") * warps / rates.scratchpad}
 
 
-def _product(one: Instruction, rates: Rates) -> float:
+def _product(one: WarpInstruction, rates: UnitRates) -> float:
     """Return the cycles of a SIMD's matrix unit for one instruction of a warp. Raises NoBound."""
     if one.kind not in rates.products:
         raise NoBound(f"{one.name}: the chip's rates have no products of {one.kind}")
     return max(one.amount * rates.simds / rates.products[one.kind], rates.least.get(one.shape, 0))
 
 
-def _room(facts: Mapping[str, Any], target: Target, rates: Rates) -> int:
+def _room(facts: Mapping[str, Any], target: Target, rates: UnitRates) -> int:
     """Return the programs that a core has room for; AMD's compiler says how many waves a SIMD has."""
     if "occupancy" in facts:
         return max(int(facts["occupancy"]) * rates.simds // int(facts["num_warps"]), 1)
     return max(programs_a_core(dict(facts), target.arch) or 1, 1)
 
 
-def bound(problem: Problem, launch: Launch, of: Costs, target: Target) -> Bound:
+def lower_bound(problem: Problem, launch: Launch, of: Costs, target: Target) -> LowerBound:
     """Return the bound on a launch with these sizes; lengths that the host does not know count as full and equal."""
     rates, cores = rates_of(target), target.arch.cores
     kernel = CORES[problem.op]
@@ -145,7 +145,9 @@ def bound(problem: Problem, launch: Launch, of: Costs, target: Target) -> Bound:
     moved = compulsory_bytes(problem)
     times["memory"] = moved / rates.memory_gbs / 1e3
     binding = max(times, key=lambda name: times[name])
-    return Bound(us=times[binding], binding=binding, times=times, steps=total, programs=programs, bytes=moved, costs=of)
+    return LowerBound(
+        us=times[binding], binding=binding, times=times, steps=total, programs=programs, bytes=moved, costs=of
+    )
 
 
 def _steps(problem: Problem, launch: Launch, kernel: CoreKernel) -> Iterator[tuple[int, int]]:
@@ -183,10 +185,10 @@ def compulsory_bytes(problem: Problem) -> int:
     return int(rows * p.heads_q * (p.head_dim + p.head_dim_v) * item + keys * p.heads_k * width * stored)
 
 
-def of_plan(made: Plan, target: Target, worker: Worker, seconds: float) -> Bound:
+def of_plan(made: Plan, target: Target, worker: Worker, seconds: float) -> LowerBound:
     """Compile a core plan's launches in a child, and return the bound on the longest. Raises NoBound."""
     rates_of(target)
-    found: list[Bound] = []
+    found: list[LowerBound] = []
     for call in kernel_calls(made, meta_call(made.problem), target.arch.cores)[0]:
         if call.function not in CORES[made.problem.op].functions:
             continue
@@ -196,7 +198,7 @@ def of_plan(made: Plan, target: Target, worker: Worker, seconds: float) -> Bound
         if not reply.facts.get("code"):
             raise NoBound(f"{call.function}: {target.toolchain} has no program that lists its machine code")
         found.append(
-            bound(made.problem, call.launch, costs(str(reply.facts["code"]), call, reply.facts, target), target)
+            lower_bound(made.problem, call.launch, costs(str(reply.facts["code"]), call, reply.facts, target), target)
         )
     if not found:
         raise NoBound(f"{made.path}: no kernel of portattn's core runs")
