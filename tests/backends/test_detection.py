@@ -7,7 +7,6 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
