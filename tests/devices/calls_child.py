@@ -28,10 +28,8 @@ from portattn.schema.problem import Problem  # noqa: E402
 from portattn.testing import tolerance  # noqa: E402
 
 DEVICE = f"{NAME}:1"
-DENSE = Problem(
-    batch=2, heads_q=4, heads_k=2, seq_q=5, seq_k=7, head_dim=16, head_dim_v=16, dtype="fp32", causal="bottom_right",
-    return_lse=True,
-)  # fmt: skip
+DENSE = Problem(batch=2, heads_q=4, heads_k=2, seq_q=5, seq_k=7, head_dim=16, head_dim_v=16, dtype="fp32",
+    causal="bottom_right", return_lse=True)  # fmt: skip
 Case = Callable[[], object]
 CASES: dict[str, Case] = {}
 
@@ -86,10 +84,8 @@ CASES |= {
     "bshd": of_op("attention", **PLAIN, layout="bshd"), "empty batch": of_op("attention", **PLAIN | {"batch": 0}),
     "equal heads": of_op("attention", **PLAIN, heads_k=4), "no keys": of_op("attention", **PLAIN | {"seq_k": 0}),
 }  # fmt: skip
-for name, fields in {
-    "window": {"window_left": 4}, "softcap": {"softcap": True}, "bias": {"bias": True}, "sinks": {"sinks": True},
-    "alibi": {"alibi_slopes": True}, "mask": {"mask": True},
-}.items():  # fmt: skip
+for name, fields in {"window": {"window_left": 4}, "softcap": {"softcap": True}, "bias": {"bias": True},
+        "sinks": {"sinks": True}, "alibi": {"alibi_slopes": True}, "mask": {"mask": True}}.items():  # fmt: skip
     CASES[name] = of_op("attention", **PLAIN, **fields)
 
 

@@ -16,10 +16,8 @@ from portattn.testing import tolerance
 GARBAGE_PAGE = 5  # the page size of a rank's pages is its own: other than that of the whole cache
 
 
-def attend(
-    name: str, fields: dict[str, Any], seed: int, interleave: int, heads: str, lengths: list[int] | None = None,
-    poison: str = "apart", device: str = "cpu", compiled: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+def attend(name: str, fields: dict[str, Any], seed: int, interleave: int, heads: str, lengths: list[int] | None = None,
+        poison: str = "apart", device: str = "cpu", compiled: bool = False) -> dict[str, Any]:  # fmt: skip
     """A random call of opcalls.CALLS over a shard: {error, budget, …, bits}, bits of the whole result."""
     call = tolerance.random_call(opcalls.problem(name, **fields), seed, poison=poison)  # type: ignore[arg-type]
     if lengths is not None:

@@ -83,9 +83,8 @@ def test_causal_zigzag_steps_are_one_call():
     assert counts == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("layout", "ring", "inner"), [(a, b, c) for a in LAYOUTS for b in (1, 2, 3) for c in (1, 2, 4)]
-)
+@pytest.mark.parametrize(("layout", "ring", "inner"),
+    [(a, b, c) for a in LAYOUTS for b in (1, 2, 3) for c in (1, 2, 4)])  # fmt: skip
 def test_ranks_share_all_rows_out(layout, ring, inner):
     shards = Shards(layout, ring, inner)
     length = 3 * shards.unit
@@ -273,9 +272,8 @@ def test_parts_far_apart_are_merged_without_an_overflow(device, apart):
     assert torch.allclose(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("rows", "most"), [([], 0), ([(0, 0)], 0), ([(0, 4), (4, 8)], 1), ([(0, 8), (2, 4), (3, 9), (4, 5)], 3)]
-)
+@pytest.mark.parametrize(("rows", "most"), [([], 0), ([(0, 0)], 0), ([(0, 4), (4, 8)], 1),
+    ([(0, 8), (2, 4), (3, 9), (4, 5)], 3)])  # fmt: skip
 def test_most_parts_of_a_row(rows, most):
     assert collectives.most_parts(rows) == most
 

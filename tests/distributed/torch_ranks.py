@@ -43,10 +43,8 @@ def expected(
 def judged(found: list[torch.Tensor], tensors: list[torch.Tensor], is_causal: bool, scale: float | None) -> list[float]:
     exact = expected(tensors, is_causal, scale, torch.float64)
     same = expected(tensors, is_causal, scale, tensors[0].dtype)
-    return [
-        tolerance.largest(ours.double() - right) / tolerance.budget(ours.dtype, right, torchs)
-        for ours, right, torchs in zip(found, exact, same, strict=True)
-    ]
+    return [tolerance.largest(ours.double() - right) / tolerance.budget(ours.dtype, right, torchs)
+        for ours, right, torchs in zip(found, exact, same, strict=True)]  # fmt: skip
 
 
 def unmodified(
@@ -72,11 +70,8 @@ def operators(name: str) -> dict[str, Any]:
     tensors = inputs(4, 16, torch.float32)
     shards = [t.clone() for t in tensors]
     calls = []
-    with (
-        torch_context_parallel(),
-        context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shards)),
-        counted(calls),
-    ):
+    with (torch_context_parallel(), context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4,
+            no_restore_buffers=set(shards)), counted(calls)):  # fmt: skip
         leaves = [t.detach().requires_grad_() for t in shards[:3]]
         q, k, v = (DTensor.from_local(t, mesh, [Shard(2)]) for t in leaves)
         extra = () if "flash" in name else (None, True)

@@ -59,12 +59,9 @@ def refused_dtensors(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     parallel, tensor = context_parallel(line), torch.ones(2, 4, 32, 8)
-    rows, batch, copies, other = (
-        distribute_tensor(tensor, mesh, placements)
-        for mesh, placements in (
-            (line, [Shard(2)]), (line, [Shard(3)]), (line, [Replicate()]), (grid, [Shard(0), Shard(2)]),
-        )
-    )  # fmt: skip
+    rows, batch, copies, other = (distribute_tensor(tensor, mesh, placements)
+        for mesh, placements in ((line, [Shard(2)]), (line, [Shard(3)]), (line, [Replicate()]),
+        (grid, [Shard(0), Shard(2)])))  # fmt: skip
     odd = distribute_tensor(tensor[:, :, :30], line, [Shard(2)])
     calls = {
         "head_dim": (batch, batch, batch), "copies": (copies, copies, copies), "mixed": (rows, rows.to_local(), rows),

@@ -87,16 +87,12 @@ def test_whatever_the_compiler_does(name: str, tmp_path: Path, monkeypatch: pyte
     assert time.monotonic() - begun < SECONDS / 2
 
 
-@pytest.mark.parametrize(
-    ("named", "said"),
-    [
-        ('gcc "', "is no command: No closing quotation"),
-        ("  ", "names no program"),
-        ("/", "cannot be started: Permission denied"),
-        ("/does/not/exist -O3", "cannot be started: No such file or directory"),
-        ("/etc/hostname", "cannot be started: "),
-    ],
-)
+@pytest.mark.parametrize(("named", "said"), [
+    ('gcc "', "is no command: No closing quotation"), ("  ", "names no program"),
+    ("/", "cannot be started: Permission denied"),
+    ("/does/not/exist -O3", "cannot be started: No such file or directory"),
+    ("/etc/hostname", "cannot be started: "),
+])  # fmt: skip
 def test_whatever_cc_is(named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", named)
     assert said in refused(_load, tmp_path / "cache")

@@ -81,10 +81,8 @@ def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
     chance = random.Random(3)
     for _ in range(200):
         at, kind = chance.randrange(len(library)), chance.randrange(3)
-        changed = {
-            0: library[:at] + bytes([library[at] ^ 1 << chance.randrange(8)]) + library[at + 1 :],
-            1: library[:at] + b"\0" + library[at:], 2: library + chance.randbytes(8),
-        }[kind]  # fmt: skip
+        changed = {0: library[:at] + bytes([library[at] ^ 1 << chance.randrange(8)]) + library[at + 1 :],
+            1: library[:at] + b"\0" + library[at:], 2: library + chance.randbytes(8)}[kind]  # fmt: skip
         place.write_bytes(changed)
         with pytest.raises(UntrustedPath, match="not whole"):
             native.open_library(place)

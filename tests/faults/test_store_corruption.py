@@ -34,10 +34,8 @@ def record(key: str, reason: str = "PassManager::run failed — in π") -> Compi
     return planted_records.record(key, reason=reason, facts={"spills": 0, "mix_mode": "mix"})
 
 
-incident = functools.partial(
-    planted_records.incident, log="line\n" * 30, environment={"TRITON_X": "1"},
-    specialisation={"types": {"q": "*fp16"}},
-)  # fmt: skip
+incident = functools.partial(planted_records.incident, log="line\n" * 30, environment={"TRITON_X": "1"},
+    specialisation={"types": {"q": "*fp16"}})  # fmt: skip
 
 
 def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | None:
@@ -146,15 +144,12 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
 
 
 @needs_root
-@pytest.mark.parametrize(
-    ("owner", "mode", "why"),
-    [
-        ((STRANGER, STRANGER), 0o644, f"belongs to user {STRANGER} (mode 0644), and this process is user 0's"),
-        ((0, STRANGER), 0o664, "may be written by others (mode 0664)"),
-        ((0, 0), 0o664, "may be written by others (mode 0664)"),
-        ((0, 0), 0o666, "may be written by others (mode 0666)"),
-    ],
-)
+@pytest.mark.parametrize(("owner", "mode", "why"), [
+    ((STRANGER, STRANGER), 0o644, f"belongs to user {STRANGER} (mode 0644), and this process is user 0's"),
+    ((0, STRANGER), 0o664, "may be written by others (mode 0664)"),
+    ((0, 0), 0o664, "may be written by others (mode 0664)"),
+    ((0, 0), 0o666, "may be written by others (mode 0666)"),
+])  # fmt: skip
 def test_what_another_user_sealed_is_not_believed(tmp_path, monkeypatch, owner, mode, why):
     """A record keeps every process from a kernel, or lets one run; an incident is compiled again."""
     monkeypatch.setattr(record_store, "_distrusted", set())

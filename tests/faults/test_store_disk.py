@@ -100,11 +100,9 @@ def test_a_folder_that_is_only_read(tmp_path: Path) -> None:
     assert CompileStore(tmp_path).get(KEYS[0]) is not None
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOLCK, "No locks available"), NotImplementedError(), RuntimeError("inherited across fork")],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", [
+    OSError(errno.ENOLCK, "No locks available"), NotImplementedError(), RuntimeError("inherited across fork")
+], ids=lambda error: type(error).__name__)  # fmt: skip
 def test_where_nothing_can_be_locked_the_block_runs(tmp_path, monkeypatch, error):
     def refuse(*arguments: object, **named: object) -> None:
         raise error

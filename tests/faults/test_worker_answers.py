@@ -187,10 +187,8 @@ def test_what_ends_before_a_stage_is_unavailable(tmp_path: Path) -> None:
 def test_serve_answers_every_line(tmp_path: Path) -> None:
     """A line that is no request gets an answer, with the id where there is one, and the child lives on."""
     lines = ["no JSON", "[" * 200_000, "[1]", "null", '{"id": 5}', '{"id": 6, "version": 2, "task": "bake", "env": 3}']
-    done = subprocess.run(
-        [sys.executable, str(SERVE)], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=SECONDS,
-        check=True,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, str(SERVE)], input="\n".join(lines) + "\n", capture_output=True, text=True,
+        timeout=SECONDS, check=True)  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(a["id"], a["ok"], a["version"]) for a in answers] == [
         (None, False, 2), (None, False, 2), (None, False, 2), (None, False, 2), (5, False, 2), (6, False, 2),
@@ -268,11 +266,8 @@ with Worker(python={python!r}) as worker:
 def test_an_interrupted_request_is_not_answered_to_the_next_one(tmp_path: Path, name: str, raised: str) -> None:
     """By a real signal. The child is gone before the exception is seen, and what it started is killed with it."""
     python = planted(tmp_path, SLOW_THEN_ABORTS)
-    told = scenario(
-        INTERRUPTED.format(
-            here=str(Path(__file__).parent), notes=str(tmp_path / "notes"), name=name, python=python, seconds=SECONDS
-        )
-    )
+    told = scenario(INTERRUPTED.format(here=str(Path(__file__).parent), notes=str(tmp_path / "notes"), name=name,
+        python=python, seconds=SECONDS))  # fmt: skip
     assert told.splitlines() == [raised, "False", "crash SIGABRT"]
 
 
@@ -320,12 +315,10 @@ def test_whatever_is_raised_in_a_request_ends_the_child(tmp_path, monkeypatch, e
 
 def test_a_signal_whose_handler_returns_changes_nothing(tmp_path: Path) -> None:
     python = planted(tmp_path, "say(stage='ttgir')\ntime.sleep(1)\nanswer()")
-    told = scenario(
-        "import signal\n" "from portattn.worker.client import Worker\n"
+    told = scenario("import signal\n" "from portattn.worker.client import Worker\n"
         "signal.signal(signal.SIGALRM, lambda *_: None)\n" "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
         f"print(Worker(python={python!r}).request('compile', {SECONDS}).outcome)\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0)\n"
-    )  # fmt: skip
+        "signal.setitimer(signal.ITIMER_REAL, 0)\n")  # fmt: skip
     assert told == "ok\n"
 
 

@@ -171,13 +171,11 @@ def test_nothing_is_written_where_the_disk_is_full(tmp_path: Path, looked: str, 
     """Not a byte may be written to a file: the log of a crash is there even so. Python's tempfile tries its folders
     once, by writing a file."""
     python = planted(tmp_path, "say(stage='ttgir')\nos.write(2, b'Assertion `room` failed.\\n')\nos.abort()")
-    told = scenario(
-        "import resource, tempfile\n" "from portattn.worker.client import Worker\n" f"{looked}\n"
+    told = scenario("import resource, tempfile\n" "from portattn.worker.client import Worker\n" f"{looked}\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         f"reply = Worker(python={python!r}).request('compile', 60)\n"
         "message = reply.message.rpartition('started: ')[2].partition(' in [')[0]\n"
-        "print(reply.outcome, reply.kind, reply.unavailable, message)\n"
-    )  # fmt: skip
+        "print(reply.outcome, reply.kind, reply.unavailable, message)\n")  # fmt: skip
     assert told == said
 
 
@@ -300,9 +298,8 @@ def size_of(folder: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize(
-    "end", ["os.abort()", "answer(ok=False, stage='ttgir', kind='Error')"], ids=["dies", "answers"]
-)
+@pytest.mark.parametrize("end", ["os.abort()", "answer(ok=False, stage='ttgir', kind='Error')"],
+    ids=["dies", "answers"])  # fmt: skip
 def test_a_log_of_hundreds_of_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()

@@ -82,11 +82,9 @@ def draw(seed: int, number: int, device: str) -> Case:
     ):
         strides = "plain"
     backends = ("interpreter", "interpreter", "reference", "auto") if device == "cpu" else ("auto", "auto", "triton")
-    return Case(
-        problem=Problem(**fields), seed=r.randrange(2**20), backend=r.choice(backends), strides=strides,
+    return Case(problem=Problem(**fields), seed=r.randrange(2**20), backend=r.choice(backends), strides=strides,
         extremes=r.random() < 0.4, scale=r.choice(SCALES), softcap=r.choice(SOFTCAPS), q=r.choice(FILLERS),
-        k=r.choice(FILLERS), v=r.choice(FILLERS), wild=wild,
-    )  # fmt: skip
+        k=r.choice(FILLERS), v=r.choice(FILLERS), wild=wild)  # fmt: skip
 
 
 def _takes(fields: dict[str, Any], field: str) -> bool:
@@ -132,11 +130,8 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
     if op == "varlen_attention" or (op in ("paged_attention", "mla_attention") and flag(0.4)):
         rows = sizes.rows
         fields |= {"seq_q": r.randint(1, rows), "total_q": r.randint(0, rows)}
-        fields |= (
-            {"total_k": r.randint(0, sizes.keys), "seq_k": r.randint(1, sizes.keys)}
-            if not latent and op[0] == "v"
-            else {}
-        )
+        fields |= ({"total_k": r.randint(0, sizes.keys), "seq_k": r.randint(1, sizes.keys)} if not latent
+            and op[0] == "v" else {})  # fmt: skip
     else:
         fields["layout"] = r.choice(("bhsd", "bshd"))
         by_key = (name for name in ROWS[op].tensors if name in FEATURES and "k" in FEATURES[name].axes)

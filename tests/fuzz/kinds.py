@@ -275,10 +275,8 @@ def following(kind: Kind, before: Shape, r: random.Random) -> Shape:
     """A shape after another: mostly one thing differs, as in a serving loop; now and then all."""
     change = functools.partial(msgspec.structs.replace, before)
     most = 1500 if kind.op == "attention" else 4000
-    way = r.choice(
-        ("grow", "grow", "grow", "keys", "edge", "rows", "rows edge", "batch", "form", "shift", "spare", "splits",
-         "twice", "grad", "alike", "data", "all")
-    )  # fmt: skip
+    way = r.choice(("grow", "grow", "grow", "keys", "edge", "rows", "rows edge", "batch", "form", "shift", "spare",
+        "splits", "twice", "grad", "alike", "data", "all"))  # fmt: skip
     drawn = {
         "grow": lambda: change(keys=before.keys + 1, twice=False, grad="", alike=("", 0)),
         "keys": lambda: change(keys=r.randint(1, most)), "edge": lambda: change(keys=r.choice(EDGES)),

@@ -97,10 +97,8 @@ def run(mode: str, work: Work, seed: int, device: str, seconds: float, processes
     return report
 
 
-def _listen(
-    events: Any, report: Report, children: dict[int, Any], at: dict[int, int], heard: dict[int, float], begun: float,
-    shown: float,
-) -> float:  # fmt: skip
+def _listen(events: Any, report: Report, children: dict[int, Any], at: dict[int, int], heard: dict[int, float],
+        begun: float, shown: float) -> float:  # fmt: skip
     """Take in what has been sent, and look after processes that sent nothing; returns when progress was shown last."""
     try:
         seed, found = events.get(timeout=LOOK_S)

@@ -12,12 +12,10 @@ from portattn.testing.tolerance import budget, largest
 NONE = (-1, -1)
 
 
-def one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = NONE, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None, kept: torch.Tensor | None = None, dropout_p: float = 0.0, exact: bool = True,
-    attention_chunk: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = NONE, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None, kept: torch.Tensor | None = None, dropout_p: float = 0.0, exact: bool = True,
+        attention_chunk: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out (Sq, Hq, Dv), lse (Hq, Sq), probabilities (Hq, Sq, Sk)) of q (Sq, Hq, D), k (Sk, Hk, D), v (Sk, Hk, Dv).
 
     alibi_slopes, sinks  (Hq,)

@@ -24,10 +24,8 @@ PARTS = torch.randn(3, 1, 2, 4, 16), torch.randn(3, 1, 2, 4)
 fa3 = flash_attn_interface
 attend_cache = partial(flash_attn.flash_attn_with_kvcache, Q, PAGES, PAGES)
 attend_f8_cache = partial(fa3.flash_attn_with_kvcache, k_cache=CACHE.to(F8), v_cache=CACHE.to(F8), cache_seqlens=3)
-attend_pages = partial(
-    flash_attn.flash_attn_varlen_func, torch.ones(5, 4, 16), PAGES + 1, PAGES + 1, cu_seqlens_q=ints(0, 2, 5),
-    max_seqlen_q=3, block_table=TABLE,
-)  # fmt: skip
+attend_pages = partial(flash_attn.flash_attn_varlen_func, torch.ones(5, 4, 16), PAGES + 1, PAGES + 1,
+    cu_seqlens_q=ints(0, 2, 5), max_seqlen_q=3, block_table=TABLE)  # fmt: skip
 LENGTHS = {"cu_seqlens_k": ints(0, 3, 9), "max_seqlen_k": 6}
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     *((partial(hub.flash_attn_func, Q, K, K), {"s_aux": SINKS.to(dtype)}, r"flash_attn_func: s_aux.dtype is torch\.")
@@ -125,13 +123,10 @@ def test_packed_keys_in_the_other_order() -> None:
     flash_attn.flash_attn_kvpacked_func(Q_ADVICE.transpose(1, 2), packed.transpose(1, 3))
 
 
-@pytest.mark.parametrize(
-    ("given", "same"),
-    [
-        ({"window_size": (2**70, -1)}, {}), ({"window_size": (-1, 2**70)}, {}),
-        ({"softmax_scale": 2**70}, {"softmax_scale": 2.0**70}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "same"), [
+    ({"window_size": (2**70, -1)}, {}), ({"window_size": (-1, 2**70)}, {}),
+    ({"softmax_scale": 2**70}, {"softmax_scale": 2.0**70}),
+])  # fmt: skip
 def test_probabilities_of_numbers_past_every_integer(given: dict[str, Any], same: dict[str, Any]) -> None:
     """Such windows hide nothing, with S_dmask as without."""
     x = torch.randn(1, 5, 4, 16)

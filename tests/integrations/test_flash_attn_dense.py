@@ -322,9 +322,8 @@ REFUSED: list[tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "given", "text"), [(call, base | given, text) for call, base, rows in REFUSED for given, text in rows]
-)
+@pytest.mark.parametrize(("call", "given", "text"), [(call, base | given, text) for call, base, rows in REFUSED
+    for given, text in rows])  # fmt: skip
 def test_bad_input_is_one_error_in_flash_attn_s_names(call: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{call.__name__}: {text}") as caught:
         call(**given)

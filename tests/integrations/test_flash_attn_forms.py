@@ -33,10 +33,8 @@ def packed() -> list[torch.Tensor]:
 def normalised(signed: torch.Tensor, scores: torch.Tensor, block: int) -> torch.Tensor:
     """Probabilities of S_dmask: each block of columns counts by the largest score of it and of all later columns."""
     lse = torch.logsumexp(scores, -1)
-    parts = [
-        part.abs() * torch.exp(scores[..., first:].amax(-1) - lse)[..., None]
-        for first, part in zip(range(0, scores.shape[-1], block), signed.split(block, -1), strict=True)
-    ]
+    parts = [part.abs() * torch.exp(scores[..., first:].amax(-1) - lse)[..., None]
+        for first, part in zip(range(0, scores.shape[-1], block), signed.split(block, -1), strict=True)]  # fmt: skip
     return torch.cat(parts, -1)
 
 
@@ -435,10 +433,8 @@ def test_no_row_of_a_negative_length_is_written(form: str, is_packed: bool) -> N
     """Several new rows of a length just below 0 would lie at 0 and behind it."""
     size, new = (4, 4) if form == "pages" else (2, 8), 3
     k_cache, v_cache = torch.full((*size, 2, 16), 7.0), torch.full((*size, 2, 16), 7.0)
-    given: dict[str, Any] = {
-        "own": {}, "batch_idx": {"cache_batch_idx": ints(1, 0)},
-        "pages": {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2)},
-    }[form]  # fmt: skip
+    given: dict[str, Any] = {"own": {}, "batch_idx": {"cache_batch_idx": ints(1, 0)},
+        "pages": {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2)}}[form]  # fmt: skip
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, new, 2, 16), torch.randn(2, new, 2, 16)
     if is_packed:
         k, v = k.flatten(0, 1), v.flatten(0, 1)

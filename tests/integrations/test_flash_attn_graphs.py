@@ -65,17 +65,13 @@ def test_compiled_dropout() -> None:
     check_one(out[0], lse[0], q[0], k[0], v[0], math.inf, kept=kept[0], dropout_p=0.5)
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"window_size": 3}, r"'flash_attn_func', 'window_size', 3, 'must be two integers"),
-        ({"deterministic": True},
-         r"flash_attn: deterministic=True goes with torch.use_deterministic_algorithms\(True\)"),
-        ({"window_size": torch.tensor([3, 0])}, r"flash_attn: window_size must be two integers in a graph"),
-        ({"window_size": (np.array(3), 0)}, r"flash_attn: window_size must be two integers in a graph"),
-        ({"causal": "top_left"}, r"'causal', 'top_left', 'must be True or False'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "reason"), [
+    ({"window_size": 3}, r"'flash_attn_func', 'window_size', 3, 'must be two integers"),
+    ({"deterministic": True}, r"flash_attn: deterministic=True goes with torch.use_deterministic_algorithms\(True\)"),
+    ({"window_size": torch.tensor([3, 0])}, r"flash_attn: window_size must be two integers in a graph"),
+    ({"window_size": (np.array(3), 0)}, r"flash_attn: window_size must be two integers in a graph"),
+    ({"causal": "top_left"}, r"'causal', 'top_left', 'must be True or False'"),
+])  # fmt: skip
 def test_a_whole_graph_says_why_a_call_is_refused(given: dict[str, Any], reason: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(flash_attn.flash_attn_func, backend="aot_eager", fullgraph=True)

@@ -77,12 +77,10 @@ def test_the_library_is_whole(repository):
     """All modules and data of the source tree: a module that is left out is found by the first call that needs it."""
     library = repository / VARIANT / "library" / "portattn"
     written = {p.relative_to(library).as_posix() for p in library.rglob("*") if p.is_file()}
-    own = {
-        f"{prefix}{p.relative_to(ROOT / folder).as_posix()}"
+    own = {f"{prefix}{p.relative_to(ROOT / folder).as_posix()}"
         for folder, prefix in (("portattn", ""), ("backends", "backends/"), ("quirks", "quirks/"))
-        for p in (ROOT / folder).rglob("*")
-        if p.suffix in (".py", ".toml", ".c", ".jinja", ".js") and "__pycache__" not in p.parts
-    }
+        for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".toml", ".c", ".jinja", ".js")
+        and "__pycache__" not in p.parts}  # fmt: skip
     assert own - written == set()
     assert {path for path in written if "__pycache__" in path} == set()
 
@@ -131,14 +129,11 @@ def test_a_full_disk_names_the_folder(script, tmp_path, monkeypatch, capsys):
 
 
 def test_another_portattn_in_the_process_is_said(repository):
-    code = (
-        "import importlib.util, json, sys, types; sys.modules['portattn'] = types.ModuleType('portattn')\n"
+    code = ("import importlib.util, json, sys, types; sys.modules['portattn'] = types.ModuleType('portattn')\n"
         "sys.modules['portattn'].__version__, sys.modules['portattn'].__file__ = '9.9', 'elsewhere'\n"
         f"spec = importlib.util.spec_from_file_location('kernel', {str(repository / VARIANT / '__init__.py')!r})\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "try: spec.loader.exec_module(module)\n"
-        "except ImportError as error: print(json.dumps(str(error)))\n"
-    )
+        "module = importlib.util.module_from_spec(spec)\n" "try: spec.loader.exec_module(module)\n"
+        "except ImportError as error: print(json.dumps(str(error)))\n")  # fmt: skip
     text = child(repository, "-c", code)
     assert text.startswith(f"the portattn kernel holds portattn {__version__}, and portattn 9.9 is imported already")
 

@@ -118,10 +118,8 @@ def test_devices_that_are_none() -> None:
 # ---------------------------------------------------------------- the operators
 
 
-def backward_by_lse(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    seen: torch.Tensor, scale: float,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def backward_by_lse(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The backward of FlashAttention's paper in float64, (B, H, S, D): of the output and the LSE that it is given."""
     grad, q, k, v, out, lse = (tensor.double() for tensor in (grad, q, k, v, out, lse))
     weights = torch.exp((q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf) - lse[..., None])
@@ -183,10 +181,9 @@ def test_dense_forward_and_backward(rows, causal, dtype, torchs_backward):
     )
 
 
-@pytest.mark.parametrize(
-    "in_place",
-    [False, pytest.param(True, marks=pytest.mark.skipif(NO_IN_PLACE, reason=f"this torch has no {IN_PLACE}"))],
-)
+@pytest.mark.parametrize("in_place", [
+    False, pytest.param(True, marks=pytest.mark.skipif(NO_IN_PLACE, reason=f"this torch has no {IN_PLACE}"))
+])  # fmt: skip
 @pytest.mark.parametrize("window", [(None, None), (-1, -1), (2, 1)], ids=str)
 def test_packed_and_dense_forwards_are_portattns(window: tuple[int | None, int | None], in_place: bool) -> None:
     q, k, v = tensors((9, 4, 16), (12, 2, 16), (12, 2, 16))
@@ -242,16 +239,13 @@ def test_rows_without_keys_have_torchs_lse() -> None:
     torch.testing.assert_close(found, right)
 
 
-@pytest.mark.parametrize(
-    ("op", "given", "reason"),
-    [
-        ("dense", {"dropout_p": 0.5}, "dropout_p is 0.5"),
-        ("dense", {"return_debug_mask": True}, "return_debug_mask is True"),
-        ("any", {"alibi_slopes": torch.zeros(4)}, "alibi_slopes are given"),
-        ("any", {"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "block_table is given"),
-        ("any", {"cum_seq_q": torch.tensor([0, 3], dtype=torch.int32)}, "only one of cum_seq_q and cum_seq_k"),
-    ],
-)
+@pytest.mark.parametrize(("op", "given", "reason"), [
+    ("dense", {"dropout_p": 0.5}, "dropout_p is 0.5"),
+    ("dense", {"return_debug_mask": True}, "return_debug_mask is True"),
+    ("any", {"alibi_slopes": torch.zeros(4)}, "alibi_slopes are given"),
+    ("any", {"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "block_table is given"),
+    ("any", {"cum_seq_q": torch.tensor([0, 3], dtype=torch.int32)}, "only one of cum_seq_q and cum_seq_k"),
+])  # fmt: skip
 def test_what_is_not_taken_is_torchs_kernel_or_an_error_that_says_why(op: str, given: Any, reason: str) -> None:
     q = tensors((1, 3, 4, 16))[0]
     if op == "dense":
@@ -290,10 +284,8 @@ def test_compiled_programs_call_the_operators() -> None:
     """What was compiled before is served as well: the graph holds torch's operator."""
     torch._dynamo.reset()
     q = tensors((1, 2, 5, 16))[0].requires_grad_()
-    compiled = torch.compile(
-        lambda q: functional.scaled_dot_product_attention(q * 2, q, q, is_causal=True), backend="aot_eager",
-        fullgraph=True,
-    )  # fmt: skip
+    compiled = torch.compile(lambda q: functional.scaled_dot_product_attention(q * 2, q, q, is_causal=True),
+        backend="aot_eager", fullgraph=True)  # fmt: skip
     right = compiled(q)
     (of_q,) = torch.autograd.grad(right.square().sum(), q)
     assert path() == "none"

@@ -38,14 +38,9 @@ def test_a_call_of_torchs_warns_once_a_cause() -> None:
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"scale": torch.tensor(0.5)},
-        {"dropout_p": torch.tensor(0.0), "scale": 0.5},
-        {"is_causal": np.False_, "scale": 0.5},
-    ],
-)
+@pytest.mark.parametrize("given", [
+    {"scale": torch.tensor(0.5)}, {"dropout_p": torch.tensor(0.0), "scale": 0.5}, {"is_causal": np.False_, "scale": 0.5}
+])  # fmt: skip
 def test_numbers_of_other_types_are_read_as_attention_reads_them(given: dict[str, Any]) -> None:
     with portattn.settings(fallback="error"):
         torch.testing.assert_close(ours(Q, K, K, **given), imported_before(Q, K, K, scale=0.5))

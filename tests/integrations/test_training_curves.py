@@ -140,16 +140,13 @@ def test_labels_of_padded_and_packed_batches_are_predictable():
     assert int((packed["position_ids"] == 0).sum()) == 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--steps", "0"], "--steps is 0, but must be at least 1"),
-        (["--length", "9"], "--length is 9, but must be more than 9"),
-        (["--device", "cuda:97"], "--device is cuda:97, on which torch has no tensors"),
-        (["--json", "/nowhere/at/all.json"], "but there is no folder /nowhere/at"),
-        (["--mode", "backwards"], "invalid choice: 'backwards'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--steps", "0"], "--steps is 0, but must be at least 1"),
+    (["--length", "9"], "--length is 9, but must be more than 9"),
+    (["--device", "cuda:97"], "--device is cuda:97, on which torch has no tensors"),
+    (["--json", "/nowhere/at/all.json"], "but there is no folder /nowhere/at"),
+    (["--mode", "backwards"], "invalid choice: 'backwards'"),
+])  # fmt: skip
 def test_bad_arguments(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         example.main(arguments)
@@ -186,10 +183,8 @@ def test_without_transformers_the_example_says_how_to_install_it(tmp_path):
     """In a process that cannot import it."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n", encoding="utf-8")
     places = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_llama.py"), "--steps", "1"],
-        env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / "train_llama.py"), "--steps", "1"],
+        env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
     assert done.returncode == 1
     assert "needs transformers, which is not installed: pip install" in done.stderr
     assert len(done.stderr.splitlines()) == 1

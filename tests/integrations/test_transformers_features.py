@@ -41,13 +41,10 @@ PLANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "error"),
-    [
-        *[("Mistral", error) for error in PLANTS if "window" in error], ("Gemma2", "no window"), ("Gemma2", "no cap"),
-        ("Gemma3", "no window"), ("GptOss", "no window"), ("GptOss", "no sinks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "error"), [
+    *[("Mistral", error) for error in PLANTS if "window" in error], ("Gemma2", "no window"), ("Gemma2", "no cap"),
+    ("Gemma3", "no window"), ("GptOss", "no window"), ("GptOss", "no sinks"),
+])  # fmt: skip
 @torch.no_grad()
 def test_planted_errors_show(models, family, error, monkeypatch):
     """In a dense forward, and in decoding over a cache that drops nothing."""

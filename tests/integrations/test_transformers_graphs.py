@@ -53,10 +53,9 @@ def compiled(model: Any) -> Any:
 
 
 # ---------------------------------------------------------------- torch.compile
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("Llama", "none"), ("Llama", "both"), ("Mistral", "left"), ("Gemma2", "left"), ("GptOss", "none")],
-)
+@pytest.mark.parametrize(("family", "name"), [
+    ("Llama", "none"), ("Llama", "both"), ("Mistral", "left"), ("Gemma2", "left"), ("GptOss", "none")
+])  # fmt: skip
 @torch.no_grad()
 def test_a_compiled_forward(models: dict[str, Any], family: str, name: str) -> None:
     """Windows, caps and sinks; with a cache, and without, where transformers looks for packed rows."""
@@ -200,10 +199,9 @@ def exported(model: Any, strict: bool, lengths: dict[str, Any], **given: Any) ->
     return program.module()
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "strict"),
-    [("Llama", "none", False), ("Llama", "left", True), ("Mistral", "none", True), ("Mistral", "left", False)],
-)
+@pytest.mark.parametrize(("family", "name", "strict"), [
+    ("Llama", "none", False), ("Llama", "left", True), ("Mistral", "none", True), ("Mistral", "left", False)
+])  # fmt: skip
 @torch.no_grad()
 def test_an_exported_model(models: dict[str, Any], family: str, name: str, strict: bool) -> None:
     """Of other batches and lengths than it was exported with."""
@@ -271,14 +269,9 @@ def generate(model: Any, **settings: Any) -> list[list[int]]:
     of_page = {"page_size", "block_size"} & inspect.signature(transformers.ContinuousBatchingConfig).parameters.keys()
     sizes = {"num_blocks": 48, "max_batch_tokens": 12, max(of_page): 4}  # block_size is the name up to 5.17
     config = transformers.ContinuousBatchingConfig(**{**sizes, **settings})
-    found = model.generate_batch(
-        prompts(),
-        generation_config=transformers.GenerationConfig(
-            max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=config,
-        progress_bar=False,
-    )
+    found = model.generate_batch(prompts(), generation_config=transformers.GenerationConfig(max_new_tokens=NEW,
+        do_sample=False, eos_token_id=-1, pad_token_id=0), continuous_batching_config=config,
+        progress_bar=False)  # fmt: skip
     assert len(found) == len(LENGTHS)
     assert [one.error for one in found.values()] == [None] * len(LENGTHS)
     order = {tuple(one.prompt_ids): one.generated_tokens for one in found.values()}
@@ -375,12 +368,10 @@ def test_what_a_batch_cannot_have_is_refused(models: dict[str, Any]) -> None:
         "max_length_k": {"full_attention": 5},
     }  # fmt: skip
     written = compact_mask(1, 5, 5, mask_function=lambda b, h, q, kv: kv != 2)
-    for changed, message in (
-        ({"block_table": torch.zeros(1, 1, 1)}, "block_table .* is for FlashAttention alone"),
-        ({"dropout": 0.5}, "cache is 'Cache', but continuous batching has no biases or dropout"),
-        ({"cu_seq_lens_k": None}, "cu_seq_lens_k .* gives beginnings of queries and keys"),
-        ({"attention_mask": written}, "attention_mask .* is causal and has no mask functions"),
-    ):
+    for changed, message in (({"block_table": torch.zeros(1, 1, 1)}, "block_table .* is for FlashAttention alone"),
+            ({"dropout": 0.5}, "cache is 'Cache', but continuous batching has no biases or dropout"),
+            ({"cu_seq_lens_k": None}, "cu_seq_lens_k .* gives beginnings of queries and keys"),
+            ({"attention_mask": written}, "attention_mask .* is causal and has no mask functions")):  # fmt: skip
         arguments = {**batch, "attention_mask": mask, **changed}
         with pytest.raises(portattn.ArgumentError, match=message):
             forward(layer, q, kv, kv, arguments.pop("attention_mask"), **arguments)

@@ -173,10 +173,8 @@ def test_what_hides_nothing_is_not_said() -> None:
     chunked = compact_mask(BATCH, 13, 13, mask_function=pattern)
     assert (chunked.written_out, chunked.chunk, chunked.causal) == (False, 12, True)
     assert compact_mask(BATCH, 1, 12, q_offset=12, kv_offset=1, mask_function=pattern).written_out
-    windows = [
-        compact_mask(BATCH, length, length, mask_function=hf.sliding_window_causal_mask_function(12)).window
-        for length in (12, 13)
-    ]
+    windows = [compact_mask(BATCH, length, length, mask_function=hf.sliding_window_causal_mask_function(12)).window
+        for length in (12, 13)]  # fmt: skip
     assert windows == [None, (11, None)]
     # A cache that drops what the window hides hands over 12 keys and one query: nothing is left to hide.
     late = hf.sliding_window_causal_mask_function(12)

@@ -55,11 +55,9 @@ def test_logits_of_a_dense_forward(models, family, name, validate):
     assert plan.problem.padded == (name != "none" and (name != "ones" or validate == "never"))
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [{"leftpad_k": None, "leftpad_q": None}, {"causal": False}, {"scale": 1.0}, {"seqlens_k": None}],
-    ids=lambda plant: next(iter(plant)),
-)
+@pytest.mark.parametrize("plant", [
+    {"leftpad_k": None, "leftpad_q": None}, {"causal": False}, {"scale": 1.0}, {"seqlens_k": None}
+], ids=lambda plant: next(iter(plant)))  # fmt: skip
 @torch.no_grad()
 def test_planted_errors_show_in_a_dense_forward(models, plant, monkeypatch):
     model, ids, mask = models["Llama"], tokens(), padding("both")

@@ -97,25 +97,20 @@ def run_python(code):
 
 
 def test_importing_registers_nothing_and_refuses_an_old_transformers():
-    out = run_python(
-        "import importlib, transformers\n" "import portattn.integrations.transformers as integration\n"
+    out = run_python("import importlib, transformers\n" "import portattn.integrations.transformers as integration\n"
         "interfaces = transformers.AttentionInterface(), transformers.AttentionMaskInterface()\n"
         "print([name for interface in interfaces for name in interface if 'portattn' in name])\n"
         "transformers.__version__ = '5.99.0'\n" "importlib.reload(integration)\n"
         "transformers.masking_utils.sdpa_mask = lambda batch_size, kv_length, **named: None\n"
-        "transformers.__version__ = '6.0.1'\n" "importlib.reload(integration)"
-    )  # fmt: skip
+        "transformers.__version__ = '6.0.1'\n" "importlib.reload(integration)")  # fmt: skip
     assert "[]" in out.splitlines()
     assert out.count("UserWarning: portattn was tested with transformers 5.4 to 5.23, and this is 5.99.0: its") == 1
     assert "ImportError: transformers 6.0.1: sdpa_mask has no parameter 'q_length'; sdpa_" in out.splitlines()[-1]
 
 
 def test_importing_without_transformers_says_so():
-    out = run_python(
-        "import sys; sys.modules['transformers'] = None\n"
-        "import portattn.integrations\n"
-        "import portattn.integrations.transformers"
-    )
+    out = run_python("import sys; sys.modules['transformers'] = None\n" "import portattn.integrations\n"
+        "import portattn.integrations.transformers")  # fmt: skip
     assert "ImportError: portattn.integrations.transformers needs transformers, which is not installed" in out
     assert "pip install -e '.[transformers]' in the checkout" in out
 

@@ -115,11 +115,9 @@ def test_calls_are_right(release, tmp_path):
     for entry in (TRITONS_INTERPRETED[release], *TRITONS_INTERPRETED[release].parent.glob("triton-*.dist-info")):
         (tmp_path / entry.name).symlink_to(entry)
     path = (str(tmp_path), str(fakedriver.HERE), os.environ.get("PYTHONPATH", ""))
-    ran = subprocess.run(
-        [sys.executable, str(fakedriver.HERE / "interpreted_child.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    ran = subprocess.run([sys.executable, str(fakedriver.HERE / "interpreted_child.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}, capture_output=True, text=True,
+        timeout=300, check=False)  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["triton"] == release

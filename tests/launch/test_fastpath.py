@@ -134,13 +134,11 @@ def test_a_kind_can_be_of_one_size(q):
     assert not matches(one, torch.zeros(1, 2, 5, 16))
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        (1, 1, True), (1, True, False), (1, 1.0, False), ((1, (2, "a")), (1, (2, "a")), True),
-        ((1, (2, "a")), (1, (2.0, "a")), False), ((1,), (1, 2), False), (float("nan"), 0.5, False), ("a", "b", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("a", "b", "same"), [
+    (1, 1, True), (1, True, False), (1, 1.0, False), ((1, (2, "a")), (1, (2, "a")), True),
+    ((1, (2, "a")), (1, (2.0, "a")), False), ((1,), (1, 2), False), (float("nan"), 0.5, False),
+    ("a", "b", False),
+])  # fmt: skip
 def test_identical(a, b, same):
     assert identical(a, b) is same
 

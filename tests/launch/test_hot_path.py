@@ -57,10 +57,8 @@ def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) ->
     made = {name: found for name, found in seen.items() if isinstance(found, dict) and "prepared" in found}
     assert len(made) >= len(OPS)
     for name, found in made.items():
-        assert found["prepared"] == {
-            "allocated": 0, "given": True, "launches": found["launches"], "path": found["path"], "out": True,
-            "odd": True,
-        }, name  # fmt: skip
+        assert found["prepared"] == {"allocated": 0, "given": True, "launches": found["launches"],
+            "path": found["path"], "out": True, "odd": True}, name  # fmt: skip
 
 
 def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> None:

@@ -107,9 +107,7 @@ def test_this_torch_is_read_by_its_own_functions() -> None:
     base = torch.zeros(3, 5, 7, dtype=torch.float16)
     for tensor in (base, base[:, 1:, ::2], base.permute(2, 0, 1), torch.zeros(0), torch.nn.Parameter(base.float())):
         assert native._word(tensor._cdata) == plain
-        assert native._read(asks[:4], tensor, offset) == (
-            tuple(tensor.shape), tensor.stride(), tensor.data_ptr(),
-        )  # fmt: skip
+        assert native._read(asks[:4], tensor, offset) == (tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
 
 
 @linux

@@ -51,10 +51,8 @@ SHAPES = [(2, 3, 4, 5), (1, 3, 1, 5), (2, 3, 1, 1), (3, 2, 0, 4), (1, 1, 1, 1)]
 @pytest.mark.parametrize("view", range(len(VIEWS)))
 def test_views_are_torchs(shape: tuple[int, ...], view: int) -> None:
     """Of contiguous tensors, of transposed ones, and of those that lie in larger ones; sizes traced or not."""
-    for tensor in (
-        torch.zeros(shape, dtype=torch.float16), torch.zeros(shape[::-1]).permute(3, 2, 1, 0),
-        torch.zeros(*shape[:2], shape[2] + 3, shape[3])[:, :, : shape[2]],
-    ):  # fmt: skip
+    for tensor in (torch.zeros(shape, dtype=torch.float16), torch.zeros(shape[::-1]).permute(3, 2, 1, 0),
+            torch.zeros(*shape[:2], shape[2] + 3, shape[3])[:, :, : shape[2]]):  # fmt: skip
         trace = Trace()
         for wrap in (int, trace.input):
             shaped = SymbolicTensor.make(TensorKind.of(tensor), map(wrap, tensor.shape), map(wrap, tensor.stride()))

@@ -224,10 +224,8 @@ def test_a_teams_kernel_is_compiled_with_it(site: Path, tmp_path: Path) -> None:
     (tmp_path / "doubling.py").write_text(KERNEL, encoding="utf-8")
     (tmp_path / "test_doubling.py").write_text(TEST, encoding="utf-8")
     # The plug-in is named, and no other is looked for: this portattn may be a checkout on the path.
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, site, ROOT))), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PORTATTN_CACHE_DIR": str(tmp_path / "cache"),
-    }  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, site, ROOT))),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PORTATTN_CACHE_DIR": str(tmp_path / "cache")}  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", PLUGIN, "--portattn-target=example:one", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)

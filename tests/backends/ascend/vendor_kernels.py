@@ -17,10 +17,8 @@ TYPES: dict[str, tuple[type, ...]] = {
     "Tensor": (torch.Tensor,), "int": (int,), "float": (float,), "str": (str,), "bool": (bool,),
     "List[int]": (list,), "List[SymInt]": (list,),
 }  # fmt: skip
-SCHEMAS = {
-    schema.name: schema
-    for schema in map(torch._C.parse_schema, (Path(__file__).parent / "schemas.txt").read_text().splitlines())
-}
+SCHEMAS = {schema.name: schema for schema in map(torch._C.parse_schema,
+    (Path(__file__).parent / "schemas.txt").read_text().splitlines())}  # fmt: skip
 
 
 def bind(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -132,10 +130,8 @@ def attend(
     return out, largest.masked_fill(blind, math.nan), total.masked_fill(blind, math.nan)
 
 
-def gradients_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor, scale: float, seen: torch.Tensor,
-    sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def gradients_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor, scale: float, seen: torch.Tensor,
+        sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return dQ, dK, dV and the sink's gradient, written out: operators beneath autograd record nothing.
     With P = softmax(S): dV = Pᵀ dO, dS = P ∘ (dP - rowsum(dP ∘ P)), and the sink's score has a dP of 0."""
     group, shared = q.shape[0] // k.shape[0], (k.shape[0], -1, *k.shape[1:2])
@@ -159,10 +155,8 @@ def fusion(**a: Any) -> tuple[Any, ...]:
     a = _checked_fusion(a)
     packed = a["input_layout"] == "TND"
     found = [attend(q, k, v, a["scale"], seen, pse, a["pse_type"], a["sink"]) for q, k, v, seen, pse in _sequences(a)]
-    out, largest, total = (
-        torch.cat([values.transpose(0, 1) for values in part]) if packed else torch.stack(part)
-        for part in zip(*found, strict=True)
-    )
+    out, largest, total = (torch.cat([values.transpose(0, 1) for values in part]) if packed
+        else torch.stack(part) for part in zip(*found, strict=True))  # fmt: skip
     statistics = [part[..., None].expand(*part.shape, 8).to(torch.float32) for part in (largest, total)]
     if packed and a["softmax_layout"] == "":  # documented: the order of (N, T, 8) in that shape
         statistics = [part.transpose(0, 1).reshape(part.shape) for part in statistics]
@@ -174,10 +168,8 @@ def fusion_grad(**a: Any) -> tuple[Any, ...]:
     a = _checked_fusion(a | {"scale": a["scale_value"]})
     packed = a["input_layout"] == "TND"
     dys = _split(a["dy"], a["actual_seq_qlen"]) if packed else a["dy"].unbind(0)
-    found = [
-        gradients_of(q, k, v, dy, a["scale"], seen, a["sink"])
-        for (q, k, v, seen, _), dy in zip(_sequences(a), dys, strict=True)
-    ]
+    found = [gradients_of(q, k, v, dy, a["scale"], seen, a["sink"])
+        for (q, k, v, seen, _), dy in zip(_sequences(a), dys, strict=True)]  # fmt: skip
     *parts, sinks = zip(*found, strict=True)
     gradients = [torch.cat([g.transpose(0, 1) for g in part]) if packed else torch.stack(part) for part in parts]
     dsink = torch.empty(0) if a["sink"] is None else torch.stack(sinks).sum(0).float()
@@ -313,10 +305,8 @@ def fused_infer(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     for b in range(batch):
         whole = mask[b if len(mask) > 1 else 0][..., : lengths[b]] if one_row and mask is not None else None
         seen = seen_keys(a["sparse_mode"], rows[b], lengths[b], band, whole)
-        k, v = (
-            _cached(tensor, scale, a["block_table"], b, lengths[b], kv_heads)
-            for tensor, scale in zip((key, value), scales, strict=True)
-        )
+        k, v = (_cached(tensor, scale, a["block_table"], b, lengths[b], kv_heads)
+            for tensor, scale in zip((key, value), scales, strict=True))  # fmt: skip
         out[b, :, : rows[b]], largest, total = attend(query[b, :, : rows[b]], k, v, a["scale"], seen)
         lse[b, :, : rows[b]] = largest + total.log()
     out = out.to(query.dtype).transpose(1, 2).contiguous() if tokens_first else out.to(query.dtype)

@@ -34,21 +34,12 @@ def test_each_case_ends_as_its_cell(pytester, inner):
     )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, failed=3)
-    result.stdout.fnmatch_lines(
-        [
-            f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set", "collected 4 items",
-            f"_* cuda:sm_80  {HERE}  {NAME} _*", "red: CRASH: *SIGABRT*", "what ttgir printed:",
-            "Assertion `planted' failed.", "*Captured portattn call*", "path: *",
-        ]
-    )  # fmt: skip
-    result.stdout.fnmatch_lines_random(
-        [
-            "red: ERROR: dense_forward: RuntimeError at ttgir: planted refusal",
-            "red: FAIL: *96 bytes spilled, none allowed*",
-            f"PASSED portattn::cuda:sm_100::{CASE}",
-            f"FAILED portattn::cuda:sm_80::{CASE} *",
-        ]
-    )
+    result.stdout.fnmatch_lines([f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set",
+        "collected 4 items", f"_* cuda:sm_80  {HERE}  {NAME} _*", "red: CRASH: *SIGABRT*", "what ttgir printed:",
+        "Assertion `planted' failed.", "*Captured portattn call*", "path: *"])  # fmt: skip
+    result.stdout.fnmatch_lines_random(["red: ERROR: dense_forward: RuntimeError at ttgir: planted refusal",
+        "red: FAIL: *96 bytes spilled, none allowed*", f"PASSED portattn::cuda:sm_100::{CASE}",
+        f"FAILED portattn::cuda:sm_80::{CASE} *"])  # fmt: skip
     result.stdout.no_fnmatch_line("*Traceback*")
     cases = {case.get("classname"): case for case in ElementTree.parse(pytester.path / "out.xml").iter("testcase")}
     case = cases[f"portattn.cuda:sm_100.{HERE}"]
@@ -71,11 +62,8 @@ def test_cases_are_chosen_like_tests(pytester, inner):
         return [line for line in result.outlines if "::" in line]
 
     named = "--portattn-conformance=dense causal*"
-    every = [
-        f"portattn::{target}::{HERE}::{name}"
-        for target in ("cuda:sm_90", "rocm:gfx942")
-        for name in ("dense_causal_fp16_D=64", "dense_causal_bf16_D=128_GQA")
-    ]
+    every = [f"portattn::{target}::{HERE}::{name}" for target in ("cuda:sm_90", "rocm:gfx942")
+        for name in ("dense_causal_fp16_D=64", "dense_causal_bf16_D=128_GQA")]  # fmt: skip
     assert ids() == ["test_it.py::test_dense"]
     assert ids(named) == ["test_it.py::test_dense", *every]
     assert ids(named, "-k", "gfx942 and bf16") == every[-1:]
@@ -137,12 +125,8 @@ def test_what_a_baseline_has_must_not_be_lost(pytester, inner, planted_compiler)
     path.write_text(text.replace(f'"{NAME}" = {{', f'"{NAME}, sinks" = {{', 1), encoding="utf-8")
     result = inner(SELECTED + "*", *common[1:])
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(
-        [
-            "gone: the cell is gone; it was compiles, path *",
-            f"cause: the new run has no problem of the name '{NAME}, sinks'",
-        ]
-    )
+    result.stdout.fnmatch_lines(["gone: the cell is gone; it was compiles, path *",
+        f"cause: the new run has no problem of the name '{NAME}, sinks'"])  # fmt: skip
     inner(SELECTED + "*", "--portattn-fail-on=new", *common[1:]).assert_outcomes(passed=1, failed=2)
 
 
